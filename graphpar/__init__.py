@@ -1,0 +1,52 @@
+"""graphpar: from an ordinary ``nn.Module`` and a number of devices to a parallel program.
+
+The public names are loaded on first use, so that ``import graphpar.runtime`` (what an emitted
+program needs) does not import the compiler, and ``graphpar --help`` does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "GraphparError": "graphpar.errors",
+    "Mesh": "graphpar.mesh",
+    "Parts": "graphpar.api",
+    "Plan": "graphpar.plan",
+    "Program": "graphpar.program",
+    "SplitPoint": "graphpar.plan",
+    "export": "graphpar.api",
+    "partition": "graphpar.api",
+    "plan": "graphpar.api",
+    "verify": "graphpar.api",
+}
+
+if TYPE_CHECKING:
+    from graphpar.api import Parts, export, partition, plan, verify
+    from graphpar.errors import GraphparError
+    from graphpar.mesh import Mesh
+    from graphpar.plan import Plan, SplitPoint
+    from graphpar.program import Program
+
+__all__ = [
+    "GraphparError",
+    "Mesh",
+    "Parts",
+    "Plan",
+    "Program",
+    "SplitPoint",
+    "__version__",
+    "export",
+    "partition",
+    "plan",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'graphpar' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

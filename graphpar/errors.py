@@ -1,0 +1,23 @@
+"""Errors for people: what was found, what was expected, and what to do.
+
+``GraphparError`` is for the user (the command line prints it without a traceback and exits with 2);
+``assert`` is for our own bugs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class GraphparError(ValueError):
+    """Something that the user must change."""
+
+
+def near_match(name: str, known: Iterable[str]) -> str:
+    """A ``" Did you mean 'x'?"`` suffix, or the empty string when nothing is close."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    if not close:
+        return ""
+    quoted = " or ".join(repr(match) for match in close)
+    return f" Did you mean {quoted}?"
