@@ -15,9 +15,9 @@ _EXPORTS = {
     "GraphparError": "graphpar.errors",
     "Mesh": "graphpar.mesh",
     "Parts": "graphpar.api",
-    "Plan": "graphpar.plan",
+    "Plan": "graphpar.plans",
     "Program": "graphpar.program",
-    "SplitPoint": "graphpar.plan",
+    "SplitPoint": "graphpar.plans",
     "export": "graphpar.api",
     "partition": "graphpar.api",
     "plan": "graphpar.api",
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from graphpar.api import Parts, export, partition, plan, verify
     from graphpar.errors import GraphparError
     from graphpar.mesh import Mesh
-    from graphpar.plan import Plan, SplitPoint
+    from graphpar.plans import Plan, SplitPoint
     from graphpar.program import Program
 
 __all__ = [
