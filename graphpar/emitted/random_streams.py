@@ -1,0 +1,78 @@
+"""Dropout whose masks depend on the example, not on how the program is split.
+
+Every example of the global batch has a key, a function of (seed, step, index of the example). A dropout draws from
+the key, its own stream number and the position in the example, by a counter-based hash (SplitMix64). So the masks are
+the same for any number of stages and microbatches, and when a block is recomputed.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def stream(keys: Tensor, number: int) -> Tensor:
+    """The keys of one random operator: ``number`` streams further. keys [b] -> [b]"""
+    return keys + number * 0x1F123BB5
+
+
+def _hash(counter: Tensor) -> Tensor:
+    """SplitMix64's finalizer; int64 with wrap-around, right shifts made logical by a mask."""
+    counter = (counter ^ ((counter >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    counter = (counter ^ ((counter >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return counter ^ ((counter >> 31) & 0x1FFFFFFFF)
+
+
+def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int) -> Tensor:
+    """True with probability ``1 - p``, for a tensor of ``shape`` whose dim ``batch_dim`` holds the examples of ``keys``."""
+    inner = [size for dim, size in enumerate(shape) if dim != batch_dim]
+    position = torch.arange(math.prod(inner), device=keys.device).view(inner).unsqueeze(batch_dim)
+    along = [1] * len(shape)
+    along[batch_dim] = -1
+    bits = _hash(_hash(keys).view(along) + position * _GOLDEN)
+    return ((bits >> 40) & 0xFFFFFF) >= round(p * 0x1000000)
+
+
+def dropout(x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True) -> Tensor:
+    """``F.dropout`` with masks from ``keys`` [b], one for each index of ``x``'s dim ``batch_dim``."""
+    if not training or p == 0.0:
+        return x
+    keep = keep_mask(list(x.shape), p, keys, batch_dim)
+    return torch.where(keep, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def channel_dropout(x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True) -> Tensor:
+    """``F.dropout2d`` and its kin: whole channels, for ``x`` [b, channels, ...]."""
+    if not training or p == 0.0:
+        return x
+    keep = keep_mask(list(x.shape[:2]), p, keys, batch_dim).view(list(x.shape[:2]) + [1] * (x.ndim - 2))
+    return torch.where(keep, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def dropout_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    training: bool = True,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` with dropout from ``keys``: query [b, h, q, e], key [b, h, k, e] -> [b, h, q, e]."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(1) // key.size(1), 1)
+        value = value.repeat_interleave(query.size(1) // value.size(1), 1)
+    scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        rows = torch.arange(query.size(-2), device=query.device).unsqueeze(-1)
+        scores = scores.masked_fill(torch.arange(key.size(-2), device=query.device) > rows, float("-inf"))
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return dropout(scores.softmax(-1), dropout_p, keys, 0, training) @ value

@@ -1,0 +1,244 @@
+"""``Program``: the traced model, the noun that every pass takes and gives.
+
+A program is an ``fx.Graph`` over ATen operators in which
+
+    placeholder   a root input: a leaf of the user's inputs or targets, or what graphpar adds (sample keys, counts)
+    get_attr      a parameter, buffer or constant, by its fully qualified name in the user's model
+    call_module   (after ``outline``) an instance of a block; its target is the module's path
+    output        the loss, or the model's outputs
+
+Every program is runnable on one device (:meth:`Program.run`), before and after every pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.errors import GraphparError
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A parameter's or buffer's shape and dtype, as they are in the user's model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    persistent: bool = True
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Input:
+    """A root input. ``batch_dim`` is the dim that is cut into microbatches, ``None`` for an input given whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+    role: str = "input"  # input | target | sample_keys | count
+
+
+@dataclass(frozen=True)
+class Output:
+    """A leaf of what the program returns; a training program has one, ``loss``."""
+
+    name: str
+    batch_dim: int | None = None
+
+
+@dataclass
+class Block:
+    """A subgraph that came from a repeated module; isomorphic instances share it.
+
+    ``graph`` takes the values from outside as placeholders and names its parameters relative to the instance.
+    """
+
+    name: str
+    module_class: str
+    graph: fx.Graph
+    instances: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Program:
+    """A traced model. Passes treat it as immutable: they take one and give a new one."""
+
+    name: str
+    mode: str  # train | infer
+    graph: fx.Graph
+    parameters: dict[str, TensorInfo]
+    buffers: dict[str, TensorInfo]
+    constants: dict[str, Tensor]
+    ties: tuple[tuple[str, ...], ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    batch: int  # the batch size that the trace saw
+    symbolic: bool  # whether the batch is a symbol of the graph's shapes
+    unsplittable: str | None  # why the batch can't be cut, where neither trace allows it
+    module_classes: dict[str, str]
+    blocks: dict[str, Block] = field(default_factory=dict)
+    subgraphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    retrace: Callable[[int], Program] | None = None
+    counts: fx.Graph | None = None  # the loss's denominators as a graph of the inputs alone
+
+    def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
+        """This program with another graph (and other fields as given)."""
+        return replace(self, graph=graph, **changes)
+
+    def warn(self, *lines: str) -> Program:
+        fresh = tuple(line for line in lines if line not in self.warnings)
+        return replace(self, warnings=self.warnings + fresh)
+
+    def at_batch(self, size: int) -> Program:
+        """The program for microbatches of ``size`` rows: itself where the batch is symbolic, else a new trace."""
+        if self.symbolic or size == self.batch:
+            return self
+        assert self.retrace is not None
+        return self.retrace(size)
+
+    def input(self, name: str) -> Input:
+        for entry in self.inputs:
+            if entry.name == name:
+                return entry
+        raise KeyError(name)
+
+    def tensor_info(self, fqn: str) -> TensorInfo:
+        """Shape and dtype of the parameter, buffer or constant ``fqn``."""
+        if fqn in self.parameters:
+            return self.parameters[fqn]
+        if fqn in self.buffers:
+            return self.buffers[fqn]
+        value = self.constants[fqn]
+        return TensorInfo(tuple(value.shape), value.dtype, persistent=False)
+
+    def tie_of(self, fqn: str) -> tuple[str, ...]:
+        """All names of the parameter ``fqn``, itself included."""
+        for group in self.ties:
+            if fqn in group:
+                return group
+        return (fqn,)
+
+    def parameter_count(self) -> int:
+        """Number of parameter elements, each tied parameter counted once."""
+        skipped = {name for group in self.ties for name in group[1:]}
+        return sum(info.numel for name, info in self.parameters.items() if name not in skipped)
+
+    def block_of(self, node: fx.Node) -> Block:
+        return self.blocks[node.meta["block"]]
+
+    def run(self, state: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
+        """Run on one device. ``state`` holds parameters, buffers and constants by name; buffers are written in place."""
+        values = [inputs[node.target] for node in self.graph.nodes if node.op == "placeholder"]
+        return _Runner(self, state).run_graph(self.graph, "", values)
+
+    def __str__(self) -> str:
+        from graphpar.codegen.printer import print_graph  # the printer imports Program
+
+        return print_graph(self.graph)
+
+
+class _Runner:
+    """Runs graphs whose ``get_attr`` targets are looked up in a dictionary."""
+
+    def __init__(self, program: Program, state: Mapping[str, Tensor]) -> None:
+        self.program = program
+        self.state = state
+
+    def run_graph(self, graph: fx.Graph, prefix: str, arguments: Sequence[Any]) -> Any:
+        env: dict[fx.Node, Any] = {}
+        feed = iter(arguments)
+        for node in graph.nodes:
+            if node.op == "output":
+                return fx.map_arg(node.args[0], env.__getitem__)
+            env[node] = self._value(node, prefix, env, feed)
+        raise AssertionError("a graph without an output")
+
+    def _value(self, node: fx.Node, prefix: str, env: dict[fx.Node, Any], feed: Iterator[Any]) -> Any:
+        if node.op == "placeholder":
+            return next(feed)
+        target = str(node.target)
+        if node.op == "get_attr":
+            if target in self.program.subgraphs:
+                return self.program.subgraphs[target]
+            return self.state[prefix + target]
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+        if node.op == "call_module":
+            block = self.program.block_of(node)
+            return self.run_graph(block.graph, f"{prefix}{target}.", args)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module whose forward made ``node`` (empty for the root)."""
+    stack = node.meta.get("module_stack", ())
+    return stack[-1][0] if stack else ""
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value that tracing saw for ``node``."""
+    return node.meta.get("val")
+
+
+def batch_coefficients(node: fx.Node) -> tuple[int | None, ...]:
+    """For each dim of ``node``'s tensor: ``c`` where its size is ``c`` times the batch, ``None`` where it is fixed."""
+    known = node.meta.get("batch_coefficients")
+    if known is not None:
+        return tuple(known)
+    value = value_of(node)
+    if not isinstance(value, Tensor):
+        return ()
+    return tuple(size_coefficient(size) for size in value.shape)
+
+
+def size_coefficient(size: Any) -> int | None:
+    """``c`` for a size that is ``c * batch``; ``None`` for a fixed one."""
+    if isinstance(size, int) and not isinstance(size, torch.SymInt):
+        return None
+    expression = size.node.expr
+    symbols = expression.free_symbols
+    if not symbols:
+        return None
+    if len(symbols) > 1:
+        raise GraphparError(f"A tensor has a size that is no multiple of the batch: {expression}.")
+    (symbol,) = symbols
+    quotient = expression / symbol
+    if not quotient.is_Integer:
+        raise GraphparError(f"A tensor has the size {expression}, which is no multiple of the batch {symbol}.")
+    return int(quotient)
+
+
+def concrete_shape(node: fx.Node, batch: int) -> tuple[int, ...]:
+    """The shape of ``node``'s tensor for a batch of ``batch`` rows."""
+    value = value_of(node)
+    assert isinstance(value, Tensor)
+    return tuple(
+        int(size) if coefficient is None else coefficient * batch
+        for size, coefficient in zip(value.shape, batch_coefficients(node))
+    )
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator without its overload, e.g. ``linear``; for a block ``call_module``."""
+    if node.op != "call_function":
+        return node.op
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[-1]
+    return getattr(node.target, "__name__", str(node.target))

@@ -1,0 +1,74 @@
+"""Where an operator came from: the user's line, and the name that the user gave to its result."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import os
+import re
+from dataclasses import dataclass
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_LIBRARY = (os.sep + "torch" + os.sep, os.sep + "graphpar" + os.sep)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's code: file name (without folders), line, and the variables assigned there."""
+
+    file: str
+    line: int
+    targets: tuple[str, ...] = ()
+    callers: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
+
+
+def _is_library(path: str) -> bool:
+    return any(part in path for part in _LIBRARY) and "site-packages" + os.sep + "transformers" not in path
+
+
+@functools.lru_cache(maxsize=65536)
+def source_of(stack_trace: str) -> Source | None:
+    """The innermost frame of ``stack_trace`` that is not torch's own."""
+    frames = [(path, int(line)) for path, line, _ in _FRAME.findall(stack_trace)]
+    own = [(path, line) for path, line in frames if not _is_library(path)]
+    if not own:
+        return None
+    path, line = own[-1]
+    callers = tuple((os.path.basename(p), n, assigned_names(p, n)) for p, n in own[:-1])
+    return Source(os.path.basename(path), line, assigned_names(path, line), callers)
+
+
+@functools.lru_cache(maxsize=16384)
+def assigned_names(path: str, line: int) -> tuple[str, ...]:
+    """The variables that the statement at ``path:line`` assigns, in order; empty for any other statement."""
+    statement = _statements(path).get(line)
+    if statement is None:
+        return ()
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    names: list[str] = []
+    for target in targets:
+        elements = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+        for element in elements:
+            if isinstance(element, ast.Name):
+                names.append(element.id)
+            elif isinstance(element, ast.Attribute):
+                names.append(element.attr)
+            else:
+                names.append("_")
+    return tuple(names)
+
+
+@functools.lru_cache(maxsize=512)
+def _statements(path: str) -> dict[int, ast.Assign | ast.AugAssign | ast.AnnAssign]:
+    """Assignment statements of a file by each line that they span."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return {}
+    spans: dict[int, ast.Assign | ast.AugAssign | ast.AnnAssign] = {}
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1):
+                spans[line] = statement
+    return spans

@@ -1,0 +1,184 @@
+"""``simplify``: what the trace wrote down but nobody would write by hand goes out.
+
+Metadata asserts, casts to the same dtype, dropout that drops nothing, burned-in devices, batch sizes spelled out where
+``-1`` says it, and dead code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.passes.functional import is_inplace
+from graphpar.program import Program, batch_coefficients, operator_name, value_of
+
+_aten = torch.ops.aten
+_CHECKS = {
+    "_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
+    "_guards_fn",
+}  # fmt: skip
+
+
+def simplify(program: Program) -> Program:
+    """Program -> Program without the trace's clutter; the numbers are the same."""
+    graph = fx.Graph()
+    graph.graph_copy(program.graph, val_map := {})
+    output = next(iter(reversed(program.graph.nodes)))
+    graph.output(fx.map_arg(output.args[0], val_map.__getitem__))
+    for node in list(graph.nodes):
+        if operator_name(node) in _CHECKS:
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        for rewrite in _REWRITES.get(operator_name(node), ()):
+            if rewrite(node):
+                break
+        if node.op == "call_function":
+            _free_of_devices(node)
+    remove_dead_code(graph)
+    return program.with_graph(graph)
+
+
+def remove_dead_code(graph: fx.Graph) -> None:
+    """Erases operators whose results nobody uses; writes to buffers and inputs stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("placeholder", "output") or node.users:
+            continue
+        if is_inplace(node) or (operator_name(node) == "batch_norm" and len(node.users)):
+            continue
+        graph.erase_node(node)
+
+
+def _forward_to(node: fx.Node, replacement: fx.Node) -> bool:
+    node.replace_all_uses_with(replacement)
+    return True
+
+
+def _cast(node: fx.Node) -> bool:
+    """``to(dtype)``, ``to(device, dtype)``, ``to(other)``: a plain cast, or nothing."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    before, after = value_of(source), value_of(node)
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        if before.dtype == after.dtype:
+            return _forward_to(node, source)
+        node.target, node.args, node.kwargs = _aten.to.dtype, (source, after.dtype), {}
+    return False
+
+
+def _is_copy_of_same(node: fx.Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, fx.Node) and _forward_to(node, source)
+
+
+def _dropout(node: fx.Node) -> bool:
+    source, probability, training = node.args
+    if isinstance(source, fx.Node) and (not training or probability == 0.0):
+        return _forward_to(node, source)
+    return False
+
+
+def _full_slice(node: fx.Node) -> bool:
+    source, dim, start, end, step = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
+    value = value_of(source)  # type: ignore[arg-type]
+    if not isinstance(value, Tensor) or not isinstance(source, fx.Node):
+        return False
+    size = value.shape[dim]  # type: ignore[index]
+    whole = end is None or (isinstance(end, int) and (end >= 2**62 or (isinstance(size, int) and end >= size)))
+    return start in (0, None) and whole and step == 1 and _forward_to(node, source)
+
+
+def _same_shape(node: fx.Node) -> bool:
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return False
+    before, after = value_of(source), value_of(node)
+    if before.ndim == after.ndim and all(_same_size(a, b) for a, b in zip(before.shape, after.shape)):
+        return _forward_to(node, source)
+    _infer_one_size(node)
+    return False
+
+
+def _same_size(a: Any, b: Any) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return str(a) == str(b)
+
+
+def _expand(node: fx.Node) -> bool:
+    source, sizes = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    assert isinstance(source, fx.Node)
+    before, after = value_of(source), value_of(node)
+    if before.ndim == after.ndim and all(_same_size(a, b) for a, b in zip(before.shape, after.shape)):
+        return _forward_to(node, source)
+    offset = after.ndim - before.ndim
+    for dim in range(offset, after.ndim):
+        if _same_size(before.shape[dim - offset], after.shape[dim]):
+            sizes[dim] = -1
+    node.args = (source, sizes)
+    return False
+
+
+def _infer_one_size(node: fx.Node) -> bool:
+    """``view(x, [batch, 16, -1])`` becomes ``view(x, [-1, 16, 768])``: the one size that is not spelled out is the batch's."""
+    value = value_of(node)
+    coefficients = batch_coefficients(node)
+    moving = [dim for dim, coefficient in enumerate(coefficients) if coefficient is not None]
+    if len(moving) == 1 and len(node.args) == 2 and isinstance(node.args[1], list | tuple):
+        sizes = [-1 if dim == moving[0] else int(size) for dim, size in enumerate(value.shape)]
+        if math.prod(size for size in sizes if size != -1) > 0:
+            node.args = (node.args[0], sizes)
+    return False
+
+
+def _single_part(node: fx.Node) -> bool:
+    """``cat`` of one tensor."""
+    parts = node.args[0]
+    if isinstance(parts, list | tuple) and len(parts) == 1 and isinstance(parts[0], fx.Node):
+        return _forward_to(node, parts[0])
+    return False
+
+
+def _times_one(node: fx.Node) -> bool:
+    """``x + 0`` and ``x * 1`` with a Python number, when the dtype stays."""
+    neutral = {"add": 0, "sub": 0, "mul": 1, "div": 1}[operator_name(node)]
+    source, other = node.args[0], node.args[1]
+    if not isinstance(source, fx.Node) or isinstance(other, fx.Node | bool) or other != neutral:
+        return False
+    before, after = value_of(source), value_of(node)
+    if not isinstance(before, Tensor) or before.dtype != after.dtype:
+        return False
+    return _forward_to(node, source)
+
+
+_REWRITES: dict[str, tuple[Callable[[fx.Node], bool], ...]] = {
+    "to": (_cast,),
+    "_to_copy": (_cast,),
+    "type_as": (_cast,),
+    "alias": (_is_copy_of_same,),
+    "lift_fresh_copy": (_is_copy_of_same,),
+    "lift_fresh": (_is_copy_of_same,),
+    "contiguous": (),
+    "dropout": (_dropout,),
+    "feature_dropout": (_dropout,),
+    "slice": (_full_slice,),
+    "view": (_same_shape,),
+    "reshape": (_same_shape,),
+    "_unsafe_view": (_same_shape,),
+    "expand": (_expand,),
+    "cat": (_single_part,),
+    "add": (_times_one,),
+    "sub": (_times_one,),
+    "mul": (_times_one,),
+    "div": (_times_one,),
+}
+
+
+def _free_of_devices(node: fx.Node) -> None:
+    """A factory's device is where the program runs, not where it was traced."""
+    kwargs = {key: value for key, value in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
+    if len(kwargs) != len(node.kwargs):
+        node.kwargs = kwargs
