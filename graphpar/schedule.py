@@ -149,8 +149,8 @@ def canonical_name(name: str) -> str:
     folded = _fold(name)
     if folded in _SPELLINGS:
         return _SPELLINGS[folded]
-    closest = near_match(folded, [_fold(known) for known in SCHEDULES] + [_fold(s) for row in _ROWS for s in row.aliases])
-    for known in SCHEDULES:  # say the name as it is written, not folded
+    closest = near_match(folded, [spelling for row in _ROWS for spelling in (_fold(row.name), *row.aliases)])
+    for known in SCHEDULES:  # as it is written, not folded
         closest = closest.replace(repr(_fold(known)), repr(known))
     listing = ", ".join(SCHEDULES)
     raise GraphparError(f"unknown schedule {name!r}; the schedules are {listing}.{closest}")
@@ -192,8 +192,8 @@ def bubble_warning(schedule: str, pp: int, stages_per_rank: int, microbatches: i
     if microbatches >= stages:
         return None
     return (
-        f"{canonical_name(schedule)} with {microbatches} microbatches for {stages} stages leaves ranks idle (a bubble); "
-        f"use {stages} or more microbatches if the batch allows"
+        f"{canonical_name(schedule)} with {microbatches} microbatches for {stages} stages leaves ranks idle "
+        f"(a bubble); use {stages} or more microbatches if the batch allows"
     )
 
 
@@ -273,7 +273,7 @@ def _action_table(name: str, pp: int, stages_per_rank: int, microbatches: int) -
 
 
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Cell]:
-    """``Schedule1F1B``'s ``_step_microbatches``: warm-up forwards, then a backward and a forward in turn, then the rest."""
+    """What ``Schedule1F1B`` steps through: warm-up forwards, a backward and a forward in turn, the other backwards."""
     warm_up = min(microbatches, pp - rank)
     cells: list[Cell] = [Action(rank, "F", microbatch) for microbatch in range(warm_up)]
     for microbatch in range(microbatches):

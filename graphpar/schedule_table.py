@@ -145,7 +145,8 @@ def parse_cell(token: str, rank: int, step: int) -> Cell:
     parts = tuple(_parse_action(part.strip(), token, rank, step) for part in pair[1].split(";"))
     if len(parts) != 2:
         raise GraphparError(
-            f"rank {rank}, step {step}: {token!r} overlaps {len(parts)} action(s); it must be two, as (0F3;3B1)OVERLAP_F_B"
+            f"rank {rank}, step {step}: {token!r} overlaps {len(parts)} action(s); "
+            "it must be two, as (0F3;3B1)OVERLAP_F_B"
         )
     return Pair(parts)
 
@@ -197,11 +198,11 @@ def validate_table(table: ActionTable, stages: int, microbatches: int) -> None:
         stage, microbatch = action.stage, action.microbatch
         where = f"rank {rank}, step {step}: {cell}" + ("" if cell == action else f", in it {action}")
         if not 0 <= stage < stages:
-            raise GraphparError(f"{where} names stage {stage}; the program has stages 0 to {stages - 1}")
+            raise GraphparError(f"{where} names stage {stage}; the last stage of the program is {stages - 1}")
         if not 0 <= microbatch < microbatches:
-            raise GraphparError(f"{where} names microbatch {microbatch}; there are microbatches 0 to {microbatches - 1}")
+            raise GraphparError(f"{where} names microbatch {microbatch}; the last of them is {microbatches - 1}")
         if rank_of.setdefault(stage, rank) != rank:
-            raise GraphparError(f"{where} puts stage {stage} on rank {rank}, but it is on rank {rank_of[stage]} already")
+            raise GraphparError(f"{where} runs stage {stage}, which is on rank {rank_of[stage]}; a stage has one rank")
         if action in seen:
             raise GraphparError(f"{where} repeats {action}; a stage runs each action once")
         _check_local_order(action, seen, where)
@@ -211,17 +212,16 @@ def validate_table(table: ActionTable, stages: int, microbatches: int) -> None:
 
 def _check_local_order(action: Action, seen: set[Action], where: str) -> None:
     forward, full, split, weight = (Action(action.stage, kind, action.microbatch) for kind, _ in KINDS.values())
-    name = KINDS[action.kind][1]
     clashing = {"B": (split, weight), "I": (full,), "W": (full,)}.get(action.kind, ())
     for other in clashing:
         if other in seen:
             raise GraphparError(
-                f"{where} follows {other}: a microbatch goes back through a stage either as one B or as I and W, not both"
+                f"{where} follows {other}: a microbatch goes back through a stage as one B, or as I and W, not both"
             )
     if action.kind in ("B", "I") and forward not in seen:
-        raise GraphparError(f"{where} runs before {forward}: a {name} needs the forward of its stage and microbatch")
+        raise GraphparError(f"{where} runs before {forward}: {KINDS[action.kind][1]} without its forward")
     if action.kind == "W" and split not in seen:
-        raise GraphparError(f"{where} runs before {split}: a {name} needs the input backward of its stage and microbatch")
+        raise GraphparError(f"{where} runs before {split}: weight backward without its input backward")
 
 
 def _check_complete(
@@ -229,10 +229,10 @@ def _check_complete(
 ) -> None:
     for rank, row in enumerate(table.rows):
         if not any(row):
-            raise GraphparError(f"rank {rank} has no actions: every rank must hold a stage, or be left out of the pipeline")
+            raise GraphparError(f"rank {rank} has no actions; every rank of a pipeline runs at least one stage")
     for stage in range(stages):
         if stage not in rank_of:
-            raise GraphparError(f"stage {stage} is on no rank: the schedule has no action of its {microbatches} microbatches")
+            raise GraphparError(f"stage {stage} is on no rank; the program has stages 0 to {stages - 1}")
         done = {kind: [Action(stage, kind, m) in seen for m in range(microbatches)] for kind, _ in KINDS.values()}
         where = f"rank {rank_of[stage]}, stage {stage}"
         if not all(done["F"]):
@@ -249,7 +249,7 @@ def _check_complete(
             microbatch = next(m for m in range(microbatches) if done["I"][m] and not done["W"][m])
             raise GraphparError(
                 f"{where}: {sum(done['I'])} input backwards but {sum(done['W'])} weight backwards; "
-                f"{Action(stage, 'W', microbatch)} is missing, so the weight gradient would lack microbatch {microbatch}"
+                f"{Action(stage, 'W', microbatch)} is missing, and with it a part of the weight gradient"
             )
 
 
@@ -450,7 +450,7 @@ def draw(timeline: Timeline, width: int = 100) -> list[str]:
 
     room = max(3, (width - margin) // (column + 1))
     cut = total > room
-    head, tail = ((room - 1 + 1) // 2, (room - 1) // 2) if cut else (total, 0)
+    head, tail = (room // 2, (room - 1) // 2) if cut else (total, 0)
     drawing = []
     for name, line in zip(names, lines):
         padded = line + [".."] * (total - len(line))
