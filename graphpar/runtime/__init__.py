@@ -1,0 +1,21 @@
+"""What an emitted program needs at run time. It imports torch, safetensors and nothing else of graphpar."""
+
+from __future__ import annotations
+
+from graphpar.runtime.distributed import Ranks, start
+from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError
+from graphpar.runtime.manifest import Manifest, load_manifest
+from graphpar.runtime.pipeline import Pipeline
+from graphpar.runtime.random_streams import sample_keys
+
+__all__ = [
+    "AgreedError",
+    "LaunchError",
+    "Manifest",
+    "Pipeline",
+    "Ranks",
+    "RuntimeProgramError",
+    "load_manifest",
+    "sample_keys",
+    "start",
+]

@@ -1,0 +1,152 @@
+"""Joining the ranks of a program, agreeing, and failing together.
+
+    with start(timeout_s=600) as ranks:     # reads RANK, WORLD_SIZE, LOCAL_RANK, which torchrun sets
+        ...                                 # an exception here ends every rank; the first one is reported
+
+A rank that fails writes its message where torchrun looks for it and exits at once; torchrun then ends the
+others. A rank that only notices that its peer has gone waits to be ended, so that its "connection closed
+by peer" neither hides the cause nor fills the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from graphpar.runtime.errors import AgreedError, RuntimeProgramError, root_cause
+
+PEER_LOSS = (
+    "connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket timeout",
+    "remote process exited", "nccl communicator was aborted", "failed to recv", "failed to send", "sendbytes failed",
+    "recvvalue failed", "timed out waiting", "wait timeout", "application timeout",
+)  # fmt: skip
+"""What torch's backends say when the other side is gone."""
+
+GRACE_S = 20.0
+"""How long a rank that lost its peer waits to be ended by torchrun before it reports that itself."""
+
+USER_ERROR = 2
+"""The exit status when the user must change something."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+
+@contextmanager
+def start(timeout_s: float = 600.0) -> Iterator[Ranks]:
+    """Join the process group for the length of the block: nccl with a GPU for every local rank, else gloo.
+
+    Without torchrun's variables in the environment this is a group of one. A collective or a transfer that
+    takes longer than ``timeout_s`` fails. If the block raises, the message goes to standard error and to
+    torchrun, and the process exits (status 2 for a ``RuntimeProgramError``, else 1).
+    """
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+    try:
+        ranks = _join(timeout_s)
+        yield ranks
+    except Exception as error:
+        fail(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _join(timeout_s: float) -> Ranks:
+    under_torchrun = "RANK" in os.environ
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world and dist.is_nccl_available()
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    backend = "nccl" if on_gpu else "gloo"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_s)
+    if under_torchrun:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    return Ranks(rank, world_size, local_rank, device, backend)
+
+
+def fail(error: Exception) -> None:
+    """Report ``error`` as this rank's own failure and exit, or wait to be ended if only a peer was lost."""
+    cause = root_cause(error)
+    secondary = lost_peer(error)
+    if secondary and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        time.sleep(GRACE_S)
+    rank = int(os.environ.get("RANK", "0"))
+    message = f"{type(cause).__name__}: {cause}"
+    user = isinstance(cause, RuntimeProgramError)
+    trace = "".join(traceback.format_exception(error))
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": message if user else trace, "timestamp": str(int(time.time()))}
+        own = {"rank": str(rank), "time_ns": str(time.time_ns()), "secondary": str(secondary), "user": str(user)}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": {**extra, **own}}}))
+    if not (isinstance(cause, AgreedError) and rank != 0):
+        text = f"error: {cause}\n" if user else trace
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(USER_ERROR if user else 1)
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether ``error`` says no more than that another rank has gone."""
+    cause = root_cause(error)
+    if isinstance(cause, dist.DistNetworkError):
+        return True
+    text = str(cause).lower()
+    return isinstance(cause, RuntimeError) and any(sign in text for sign in PEER_LOSS)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """``value`` of every rank, in the order of the ranks, on every rank."""
+    if dist.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def agree(error: Exception | None) -> None:
+    """Raise everywhere if any rank has an error, so that no rank waits for one that gave up.
+
+    Raises:
+        AgreedError: with the message of the rank, or of each rank if they differ.
+    """
+    own: str | None = None
+    if error is not None:
+        own = str(error) if isinstance(error, RuntimeProgramError) else f"{type(error).__name__}: {error}"
+    messages = gather_objects(own)
+    if not any(message is not None for message in messages):
+        return
+    if len(set(messages)) == 1:
+        text = str(messages[0])
+    else:
+        text = "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None)
+    raise AgreedError(text) from error

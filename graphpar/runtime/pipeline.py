@@ -1,0 +1,306 @@
+"""An emitted program on its ranks: build it, load it, run steps.
+
+    pipeline = Pipeline("out", device)            # this rank's stages, torch's schedule, shared parameters
+    pipeline.load_weights("model.safetensors")
+    loss = pipeline.step(batch)                   # every .grad is now the single-device gradient
+    pipeline.clip_grad_norm_(1.0); optimizer.step(); pipeline.zero_grad()
+
+One step: check the batch -> count the loss denominators (rank of the last stage) -> torch's schedule over the
+microbatches -> sum the gradients of shared parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from graphpar.runtime.batches import agree_on_batch, check_batch
+from graphpar.runtime.distributed import agree
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.forward import forward_only
+from graphpar.runtime.manifest import Manifest, load_manifest
+from graphpar.runtime.random_streams import sample_keys
+from graphpar.runtime.schedules import Schedule, build_schedule, keyword_names, microbatch
+from graphpar.runtime.shared import SharedParameters
+from graphpar.runtime.stages import (
+    StageAdapter,
+    build_stage,
+    emitted_package,
+    example,
+    global_counts_function,
+    keywords,
+)
+from graphpar.runtime.weights import load_constants, load_weights, save_weights
+
+CONSTANTS = "constants.safetensors"
+WEIGHTS = Path("weights") / "model.safetensors"
+
+
+class Pipeline:
+    """The part of an emitted program that this rank runs.
+
+    Building it is a collective call (all ranks build it, and fail together if one fails). It needs a process
+    group: see ``graphpar.runtime.start``. Parameter values are undefined until ``load_weights``.
+
+    Args:
+        folder: the emitted folder.
+        device: where this rank computes.
+        seed: of the random streams (dropout).
+
+    Raises:
+        RuntimeProgramError: the folder is broken, or the number of ranks is not the plan's.
+    """
+
+    def __init__(self, folder: str | Path, device: torch.device | str = "cpu", seed: int = 0) -> None:
+        self.device = torch.device(device)
+        self.seed = seed
+        self.steps_done = 0
+        self.rank = dist.get_rank()
+        error: Exception | None = None
+        try:
+            self._build(folder)
+        except Exception as found:
+            error = found
+        agree(error)
+        self._shared = SharedParameters(self.stages, self.program.ties, self.device)
+        self._agreed = False
+
+    def _build(self, folder: str | Path) -> None:
+        """Everything that needs no other rank."""
+        self.program = load_manifest(folder)
+        _check_ranks(self.program)
+        self._package = emitted_package(self.program)
+        train = self.program.mode == "train"
+        self._interfaces = self.program.stages_of(self.rank)
+        self.stages = [build_stage(self._package, stage, self.device, train) for stage in self._interfaces]
+        for stage in self.stages:
+            load_constants(stage, self.program.folder / CONSTANTS)
+        self._adapters = [StageAdapter(stage, spec) for stage, spec in zip(self.stages, self._interfaces)]
+        self._names = keyword_names(self.program, [spec.index for spec in self._interfaces])
+        self.has_last_stage = self._interfaces[-1].index == len(self.program.stages) - 1
+        self._count = (
+            global_counts_function(self._package, self.program.stages[-1])
+            if self.has_last_stage and self.program.count_names
+            else None
+        )
+        self._schedule = self._build_schedule() if train and self.program.pp > 1 else None
+
+    def _build_schedule(self) -> Schedule:
+        stages = [
+            PipelineStage(
+                adapter,
+                spec.index,
+                len(self.program.stages),
+                self.device,
+                input_args=tuple(example(tensor, self.device) for tensor in spec.receives),
+                output_args=self._output_example(spec.index),
+            )
+            for adapter, spec in zip(self._adapters, self._interfaces)
+        ]
+        return build_schedule(self.program, stages)
+
+    def _output_example(self, index: int) -> tuple[Tensor, ...]:
+        sends = self.program.stages[index].sends
+        if sends:
+            return tuple(example(tensor, self.device) for tensor in sends)
+        loss = self.program.outputs[0]
+        return (torch.empty(loss.shape, dtype=loss.dtype, device=self.device, requires_grad=True),)
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def close(self) -> None:
+        """Destroy the process groups that this program created; a collective call."""
+        self._shared.close()
+
+    # Weights
+
+    def load_weights(self, path: str | Path | None = None) -> None:
+        """Load parameters and persistent buffers from a safetensors file or a folder of shards.
+
+        By default from the program's own ``weights/model.safetensors``. A collective call: all ranks fail if
+        one does.
+
+        Raises:
+            RuntimeProgramError: the file is not there, or names or shapes do not fit.
+        """
+        error: Exception | None = None
+        try:
+            source = self.program.folder / WEIGHTS if path is None else Path(path)
+            if path is None and not source.exists():
+                raise RuntimeProgramError(f"the program has no weights of its own ({source}): name a file of weights")
+            for stage in self.stages:
+                load_weights(stage, source, self.program.ties)
+        except Exception as found:
+            error = found
+        agree(error)
+
+    def save_weights(self, path: str | Path) -> None:
+        """Write all ranks' parameters and persistent buffers into one safetensors file; a collective call.
+
+        The keys are those of the user's model, so ``model.load_state_dict(load_file(path))`` works.
+        """
+        save_weights(self.state_dict(), path, self.program.ties)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's parameters and persistent buffers, with the user's names."""
+        return {name: value for stage in self.stages for name, value in stage.state_dict().items()}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters with the user's names; each copy of a shared parameter once."""
+        for stage in self.stages:
+            yield from stage.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    # Training
+
+    def step(
+        self, batch: Mapping[str, Tensor], *, step: int | None = None, broadcast_loss: bool = False
+    ) -> Tensor | None:
+        """Forward and backward over the whole global batch; gradients are added to ``.grad``.
+
+        Args:
+            batch: all inputs and targets by name, whole, the same on every rank.
+            step: number of the step, for the random streams; by default steps are counted.
+            broadcast_loss: return the loss on every rank.
+
+        Returns:
+            The loss of the global batch on the rank that has the last stage, ``None`` elsewhere.
+
+        Raises:
+            RuntimeProgramError: the batch does not fit the program, before anything is sent.
+        """
+        if self.program.mode != "train":
+            raise RuntimeProgramError("the program was emitted for inference: call infer()")
+        values = self._prepare(batch, self.steps_done if step is None else step)
+        self._shared.take()
+        loss = self._run_alone(values) if self._schedule is None else self._run_schedule(values)
+        self._shared.put_back()
+        self.steps_done += 1
+        return self._broadcast(loss) if broadcast_loss else loss
+
+    def _prepare(self, batch: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """The checked inputs that this rank's stages name, on the device, with counts and sample keys."""
+        if self._agreed:
+            check_batch(self.program, batch)
+        else:
+            agree_on_batch(self.program, batch)
+            self._agreed = True
+        given = dict(batch)
+        for spec in self.program.inputs:
+            if spec.role == "sample_keys" and spec.name not in given:
+                given[spec.name] = sample_keys(self.seed, step, spec.shape[0])
+        wanted = set(self._names) | (set(self.program.count_inputs) if self._count is not None else set())
+        values = {name: given[name].to(self.device, non_blocking=True) for name in given if name in wanted}
+        counts = self._global_counts(values)
+        return {name: counts[name] if name in counts else values[name] for name in self._names}
+
+    def _global_counts(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The denominators of the loss over the whole batch; emitted code takes one microbatch at a time."""
+        if self._count is None:
+            return {}
+        inputs = {name: values[name] for name in self.program.count_inputs}
+        with torch.no_grad():
+            parts = [
+                self._count(**microbatch(self.program, inputs, i)) for i in range(self.program.microbatches)
+            ]
+            totals = [torch.stack(shares).sum(0) for shares in zip(*parts)]
+        return dict(zip(self.program.count_names, totals))
+
+    def _run_alone(self, values: Mapping[str, Tensor]) -> Tensor:
+        """All microbatches one after the other, with nothing to send."""
+        counts = {name: values[name] for name in self._names if name in self.program.count_names}
+        inputs = {name: values[name] for name in self._names if name not in counts}
+        losses: list[Tensor] = []
+        for i in range(self.program.microbatches):
+            loss: Tensor = self._adapters[0](**keywords({**microbatch(self.program, inputs, i), **counts}))
+            if loss.requires_grad:
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _run_schedule(self, values: Mapping[str, Tensor]) -> Tensor | None:
+        """torch's schedule. It wants a target that it can cut; the targets are keyword inputs here."""
+        assert self._schedule is not None
+        losses: list[Tensor] = []
+        target = torch.zeros(self.program.microbatches, device=self.device)
+        self._schedule.step(target=target, losses=losses, return_outputs=False, **keywords(values))
+        return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last_stage else None
+
+    def _broadcast(self, value: Tensor | None) -> Tensor:
+        spec = self.program.outputs[0]
+        shared = torch.empty(spec.shape, dtype=spec.dtype, device=self.device) if value is None else value
+        dist.broadcast(shared, src=self.program.stages[-1].rank)
+        return shared
+
+    def zero_grad(self) -> None:
+        """Drop this rank's gradients."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over the whole model is at most ``max_norm``.
+
+        A collective call. Shared parameters count once, as on a single device.
+
+        Returns:
+            The norm before.
+        """
+        squares = torch.zeros((), device=self.device)
+        for parameter in self._shared.owned:
+            if parameter.grad is not None:
+                squares += torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) ** 2
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        return norm
+
+    # Inference
+
+    def infer(self, batch: Mapping[str, Tensor], *, step: int | None = None) -> dict[str, Tensor] | None:
+        """Forward only, without gradients: the outputs by name on the rank of the last stage, else ``None``.
+
+        Of a program that was emitted for training this is the loss.
+        """
+        values = self._prepare(batch, self.steps_done if step is None else step)
+        with torch.no_grad():
+            return forward_only(self.program, self._adapters, values)
+
+
+def _check_ranks(program: Manifest) -> None:
+    found, expected = dist.get_world_size(), program.world_size
+    if found != expected:
+        degrees = ", ".join(f"{axis}={degree}" for axis, degree in program.mesh.items() if degree > 1)
+        raise RuntimeProgramError(
+            f"the program runs on {expected} rank{'s' if expected > 1 else ''} ({degrees or 'one device'}), "
+            f"but {found} {'were' if found > 1 else 'was'} started. "
+            f"Start it with: torchrun --nproc-per-node {expected} {program.folder.name}/train.py"
+        )
+    others = {axis: degree for axis, degree in program.mesh.items() if axis != "pp" and degree > 1}
+    if others:
+        raise RuntimeProgramError(f"this runtime runs pipelines only; the plan also has {others}")
+    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
+    silent = [tensor.name for stage in program.stages for tensor in stage.sends if not tensor.requires_grad]
+    if old and silent and program.pp > 1 and program.mode == "train":
+        raise RuntimeProgramError(
+            f"stages send tensors without a gradient ({', '.join(silent)}), for which torch 2.12 or later is needed; "
+            f"this is torch {torch.__version__}"
+        )

@@ -1,0 +1,112 @@
+"""torch's pipeline schedules, by name or from a table of actions, placed as the plan says.
+
+    GPipe, 1F1B                                     one stage a rank
+    Interleaved1F1B, LoopedBFS, InterleavedZeroBubble   stage i on rank i mod pp
+    ZBVZeroBubble, DualPipeV                        two stages a rank, stage i on ranks 0 .. pp-1, pp-1 .. 0
+    "actions" in the plan                           any placement
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.stages import KEYWORD
+
+NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+Schedule = Any
+"""A torch schedule; its classes share ``step`` but no public base."""
+
+
+def share_of_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The loss function for torch: the last stage already returns the microbatch's share of the loss."""
+    return output
+
+
+def build_schedule(program: Manifest, stages: list[PipelineStage]) -> Schedule:
+    """The schedule of the plan over this rank's stages.
+
+    Raises:
+        RuntimeProgramError: torch knows no such schedule, refuses it for this plan, or places stages elsewhere.
+    """
+    try:
+        schedule = _from_actions(program, stages) if program.actions else _by_name(program, stages)
+    except (ValueError, AssertionError) as error:
+        if isinstance(error, RuntimeProgramError):
+            raise
+        raise RuntimeProgramError(f"the schedule {program.schedule} cannot run this plan: {error}") from error
+    _check_placement(program, schedule)
+    schedule._kwargs_chunk_spec = _chunk_specs(program, stages)
+    return schedule
+
+
+def _by_name(program: Manifest, stages: list[PipelineStage]) -> Schedule:
+    canonical = {name.lower(): name for name in NAMES}.get(program.schedule.lower())
+    if canonical is None:
+        raise RuntimeProgramError(f"there is no schedule {program.schedule!r}; there are {', '.join(NAMES)}")
+    kind: Callable[..., Schedule] = get_schedule_class(canonical)
+    if not issubclass(get_schedule_class(canonical), PipelineScheduleSingle):
+        return kind(stages, program.microbatches, loss_fn=share_of_loss, scale_grads=False)
+    if len(stages) != 1:
+        raise RuntimeProgramError(f"{canonical} runs one stage a rank; the plan places {len(stages)} on a rank")
+    return kind(stages[0], program.microbatches, loss_fn=share_of_loss, scale_grads=False)
+
+
+def _from_actions(program: Manifest, stages: list[PipelineStage]) -> Schedule:
+    assert program.actions is not None
+    schedule = _PipelineScheduleRuntime(stages, program.microbatches, loss_fn=share_of_loss, scale_grads=False)
+    schedule._prepare_schedule_with_comms(
+        {rank: [_Action.from_str(text) if text else None for text in row] for rank, row in program.actions.items()}
+    )
+    return schedule
+
+
+def _check_placement(program: Manifest, schedule: Schedule) -> None:
+    planned = {stage.index: stage.rank for stage in program.stages}
+    default = {index: index for index in planned}
+    placed: dict[int, int] = getattr(schedule, "stage_index_to_group_rank", default)
+    if placed != planned:
+        raise RuntimeProgramError(
+            f"the schedule {program.schedule} places stages on ranks {[placed[i] for i in sorted(placed)]}; "
+            f"the plan places them on {[planned[i] for i in sorted(planned)]}"
+        )
+
+
+def _chunk_specs(program: Manifest, stages: list[PipelineStage]) -> dict[str, Any]:
+    """How torch cuts each keyword input into microbatches."""
+    specs: dict[str, Any] = {}
+    for name in keyword_names(program, [stage.stage_index for stage in stages]):
+        dim = None if name in program.count_names else program.input(name).batch_dim
+        specs[KEYWORD + name] = _Replicate() if dim is None else TensorChunkSpec(dim)
+    return specs
+
+
+def keyword_names(program: Manifest, stage_indices: list[int]) -> list[str]:
+    """The inputs and counts that any of these stages names, each once, in the order of the program."""
+    used = {name for i in stage_indices for name in program.stages[i].inputs + program.stages[i].counts}
+    return [spec.name for spec in program.inputs if spec.name in used] + [
+        name for name in program.count_names if name in used
+    ]
+
+
+def microbatch(program: Manifest, values: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    """The part of the program's inputs ``values`` that microbatch ``index`` sees."""
+    parts: dict[str, Tensor] = {}
+    for name, value in values.items():
+        dim = program.input(name).batch_dim
+        parts[name] = value if dim is None else torch.tensor_split(value, program.microbatches, dim)[index]
+    return parts

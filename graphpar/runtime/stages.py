@@ -1,0 +1,159 @@
+"""The emitted stage modules: imported by path, built empty, wrapped for torch's pipeline.
+
+    out/stage_1.py --emitted_package--> class Stage1 --build_stage--> module on the device, values still undefined
+    StageAdapter(module): torch hands it every keyword input of the rank; it passes on those the stage names
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.manifest import Manifest, StageInterface, TensorInterface
+
+KEYWORD = "graphpar:"
+"""Put before every keyword that goes through torch's ``schedule.step``, which has parameters of its own."""
+
+_serial = itertools.count()
+
+
+def emitted_package(program: Manifest) -> str:
+    """Import the emitted folder as a package under a new name, and return the name.
+
+    The folder's own name may be no identifier; a new name each time lets one process load a program that
+    was emitted again.
+    """
+    name = f"graphpar_program_{next(_serial)}"
+    init = program.folder / "__init__.py"
+    if not init.is_file():
+        raise RuntimeProgramError(f"{program.folder} is no emitted folder: it has no __init__.py")
+    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[str(program.folder)])
+    assert spec is not None and spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[name] = package
+    with _no_bytecode():
+        spec.loader.exec_module(package)
+    return name
+
+
+def stage_module(package: str, stage: StageInterface) -> ModuleType:
+    """The Python module of a stage's file."""
+    with _no_bytecode():
+        return importlib.import_module(f"{package}.{stage.file.removesuffix('.py')}")
+
+
+@contextmanager
+def _no_bytecode() -> Iterator[None]:
+    """Leave no ``__pycache__`` in the emitted folder: a file that is emitted twice in a second would look unchanged."""
+    before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
+
+
+def build_stage(package: str, stage: StageInterface, device: torch.device, train: bool) -> nn.Module:
+    """Build a stage's module on ``device`` with undefined values; tied names stay one parameter."""
+    found = getattr(stage_module(package, stage), stage.class_name, None)
+    if found is None:
+        raise RuntimeProgramError(f"{stage.file} has no class {stage.class_name}")
+    with torch.device("meta"):
+        module: nn.Module = found()
+    _materialise(module, device)
+    return module.train(train)
+
+
+def _materialise(module: nn.Module, device: torch.device) -> None:
+    """Give every parameter and buffer memory on ``device``.
+
+    ``nn.Module.to_empty`` would do, but it makes two parameters of one that has two names.
+    """
+    made: dict[int, Tensor] = {}
+
+    def empty(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                made[id(tensor)] = nn.Parameter(made[id(tensor)], requires_grad=tensor.requires_grad)
+        return made[id(tensor)]
+
+    for owner in module.modules():
+        for slots in cast(tuple[dict[str, Any], ...], (owner._parameters, owner._buffers)):
+            slots.update({name: empty(tensor) for name, tensor in slots.items() if tensor is not None})
+
+
+def global_counts_function(package: str, stage: StageInterface) -> Callable[..., tuple[Tensor, ...]]:
+    """The function that counts a microbatch's share of the loss denominators."""
+    found = getattr(stage_module(package, stage), "global_counts", None)
+    if found is None:
+        raise RuntimeProgramError(f"{stage.file} has no function global_counts, but plan.json names counts")
+    function: Callable[..., tuple[Tensor, ...]] = found
+    return function
+
+
+class StageAdapter(nn.Module):
+    """A stage as torch's ``PipelineStage`` wants it.
+
+    It picks the keyword inputs that the stage names, makes what is sent contiguous and no view (gloo sends
+    contiguous tensors only, and zero-bubble schedules detach outputs in place), and checks it against the
+    plan: a wrong shape would be received as garbage.
+    """
+
+    def __init__(self, stage: nn.Module, interface: StageInterface) -> None:
+        super().__init__()
+        self.stage = stage
+        self.interface = interface
+        self.names = interface.inputs + interface.counts
+
+    def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
+        outputs = self.stage(*received, **{name: inputs[KEYWORD + name] for name in self.names})
+        if not self.interface.sends:
+            return tuple(map(sendable, outputs)) if isinstance(outputs, tuple) else sendable(outputs)
+        sent = outputs if isinstance(outputs, tuple) else (outputs,)
+        self._check(sent)
+        received_ids = {id(tensor) for tensor in received}
+        ready = tuple(t.clone() if id(t) in received_ids else sendable(t) for t in sent)
+        return ready if len(ready) > 1 else ready[0]
+
+    def _check(self, sent: tuple[Tensor, ...]) -> None:
+        planned = self.interface.sends
+        where = f"stage {self.interface.index} ({self.interface.file})"
+        if len(sent) != len(planned):
+            raise RuntimeProgramError(f"{where} returned {len(sent)} tensors; plan.json says {len(planned)}")
+        for tensor, spec in zip(sent, planned):
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                raise RuntimeProgramError(
+                    f"{where} returned {spec.name} as {tensor.dtype} {list(tensor.shape)}; "
+                    f"plan.json says {spec.dtype} {list(spec.shape)}"
+                )
+            if tensor.requires_grad and not spec.requires_grad:
+                raise RuntimeProgramError(
+                    f"{where} returned {spec.name} with a gradient; plan.json says that it has none"
+                )
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """``tensor`` as a contiguous tensor of its own."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor._is_view() else tensor
+
+
+def example(spec: TensorInterface, device: torch.device) -> Tensor:
+    """A tensor that has what torch reads of a boundary: shape, strides, dtype, and whether it has a gradient."""
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device).requires_grad_(spec.requires_grad)
+
+
+def keywords(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` under names that collide with no parameter of torch's ``schedule.step``."""
+    return {KEYWORD + name: value for name, value in values.items()}

@@ -1,0 +1,165 @@
+"""Running emitted programs for verification: several jobs in one launch, since starting up is what takes long.
+
+    parent: run_jobs([job_0, job_1], world_size=2, timeout_s=300)
+    ranks:  python -m graphpar.runtime.worker TIMEOUT job_0 job_1      (under torchrun)
+
+    job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentum"}, "seed", "weights", "batch"}
+    job/rank_0.safetensors    out: grad/{step}/{name}, param/{name}, buffer/{name}
+    job/rank_0.json           out: {"losses", "missing_gradients", "error", "fatal"}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from graphpar.runtime.distributed import Ranks, lost_peer, start
+from graphpar.runtime.errors import AgreedError, LaunchError, root_cause
+from graphpar.runtime.launch import torchrun
+from graphpar.runtime.pipeline import Pipeline
+
+GROUP_TIMEOUT_S = 120.0
+"""How long a rank waits for another before it gives up."""
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What became of a job: ``error`` is ``None`` when every rank finished it."""
+
+    folder: Path
+    world_size: int
+    error: str | None
+    losses: tuple[float, ...]
+    missing_gradients: tuple[tuple[str, ...], ...]
+
+    def tensors(self, rank: int) -> dict[str, Tensor]:
+        """What rank ``rank`` wrote."""
+        return load_file(self.folder / f"rank_{rank}.safetensors")
+
+
+def run_jobs(
+    jobs: Sequence[str | Path], world_size: int, timeout_s: float, group_timeout_s: float = GROUP_TIMEOUT_S
+) -> list[JobResult]:
+    """Run jobs one after the other on ``world_size`` local ranks, in as few launches as possible.
+
+    A job that fails on all ranks together lets the next one run; one that fails otherwise ends its launch,
+    and the jobs after it get another. ``timeout_s`` bounds all launches together.
+    """
+    folders = [Path(job).resolve() for job in jobs]
+    for folder in folders:
+        for stale in folder.glob("rank_*.*"):
+            stale.unlink()
+    results: list[JobResult] = []
+    deadline = time.monotonic() + timeout_s
+    while len(results) < len(folders):
+        pending = folders[len(results) :]
+        failure: LaunchError | None = None
+        try:
+            arguments = [str(group_timeout_s), *map(str, pending)]
+            remaining = max(deadline - time.monotonic(), 0.0)
+            torchrun("graphpar.runtime.worker", arguments, nproc=world_size, timeout_s=remaining, module=True)
+        except LaunchError as error:
+            failure = error
+        for folder in pending:
+            reports = _reports(folder, world_size)
+            results.append(_result(folder, world_size, reports, failure))
+            if not all(reports) or any(report["fatal"] for report in reports):
+                break
+        if failure is not None and time.monotonic() >= deadline:
+            results += [JobResult(f, world_size, f"not run: {failure}", (), ()) for f in folders[len(results) :]]
+    return results
+
+
+def _reports(folder: Path, world_size: int) -> list[dict[str, Any]]:
+    """What each rank reported; empty for a rank that did not get so far."""
+    paths = [folder / f"rank_{rank}.json" for rank in range(world_size)]
+    return [json.loads(path.read_text()) if path.is_file() else {} for path in paths]
+
+
+def _result(
+    folder: Path, world_size: int, reports: list[dict[str, Any]], failure: LaunchError | None
+) -> JobResult:
+    error = next((report["error"] for report in reports if report.get("error")), None)
+    if error is None and not all(reports):
+        error = str(failure) if failure is not None else "a rank wrote no report"
+    losses = next((tuple(report["losses"]) for report in reports if report.get("losses")), ())
+    missing = tuple(tuple(report.get("missing_gradients", ())) for report in reports)
+    return JobResult(folder, world_size, error, losses, missing)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The worker: one rank of a launch."""
+    with start(float(arguments[0])) as ranks:
+        for folder in arguments[1:]:
+            _run(Path(folder), ranks)
+
+
+def _run(folder: Path, ranks: Ranks) -> None:
+    report: dict[str, Any] = {"losses": None, "missing_gradients": [], "error": None, "fatal": False}
+    tensors: dict[str, Tensor] = {}
+    try:
+        _train(json.loads((folder / "job.json").read_text()), ranks, report, tensors)
+    except AgreedError as error:
+        report["error"] = str(error)
+    except Exception as error:
+        cause = root_cause(error)
+        report["error"] = f"rank {ranks.rank}: {type(cause).__name__}: {cause}"
+        report["fatal"] = True
+        if not lost_peer(error):
+            _write(folder, ranks.rank, report, tensors)
+        raise
+    _write(folder, ranks.rank, report, tensors)
+
+
+def _train(job: dict[str, Any], ranks: Ranks, report: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    torch.manual_seed(job["seed"])
+    pipeline = Pipeline(job["program"], ranks.device, seed=job["seed"])
+    pipeline.load_weights(job["weights"])
+    parameters = list(pipeline.parameters())
+    optimizer = torch.optim.SGD(parameters, **job["optimizer"]) if parameters else None
+    batch = load_file(job["batch"])
+    losses: list[float] = []
+    missing: set[str] = set()
+    for step in range(job["steps"]):
+        loss = pipeline.step(batch, step=step)
+        if loss is not None:
+            losses.append(float(loss))
+        for stage in pipeline.stages:
+            for name, parameter in stage.named_parameters(remove_duplicate=False):
+                if parameter.grad is not None:
+                    tensors[f"grad/{step}/{name}"] = _copy(parameter.grad)
+                elif parameter.requires_grad:
+                    missing.add(name)
+        if optimizer is not None:
+            optimizer.step()
+        pipeline.zero_grad()
+    for stage in pipeline.stages:
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            tensors[f"param/{name}"] = _copy(parameter)
+        for name, buffer in stage.named_buffers(remove_duplicate=False):
+            tensors[f"buffer/{name}"] = _copy(buffer)
+    report["losses"] = losses if pipeline.has_last_stage else None
+    report["missing_gradients"] = sorted(missing)
+    pipeline.close()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone().contiguous()
+
+
+def _write(folder: Path, rank: int, report: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, str(folder / f"rank_{rank}.safetensors"))
+    (folder / f"rank_{rank}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
