@@ -96,7 +96,10 @@ class Program:
     subgraphs: dict[str, fx.GraphModule] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     retrace: Callable[[int], Program] | None = None
+    couplings: tuple[str, ...] = ()  # operators that mix examples, so that microbatches change the result
     counts: fx.Graph | None = None  # the loss's denominators as a graph of the inputs alone
+    count_names: tuple[str, ...] = ()
+    random_calls: int = 0  # dropouts in execution order, each with a stream of its own
 
     def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
         """This program with another graph (and other fields as given)."""

@@ -95,9 +95,12 @@ class _Functionalizer:
         return self.graph
 
     def _viewed(self, node: fx.Node) -> fx.Node | None:
-        if node.op == "call_function" and operator_name(node) in _VIEWS and isinstance(node.args[0], fx.Node):
-            return node.args[0]
-        return None
+        if node.op != "call_function" or operator_name(node) not in _VIEWS or not isinstance(node.args[0], fx.Node):
+            return None
+        source = node.args[0]
+        if operator_name(node) == "getitem" and operator_name(source) not in _VIEWS:
+            return None  # one of several fresh results
+        return source
 
     def _writes_buffer(self, node: fx.Node) -> bool:
         target = node.args[0]

@@ -47,7 +47,7 @@ def remove_dead_code(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op in ("placeholder", "output") or node.users:
             continue
-        if is_inplace(node) or (operator_name(node) == "batch_norm" and len(node.users)):
+        if is_inplace(node):
             continue
         graph.erase_node(node)
 
@@ -75,6 +75,8 @@ def _is_copy_of_same(node: fx.Node) -> bool:
 
 
 def _dropout(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False  # already drawing from a stream
     source, probability, training = node.args
     if isinstance(source, fx.Node) and (not training or probability == 0.0):
         return _forward_to(node, source)
@@ -96,7 +98,7 @@ def _same_shape(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node):
         return False
     before, after = value_of(source), value_of(node)
-    if before.ndim == after.ndim and all(_same_size(a, b) for a, b in zip(before.shape, after.shape)):
+    if _all_same(before.shape, after.shape):
         return _forward_to(node, source)
     _infer_one_size(node)
     return False
@@ -112,7 +114,7 @@ def _expand(node: fx.Node) -> bool:
     source, sizes = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     assert isinstance(source, fx.Node)
     before, after = value_of(source), value_of(node)
-    if before.ndim == after.ndim and all(_same_size(a, b) for a, b in zip(before.shape, after.shape)):
+    if _all_same(before.shape, after.shape):
         return _forward_to(node, source)
     offset = after.ndim - before.ndim
     for dim in range(offset, after.ndim):
@@ -154,6 +156,21 @@ def _times_one(node: fx.Node) -> bool:
     return _forward_to(node, source)
 
 
+def _broadcast(node: fx.Node) -> bool:
+    """``broadcast_tensors`` of tensors that have one shape already."""
+    parts = node.args[0]
+    assert isinstance(parts, list | tuple)
+    for user in list(node.users):
+        source = parts[int(user.args[1])]  # type: ignore[arg-type, index]
+        if isinstance(source, fx.Node) and _all_same(value_of(source).shape, value_of(user).shape):
+            _forward_to(user, source)
+    return False
+
+
+def _all_same(first: Any, second: Any) -> bool:
+    return len(first) == len(second) and all(_same_size(a, b) for a, b in zip(first, second))
+
+
 _REWRITES: dict[str, tuple[Callable[[fx.Node], bool], ...]] = {
     "to": (_cast,),
     "_to_copy": (_cast,),
@@ -169,6 +186,7 @@ _REWRITES: dict[str, tuple[Callable[[fx.Node], bool], ...]] = {
     "reshape": (_same_shape,),
     "_unsafe_view": (_same_shape,),
     "expand": (_expand,),
+    "broadcast_tensors": (_broadcast,),
     "cat": (_single_part,),
     "add": (_times_one,),
     "sub": (_times_one,),

@@ -1,0 +1,159 @@
+"""``Plan``: every decision, in one serialisable record. Plan and Program determine the output byte for byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from graphpar.errors import GraphparError
+from graphpar.mesh import Mesh
+
+VERSION = 1
+
+
+class SplitPoint(Enum):
+    """Which end of a module a stage begins at. The values are those of ``torch.distributed.pipelining.SplitPoint``."""
+
+    BEGINNING = "beginning"
+    END = "end"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A split point: a stage begins before (or after) the module ``path``."""
+
+    path: str
+    where: SplitPoint = SplitPoint.BEGINNING
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage: its index in the chain, the pp rank that holds it, and the modules in it."""
+
+    index: int
+    rank: int
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What graphpar decided. ``actions`` is a schedule table of the user's own, one tuple of cells a rank."""
+
+    model: str
+    mode: str
+    mesh: Mesh
+    schedule: str
+    global_batch: int
+    microbatch_size: int
+    cuts: tuple[Cut, ...]
+    stages: tuple[StagePlan, ...]
+    dtype: str = "fp32"
+    actions: tuple[tuple[str, ...], ...] | None = None
+    zero: int = 0
+    recompute: str = "none"
+    allow_batch_coupling: bool = False
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def microbatches(self) -> int:
+        return self.global_batch // self.microbatch_size
+
+    @property
+    def stages_per_rank(self) -> int:
+        return len(self.stages) // self.mesh.pp
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; :meth:`from_json` is its inverse."""
+        return {
+            "version": VERSION,
+            "model": self.model,
+            "mode": self.mode,
+            "dtype": self.dtype,
+            "mesh": self.mesh.degrees(),
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "microbatch_size": self.microbatch_size,
+            "global_batch": self.global_batch,
+            "zero": self.zero,
+            "recompute": self.recompute,
+            "allow_batch_coupling": self.allow_batch_coupling,
+            "split": [{"path": cut.path, "where": cut.where.value} for cut in self.cuts],
+            "stages": [asdict(stage) | {"modules": list(stage.modules)} for stage in self.stages],
+            "parameters": {},
+            "actions": None
+            if self.actions is None
+            else {str(rank): list(row) for rank, row in enumerate(self.actions)},
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Plan:
+        if data.get("version") != VERSION:
+            raise GraphparError(
+                f"This plan has version {data.get('version')!r}; graphpar reads version {VERSION}. Compile the model again."
+            )
+        try:
+            actions = data.get("actions")
+            return Plan(
+                model=data["model"],
+                mode=data["mode"],
+                dtype=data.get("dtype", "fp32"),
+                mesh=Mesh(**data["mesh"]),
+                schedule=data["schedule"],
+                global_batch=data["global_batch"],
+                microbatch_size=data["microbatch_size"],
+                cuts=tuple(Cut(entry["path"], SplitPoint(entry["where"])) for entry in data["split"]),
+                stages=tuple(
+                    StagePlan(entry["index"], entry["rank"], tuple(entry["modules"])) for entry in data["stages"]
+                ),
+                actions=None
+                if actions is None
+                else tuple(tuple(actions[str(rank)]) for rank in range(len(actions))),
+                zero=data.get("zero", 0),
+                recompute=data.get("recompute", "none"),
+                allow_batch_coupling=data.get("allow_batch_coupling", False),
+            )
+        except KeyError as error:
+            raise GraphparError(f"The plan lacks the field {error.args[0]!r}.") from error
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read ``plan.json`` (or a folder that holds one)."""
+        file = Path(path)
+        if file.is_dir():
+            file = file / "plan.json"
+        if not file.exists():
+            raise GraphparError(f"There is no plan at {file}.")
+        try:
+            data = json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise GraphparError(f"{file} is no JSON: {error}.") from error
+        return Plan.from_json(data)
+
+    def __str__(self) -> str:
+        from graphpar.report import plan_text  # the report draws plans
+
+        return plan_text(self)
+
+
+def cuts_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> tuple[Cut, ...]:
+    """Split points as a user writes them: paths, ``{"path": "end"}``, or torch's ``{path: SplitPoint.END}``."""
+    pairs: list[tuple[str, Any]] = []
+    items: Any = entries.items() if isinstance(entries, Mapping) else entries
+    for entry in items:
+        if isinstance(entry, str):
+            pairs.append((entry, SplitPoint.BEGINNING))
+        elif isinstance(entry, Mapping):
+            pairs += list(entry.items())
+        else:
+            pairs.append(tuple(entry))
+    cuts = []
+    for path, where in pairs:
+        name = str(getattr(where, "name", where)).lower()
+        if name not in ("beginning", "end"):
+            raise GraphparError(f"Split point {path!r}: {where!r} must be 'beginning' or 'end'.")
+        cuts.append(Cut(path, SplitPoint(name)))
+    return tuple(cuts)
