@@ -1,6 +1,7 @@
 """A small tied transformer, and emitted folders for it written by hand, as the compiler would write them.
 
-    TiedTransformer: tokens + positions -> 4 blocks -> ln_f -> lm_head (tied to wte) -> masked cross-entropy
+    TiedTransformer: tokens + positions -> 4 blocks, each scaled by one gain -> ln_f -> lm_head (tied to wte)
+                     -> masked cross-entropy
     emit(folder, ...): the same model as 1, 2 or 4 stages
 
 As a script (under torchrun) it drives one program through everything that the worker does not.
@@ -14,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCAB, WIDTH, LENGTH, BLOCKS = 32, 16, 6, 4
 BATCH, MICROBATCHES = 8, 4
 IGNORED = -100
+GAINED_TWICE = 2
+"""This block's stage uses ``gain`` twice, with other parameters between: torch cannot split its backward."""
 
 BLOCKS_PY = '''"""Block classes of TiedTransformer."""
 
@@ -145,17 +149,22 @@ class TiedTransformer(nn.Module):
         self.wte = nn.Embedding(VOCAB, WIDTH)
         self.wpe = nn.Embedding(LENGTH, WIDTH)
         self.h = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.gain = nn.Parameter(torch.ones(WIDTH) + 0.1 * torch.randn(WIDTH))
         self.ln_f = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.lm_head.weight = self.wte.weight
 
-    def forward(self, input_ids: Tensor, target: Tensor, sample_keys: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, target: Tensor | None, sample_keys: Tensor) -> Tensor:
         keep = input_ids != 0
         hidden_states = self.wte(input_ids) + self.wpe(torch.arange(LENGTH))
         hidden_states = hidden_states * ((sample_keys >> 17) & 3).float()[:, None, None]
-        for block in self.h:
-            hidden_states = block(hidden_states, keep)
-        logits = self.lm_head(self.ln_f(hidden_states))
+        for i, block in enumerate(self.h):
+            hidden_states = block(hidden_states * self.gain, keep)
+            if i == GAINED_TWICE:
+                hidden_states = hidden_states + self.gain
+        logits: Tensor = self.lm_head(self.ln_f(hidden_states))
+        if target is None:
+            return logits
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
 
 
@@ -176,7 +185,7 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": input_ids, "target": target}
 
 
-def _stage_py(index: int, stages: int, fail: bool) -> str:
+def _stage_py(index: int, stages: int, fail: bool, infer: bool) -> str:
     first, last = index == 0, index == stages - 1
     per = BLOCKS // stages
     blocks = [str(i) for i in range(index * per, (index + 1) * per)]
@@ -192,18 +201,21 @@ def _stage_py(index: int, stages: int, fail: bool) -> str:
             "hidden_states = self.wte(input_ids) + self.wpe(torch.arange(6, device=input_ids.device))",
             "hidden_states = hidden_states * ((sample_keys >> 17) & 3).float()[:, None, None]",
         ]
-    body += [f'hidden_states = self.h["{i}"](hidden_states, keep)' for i in blocks]
+    init += ["self.gain = nn.Parameter(torch.empty(16))"]
+    for i in blocks:
+        body += [f'hidden_states = self.h["{i}"](hidden_states * self.gain, keep)']
+        body += ["hidden_states = hidden_states + self.gain"] if i == str(GAINED_TWICE) else []
     counts = ""
     if last:
-        named += ["target", "valid_labels"]
+        named += [] if infer else ["target", "valid_labels"]
         init += ["self.ln_f = nn.LayerNorm(16)", "self.lm_head = nn.Linear(16, 32, bias=False)"]
         init += ["self.lm_head.weight = self.wte.weight"] if first else []
-        body += [
-            "logits = self.lm_head(self.ln_f(hidden_states))",
+        body += ["logits = self.lm_head(self.ln_f(hidden_states))"]
+        body += ["return logits"] if infer else [
             "total = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction='sum')",
             "return total / valid_labels",
         ]
-        counts = "\n\ndef global_counts(target):\n    return ((target != -100).sum(),)\n"
+        counts = "" if infer else "\n\ndef global_counts(target):\n    return ((target != -100).sum(),)\n"
     else:
         body += ["return hidden_states, keep"]
     signature = ", ".join(["self", *received, *(["*", *named] if named else [])])
@@ -250,6 +262,14 @@ def _interface(stages: int) -> dict[str, Any]:
     }
 
 
+def _without_loss(interface: dict[str, Any]) -> dict[str, Any]:
+    interface["inputs"] = [spec for spec in interface["inputs"] if spec["role"] != "target"]
+    interface["counts"] = {"names": [], "inputs": []}
+    interface["stages"][-1].update(inputs=[], counts=[])
+    logits = {"name": "logits", "shape": [BATCH, LENGTH, VOCAB], "dtype": "float32", "batch_dim": 0}
+    return {**interface, "outputs": [logits]}
+
+
 def emit(
     folder: Path,
     *,
@@ -258,10 +278,9 @@ def emit(
     schedule: str = "1F1B",
     actions: dict[str, list[str | None]] | None = None,
     fail_in: int | None = None,
+    infer: bool = False,
 ) -> Path:
     """Write the emitted folder of the tied transformer cut into ``stages`` stages on these ranks."""
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True)
     plan = {
         "version": 1,
@@ -270,17 +289,17 @@ def emit(
         "microbatches": MICROBATCHES,
         "microbatch_size": BATCH // MICROBATCHES,
         "global_batch": BATCH,
-        "mode": "train",
+        "mode": "infer" if infer else "train",
         "actions": actions,
         "stages": [{"index": i, "rank": rank, "modules": []} for i, rank in enumerate(ranks)],
-        "interface": _interface(stages),
+        "interface": _without_loss(_interface(stages)) if infer else _interface(stages),
     }
     (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "__init__.py").write_text("")
     (folder / "blocks.py").write_text(BLOCKS_PY)
     (folder / "train.py").write_text(TRAIN_PY)
     for i in range(stages):
-        (folder / f"stage_{i}.py").write_text(_stage_py(i, stages, fail_in == i))
+        (folder / f"stage_{i}.py").write_text(_stage_py(i, stages, fail_in == i, infer))
     causal = torch.ones(LENGTH, LENGTH).tril().bool()
     save_file({f"h.{i}.causal": causal.clone() for i in range(BLOCKS)}, str(folder / "constants.safetensors"))
     (folder / "weights").mkdir()
@@ -289,8 +308,8 @@ def emit(
     return folder
 
 
-def drive(program: str, out: Path) -> None:
-    """Two accumulated steps, clipping, evaluation, saving and a batch that only rank 1 gets wrong."""
+def drive(program: str, inference: str, out: Path) -> None:
+    """Two accumulated steps, clipping, evaluation, saving, inference, and a batch that only rank 1 gets wrong."""
     from graphpar.runtime import AgreedError, Pipeline, start
 
     with start(60) as ranks:
@@ -313,8 +332,15 @@ def drive(program: str, out: Path) -> None:
         grads = {name: p.grad.sum().item() for name, p in pipeline.named_parameters() if p.grad is not None}
         seen["grads"] = grads
         pipeline.save_weights(out / "saved.safetensors")
+        seen["whole"] = pipeline.whole_backward_stages
+        pipeline.close()
+        reader = Pipeline(inference, ranks.device)
+        reader.load_weights(out / "saved.safetensors")
+        outputs = reader.infer({"input_ids": batch()["input_ids"]}, step=0)
+        if outputs is not None:
+            save_file(outputs, str(out / "outputs.safetensors"))
         (out / f"drive_{ranks.rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    drive(sys.argv[1], Path(sys.argv[2]))
+    drive(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -107,7 +107,7 @@ def test_three_steps_equal_the_single_process_model(
     assert result.losses == pytest.approx(expected.losses, rel=1e-5)
     seen: set[str] = set()
     for rank in range(2):
-        for key, value in result.tensors(rank).items():
+        for key, value in result.tensors(rank).items():  # "gain" is on both ranks, under one name
             if not key.startswith("buffer/"):
                 seen.add(key)
                 torch.testing.assert_close(value, expected.tensors[key], **TOLERANCE, msg=lambda m, k=key: f"{k}: {m}")
@@ -116,10 +116,18 @@ def test_three_steps_equal_the_single_process_model(
     assert seen == set(expected.tensors)
 
 
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith(("ZBV", "InterleavedZ", "DualPipeV"))])
+def test_only_the_stage_that_uses_a_parameter_twice_has_a_whole_backward(
+    name: str, results: dict[str, JobResult]
+) -> None:
+    assert results[name].whole_backward_stages == (fixture.GAINED_TWICE,)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_tied_copies_stay_bitwise_equal(name: str, results: dict[str, JobResult]) -> None:
     tensors = {key: value for rank in range(2) for key, value in results[name].tensors(rank).items()}
     assert torch.equal(tensors["param/wte.weight"], tensors["param/lm_head.weight"])
+    assert torch.equal(*(results[name].tensors(rank)["param/gain"] for rank in range(2)))
 
 
 def test_an_uneven_batch_is_refused_on_all_ranks_and_the_next_job_runs(results: dict[str, JobResult]) -> None:
@@ -138,9 +146,10 @@ def test_a_failing_stage_ends_its_launch_with_its_own_message(results: dict[str,
     assert results["broken stage"].error == "rank 1: FloatingPointError: the bearings are too hot"
 
 
-def test_accumulation_clipping_evaluation_and_saving(tmp_path: Path, expected: Expected) -> None:
+def test_accumulation_clipping_evaluation_saving_and_inference(tmp_path: Path, expected: Expected) -> None:
     program = fixture.emit(tmp_path / "out", stages=4, ranks=V, schedule="ZBVZeroBubble")
-    torchrun(Path(fixture.__file__), [str(program), str(tmp_path)], nproc=2, timeout_s=60)
+    inference = fixture.emit(tmp_path / "inference", stages=4, ranks=LOOP, infer=True)
+    torchrun(Path(fixture.__file__), [str(program), str(inference), str(tmp_path)], nproc=2, timeout_s=60)
     seen = [json.loads((tmp_path / f"drive_{rank}.json").read_text()) for rank in range(2)]
     model = fixture.reference()
     keys = sample_keys(0, 0, fixture.BATCH)
@@ -162,6 +171,10 @@ def test_accumulation_clipping_evaluation_and_saving(tmp_path: Path, expected: E
     assert {name: value.shape for name, value in saved.items()} == {
         name: value.shape for name, value in model.state_dict().items()
     }
+    assert [values["whole"] for values in seen] == [[], [2]]
+    with torch.no_grad():
+        logits = fixture.reference()(fixture.batch()["input_ids"], None, keys)
+    torch.testing.assert_close(load_file(tmp_path / "outputs.safetensors")["logits"], logits, **TOLERANCE)
     model.load_state_dict(saved, strict=True)
     for name, value in fixture.reference().named_parameters():
         assert torch.equal(model.get_parameter(name), value)

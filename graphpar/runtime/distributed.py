@@ -133,6 +133,13 @@ def gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
+def group_timeout(device: torch.device) -> timedelta | None:
+    """The timeout of the default group; a new group would wait half an hour."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout
+
+
 def agree(error: Exception | None) -> None:
     """Raise everywhere if any rank has an error, so that no rank waits for one that gave up.
 

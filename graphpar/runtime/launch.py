@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,9 @@ STOP_S = 5.0
 """How long torchrun may take to end its ranks before they are killed."""
 
 TAIL_LINES = 40
+
+SIGNALLED = re.compile(r"rank +: (\d+) .*\n +exitcode +: -(\d+)")
+"""How torchrun reports a rank that left no error file because a signal ended it."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,11 @@ def _error(failures: list[_Failure], in_time: bool, timeout_s: float, returncode
     if failures and (in_time or not failures[0].secondary):
         return LaunchError(failures[0].message, failures[0].rank, failures[0].trace)
     tail = "\n".join(stderr.splitlines()[-TAIL_LINES:])
+    killed = SIGNALLED.search(stderr.partition("Root Cause")[2])
+    if in_time and killed is not None:
+        rank, number = int(killed[1]), int(killed[2])
+        hint = " (often: too little memory)" if number == signal.SIGKILL else ""
+        return LaunchError(f"ended by {signal.Signals(number).name}{hint}", rank, tail)
     if not in_time:
         return LaunchError(f"the launch did not finish within {timeout_s:g} s and was ended", details=tail)
     return LaunchError(f"the launch failed with exit status {returncode}", details=tail)

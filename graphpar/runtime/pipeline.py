@@ -28,6 +28,7 @@ from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.schedules import Schedule, build_schedule, keyword_names, microbatch
 from graphpar.runtime.shared import SharedParameters
+from graphpar.runtime.split_backward import guard, is_whole
 from graphpar.runtime.stages import (
     StageAdapter,
     build_stage,
@@ -89,6 +90,7 @@ class Pipeline:
             if self.has_last_stage and self.program.count_names
             else None
         )
+        self._torch_stages: list[PipelineStage] = []
         self._schedule = self._build_schedule() if train and self.program.pp > 1 else None
 
     def _build_schedule(self) -> Schedule:
@@ -103,7 +105,15 @@ class Pipeline:
             )
             for adapter, spec in zip(self._adapters, self._interfaces)
         ]
+        for stage in stages:
+            guard(stage)
+        self._torch_stages = stages
         return build_schedule(self.program, stages)
+
+    @property
+    def whole_backward_stages(self) -> list[int]:
+        """This rank's stages whose backward a zero-bubble schedule does not split; known after the first step."""
+        return [stage.stage_index for stage in self._torch_stages if is_whole(stage)]
 
     def _output_example(self, index: int) -> tuple[Tensor, ...]:
         sends = self.program.stages[index].sends

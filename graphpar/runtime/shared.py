@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphpar.runtime.distributed import gather_objects
+from graphpar.runtime.distributed import gather_objects, group_timeout
 from graphpar.runtime.weights import names_by_tie
 
 
@@ -44,6 +44,7 @@ class SharedParameters:
         everyone = gather_objects({name: len(copies) for name, copies in held.items()})
         names = sorted({name for counts in everyone for name in counts})
         self.rank = dist.get_rank()
+        self._timeout = group_timeout(device)
         self.shared: list[SharedParameter] = []
         self.owned: list[nn.Parameter] = []
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -59,7 +60,7 @@ class SharedParameters:
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if ranks not in self._groups:
             everyone = tuple(range(dist.get_world_size()))
-            group = dist.group.WORLD if ranks == everyone else dist.new_group(list(ranks))
+            group = dist.group.WORLD if ranks == everyone else dist.new_group(list(ranks), timeout=self._timeout)
             assert group is not None
             self._groups[ranks] = group
         return self._groups[ranks]

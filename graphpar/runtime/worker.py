@@ -5,7 +5,7 @@
 
     job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentum"}, "seed", "weights", "batch"}
     job/rank_0.safetensors    out: grad/{step}/{name}, param/{name}, buffer/{name}
-    job/rank_0.json           out: {"losses", "missing_gradients", "error", "fatal"}
+    job/rank_0.json           out: {"losses", "missing_gradients", "whole_backward_stages", "error", "fatal"}
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class JobResult:
     error: str | None
     losses: tuple[float, ...]
     missing_gradients: tuple[tuple[str, ...], ...]
+    """For each rank, the parameters that got no gradient in some step."""
+    whole_backward_stages: tuple[int, ...] = ()
+    """Stages whose backward a zero-bubble schedule could not split."""
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """What rank ``rank`` wrote."""
@@ -93,7 +96,8 @@ def _result(
         error = str(failure) if failure is not None else "a rank wrote no report"
     losses = next((tuple(report["losses"]) for report in reports if report.get("losses")), ())
     missing = tuple(tuple(report.get("missing_gradients", ())) for report in reports)
-    return JobResult(folder, world_size, error, losses, missing)
+    whole = tuple(sorted(index for report in reports for index in report.get("whole_backward_stages", ())))
+    return JobResult(folder, world_size, error, losses, missing, whole)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -149,6 +153,7 @@ def _train(job: dict[str, Any], ranks: Ranks, report: dict[str, Any], tensors: d
             tensors[f"buffer/{name}"] = _copy(buffer)
     report["losses"] = losses if pipeline.has_last_stage else None
     report["missing_gradients"] = sorted(missing)
+    report["whole_backward_stages"] = pipeline.whole_backward_stages
     pipeline.close()
 
 
