@@ -207,6 +207,14 @@ def test_the_training_script_trains(tmp_path: Path) -> None:
     assert not list(program.rglob("__pycache__"))
 
 
+def test_a_launch_with_another_number_of_ranks_tells_the_user(tmp_path: Path) -> None:
+    program = fixture.emit(tmp_path / "out", stages=2, ranks=[0, 1])
+    with pytest.raises(LaunchError, match=r"runs on 2 ranks .* torchrun --nproc-per-node 2 out/train.py") as caught:
+        torchrun(program / "train.py", nproc=1, timeout_s=60)
+    assert caught.value.user
+    assert caught.value.rank == 0
+
+
 def test_a_launch_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "sleep.py"
     script.write_text(f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\n"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -99,20 +100,31 @@ def fail(error: Exception) -> None:
     if secondary and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(GRACE_S)
     rank = int(os.environ.get("RANK", "0"))
-    message = f"{type(cause).__name__}: {cause}"
     user = isinstance(cause, RuntimeProgramError)
-    trace = "".join(traceback.format_exception(error))
+    message = str(cause) if user else f"{type(cause).__name__}: {cause}"
+    if secondary:
+        message = f"another rank went away, or was waited for too long ({re.sub(r'^[[].*?[]] *', '', str(cause))})"
+    shown = f"error: {message}\n" if user or secondary else _short_traceback(cause)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        extra = {"py_callstack": message if user else trace, "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}
         own = {"rank": str(rank), "time_ns": str(time.time_ns()), "secondary": str(secondary), "user": str(user)}
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": {**extra, **own}}}))
     if not (isinstance(cause, AgreedError) and rank != 0):
-        text = f"error: {cause}\n" if user else trace
-        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in shown.splitlines()))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(USER_ERROR if user else 1)
+
+
+def _short_traceback(cause: BaseException) -> str:
+    """The traceback of the cause without torch's own frames, which say nothing about the program."""
+    inside = str(Path(torch.__file__).parent)
+    summary = traceback.TracebackException.from_exception(cause)
+    kept = [frame for frame in summary.stack if not frame.filename.startswith(inside)]
+    if kept:
+        summary.stack = traceback.StackSummary.from_list(kept)
+    return "".join(summary.format(chain=False))
 
 
 def lost_peer(error: BaseException) -> bool:

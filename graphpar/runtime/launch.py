@@ -48,6 +48,7 @@ class _Failure:
     trace: str
     time_ns: int
     secondary: bool
+    user: bool
 
 
 def torchrun(
@@ -141,6 +142,7 @@ def _failures(folder: Path) -> list[_Failure]:
                     trace=extra.get("py_callstack", ""),
                     time_ns=int(extra.get("time_ns", int(extra["timestamp"]) * 10**9)),
                     secondary=extra.get("secondary") == "True",
+                    user=extra.get("user") == "True",
                 )
             )
         except (ValueError, KeyError, TypeError):
@@ -150,7 +152,8 @@ def _failures(folder: Path) -> list[_Failure]:
 
 def _error(failures: list[_Failure], in_time: bool, timeout_s: float, returncode: int, stderr: str) -> LaunchError:
     if failures and (in_time or not failures[0].secondary):
-        return LaunchError(failures[0].message, failures[0].rank, failures[0].trace)
+        first = failures[0]
+        return LaunchError(first.message, first.rank, first.trace, first.user)
     tail = "\n".join(stderr.splitlines()[-TAIL_LINES:])
     killed = SIGNALLED.search(stderr.partition("Root Cause")[2])
     if in_time and killed is not None:

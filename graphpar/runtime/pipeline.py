@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from graphpar.runtime.batches import agree_on_batch, check_batch
 from graphpar.runtime.distributed import agree
-from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.forward import forward_only
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.random_streams import sample_keys
@@ -128,7 +128,7 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or isinstance(error, AgreedError):
             self.close()
 
     def close(self) -> None:

@@ -126,35 +126,45 @@ def _run(folder: Path, ranks: Ranks) -> None:
 
 def _train(job: dict[str, Any], ranks: Ranks, report: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     torch.manual_seed(job["seed"])
-    pipeline = Pipeline(job["program"], ranks.device, seed=job["seed"])
-    pipeline.load_weights(job["weights"])
-    parameters = list(pipeline.parameters())
-    optimizer = torch.optim.SGD(parameters, **job["optimizer"]) if parameters else None
     batch = load_file(job["batch"])
-    losses: list[float] = []
+    with Pipeline(job["program"], ranks.device, seed=job["seed"]) as pipeline:
+        pipeline.load_weights(job["weights"])
+        parameters = list(pipeline.parameters())
+        optimizer = torch.optim.SGD(parameters, **job["optimizer"]) if parameters else None
+        losses: list[float] = []
+        missing: set[str] = set()
+        for step in range(job["steps"]):
+            loss = pipeline.step(batch, step=step)
+            if loss is not None:
+                losses.append(float(loss))
+            missing |= _keep_gradients(pipeline, step, tensors)
+            if optimizer is not None:
+                optimizer.step()
+            pipeline.zero_grad()
+        _keep_state(pipeline, tensors)
+    report["losses"] = losses if pipeline.has_last_stage else None
+    report["missing_gradients"] = sorted(missing)
+    report["whole_backward_stages"] = pipeline.whole_backward_stages
+
+
+def _keep_gradients(pipeline: Pipeline, step: int, tensors: dict[str, Tensor]) -> set[str]:
+    """Put this rank's gradients, under every name, into ``tensors``, and return the names of those missing."""
     missing: set[str] = set()
-    for step in range(job["steps"]):
-        loss = pipeline.step(batch, step=step)
-        if loss is not None:
-            losses.append(float(loss))
-        for stage in pipeline.stages:
-            for name, parameter in stage.named_parameters(remove_duplicate=False):
-                if parameter.grad is not None:
-                    tensors[f"grad/{step}/{name}"] = _copy(parameter.grad)
-                elif parameter.requires_grad:
-                    missing.add(name)
-        if optimizer is not None:
-            optimizer.step()
-        pipeline.zero_grad()
+    for stage in pipeline.stages:
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            if parameter.grad is not None:
+                tensors[f"grad/{step}/{name}"] = _copy(parameter.grad)
+            elif parameter.requires_grad:
+                missing.add(name)
+    return missing
+
+
+def _keep_state(pipeline: Pipeline, tensors: dict[str, Tensor]) -> None:
     for stage in pipeline.stages:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             tensors[f"param/{name}"] = _copy(parameter)
         for name, buffer in stage.named_buffers(remove_duplicate=False):
             tensors[f"buffer/{name}"] = _copy(buffer)
-    report["losses"] = losses if pipeline.has_last_stage else None
-    report["missing_gradients"] = sorted(missing)
-    report["whole_backward_stages"] = pipeline.whole_backward_stages
-    pipeline.close()
 
 
 def _copy(tensor: Tensor) -> Tensor:
