@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.emitted import random_streams
-from graphpar.program import Block, Program, TensorInfo, batch_coefficients, value_of
+from graphpar.program import Block, Program, TensorInfo, batch_coefficients, size_coefficient, value_of
 
 _aten = torch.ops.aten
 _CONTAINERS = "torch.nn.modules.container."
@@ -58,8 +58,8 @@ def outline(program: Program) -> Program:
 def _regions(program: Program) -> list[_Region]:
     regions: dict[str, _Region] = {}
     for node in program.graph.nodes:
-        if node.op != "call_function":
-            continue
+        if node.op != "call_function" or isinstance(value_of(node), torch.SymInt):
+            continue  # batch sizes are read off each block's own inputs
         ancestors: tuple[str, ...] = ()
         for depth, (path, module_class, call) in enumerate(node.meta.get("module_stack", ())):
             region = regions.get(call)
@@ -218,7 +218,8 @@ def _block_names(regions: list[_Region]) -> dict[str, str]:
         shared = [
             position
             for position in range(positions)
-            if len({prefix[position] for prefix in prefixes.values() if position < len(prefix)}) == 1
+            if all(position < len(prefix) for prefix in prefixes.values())
+            and len({prefix[position] for prefix in prefixes.values()}) == 1
         ]
         for digest, prefix in prefixes.items():
             parts = [part for position, part in enumerate(prefix) if position not in shared]
@@ -364,16 +365,22 @@ def _block_graph(region: _Region, keys: fx.Node | None) -> tuple[fx.Graph, list[
 
 
 def local_size(graph: fx.Graph, tensors: list[fx.Node], size: Any) -> fx.Node | None:
-    """A node that reads ``size`` off one of ``tensors``, where one has a dim of that size."""
+    """A node that reads ``size`` (a multiple of the batch) off one of ``tensors``, where one has a dim that divides it."""
+    wanted = size_coefficient(size)
     for tensor in tensors:
         value = value_of(tensor)
-        if not isinstance(value, Tensor):
+        if wanted is None or not isinstance(value, Tensor):
             continue
         for dim, own in enumerate(value.shape):
-            if isinstance(own, torch.SymInt) and own.node.expr == size.node.expr:
-                node = graph.call_function(_aten.sym_size.int, (tensor, dim))
-                node.meta = {"val": own, "module_stack": tensor.meta.get("module_stack", ())}
-                return node
+            coefficient = size_coefficient(own)
+            if coefficient is None or wanted % coefficient:
+                continue
+            node = graph.call_function(_aten.sym_size.int, (tensor, dim))
+            node.meta = {"val": own, "module_stack": tensor.meta.get("module_stack", ())}
+            if wanted != coefficient:
+                node = graph.call_function(operator.mul, (node, wanted // coefficient))
+                node.meta = {"val": size, "module_stack": tensor.meta.get("module_stack", ())}
+            return node
     return None
 
 

@@ -171,7 +171,15 @@ def _all_same(first: Any, second: Any) -> bool:
     return len(first) == len(second) and all(_same_size(a, b) for a, b in zip(first, second))
 
 
+def _library_operator(node: fx.Node) -> bool:
+    """A library's own operator becomes torch's equal, so that the emitted program needs torch alone."""
+    node.target = torch.nn.functional.grouped_mm
+    node.args, node.kwargs = node.args[:2], {"offs": node.args[2] if len(node.args) > 2 else node.kwargs["offs"]}
+    return False
+
+
 _REWRITES: dict[str, tuple[Callable[[fx.Node], bool], ...]] = {
+    "grouped_mm_fallback": (_library_operator,),
     "to": (_cast,),
     "_to_copy": (_cast,),
     "type_as": (_cast,),

@@ -1,0 +1,66 @@
+"""Flops and bytes of a program's operators, from their shapes.
+
+One block is counted once, whatever the number of its instances.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, fx
+
+from graphpar.emitted import random_streams
+from graphpar.program import Program, batch_coefficients, operator_name, value_of
+
+
+def node_flops(program: Program, batch: int) -> dict[fx.Node, float]:
+    """Forward flops of each node of the root graph for a batch of ``batch`` rows; a block's are its graph's sum."""
+    blocks = {
+        name: sum(_flops(node, batch) for node in block.graph.nodes) for name, block in program.blocks.items()
+    }
+    return {
+        node: blocks[node.meta["block"]] if node.op == "call_module" else _flops(node, batch) for node in program.graph.nodes
+    }
+
+
+def _shape(node: Any, batch: int) -> list[int]:
+    value = value_of(node)
+    assert isinstance(value, Tensor)
+    return [
+        int(size) if coefficient is None else coefficient * batch
+        for size, coefficient in zip(value.shape, batch_coefficients(node))
+    ]
+
+
+def _flops(node: fx.Node, batch: int) -> float:
+    """Flops of one operator: matrix products and convolutions exactly, the rest one an element."""
+    if node.op != "call_function":
+        return 0.0
+    value = value_of(node)
+    name = operator_name(node)
+    if not isinstance(value, Tensor):
+        return 0.0
+    out = _shape(node, batch)
+    elements = float(math.prod(out))
+    operands = [a for a in node.args if isinstance(a, fx.Node) and isinstance(value_of(a), Tensor)]
+    if name == "linear" or name in ("matmul", "mm", "bmm") and len(operands) >= 2:
+        return 2.0 * elements * _shape(operands[0], batch)[-1]
+    if name in ("addmm", "baddbmm"):
+        return 2.0 * elements * _shape(operands[1], batch)[-1]
+    if name.startswith("conv"):
+        weight = _shape(operands[1], batch)
+        return 2.0 * elements * math.prod(weight[1:])
+    if name == "scaled_dot_product_attention" or node.target is random_streams.dropout_attention:
+        query, key = _shape(operands[0], batch), _shape(operands[1], batch)
+        return 2.0 * math.prod(query[:-1]) * key[-2] * (query[-1] + out[-1])
+    if "grouped_mm" in name:
+        return 2.0 * elements * _shape(operands[0], batch)[-1]
+    return elements
+
+
+def tensor_bytes(node: fx.Node, batch: int) -> int:
+    """Bytes of ``node``'s tensor for a batch of ``batch`` rows."""
+    value = value_of(node)
+    assert isinstance(value, Tensor)
+    return math.prod(_shape(node, batch)) * value.dtype.itemsize

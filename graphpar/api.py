@@ -1,0 +1,206 @@
+"""The Python API: export, plan, partition, verify.
+
+    program = export(model, args, kwargs, loss_fn, targets)     trace and normalize
+    plan    = plan(program, devices, mesh=..., schedule=...)    decide
+    parts   = partition(program, plan)                          the emitted package, in memory
+    parts.save("out/");  verify(parts)
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphpar.capture import ModelLike, capture
+from graphpar.codegen.package import emit_package, import_stage
+from graphpar.errors import GraphparError
+from graphpar.mesh import Mesh
+from graphpar.passes.choose import Pins, choose
+from graphpar.passes.split import Stage, positions_of, split
+from graphpar.passes.table import Pass, run_passes
+from graphpar.plans import Plan, cuts_of
+from graphpar.program import Program
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export(
+    model: ModelLike,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    batch_dims: Mapping[str, int | None] | None = None,
+    *,
+    mode: str | None = None,
+    dtype: str | None = None,
+    after_pass: Callable[[Pass, Program], None] | None = None,
+) -> Program:
+    """Trace a single-device model into a :class:`Program`.
+
+    Args:
+        model: an ``nn.Module``, or a function without arguments that returns one (built under fake tensors: no memory).
+        args, kwargs: example inputs of the global batch (any size); they show shapes and dtypes.
+        loss_fn: ``loss_fn(output, *targets) -> scalar``. Without it the model's own scalar output or ``loss`` is used;
+            with neither, the program is for inference.
+        targets: example targets for ``loss_fn``.
+        batch_dims: ``{input name: dim or None}`` for inputs whose batch is not on dim 0.
+        mode: "train" or "infer"; sets the modules' mode. By default they stay as they are built.
+        dtype: "fp32", "bf16" or "fp16": the default dtype while a factory builds the model.
+        after_pass: called with each pass and the program after it.
+
+    Raises:
+        GraphparError: the model can't be traced, or a trace would lose part of its meaning.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise GraphparError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
+    raw = capture(
+        model,
+        args,
+        kwargs,
+        loss_fn=loss_fn,
+        targets=targets,
+        batch_dims=batch_dims,
+        mode=mode,
+        dtype=DTYPES[dtype] if dtype else None,
+    )
+    program, _ = run_passes(raw, after=after_pass)
+    if raw.retrace is not None:
+        retrace = raw.retrace
+        program.retrace = lambda size: run_passes(retrace(size))[0]
+    return program
+
+
+def plan(
+    program: Program,
+    cluster: int | None = None,
+    *,
+    devices: int | None = None,
+    global_batch: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    schedule: str | None = None,
+    microbatch_size: int | None = None,
+    split: Sequence[str | Mapping[str, str]] | Mapping[str, Any] | None = None,
+    stages: Sequence[Sequence[str]] | None = None,
+    table: str | None = None,
+    allow_batch_coupling: bool = False,
+    dtype: str = "fp32",
+) -> Plan:
+    """Decide how to run ``program`` on ``devices`` devices; what is given is taken as it is.
+
+    Args:
+        devices: how many devices (also accepted as the second positional argument).
+        global_batch: rows of the whole batch; by default that of the example inputs.
+        mesh: degrees of axes, e.g. ``{"pp": 4}``.
+        split: split points, e.g. ``["layers.4"]``, ``[{"layers.3": "end"}]`` or ``{"layers.3": SplitPoint.END}``.
+        stages: instead of split points, the modules of each stage.
+        table: a schedule of one's own as CSV text, one row a rank: ``0F0,0F1,0B0,0B1``.
+        allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
+    """
+    count = devices if devices is not None else cluster
+    if count is None and not mesh:
+        count = 1
+    pins = Pins(
+        schedule=schedule,
+        microbatch_size=microbatch_size,
+        global_batch=global_batch,
+        cuts=None if split is None else cuts_of(split),
+        stages=None if stages is None else tuple(tuple(paths) for paths in stages),
+        table=table,
+        allow_batch_coupling=allow_batch_coupling,
+        dtype=dtype,
+    )
+    return choose(program, Mesh.resolve(mesh, count), pins)
+
+
+@dataclass
+class Parts:
+    """A partitioned program: its plan, its stages and the text of the emitted package."""
+
+    program: Program
+    plan: Plan
+    stages: list[Stage]
+    files: dict[str, str]
+    constants: dict[str, Tensor]
+    model_file: str | None = None
+    _folder: Any = field(default=None, repr=False)
+
+    def save(self, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> Path:
+        """Write the package to ``folder`` (made new, replaced as a whole); ``weights`` by state_dict name go with it."""
+        from safetensors.torch import save_file
+
+        target = Path(folder)
+        if target.exists() and any(target.iterdir()) and not (target / "plan.json").exists():
+            raise GraphparError(f"{target} exists and holds something else than a graphpar program; choose another folder.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            for name, text in self.files.items():
+                (scratch / name).write_text(text)
+            if self.constants:
+                save_file({name: value.contiguous() for name, value in self.constants.items()}, scratch / "constants.safetensors")
+            if weights is not None:
+                (scratch / "weights").mkdir()
+                save_file(_untied(weights), scratch / "weights" / "model.safetensors")
+            if target.exists():
+                shutil.rmtree(target)
+            scratch.rename(target)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        target.chmod(0o755)
+        return target
+
+    @cached_property
+    def folder(self) -> Path:
+        """The package on disk, in a temporary folder that goes away with this object."""
+        self._folder = tempfile.TemporaryDirectory(prefix="graphpar-")
+        return self.save(Path(self._folder.name) / "out")
+
+    def stage(self, rank: int) -> nn.Module | list[nn.Module]:
+        """The emitted stage module of pp rank ``rank`` on the meta device (a list where the rank holds several)."""
+        indices = [stage.index for stage in self.plan.stages if stage.rank == rank]
+        if not indices:
+            raise GraphparError(f"There is no rank {rank}; the plan has ranks 0 to {self.plan.mesh.pp - 1}.")
+        modules = [import_stage(self.folder, index) for index in indices]
+        return modules[0] if len(modules) == 1 else modules
+
+
+def _untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tied tensors under their first name only: a safetensors file holds no shared memory."""
+    seen: set[tuple[int, int, tuple[int, ...]]] = set()
+    kept: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        key = (value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape))
+        if key in seen and value.numel():
+            continue
+        seen.add(key)
+        kept[name] = value.detach().contiguous().clone()
+    return kept
+
+
+def partition(program: Program, plan: Plan, *, model_file: str | None = None) -> Parts:
+    """Split ``program`` as ``plan`` says and print the stage modules."""
+    if plan.model != program.name:
+        raise GraphparError(f"The plan is for {plan.model!r}, but the program is {program.name!r}.")
+    if plan.mode != program.mode:
+        raise GraphparError(f"The plan is for mode {plan.mode!r}, but the program was traced for {program.mode!r}.")
+    sized = program.at_batch(plan.microbatch_size)
+    stages = split(sized, positions_of(sized, plan.cuts))
+    package = emit_package(sized, plan, stages, model_file)
+    return Parts(sized, plan, stages, package.files, package.constants, model_file)
+
+
+def verify(parts: Parts | str | Path, steps: int = 3, **options: Any) -> Any:
+    """Run the emitted program on local processes against the unpartitioned model. See :mod:`graphpar.verification`."""
+    from graphpar.verification import verify_parts
+
+    return verify_parts(parts, steps=steps, **options)

@@ -1,0 +1,309 @@
+"""The printer: an fx graph as the body of a forward, in the user's own names.
+
+    graph ──which nodes stand in a statement of their own──► names by liveness ──► statements
+
+A value used once is written where it is used. A statement's variable is the one that the user's code assigns there,
+re-used when its old value is dead, so ``hidden_states = ...`` can follow ``hidden_states = ...``.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.codegen.spelling import Expression, literal, spell
+from graphpar.program import batch_coefficients, operator_name, value_of
+
+WIDTH = 112
+_INLINE = 88
+
+
+@dataclass
+class Statement:
+    """One line (or a loop) of a forward. ``path`` is the module that it belongs to, for the comments."""
+
+    node: fx.Node
+    text: str
+    path: str = ""
+    line: str = ""
+
+
+@dataclass
+class Printed:
+    """A printed graph: parameters of the forward, its statements, and what it returns."""
+
+    parameters: list[str]
+    statements: list[Statement]
+    returned: str
+    names: dict[fx.Node, str] = field(default_factory=dict)
+
+
+def describe_shape(node: fx.Node) -> str:
+    """``[b, 16, 768]``, with ``b`` for the (micro)batch."""
+    value = value_of(node)
+    if not isinstance(value, Tensor):
+        return ""
+    parts = []
+    for size, coefficient in zip(value.shape, batch_coefficients(node)):
+        parts.append(str(int(size)) if coefficient is None else "b" if coefficient == 1 else f"{coefficient} b")
+    return f"[{', '.join(parts)}]"
+
+
+class GraphPrinter:
+    """Prints one graph. ``attribute`` spells a parameter, ``call`` a block; loops are found by the caller."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        attribute: Callable[[str], str],
+        call: Callable[[fx.Node], str] | None = None,
+        *,
+        base: str = "",
+        reserved: Iterable[str] = (),
+    ) -> None:
+        self.graph = graph
+        self.attribute = attribute
+        self.call = call
+        self.base = base
+        self.reserved = set(reserved) | {"F", "torch", "self", "nn"}
+        self.nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]
+        self.output = next(node for node in graph.nodes if node.op == "output")
+        self.inlined: set[fx.Node] = set()
+        self.names: dict[fx.Node, str] = {}
+        self.skipped: set[fx.Node] = set()  # printed as part of another statement
+        self._lengths: dict[fx.Node, int] = {}
+
+    # ---- which nodes get a statement ----
+
+    def choose_inlined(self) -> None:
+        written = {node.args[0] for node in self.nodes if _writes(node)}
+        for node in self.nodes:
+            if self._may_inline(node, written):
+                self.inlined.add(node)
+
+    def _may_inline(self, node: fx.Node, written: set[Any]) -> bool:
+        if node.op != "call_function" or len(node.users) != 1 or _writes(node):
+            return False
+        (user,) = node.users
+        if user.op == "output" and isinstance(user.args[0], tuple | list):
+            return False
+        if any(argument in written for argument in node.all_input_nodes) or user in self.skipped:
+            return False
+        uses = sum(1 for argument in _leaves((user.args, user.kwargs)) if argument is node)
+        if uses != 1 or operator_name(node) in ("split", "chunk", "unbind", "topk", "sort", "split_with_sizes", "max", "min"):
+            return False
+        if isinstance(value_of(node), int | torch.SymInt):
+            return True
+        if user.op == "call_module" or operator_name(user) == "getitem":
+            return False
+        own, theirs = node.meta.get("source"), user.meta.get("source")
+        same_line = own is not None and theirs is not None and (own.file, own.line) == (theirs.file, theirs.line)
+        named = own is not None and own.targets and not same_line
+        return not named and self._length(node) <= _INLINE
+
+    def _length(self, node: fx.Node) -> int:
+        """Roughly how long the expression of ``node`` is."""
+        if node not in self._lengths:
+            total = len(operator_name(node)) + 4
+            for argument in node.all_input_nodes:
+                if argument.op == "get_attr":
+                    total += len(str(argument.target)) // 2 + 8
+                elif argument in self.inlined:
+                    total += self._length(argument)
+                else:
+                    total += 10
+            self._lengths[node] = total
+        return self._lengths[node]
+
+    # ---- names ----
+
+    def statements_of(self) -> list[fx.Node]:
+        return [node for node in self.nodes if node.op != "placeholder" and node not in self.inlined and node not in self.skipped]
+
+    def assign_names(self, order: list[fx.Node]) -> None:
+        """Names in order of statements; a name is free again once its value has had its last use."""
+        last = self._last_uses(order)
+        live: dict[str, fx.Node] = {}
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self.names[node] = self._fresh(_identifier(str(node.target)), live, self.reserved)
+                live[self.names[node]] = node
+        for position, node in enumerate(order):
+            free = {name for name, holder in live.items() if last.get(holder, -1) <= position}
+            taken = {name: holder for name, holder in live.items() if name not in free}
+            for target in self._targets(node):
+                wanted = self._wanted(target)
+                name = next((w for w in wanted if w not in taken and w not in self.reserved), None)
+                name = name or self._fresh(wanted[0], taken, self.reserved)
+                self.names[target] = name
+                taken[name] = live[name] = target
+
+    def _targets(self, node: fx.Node) -> list[fx.Node]:
+        """What a statement assigns: itself, or all its parts where they are unpacked."""
+        parts = self.unpacked(node)
+        return parts if parts is not None else [node]
+
+    def unpacked(self, node: fx.Node) -> list[fx.Node] | None:
+        """The ``getitem`` nodes of a node with several results, in order, where each result is used."""
+        value = value_of(node)
+        if node.op == "placeholder" or not isinstance(value, tuple | list):
+            return None
+        parts: dict[int, fx.Node] = {}
+        for user in node.users:
+            if operator_name(user) != "getitem" or not isinstance(user.args[1], int):
+                return None
+            parts[user.args[1]] = user
+        return [parts[index] for index in sorted(parts)] if len(parts) == len(value) else None
+
+    def _last_uses(self, order: list[fx.Node]) -> dict[fx.Node, int]:
+        last: dict[fx.Node, int] = {}
+
+        def visit(node: fx.Node, position: int) -> None:
+            for argument in node.all_input_nodes:
+                last[argument] = max(last.get(argument, -1), position)
+                if argument in self.inlined:
+                    visit(argument, position)
+
+        for position, node in enumerate(order):
+            visit(node, position)
+            for part in self.unpacked(node) or ():
+                self.skipped.add(part)
+        visit(self.output, len(order))
+        return last
+
+    def _fresh(self, name: str, taken: Iterable[str], reserved: set[str]) -> str:
+        unavailable = set(taken) | reserved
+        if name not in unavailable:
+            return name
+        number = 2
+        while f"{name}_{number}" in unavailable:
+            number += 1
+        return f"{name}_{number}"
+
+    def _wanted(self, node: fx.Node) -> list[str]:
+        """Candidate names: the user's variable at this line or at a caller's, the module's, the operator's."""
+        candidates: list[str] = []
+        source = node.meta.get("source")
+        if source is not None:
+            position = int(node.args[1]) if operator_name(node) == "getitem" and isinstance(node.args[1], int) else 0  # type: ignore[arg-type]
+            for targets in [source.targets, *(targets for _, _, targets in reversed(source.callers))]:
+                usable = [t for t in targets if t.isidentifier() and t != "_"]
+                if not usable:
+                    continue
+                candidates.append(usable[position] if position < len(usable) else usable[0])
+                if len(candidates) > 1:
+                    break
+        stack = node.meta.get("module_stack", ())
+        path = stack[-1][0] if stack else ""
+        parts = [part for part in path.removeprefix(self.base).split(".") if part and not part.isdigit()]
+        if parts:
+            candidates.append(parts[-1])
+            if candidates[0] != parts[-1]:
+                candidates.append(f"{parts[-1]}_{candidates[0]}")
+        candidates.append(operator_name(node).strip("_") if node.op == "call_function" else "hidden")
+        return [_identifier(candidate) for candidate in candidates]
+
+    # ---- text ----
+
+    def expression(self, item: Any) -> Expression:
+        if isinstance(item, fx.Node):
+            if item.op == "get_attr":
+                return Expression(self.attribute(str(item.target)))
+            if item in self.inlined:
+                return self.spelled(item)
+            return Expression(self.names[item])
+        if isinstance(item, tuple):
+            inner = ", ".join(self.expression(part).text for part in item)
+            return Expression(f"({inner},)" if len(item) == 1 else f"({inner})")
+        if isinstance(item, list):
+            return Expression(f"[{', '.join(self.expression(part).text for part in item)}]")
+        text = literal(item)
+        return Expression(text, 80 if text.startswith("-") else 100)
+
+    def spelled(self, node: fx.Node) -> Expression:
+        if node.op == "call_module":
+            assert self.call is not None
+            arguments = ", ".join(self.expression(argument).text for argument in node.args)
+            return Expression(f"{self.call(node)}({arguments})")
+        return spell(node, self.expression, self.anchor(node))
+
+    def anchor(self, node: fx.Node) -> str:
+        """An expression with a ``.device``: a tensor that comes in, or a parameter."""
+        for candidate in self.nodes:
+            if candidate.op == "placeholder" and isinstance(value_of(candidate), Tensor) and candidate in self.names:
+                live = [n for n, name in self.names.items() if name == self.names[candidate]]
+                if len(live) == 1:
+                    return self.names[candidate]
+        attribute = next((n for n in self.graph.nodes if n.op == "get_attr"), None)
+        return self.attribute(str(attribute.target)) if attribute is not None else "torch.empty(0)"
+
+    def print(self) -> Printed:
+        self.choose_inlined()
+        order = self.statements_of()
+        for node in order:
+            for part in self.unpacked(node) or ():
+                self.skipped.add(part)
+        order = self.statements_of()
+        self.assign_names(order)
+        statements = [self.statement(node) for node in order]
+        returned = self.output.args[0]
+        text = self.expression(returned).text
+        if isinstance(returned, tuple | list):
+            text = text.strip("()[]").rstrip(",") if all("(" not in self.expression(r).text for r in returned) else text
+        parameters = [self.names[node] for node in self.nodes if node.op == "placeholder"]
+        return Printed(parameters, statements, text, self.names)
+
+    def statement(self, node: fx.Node) -> Statement:
+        parts = self.unpacked(node)
+        spelled = self.spelled(node).text
+        if _writes(node):
+            text = spelled
+        elif parts is not None:
+            text = f"{', '.join(self.names[part] for part in parts)} = {spelled}"
+        else:
+            text = f"{self.names[node]} = {spelled}"
+        source = node.meta.get("source")
+        stack = node.meta.get("module_stack", ())
+        return Statement(node, text, stack[-1][0] if stack else "", f"{source.file}:{source.line}" if source else "")
+
+
+def _writes(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.is_mutable
+        and operator_name(node) != "batch_norm"
+    )
+
+
+def _leaves(tree: Any) -> list[Any]:
+    leaves: list[Any] = []
+    fx.map_arg(tree, lambda node: leaves.append(node))  # type: ignore[func-returns-value, arg-type, return-value]
+    return leaves
+
+
+def _identifier(name: str) -> str:
+    text = "".join(char if char.isalnum() or char == "_" else "_" for char in name)
+    if not text or text[0].isdigit():
+        text = f"_{text}"
+    return text + "_" if keyword.iskeyword(text) or text in ("print", "input", "id", "len", "range") else text
+
+
+def print_graph(graph: fx.Graph) -> str:
+    """A graph as a Python function, for people who want to look at a pass's result."""
+    printer = GraphPrinter(graph, lambda name: f"self.{name}", lambda node: f"self.{node.target}")
+    printed = printer.print()
+    lines = [f"def forward(self, {', '.join(printed.parameters)}):"]
+    path = None
+    for statement in printed.statements:
+        if statement.path != path:
+            path = statement.path
+            lines.append(f"    # {path}  {statement.line}".rstrip())
+        lines.append(f"    {statement.text}  # {describe_shape(statement.node)}".rstrip(" #"))
+    lines.append(f"    return {printed.returned}")
+    return "\n".join(lines) + "\n"

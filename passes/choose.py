@@ -1,0 +1,300 @@
+"""``choose``: from a program and a mesh to a :class:`~graphpar.plans.Plan`.
+
+For now a plan is a pipeline: split points balanced by flops, a schedule, and a microbatch size that is legal for both.
+Whatever the user pinned is taken as it is, or refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphpar.cost_models.flops import node_flops
+from graphpar.errors import GraphparError, near_match
+from graphpar.mesh import Mesh
+from graphpar.passes.split import Stage, cut_candidates, positions_of, split
+from graphpar.plans import Cut, Plan, StagePlan
+from graphpar.program import Program
+from graphpar.schedule import (
+    bubble_warning,
+    canonical_name,
+    check_deadlock,
+    check_legal,
+    get_schedule,
+    legal_microbatches,
+    parse_table,
+    stage_ranks,
+    validate_table,
+)
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user decided; None is left to graphpar."""
+
+    schedule: str | None = None
+    microbatch_size: int | None = None
+    global_batch: int | None = None
+    cuts: tuple[Cut, ...] | None = None
+    stages: tuple[tuple[str, ...], ...] | None = None  # module paths of each stage
+    table: str | None = None  # a schedule table of the user's own, as CSV text
+    allow_batch_coupling: bool = False
+    dtype: str = "fp32"
+
+
+def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
+    """Program -> Plan for a pipeline over ``mesh.pp`` ranks."""
+    batch = pins.global_batch or program.batch
+    if batch < 1:
+        raise GraphparError(f"The global batch is {batch}; it must be at least 1.")
+    if pins.cuts is not None and pins.stages is not None:
+        raise GraphparError("Give split points or lists of modules a stage, not both.")
+    cuts = pins.cuts if pins.stages is None else cuts_from_lists(program, pins.stages)
+    if pins.table is not None:
+        return _with_table(program, mesh, pins, cuts, batch)
+    schedule = canonical_name(pins.schedule or ("1F1B" if program.mode == "train" else "GPipe"))
+    if program.mode == "infer" and get_schedule(schedule).splits_backward:
+        raise GraphparError(f"Schedule {schedule} is for training; a program without a loss runs GPipe or 1F1B.")
+    per_rank = _stages_per_rank(schedule, mesh, cuts)
+    microbatches = _microbatches(program, schedule, mesh, per_rank, batch, pins)
+    if mesh.pp > 1:
+        check_legal(schedule, mesh.pp, per_rank, microbatches)
+    count = mesh.pp * per_rank if mesh.pp > 1 else len(cuts or ()) + 1
+    if mesh.pp == 1 and count > 1:
+        raise GraphparError(f"{len(cuts or ())} split points give {count} stages, but the mesh has pp=1.")
+    chosen = cuts if cuts is not None else balanced_cuts(program, count, batch // microbatches)
+    ranks = stage_ranks(schedule, mesh.pp, per_rank) if mesh.pp > 1 else [0]
+    plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins)
+    warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches) if mesh.pp > 1 else None
+    return plan if warning is None else _warned(plan, warning)
+
+
+def _warned(plan: Plan, line: str) -> Plan:
+    from dataclasses import replace
+
+    return replace(plan, warnings=(*plan.warnings, line))
+
+
+def _plan(
+    program: Program,
+    mesh: Mesh,
+    schedule: str,
+    batch: int,
+    microbatches: int,
+    cuts: Sequence[Cut],
+    ranks: Sequence[int],
+    pins: Pins,
+    actions: tuple[tuple[str, ...], ...] | None = None,
+) -> Plan:
+    stages = split(program, positions_of(program, cuts))
+    if get_schedule(schedule).splits_backward and mesh.pp > 1:
+        check_split_backward(program, stages, schedule)
+    return Plan(
+        model=program.name,
+        mode=program.mode,
+        mesh=mesh,
+        schedule=schedule,
+        global_batch=batch,
+        microbatch_size=batch // microbatches,
+        cuts=tuple(cuts),
+        stages=tuple(StagePlan(stage.index, ranks[stage.index], stage.modules) for stage in stages),
+        dtype=pins.dtype,
+        actions=actions,
+        allow_batch_coupling=pins.allow_batch_coupling,
+        warnings=program.warnings + (program.couplings if microbatches > 1 else ()),
+    )
+
+
+def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[Cut] | None) -> int:
+    if cuts is None or mesh.pp == 1:
+        return get_schedule(schedule).default_stages if mesh.pp > 1 else 1
+    count = len(cuts) + 1
+    if count % mesh.pp:
+        raise GraphparError(
+            f"{len(cuts)} split points give {count} stages, which pp={mesh.pp} ranks can't hold evenly; give "
+            f"{mesh.pp - 1} split points for one stage a rank, or {2 * mesh.pp - 1} for two."
+        )
+    return count // mesh.pp
+
+
+def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, batch: int, pins: Pins) -> int:
+    """The number of microbatches: as pinned, or about two a stage, or one where the batch can't be cut."""
+    reason = program.unsplittable
+    if program.couplings and not pins.allow_batch_coupling and reason is None:
+        reason = "examples depend on each other: " + "; ".join(program.couplings[:3])
+    if pins.microbatch_size is not None:
+        size = pins.microbatch_size
+        if size < 1 or batch % size:
+            divisors = [str(d) for d in range(1, batch + 1) if batch % d == 0]
+            raise GraphparError(
+                f"A global batch of {batch} does not divide into microbatches of {size}; sizes that do: {', '.join(divisors)}."
+            )
+        if reason is not None and batch // size > 1:
+            raise GraphparError(_refusal(program, batch, batch // size, reason))
+        return batch // size
+    if mesh.pp == 1:
+        return 1
+    legal = legal_microbatches(schedule, mesh.pp, per_rank, batch)
+    if reason is not None:
+        if 1 not in legal:
+            raise GraphparError(_refusal(program, batch, min(legal, default=2), reason))
+        return 1
+    if not legal:
+        raise GraphparError(
+            f"Schedule {schedule} over {mesh.pp} ranks with {per_rank} stages each has no legal number of microbatches that divides "
+            f"the global batch of {batch}; use --batch with a multiple of {mesh.pp * per_rank}."
+        )
+    wanted = 2 * mesh.pp * per_rank
+    enough = [count for count in legal if count >= wanted]
+    return min(enough) if enough else max(legal)
+
+
+def _refusal(program: Program, batch: int, microbatches: int, reason: str) -> str:
+    allow = ""
+    if program.unsplittable is None:
+        allow = (
+            " Use one microbatch (GPipe with --microbatch-size equal to the batch), make the operator independent of the batch "
+            "(eval statistics, GroupNorm), or pass --allow-batch-coupling to accept statistics of each microbatch."
+        )
+    return f"The batch of {batch} can't be cut into {microbatches} microbatches: {reason}.{allow}"
+
+
+def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | None, batch: int) -> Plan:
+    """A plan that runs the user's own schedule table."""
+    assert pins.table is not None
+    table = parse_table(pins.table)
+    if table.ranks != mesh.pp:
+        raise GraphparError(f"The schedule table has {table.ranks} rows, but the mesh has pp={mesh.pp}: one row a rank.")
+    microbatches = table.microbatches
+    if batch % microbatches:
+        raise GraphparError(f"The schedule table has {microbatches} microbatches, which don't divide the global batch of {batch}.")
+    if pins.microbatch_size is not None and pins.microbatch_size * microbatches != batch:
+        raise GraphparError(
+            f"The schedule table has {microbatches} microbatches; with a global batch of {batch} each has {batch // microbatches} rows, "
+            f"not {pins.microbatch_size}."
+        )
+    reason = program.unsplittable or ("; ".join(program.couplings[:3]) if not pins.allow_batch_coupling else "")
+    if reason and microbatches > 1:
+        raise GraphparError(_refusal(program, batch, microbatches, reason))
+    stages = table.stages
+    if cuts is not None and len(cuts) + 1 != stages:
+        raise GraphparError(f"The schedule table has {stages} stages, but the split points give {len(cuts) + 1}.")
+    validate_table(table, stages, microbatches)
+    check_deadlock(table)
+    ranks = [0] * stages
+    for rank, _, _, action in table.actions():
+        ranks[action.stage] = rank
+    chosen = cuts if cuts is not None else balanced_cuts(program, stages, batch // microbatches)
+    cells = tuple(tuple("" if cell is None else str(cell) for cell in row) for row in table.rows)
+    plan = _plan(program, mesh, "GPipe", batch, microbatches, chosen, ranks, pins, cells)
+    splits = any(action.kind in ("I", "W") for _, _, _, action in table.actions())
+    if splits:
+        check_split_backward(program, split(program, positions_of(program, chosen)), "with separate I and W actions")
+    from dataclasses import replace
+
+    return replace(plan, schedule="custom")
+
+
+# ---- split points ----------------------------------------------------------------------------------------------
+
+
+def balanced_cuts(program: Program, stages: int, microbatch_size: int) -> tuple[Cut, ...]:
+    """Split points for ``stages`` stages whose largest number of flops is smallest."""
+    if stages == 1:
+        return ()
+    candidates = cut_candidates(program)
+    if stages - 1 > len(candidates):
+        blocks = sum(len(block.instances) for block in program.blocks.values())
+        what = f"{blocks} blocks" if blocks else f"{len(candidates) + 1} modules with parameters"
+        raise GraphparError(
+            f"{stages} stages were asked for, but {program.name} has only {what}: at most {len(candidates) + 1} stages. "
+            "Use fewer devices, or a schedule with fewer stages a rank."
+        )
+    flops = node_flops(program, microbatch_size)
+    nodes = list(program.graph.nodes)
+    starts = [position for position, _ in candidates]
+    edges = [0, *starts, len(nodes)]
+    segments = [_sum(nodes[a:b], flops) for a, b in zip(edges, edges[1:])]
+    chosen = _partition(segments, stages)
+    return tuple(Cut(candidates[index - 1][1]) for index in chosen)
+
+
+def _sum(nodes: Sequence[fx.Node], flops: dict[fx.Node, float]) -> float:
+    return sum(flops[node] for node in nodes)
+
+
+def _partition(costs: Sequence[float], parts: int) -> list[int]:
+    """Where each part after the first begins, so that the costliest part is cheapest (exact, by dynamic programming).
+
+    Ties go to the split whose earlier parts are shorter in cost, so the result is unique.
+    """
+    count = len(costs)
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    best = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
+    choice = [[0] * (count + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for part in range(1, parts + 1):
+        for end in range(part, count + 1):
+            for begin in range(part - 1, end):
+                worst = max(best[part - 1][begin], prefix[end] - prefix[begin])
+                if worst < best[part][end]:
+                    best[part][end], choice[part][end] = worst, begin
+    starts, end = [], count
+    for part in range(parts, 1, -1):
+        end = choice[part][end]
+        starts.append(end)
+    return starts[::-1]
+
+
+def cuts_from_lists(program: Program, lists: Sequence[Sequence[str]]) -> tuple[Cut, ...]:
+    """Split points from the modules of each stage; every module with parameters must be in exactly one list."""
+    known = sorted({entry[0] for n in program.graph.nodes for entry in n.meta.get("module_stack", ()) if entry[0]})
+    owner: dict[str, int] = {}
+    for stage, paths in enumerate(lists):
+        for path in paths:
+            if path not in known:
+                raise GraphparError(f"Stage {stage} lists {path!r}, which is no module of the program.{near_match(path, known)}")
+            if path in owner:
+                raise GraphparError(f"Module {path!r} is in stages {owner[path]} and {stage}; list it once.")
+            owner[path] = stage
+    first: dict[int, str] = {}
+    current = 0
+    for node in program.graph.nodes:
+        path = _parameter_owner(node)
+        if path is None:
+            continue
+        listed = [p for p in owner if path == p or path.startswith(p + ".")]
+        if not listed:
+            raise GraphparError(f"Module {path!r} is in no stage; list it, or a module that contains it.")
+        stage = owner[max(listed, key=len)]
+        if stage < current:
+            raise GraphparError(
+                f"Module {max(listed, key=len)!r} is listed in stage {stage}, but it runs after modules of stage {current}."
+            )
+        current = stage
+        first.setdefault(stage, max(listed, key=len))
+    missing = [stage for stage in range(len(lists)) if stage not in first]
+    if missing:
+        raise GraphparError(f"Stage {missing[0]} would be empty: none of its modules computes anything.")
+    return tuple(Cut(first[stage]) for stage in range(1, len(lists)))
+
+
+def _parameter_owner(node: fx.Node) -> str | None:
+    if node.op == "call_module":
+        return str(node.target)
+    if node.op != "call_function":
+        return None
+    parameters = [str(a.target) for a in node.all_input_nodes if a.op == "get_attr"]
+    stack = node.meta.get("module_stack", ())
+    return stack[-1][0] if parameters and stack and stack[-1][0] else None
+
+
+# ---- zero-bubble legality --------------------------------------------------------------------------------------
+
+
+def check_split_backward(program: Program, stages: Sequence[Stage], schedule: str) -> None:
+    """Refuses programs whose gradients torch's split backward (input first, weights later) would get wrong."""

@@ -1,0 +1,332 @@
+"""``split``: the root graph is cut at split points into stages, one after the other.
+
+    root graph ──cuts──► stage of each node ──liveness──► what crosses each boundary ──► one graph a stage
+
+What crosses is decided by what a value is:
+- root inputs and counts go straight to the stages that use them;
+- values without parameters in them (masks, rotary tables) are computed again on each stage that needs them;
+- everything else is sent to the next stage, and relayed by the stages between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.errors import GraphparError, near_match
+from graphpar.passes.functional import is_inplace
+from graphpar.passes.outline import local_size
+from graphpar.passes.simplify import remove_dead_code
+from graphpar.plans import Cut, SplitPoint
+from graphpar.program import Program, operator_name, value_of
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A value that one stage sends to the next."""
+
+    name: str
+    node: fx.Node  # in the root graph
+    requires_grad: bool
+
+
+@dataclass
+class Stage:
+    """One stage: its graph (placeholders: received values, then inputs, then counts) and what belongs to it."""
+
+    index: int
+    graph: fx.Graph
+    receives: tuple[Boundary, ...]
+    sends: tuple[Boundary, ...]
+    inputs: tuple[str, ...]
+    counts: tuple[str, ...]
+    attributes: tuple[str, ...]  # parameters, buffers and constants, by name
+    modules: tuple[str, ...]
+    recomputed: tuple[str, ...]  # values that other stages compute too
+
+
+# ---- where the cuts are ----------------------------------------------------------------------------------------
+
+
+def positions_of(program: Program, cuts: Sequence[Cut]) -> list[int]:
+    """The index in the root graph's node list at which each stage after the first begins."""
+    nodes = list(program.graph.nodes)
+    found: dict[int, Cut] = {}
+    for cut in cuts:
+        inside = [index for index, node in enumerate(nodes) if _belongs(node, cut.path)]
+        if not inside:
+            raise GraphparError(_no_such_module(program, cut.path))
+        position = inside[0] if cut.where is SplitPoint.BEGINNING else inside[-1] + 1
+        if position in found:
+            first = found[position]
+            raise GraphparError(
+                f"Split points {first.path!r} ({first.where.value}) and {cut.path!r} ({cut.where.value}) are the same place, "
+                "so the stage between them would be empty."
+            )
+        found[position] = cut
+    work = [index for index, node in enumerate(nodes) if node.op == "call_module" or _has_parameters(node)]
+    ordered = sorted(found)
+    for stage, (begin, end) in enumerate(zip([0, *ordered], [*ordered, len(nodes)])):
+        if not any(begin <= index < end for index in work):
+            cut = found.get(begin) or found[end]
+            raise GraphparError(
+                f"Stage {stage} would be empty: no module with parameters lies between its split points "
+                f"(near {cut.path!r}, {cut.where.value})."
+            )
+    return ordered
+
+
+def _belongs(node: fx.Node, path: str) -> bool:
+    if node.op not in ("call_function", "call_module"):
+        return False
+    return any(entry[0] == path or entry[0].startswith(path + ".") for entry in node.meta.get("module_stack", ()))
+
+
+def _no_such_module(program: Program, path: str) -> str:
+    used = sorted({entry[0] for node in program.graph.nodes for entry in node.meta.get("module_stack", ()) if entry[0]})
+    enclosing = next(
+        (name for block in program.blocks.values() for name in block.instances if path.startswith(name + ".")), None
+    )
+    if enclosing is not None:
+        return f"Split point {path!r} lies inside the block {enclosing!r}; split points lie between blocks."
+    if path in program.module_classes:
+        return f"Split point {path!r} names a module without operators of its own in the traced program."
+    return f"Split point {path!r} names no module.{near_match(path, used)}"
+
+
+def _has_parameters(node: fx.Node) -> bool:
+    return node.op == "call_function" and any(argument.op == "get_attr" for argument in node.all_input_nodes)
+
+
+def cut_candidates(program: Program) -> list[tuple[int, str]]:
+    """Where a stage may begin by default: (position, module path). Before blocks, or modules with parameters where there are none.
+
+    The first candidate is left out: the stage before it would be empty.
+    """
+    nodes = list(program.graph.nodes)
+    seen: set[str] = set()
+    candidates: list[tuple[int, str]] = []
+    for index, node in enumerate(nodes):
+        path = str(node.target) if node.op == "call_module" else ""
+        if not program.blocks and _has_parameters(node):
+            stack = node.meta.get("module_stack", ())
+            path = stack[-1][0] if stack else ""
+        if path and path not in seen:
+            seen.add(path)
+            first = next(i for i, n in enumerate(nodes) if _belongs(n, path))
+            candidates.append((min(first, index), path))
+    return candidates[1:]
+
+
+# ---- which stage a value lives on ------------------------------------------------------------------------------
+
+
+class _Placement:
+    """Stage of each node, and which values are computed again instead of sent."""
+
+    def __init__(self, program: Program, positions: Sequence[int]) -> None:
+        self.program = program
+        self.count = len(positions) + 1
+        self.nodes = list(program.graph.nodes)
+        self.stage: dict[fx.Node, int] = {}
+        self.free: set[fx.Node] = set()  # parameter-free: may be computed anywhere
+        self.differentiable: set[fx.Node] = set()
+        written = {a.args[0] for a in self.nodes if is_inplace(a)}
+        current = 0
+        for index, node in enumerate(self.nodes):
+            while current < len(positions) and index >= positions[current]:
+                current += 1
+            source = node.args[0] if operator_name(node) == "getitem" else None
+            self.stage[node] = self.stage[source] if isinstance(source, fx.Node) else current
+            self._classify(node, written)
+
+    def _classify(self, node: fx.Node, written: set[Any]) -> None:
+        program = self.program
+        if node.op == "placeholder":
+            return
+        if node.op == "get_attr":
+            info = program.parameters.get(str(node.target))
+            if info is not None and info.requires_grad:
+                self.differentiable.add(node)
+            if info is None and node not in written:
+                self.free.add(node)
+            return
+        if node.op == "call_module":
+            self.differentiable.add(node)  # refined by the value's dtype where it crosses
+            return
+        if node.op == "call_function":
+            operands = node.all_input_nodes
+            if not is_inplace(node) and all(a.op == "placeholder" or a in self.free for a in operands):
+                self.free.add(node)
+            if operator_name(node) != "detach" and any(a in self.differentiable for a in operands):
+                self.differentiable.add(node)
+
+    def requires_grad(self, node: fx.Node) -> bool:
+        value = value_of(node)
+        return isinstance(value, Tensor) and value.is_floating_point() and node in self.differentiable
+
+
+def split(program: Program, positions: Sequence[int]) -> list[Stage]:
+    """Program -> stages. ``positions`` as :func:`positions_of` gives them."""
+    placement = _Placement(program, positions)
+    needed = [_needed_on(placement, stage) for stage in range(placement.count)]
+    crossing = _crossing(placement, needed)
+    _check_buffers(placement, needed)
+    return [_stage(placement, needed[index], crossing, index) for index in range(placement.count)]
+
+
+def _needed_on(placement: _Placement, stage: int) -> set[fx.Node]:
+    """All nodes that ``stage`` computes: its own, and the parameter-free ones of other stages that they use."""
+    own = [
+        node
+        for node in placement.nodes
+        if placement.stage[node] == stage and node.op in ("call_function", "call_module", "output") and node not in placement.free
+    ]
+    if stage == placement.count - 1:
+        own = [node for node in placement.nodes if node.op == "output"] + own
+    needed: set[fx.Node] = set()
+    pending = list(own)
+    while pending:
+        node = pending.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        for argument in node.all_input_nodes:
+            if argument in placement.free or argument.op in ("placeholder", "get_attr"):
+                pending.append(argument)
+    return needed
+
+
+def _crossing(placement: _Placement, needed: list[set[fx.Node]]) -> list[list[fx.Node]]:
+    """For each boundary the values that cross it, newest first."""
+    last_use: dict[fx.Node, int] = {}
+    for stage, nodes in enumerate(needed):
+        for node in nodes:
+            for argument in node.all_input_nodes:
+                sent = argument.op in ("call_function", "call_module") and argument not in placement.free
+                if sent and placement.stage[argument] < stage:
+                    last_use[argument] = max(last_use.get(argument, 0), stage)
+    boundaries: list[list[fx.Node]] = [[] for _ in range(placement.count - 1)]
+    for node in reversed(placement.nodes):
+        for boundary in range(placement.stage[node], last_use.get(node, -1)):
+            boundaries[boundary].append(node)
+    for values in boundaries:
+        for value in values:
+            if not isinstance(value_of(value), Tensor):
+                raise GraphparError(
+                    f"The value {value.name!r} ({type(value_of(value)).__name__}) would cross a stage boundary; only tensors can. "
+                    "Choose another split point."
+                )
+    return boundaries
+
+
+def _check_buffers(placement: _Placement, needed: list[set[fx.Node]]) -> None:
+    """A buffer that is written lives on one stage."""
+    written = {node.args[0] for node in placement.nodes if is_inplace(node)}
+    for buffer in written:
+        holders = [stage for stage, nodes in enumerate(needed) if buffer in nodes]
+        if len(holders) > 1 and isinstance(buffer, fx.Node):
+            raise GraphparError(
+                f"Buffer {str(buffer.target)!r} is written, and is used on stages {', '.join(map(str, holders))}. A written buffer "
+                "must live on one stage: choose a split point that keeps its uses together."
+            )
+
+
+# ---- one stage -------------------------------------------------------------------------------------------------
+
+
+def _stage(placement: _Placement, needed: set[fx.Node], crossing: list[list[fx.Node]], index: int) -> Stage:
+    program = placement.program
+    names = _boundary_names(crossing)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    received = crossing[index - 1] if index else []
+    sent = crossing[index] if index < placement.count - 1 else []
+    for node in received:
+        env[node] = graph.placeholder(names[node])
+        env[node].meta = dict(node.meta, boundary=True)
+    used = {argument for node in needed for argument in node.all_input_nodes}
+    placeholders = [node for node in placement.nodes if node.op == "placeholder" and node in used]
+    for node in placeholders:
+        env[node] = graph.placeholder(str(node.target))
+        env[node].meta = dict(node.meta)
+    sources = [env[node] for node in [*received, *placeholders]]
+    for node in placement.nodes:
+        if node not in needed or node in env or node.op == "output":
+            continue
+        if isinstance(value_of(node), torch.SymInt):
+            size = local_size(graph, sources, value_of(node))
+            if size is not None:
+                env[node] = size
+                continue
+        env[node] = graph.node_copy(node, env.__getitem__)
+    _finish(placement, graph, env, sent, index)
+    counts = tuple(n for n in (str(node.target) for node in placeholders) if n in program.count_names)
+    recomputed = [node for node in needed if node in placement.free and node.op == "call_function"]
+    return Stage(
+        index=index,
+        graph=graph,
+        receives=tuple(Boundary(names[node], node, placement.requires_grad(node)) for node in received),
+        sends=tuple(Boundary(names[node], node, placement.requires_grad(node)) for node in sent),
+        inputs=tuple(str(node.target) for node in placeholders if str(node.target) not in counts),
+        counts=counts,
+        attributes=(),
+        modules=tuple(_modules(graph)),
+        recomputed=tuple(node.name for node in recomputed),
+    )
+
+
+def _finish(placement: _Placement, graph: fx.Graph, env: dict[fx.Node, fx.Node], sent: list[fx.Node], index: int) -> None:
+    """The stage's results: what it sends, or the program's output."""
+    if index < placement.count - 1:
+        results = [env[node] for node in sent]
+        graph.output(results[0] if len(results) == 1 else tuple(results))
+    else:
+        output = next(node for node in placement.nodes if node.op == "output")
+        outputs = fx.map_arg(output.args[0], env.__getitem__)
+        assert isinstance(outputs, tuple | list)
+        graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
+    remove_dead_code(graph)
+
+
+def _boundary_names(crossing: list[list[fx.Node]]) -> dict[fx.Node, str]:
+    """A name for each value that crosses: the user's variable, or its module's name; unique among those that live together."""
+    names: dict[fx.Node, str] = {}
+    for values in crossing:
+        for node in values:
+            if node in names:
+                continue
+            source = node.meta.get("source")
+            name = source.targets[0] if source and len(source.targets) == 1 and source.targets[0].isidentifier() else ""
+            if not name or name == "_":
+                stack = node.meta.get("module_stack", ())
+                name = stack[-1][0].rpartition(".")[2] if stack and stack[-1][0] else node.name
+            if name.isdigit() or not name.isidentifier():
+                name = "hidden"
+            taken = {names[other] for other in names}
+            unique, suffix = name, 0
+            while unique in taken:
+                suffix += 1
+                unique = f"{name}_{_ORDINALS[suffix - 1]}" if suffix <= len(_ORDINALS) else f"{name}_{suffix + 1}"
+            names[node] = name if not any(names[o] == name for o in values if o in names) else unique
+    return names
+
+
+_ORDINALS = ("earlier", "skipped", "kept", "first")
+
+
+def _modules(graph: fx.Graph) -> list[str]:
+    """The modules of a stage, in order: blocks, and the innermost modules of other operators with parameters."""
+    modules: list[str] = []
+    for node in graph.nodes:
+        if node.op == "call_module":
+            modules.append(str(node.target))
+        elif _has_parameters(node):
+            for argument in node.all_input_nodes:
+                if argument.op == "get_attr":
+                    modules.append(str(argument.target).rpartition(".")[0] or str(argument.target))
+    return list(dict.fromkeys(modules))
