@@ -1,0 +1,204 @@
+"""The report: what the compiler decided and what it costs, as plain data, as text for a terminal, or as a page.
+
+    program, plan, stages ──report_data──► a dictionary (kept in plan.json) ──render──► the printed report
+                                                                            ──html────► report.html
+    plan ──plan_text──► the same without a program
+
+Reading a report needs no torch.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from graphpar.report_data import compile_json, decisions, report_data, timeline_of
+from graphpar.report_html import html
+from graphpar.report_text import bytes_text, compressed, count_text, flops_text, indices_text, listed, plural
+from graphpar.schedule_table import draw
+
+if TYPE_CHECKING:
+    from graphpar.plans import Plan
+
+__all__ = ["compile_json", "html", "plan_text", "render", "report_data", "timeline_of"]
+
+WIDTH = 100
+BAR = 12
+
+
+def render(data: Mapping[str, Any], console: Console, out: str | None = None) -> None:
+    """Print the report. ``out`` is the emitted folder, for the commands to run next."""
+    width = min(console.width, WIDTH)
+    closing = [("Warning", line) for line in data["warnings"]]
+    closing += [("Next", line) for line in next_commands(out)] if out is not None else []
+    table = _stage_table(data["stages"])
+    sections = [
+        [_header(data)],
+        _fields(_plan_lines(data), width),
+        _lines_of(table, width),
+        _fields(_notes(data), width),
+        [f" {line}" for line in draw(timeline_of(data), width - 1)],
+        _fields(closing, width),
+    ]
+    console.out("\n\n".join("\n".join(lines) for lines in sections if lines), highlight=False)
+
+
+def next_commands(out: str) -> list[str]:
+    return [f"graphpar run {out} --steps 3", f"graphpar verify {out}", f"graphpar report {out} --html report.html"]
+
+
+def _header(data: Mapping[str, Any]) -> str:
+    model, devices = data["model"], data["devices"]
+    return (
+        f" graphpar   {model['name']} · {count_text(model['parameters'])} parameters · {data['dtype']} · "
+        f"{data['mode']} · {plural(devices, 'device')}"
+    )
+
+
+def _plan_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    degrees = [f"{axis} {degree}" for axis, degree in data["mesh"].items() if degree > 1] or ["1 device"]
+    count, size = data["microbatches"], data["microbatch_size"]
+    microbatches = plural(count, "microbatch", "microbatches")
+    plan = f"{' · '.join(degrees)}   {data['schedule']}, {microbatches} of {size} (global batch {data['global_batch']})"
+    lines = [("Plan", plan)]
+    if "bubble_fraction" in data and data["devices"] > 1:
+        flops = [stage["flops"] for stage in data["stages"]]
+        mean = sum(flops) / len(flops)
+        largest = max(range(len(flops)), key=flops.__getitem__)
+        ratio = f"{flops[largest] / mean if mean else 1:.2f}x the mean"
+        simulated = (
+            f"bubble {data['bubble_fraction']:.1%} · largest stage {largest}, {ratio} (from flops; transfers free)"
+        )
+        lines.append(("Simulated", simulated))
+        lines.append(("In flight", f"at most {_in_flight(data)}"))
+        lines.append(("Traffic", _traffic(data)))
+    if data["model"]["blocks"]:
+        lines.append(("Blocks", " · ".join(f"{block['name']} x {block['count']}" for block in data["model"]["blocks"])))
+    return lines
+
+
+def _in_flight(data: Mapping[str, Any]) -> str:
+    peaks = data["in_flight"]
+    if len(peaks) > 16:
+        return f"{max(peaks)} activations of a stage on a rank, {min(peaks)} on the least loaded"
+    return f"{' '.join(map(str, peaks))} microbatch activations on ranks 0-{len(peaks) - 1}"
+
+
+def _traffic(data: Mapping[str, Any]) -> str:
+    forward = sum(value["bytes"] for stage in data["stages"] for value in stage["sends"]) * data["microbatches"]
+    backward = (
+        sum(value["bytes"] for stage in data["stages"] for value in stage["sends"] if value["requires_grad"])
+        * data["microbatches"]
+    )
+    gradients = f" · gradients back {bytes_text(backward)}" if backward else ""
+    return f"activations {bytes_text(forward)}{gradients} a step, over all boundaries"
+
+
+def _stage_table(stages: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 1))
+    table.add_column("Stage", justify="right", no_wrap=True)
+    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("modules", overflow="fold", ratio=1)
+    table.add_column("params", justify="right", no_wrap=True)
+    table.add_column("forward", justify="right", no_wrap=True)
+    table.add_column("share", no_wrap=True)
+    total = sum(stage["flops"] for stage in stages) or 1.0
+    most = max(stage["flops"] for stage in stages) or 1.0
+    for stage in stages:
+        cells = [
+            str(stage["index"]),
+            str(stage["rank"]),
+            ", ".join(stage["modules"]),
+            count_text(stage["parameters"]),
+            flops_text(stage["flops"]),
+            f"{_bar(stage['flops'] / most)} {stage['flops'] / total:4.0%}",
+        ]
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _sent(value: Mapping[str, Any]) -> str:
+    relayed = ", relayed" if value["relayed"] else ""
+    gradient = "" if value["requires_grad"] else ", no gradient"
+    return f"{value['name']} {value['shape']} {bytes_text(value['bytes'])}{relayed}{gradient}"
+
+
+def _bar(share: float) -> str:
+    eighths = round(max(0.0, min(1.0, share)) * BAR * 8)
+    whole, part = divmod(eighths, 8)
+    return ("█" * whole + (" ▏▎▍▌▋▊▉"[part] if part else "")).ljust(BAR)
+
+
+def _notes(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What crosses, tied parameters, recomputed values and who reads the inputs."""
+    lines: list[tuple[str, str]] = []
+    sent: dict[str, list[int]] = {}
+    for stage in data["stages"]:
+        if stage["sends"]:
+            sent.setdefault(" · ".join(_kept(_sent(value)) for value in stage["sends"]), []).append(stage["index"])
+    lines += [("Sends", f"{_on('', stages)}, a microbatch:  {text}".strip()) for text, stages in sent.items()]
+    for tie in data["ties"]:
+        where = _on("on", tie["stages"])
+        shared = "; one gradient, summed over them" if len(tie["stages"]) > 1 and data["mode"] == "train" else ""
+        lines.append(("Tied", f"{' = '.join(tie['names'])}, {where}{shared}"))
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for stage in data["stages"]:
+        if stage["recomputed"]:
+            groups.setdefault(tuple(stage["recomputed"]), []).append(stage["index"])
+    for names, stages in groups.items():
+        lines.append(("Recomputed", f"{listed(names, 8)} {_on('on', stages)} (cheaper than sending)"))
+    for entry in data["inputs"]:
+        readers = [stage["index"] for stage in data["stages"] if entry["name"] in stage["inputs"]]
+        if len(data["stages"]) > 1:
+            lines.append(("Input", f"{entry['name']} {_on('to', readers) if readers else 'unused'}"))
+    return lines
+
+
+def _on(word: str, stages: Sequence[int]) -> str:
+    return f"{word} stage{'s' if len(stages) > 1 else ''} {indices_text(stages)}".strip()
+
+
+def _kept(text: str) -> str:
+    """``text`` as one word, which no line break falls into."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def _fields(lines: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Labels on the left, texts wrapped beside them; a label that repeats is printed once."""
+    margin, previous = 12, ""
+    printed: list[str] = []
+    for label, text in lines:
+        shown = "" if label == previous else f" {label}"
+        wrapped = textwrap.wrap(text, width - margin, break_long_words=False, break_on_hyphens=False) or [""]
+        printed += [f"{start:<{margin}}{line}" for start, line in zip([shown] + [""] * len(wrapped), wrapped)]
+        previous = label
+    return [line.replace("\N{NO-BREAK SPACE}", " ").rstrip() for line in printed]
+
+
+def _lines_of(table: Table, width: int) -> list[str]:
+    stream = io.StringIO()
+    Console(file=stream, width=width, color_system=None, highlight=False).print(table)
+    return [line.rstrip() for line in stream.getvalue().rstrip().splitlines()]
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan alone, without what only the program knows: sizes, flops, and what crosses."""
+    table = Table(box=None, padding=(0, 1))
+    table.add_column("Stage", justify="right")
+    table.add_column("rank", justify="right")
+    table.add_column("modules", overflow="fold")
+    for stage, modules in zip(plan.stages, compressed([list(stage.modules) for stage in plan.stages])):
+        table.add_row(Text(str(stage.index)), Text(str(stage.rank)), Text(", ".join(modules)))
+    sections = [
+        [f" graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {plural(plan.mesh.size, 'device')}"],
+        _fields(_plan_lines({**decisions(plan), "model": {"blocks": []}}), WIDTH),
+        _lines_of(table, WIDTH),
+        _fields([("Warning", line) for line in plan.warnings], WIDTH),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)

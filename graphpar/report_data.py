@@ -1,0 +1,183 @@
+"""What a report says, as plain data: sizes, flops, what crosses, what is computed twice, and the schedule.
+
+The schedule is kept as a table of actions; its timeline and bubble come from the simulator, with each stage's forward
+flops as cost, twice as much backward, and free transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from graphpar.report_text import compressed
+from graphpar.schedule_table import Action, ActionTable, Timeline, format_table, make_table, parse_table, simulate
+
+if TYPE_CHECKING:
+    from graphpar.passes.split import Boundary, Stage
+    from graphpar.plans import Plan
+    from graphpar.program import Program
+
+BACKWARD = 2.0
+"""Cost of a backward as a multiple of its forward: two matrix products for each one."""
+
+
+def report_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, Any]:
+    """Everything that the report shows, as plain JSON data; the same inputs give the same data.
+
+    Args:
+        program: the program for one microbatch (``program.at_batch(plan.microbatch_size)``), which ``stages`` are cut from.
+    """
+    rows = [_stage_data(program, plan, stage) for stage in stages]
+    compress = compressed([_shown_modules(program, stage) for stage in stages])
+    recomputed = _recomputed(program, stages)
+    for row, modules, names in zip(rows, compress, recomputed):
+        row["modules"] = modules
+        row["recomputed"] = names
+    data: dict[str, Any] = {
+        "model": {
+            "name": program.name,
+            "parameters": program.parameter_count(),
+            "blocks": [{"name": block.name, "count": len(block.instances)} for block in program.blocks.values()],
+        },
+        **decisions(plan),
+        "inputs": [{"name": entry.name, "role": entry.role} for entry in program.inputs],
+        "stages": rows,
+        "ties": [_tie_data(group, rows) for group in program.ties],
+        "actions": _actions(plan),
+        "backward_cost": BACKWARD,
+        "warnings": list(dict.fromkeys((*plan.warnings, *program.warnings))),
+    }
+    for row in rows:
+        del row["names"]
+    timeline = timeline_of(data)
+    data["bubble_fraction"] = round(timeline.bubble, 6)
+    data["in_flight"] = list(timeline.peak_in_flight)
+    return data
+
+
+def decisions(plan: Plan) -> dict[str, Any]:
+    return {
+        "mode": plan.mode,
+        "dtype": plan.dtype,
+        "devices": plan.mesh.size,
+        "mesh": plan.mesh.degrees(),
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "microbatch_size": plan.microbatch_size,
+        "global_batch": plan.global_batch,
+        "split": [{"path": cut.path, "where": cut.where.value} for cut in plan.cuts],
+    }
+
+
+def _stage_data(program: Program, plan: Plan, stage: Stage) -> dict[str, Any]:
+    from graphpar.cost_models.flops import node_flops  # imports torch; a report is read without it
+
+    names = stage_parameters(program, stage)
+    flops = node_flops(program.with_graph(stage.graph), plan.microbatch_size)
+    relayed = {boundary.node for boundary in stage.receives}
+    return {
+        "index": stage.index,
+        "rank": plan.stages[stage.index].rank,
+        "names": names,
+        "parameters": sum(program.parameters[name].numel for name in names),
+        "parameter_bytes": sum(program.parameters[name].nbytes for name in names),
+        "flops": sum(flops.values()),
+        "inputs": list(stage.inputs),
+        "sends": [_boundary_data(boundary, plan, boundary.node in relayed) for boundary in stage.sends],
+    }
+
+
+def _boundary_data(boundary: Boundary, plan: Plan, relayed: bool) -> dict[str, Any]:
+    from graphpar.cost_models.flops import tensor_bytes
+    from graphpar.program import concrete_shape
+
+    return {
+        "name": boundary.name,
+        "shape": list(concrete_shape(boundary.node, plan.microbatch_size)),
+        "dtype": str(boundary.node.meta["val"].dtype).removeprefix("torch."),
+        "bytes": tensor_bytes(boundary.node, plan.microbatch_size),
+        "requires_grad": boundary.requires_grad and plan.mode == "train",
+        "relayed": relayed,
+    }
+
+
+def stage_parameters(program: Program, stage: Stage) -> list[str]:
+    """The parameters that ``stage`` holds, by their first name; tied names are one parameter."""
+    found: dict[str, None] = {}
+    for node in stage.graph.nodes:
+        if node.op == "get_attr":
+            found[str(node.target)] = None
+        elif node.op == "call_module":
+            for inner in program.block_of(node).graph.nodes:
+                if inner.op == "get_attr":
+                    found[f"{node.target}.{inner.target}"] = None
+    first = {name: group[0] for group in program.ties for name in group}
+    return list(dict.fromkeys(first.get(name, name) for name in found if name in program.parameters))
+
+
+def _shown_modules(program: Program, stage: Stage) -> list[str]:
+    return [path for path in stage.modules if path not in program.constants]
+
+
+def _recomputed(program: Program, stages: Sequence[Stage]) -> list[list[str]]:
+    """For each stage, the user's names of the values that it computes and another stage computes too."""
+    holders: dict[str, int] = {}
+    for stage in stages:
+        for name in stage.recomputed:
+            holders[name] = holders.get(name, 0) + 1
+    labels: dict[str, str] = {}
+    for node in program.graph.nodes:
+        source = node.meta.get("source")
+        if holders.get(node.name, 0) > 1 and source is not None and len(source.targets) > 0:
+            labels[node.name] = ", ".join(name for name in source.targets if name != "_")
+    chosen = [set(stage.recomputed) for stage in stages]
+    return [list(dict.fromkeys(label for name, label in labels.items() if name in names and label)) for names in chosen]
+
+
+def _tie_data(group: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"names": list(group), "stages": [row["index"] for row in rows if group[0] in row["names"]]}
+
+
+def _actions(plan: Plan) -> list[str]:
+    """The schedule table, a line a rank; without the backwards where nothing is trained."""
+    if plan.actions is not None:
+        return [",".join(row) for row in plan.actions]
+    if plan.mesh.pp == 1:
+        kinds = "FB" if plan.mode == "train" else "F"
+        return [",".join(f"0{kind}{m}" for m in range(plan.microbatches) for kind in kinds)]
+    from graphpar.schedule import action_table
+
+    table = action_table(plan.schedule, plan.mesh.pp, plan.stages_per_rank, plan.microbatches)
+    if plan.mode == "infer":
+        rows = [[cell for cell in row if isinstance(cell, Action) and cell.kind == "F"] for row in table.rows]
+        table = make_table(rows)
+    return format_table(table).splitlines()
+
+
+def timeline_of(data: Mapping[str, Any]) -> Timeline:
+    """The schedule of a report in time; the unit is flops."""
+    table: ActionTable = parse_table("\n".join(data["actions"]))
+    forward = [float(stage["flops"]) for stage in data["stages"]]
+    return simulate(table, forward, [data["backward_cost"] * cost for cost in forward])
+
+
+def compile_json(
+    program: Program, plan: Plan, stages: Sequence[Stage], seconds: Mapping[str, float], out: str | None
+) -> dict[str, Any]:
+    """The JSON of ``graphpar compile``. Predictions that have no model yet are left out."""
+    import torch
+
+    from graphpar import __version__
+
+    data = report_data(program, plan, stages)
+    return {
+        "graphpar": __version__,
+        "torch": torch.__version__,
+        "out": out,
+        "warnings": data["warnings"],
+        "model": data["model"],
+        "plan": plan.to_json(),
+        "predicted": {"bubble_fraction": data["bubble_fraction"]},
+        "search": {"considered": 1, "priced": 1, "infeasible": 0, "optimality_gap": None, "alternatives": []},
+        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+    }

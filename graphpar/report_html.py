@@ -1,0 +1,178 @@
+"""The report as one self-contained page: no script, no file beside it, nothing from the network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from graphpar.report_data import timeline_of
+from graphpar.report_text import bytes_text, count_text, flops_text, indices_text, plural
+from graphpar.schedule_table import KINDS, Span, Timeline
+
+COLORS = {"F": "#3b82c4", "B": "#e08a3c", "I": "#c9a227", "W": "#5a9e6f"}
+LABELLED = 3000
+"""With more actions than this, the timeline is drawn as shapes without labels and tooltips: the page stays small."""
+
+_STYLE = """
+:root { --ink: #1c2733; --soft: #5d6b79; --line: #dfe4e9; --paper: #ffffff; --tint: #f5f7f9; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e9ee; --soft: #98a5b2; --line: #34404c; --paper: #161c22; --tint: #1e262e; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2.5rem auto;
+       max-width: 72rem; padding: 0 1.5rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem; }
+.soft { color: var(--soft); } code, .mono { font-family: ui-monospace, monospace; font-size: .9em; }
+.facts { display: flex; flex-wrap: wrap; gap: .8rem; margin-top: 1.2rem; }
+.fact { background: var(--tint); border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .9rem; }
+.fact b { display: block; font-size: 1.15rem; } .fact span { color: var(--soft); font-size: .85rem; }
+table { border-collapse: collapse; width: 100%; } .scroll { overflow-x: auto; }
+th { text-align: left; font-weight: 600; color: var(--soft); font-size: .85rem; }
+th, td { padding: .4rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+.right { text-align: right; white-space: nowrap; }
+.bar { display: inline-block; height: .7rem; background: #3b82c4; border-radius: 2px; }
+.warning { border-left: 3px solid #e08a3c; background: var(--tint); padding: .4rem .8rem; margin: .4rem 0; }
+svg text { font: 10px ui-monospace, monospace; } .axis { fill: var(--soft); }
+.key { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin: 0 .3rem 0 1rem;
+       vertical-align: -1px; }
+"""
+
+
+def html(data: Mapping[str, Any]) -> str:
+    """The page for what :func:`graphpar.report.report_data` gave."""
+    name = escape(data["model"]["name"])
+    body = [
+        f"<h1>{name}</h1>",
+        f'<div class="soft">graphpar · {data["mode"]} · {data["dtype"]} · {plural(data["devices"], "device")}</div>',
+        _facts(data),
+        "<h2>Stages</h2>",
+        _stages(data),
+        "<h2>Schedule</h2>",
+        _schedule(data),
+        _notes(data),
+    ]
+    if data["warnings"]:
+        body.append("<h2>Warnings</h2>")
+        body += [f'<div class="warning">{escape(line)}</div>' for line in data["warnings"]]
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name} · graphpar</title>\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+    )
+
+
+def _facts(data: Mapping[str, Any]) -> str:
+    mesh = " · ".join(f"{axis} {degree}" for axis, degree in data["mesh"].items() if degree > 1) or "1 device"
+    facts = [
+        (count_text(data["model"]["parameters"]), "parameters"),
+        (mesh, "mesh"),
+        (data["schedule"], "schedule"),
+        (f"{data['microbatches']} x {data['microbatch_size']}", "microbatches x rows"),
+        (f"{data['bubble_fraction']:.1%}", "bubble, simulated"),
+        (flops_text(sum(stage["flops"] for stage in data["stages"])), "forward of a microbatch"),
+    ]
+    cells = "".join(f'<div class="fact"><b>{escape(str(value))}</b><span>{what}</span></div>' for value, what in facts)
+    return f'<div class="facts">{cells}</div>'
+
+
+def _stages(data: Mapping[str, Any]) -> str:
+    most = max(stage["flops"] for stage in data["stages"]) or 1.0
+    total = sum(stage["flops"] for stage in data["stages"]) or 1.0
+    rows = []
+    for stage in data["stages"]:
+        width = 110 * stage["flops"] / most
+        sends = "<br>".join(_sent(value) for value in stage["sends"]) or '<span class="soft">the result</span>'
+        rows.append(
+            f'<tr><td class="right">{stage["index"]}</td><td class="right">{stage["rank"]}</td>'
+            f'<td class="mono">{escape(", ".join(stage["modules"]))}</td>'
+            f'<td class="right">{count_text(stage["parameters"])}<br>'
+            f'<span class="soft">{bytes_text(stage["parameter_bytes"])}</span></td>'
+            f'<td class="right">{flops_text(stage["flops"])}</td>'
+            f'<td style="white-space:nowrap"><span class="bar" style="width:{width:.0f}px"></span> '
+            f"{stage['flops'] / total:.0%}</td><td>{sends}</td></tr>"
+        )
+    head = (
+        '<tr><th class="right">Stage</th><th class="right">Rank</th><th>Modules</th><th class="right">Parameters</th>'
+        '<th class="right">Forward</th><th>Share</th><th>Sends, a microbatch</th></tr>'
+    )
+    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
+
+
+def _sent(value: Mapping[str, Any]) -> str:
+    notes = [bytes_text(value["bytes"]), *(["relayed"] if value["relayed"] else [])]
+    if not value["requires_grad"]:
+        notes.append("no gradient")
+    shape = "x".join(map(str, value["shape"])) or "scalar"
+    return f'<code>{escape(value["name"])}</code> {shape} {value["dtype"]} <span class="soft">{", ".join(notes)}</span>'
+
+
+# ---- the timeline ----------------------------------------------------------------------------------------------
+
+
+def _schedule(data: Mapping[str, Any]) -> str:
+    timeline = timeline_of(data)
+    kinds = [kind for kind in COLORS if any(span.action.kind == kind for row in timeline.spans for span in row)]
+    key = "".join(f'<span class="key" style="background:{COLORS[kind]}"></span>{KINDS[kind][1]}' for kind in kinds)
+    held = " · ".join(f"rank {rank}: {peak}" for rank, peak in enumerate(data["in_flight"][:16]))
+    more = " · …" if len(data["in_flight"]) > 16 else ""
+    return (
+        f'<div class="scroll">{_svg(timeline, len(data["stages"]) > data["devices"])}</div>'
+        f'<div class="soft">{key}</div>'
+        '<p class="soft">Simulated with each stage\'s forward flops as cost, '
+        f"{data['backward_cost']:g} times as much backward, and free transfers. "
+        f"Microbatch activations alive at once, at most: {held}{more}.</p>"
+    )
+
+
+def _svg(timeline: Timeline, several: bool, left: int = 58, height: int = 22, gap: int = 5) -> str:
+    count = sum(len(row) for row in timeline.spans)
+    longest = max(len(row) for row in timeline.spans)
+    width = max(900, min(longest * (26 if count <= LABELLED else 8), 6000))
+    scale = (width - left - 4) / (timeline.makespan or 1.0)
+    shapes = []
+    for rank, row in enumerate(timeline.spans):
+        top = rank * (height + gap)
+        shapes.append(f'<text class="axis" x="0" y="{top + height - 7}">rank {rank}</text>')
+        if count <= LABELLED:
+            shapes += [_box(span, top, left, scale, height, several) for span in row]
+        else:
+            shapes += _paths(row, top, left, scale, height)
+    tall = len(timeline.spans) * (height + gap)
+    return f'<svg viewBox="0 0 {width} {tall}" width="{width}" height="{tall}" role="img">{"".join(shapes)}</svg>'
+
+
+def _box(span: Span, top: int, left: int, scale: float, height: int, several: bool) -> str:
+    x, wide = left + span.start * scale, max((span.end - span.start) * scale - 1, 0.5)
+    action = span.action
+    label = f"{action.stage}{action.kind}{action.microbatch}" if several else f"{action.kind}{action.microbatch}"
+    text = ""
+    if wide > 6.5 * len(label) + 2:
+        text = f'<text x="{x + wide / 2:.1f}" y="{top + height - 7}" text-anchor="middle" fill="#fff">{label}</text>'
+    tip = f"stage {action.stage}, {KINDS[action.kind][1]} of microbatch {action.microbatch}"
+    return (
+        f'<g><title>{tip}</title><rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{height}" rx="2" '
+        f'fill="{COLORS[action.kind]}"/>{text}</g>'
+    )
+
+
+def _paths(row: Sequence[Span], top: int, left: int, scale: float, height: int) -> list[str]:
+    """One shape for each kind of action of a rank."""
+    outlines: dict[str, list[str]] = {}
+    for span in row:
+        x, wide = left + span.start * scale, (span.end - span.start) * scale
+        outlines.setdefault(span.action.kind, []).append(f"M{x:.1f} {top}h{max(wide - 0.4, 0.4):.1f}v{height}H{x:.1f}z")
+    return [f'<path fill="{COLORS[kind]}" d="{"".join(outlines[kind])}"/>' for kind in COLORS if kind in outlines]
+
+
+def _notes(data: Mapping[str, Any]) -> str:
+    items = [f"{block['name']} x {block['count']}: one class in blocks.py" for block in data["model"]["blocks"]]
+    for tie in data["ties"]:
+        items.append(f"{' = '.join(tie['names'])}: one parameter, on stage {indices_text(tie['stages'])}")
+    for stage in data["stages"]:
+        if stage["recomputed"]:
+            items.append(f"stage {stage['index']} computes again: {', '.join(stage['recomputed'])}")
+    for entry in data["inputs"]:
+        readers = [stage["index"] for stage in data["stages"] if entry["name"] in stage["inputs"]]
+        where = f"read by stage {indices_text(readers)}" if readers else "unused"
+        items.append(f"input {entry['name']}: {where}")
+    lines = "".join(f"<li>{escape(item)}</li>" for item in items)
+    return f"<h2>Structure</h2><ul>{lines}</ul>" if items else ""

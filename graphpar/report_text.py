@@ -1,0 +1,91 @@
+"""Short spellings for a report: numbers with units, runs of module names, lists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_NUMBERED = re.compile(r"(?P<head>(?:.*\.)?)(?P<number>\d+)")
+
+
+def _scaled(value: float, steps: Sequence[str]) -> tuple[str, str]:
+    """``value`` in the largest unit in which it is at least 1, with three significant digits."""
+    index = 0
+    while value >= 999.5 and index < len(steps) - 1:
+        value /= 1000
+        index += 1
+    digits = 0 if value >= 99.95 or index == 0 else 1 if value >= 9.995 else 2
+    return f"{value:,.{digits}f}", steps[index]
+
+
+def count_text(value: int) -> str:
+    """``1.98 B``; exact below a thousand."""
+    return " ".join(filter(None, _scaled(value, ("", "K", "M", "B", "T"))))
+
+
+def bytes_text(value: int) -> str:
+    """Decimal units: ``33.5 MB``."""
+    return " ".join(_scaled(value, ("B", "kB", "MB", "GB", "TB", "PB")))
+
+
+def flops_text(value: float) -> str:
+    return " ".join(_scaled(value, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")))
+
+
+def indices_text(values: Sequence[int]) -> str:
+    """``0-3, 5`` for a rising sequence."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first ``most`` names, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def plural(count: int, singular: str, several: str | None = None) -> str:
+    """``1 device``, ``2 devices``."""
+    return f"{count} {singular if count == 1 else several or singular + 's'}"
+
+
+def compressed(stages: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The module paths of each stage, shorter: a module that lies wholly on one stage stands for all that is in it,
+    and consecutive numbers are one run (``layers.4-7``)."""
+    holders: dict[str, set[int]] = {}
+    for index, paths in enumerate(stages):
+        for path in paths:
+            for ancestor in _ancestors(path):
+                holders.setdefault(ancestor, set()).add(index)
+    shortened = []
+    for paths in stages:
+        whole = [next((a for a in _ancestors(path) if len(holders[a]) == 1), path) for path in paths]
+        shortened.append(_runs(list(dict.fromkeys(whole))))
+    return shortened
+
+
+def _ancestors(path: str) -> list[str]:
+    """``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
+    parts = path.split(".")
+    return [".".join(parts[: length + 1]) for length in range(len(parts))]
+
+
+def _runs(paths: Sequence[str]) -> list[str]:
+    runs: list[tuple[str, int, int] | str] = []
+    for path in paths:
+        match = _NUMBERED.fullmatch(path)
+        if match is None:
+            runs.append(path)
+            continue
+        head, number = match["head"], int(match["number"])
+        last = runs[-1] if runs else ""
+        if isinstance(last, tuple) and last[0] == head and last[2] + 1 == number:
+            runs[-1] = (head, last[1], number)
+        else:
+            runs.append((head, number, number))
+    return [run if isinstance(run, str) else f"{run[0]}{indices_text(range(run[1], run[2] + 1))}" for run in runs]
