@@ -462,7 +462,9 @@ def _to_program(
     graph = _unlifted_graph(exported, placeholders, request, parameters, ties)
     tensors = [(n, r, d, leaf) for n, r, d, leaf in zip(request.names, request.roles, request.batch_dims, request.leaves)
                if isinstance(leaf, Tensor)]
-    inputs = tuple(Input(name, tuple(leaf.shape), leaf.dtype, dim, role) for name, role, dim, leaf in tensors)
+    inputs = tuple(
+        Input(name, tuple(leaf.shape), leaf.dtype, dim, role, _value_range(leaf)) for name, role, dim, leaf in tensors
+    )
     output_node = next(iter(reversed(graph.nodes)))
     outputs = tuple(
         Output(name, _batch_dim(node)) for name, node in zip(request.output_names, cast(Any, output_node.args[0]))
@@ -491,6 +493,14 @@ def _to_program(
             "so their activations are kept."
         )
     return program
+
+
+def _value_range(leaf: Tensor) -> tuple[int, int]:
+    """Smallest and largest value of an integer example, for random batches of its kind."""
+    known = not isinstance(leaf, FakeTensor) and leaf.device.type != "meta" and leaf.numel() > 0
+    if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool or not known:
+        return (0, 1)
+    return int(leaf.min()), int(leaf.max())
 
 
 def _batch_dim(node: Any) -> int | None:
@@ -531,7 +541,7 @@ def _buffers(model: nn.Module) -> dict[str, TensorInfo]:
             if buffer is not None:
                 full = f"{prefix}.{name}" if prefix else name
                 persistent = name not in module._non_persistent_buffers_set
-                infos[full] = TensorInfo(tuple(buffer.shape), buffer.dtype, False, persistent)
+                infos[full] = TensorInfo(tuple(buffer.shape), buffer.dtype, False, persistent, "buffer")
     return infos
 
 

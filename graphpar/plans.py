@@ -86,7 +86,7 @@ class Plan:
             "parameters": {},
             "actions": None
             if self.actions is None
-            else {str(rank): list(row) for rank, row in enumerate(self.actions)},
+            else {str(rank): [cell or None for cell in row] for rank, row in enumerate(self.actions)},
         }
 
     @staticmethod
@@ -111,7 +111,7 @@ class Plan:
                 ),
                 actions=None
                 if actions is None
-                else tuple(tuple(actions[str(rank)]) for rank in range(len(actions))),
+                else tuple(tuple(cell or "" for cell in actions[str(rank)]) for rank in range(len(actions))),
                 zero=data.get("zero", 0),
                 recompute=data.get("recompute", "none"),
                 allow_batch_coupling=data.get("allow_batch_coupling", False),

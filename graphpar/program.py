@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
+from graphpar.source import variable_names
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class TensorInfo:
     dtype: torch.dtype
     requires_grad: bool = False
     persistent: bool = True
+    kind: str = "parameter"  # parameter | buffer
 
     @property
     def numel(self) -> int:
@@ -51,7 +53,8 @@ class Input:
     shape: tuple[int, ...]
     dtype: torch.dtype
     batch_dim: int | None
-    role: str = "input"  # input | target | sample_keys | count
+    role: str = "input"  # input | target | sample_keys
+    values: tuple[int, int] = (0, 1)  # smallest and largest value of an integer example
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,22 @@ class Block:
     module_class: str
     graph: fx.Graph
     instances: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Helper:
+    """A parameter-free part of the root (a mask, rotary tables) as a function that any stage can call."""
+
+    name: str
+    graph: fx.Graph
+    like: int | None = None  # the argument of which only the batch size (on its own batch dim) and the device are used
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *arguments: Any) -> Any:
+        return run_plain(self.graph, arguments)
 
 
 @dataclass
@@ -129,7 +148,7 @@ class Program:
         if fqn in self.buffers:
             return self.buffers[fqn]
         value = self.constants[fqn]
-        return TensorInfo(tuple(value.shape), value.dtype, persistent=False)
+        return TensorInfo(tuple(value.shape), value.dtype, persistent=False, kind="buffer")
 
     def tie_of(self, fqn: str) -> tuple[str, ...]:
         """All names of the parameter ``fqn``, itself included."""
@@ -143,6 +162,12 @@ class Program:
         skipped = {name for group in self.ties for name in group[1:]}
         return sum(info.numel for name, info in self.parameters.items() if name not in skipped)
 
+    def counts_results(self, expression: Callable[[Any], Any]) -> list[str]:
+        """The denominators' expressions, printed by ``expression``."""
+        assert self.counts is not None
+        output = next(node for node in self.counts.nodes if node.op == "output")
+        return [expression(node).text for node in output.args[0]]
+
     def block_of(self, node: fx.Node) -> Block:
         return self.blocks[node.meta["block"]]
 
@@ -154,7 +179,25 @@ class Program:
     def __str__(self) -> str:
         from graphpar.codegen.printer import print_graph  # the printer imports Program
 
-        return print_graph(self.graph)
+        parts = [f"# {self.name}\n{print_graph(self.graph)}"]
+        parts += [f"# block {name} ({len(block.instances)} instances)\n{print_graph(block.graph)}" for name, block in self.blocks.items()]
+        return "\n".join(parts)
+
+
+def run_plain(graph: fx.Graph, arguments: Sequence[Any]) -> Any:
+    """Run a graph without parameters."""
+    env: dict[fx.Node, Any] = {}
+    feed = iter(arguments)
+    for node in graph.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], env.__getitem__)
+        if node.op == "placeholder":
+            env[node] = next(feed)
+            continue
+        assert callable(node.target)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+        env[node] = node.target(*args, **kwargs)
+    raise AssertionError("a graph without an output")
 
 
 class _Runner:
@@ -244,4 +287,34 @@ def operator_name(node: fx.Node) -> str:
         return node.op
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.split("::")[-1]
-    return getattr(node.target, "__name__", str(node.target))
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def value_name(node: fx.Node) -> str:
+    """A readable name for a value: the user's variable, the module that made it, or the operator."""
+    if node.op == "placeholder":
+        return str(node.target)
+    if node.op == "get_attr":
+        return str(node.target).replace(".", "_")
+    position = node.args[1] if operator_name(node) == "getitem" else 0
+    names = variable_names(node.meta.get("source"), position if isinstance(position, int) else 0)
+    if names:
+        return names[0]
+    parts = [part for part in module_path(node).split(".") if part and not part.isdigit()]
+    return parts[-1] if parts else operator_name(node).strip("_")
+
+
+def unique_names(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """:func:`value_name` for each, made distinct."""
+    names: dict[fx.Node, str] = {}
+    for node in nodes:
+        name = value_name(node)
+        taken = set(names.values())
+        if name in taken:
+            parts = [part for part in module_path(node).split(".") if part and not part.isdigit()]
+            name = f"{parts[-1]}_{name}" if parts and f"{parts[-1]}_{name}" not in taken else name
+        unique, number = name, 2
+        while unique in taken:
+            unique, number = f"{name}_{number}", number + 1
+        names[node] = unique
+    return names

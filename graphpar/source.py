@@ -72,3 +72,18 @@ def _statements(path: str) -> dict[int, ast.Assign | ast.AugAssign | ast.AnnAssi
             for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1):
                 spans[line] = statement
     return spans
+
+
+def variable_names(source: Source | None, position: int = 0) -> list[str]:
+    """The names that the user's code gives to a value, innermost statement first.
+
+    ``position`` picks from a statement that assigns several (``q, k, v = ...``).
+    """
+    if source is None:
+        return []
+    names: list[str] = []
+    for targets in [source.targets, *(targets for _, _, targets in reversed(source.callers))]:
+        usable = [target for target in targets if target.isidentifier() and target != "_"]
+        if usable:
+            names.append(usable[position] if position < len(usable) else usable[0])
+    return names

@@ -7,14 +7,14 @@ Whatever the user pinned is taken as it is, or refused with the reason.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from graphpar.cost_models.flops import node_flops
 from graphpar.errors import GraphparError, near_match
 from graphpar.mesh import Mesh
-from graphpar.passes.split import Stage, cut_candidates, positions_of, split
+from graphpar.passes.split import cut_candidates, positions_of, split
 from graphpar.plans import Cut, Plan, StagePlan
 from graphpar.program import Program
 from graphpar.schedule import (
@@ -72,8 +72,6 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
 
 
 def _warned(plan: Plan, line: str) -> Plan:
-    from dataclasses import replace
-
     return replace(plan, warnings=(*plan.warnings, line))
 
 
@@ -89,8 +87,6 @@ def _plan(
     actions: tuple[tuple[str, ...], ...] | None = None,
 ) -> Plan:
     stages = split(program, positions_of(program, cuts))
-    if get_schedule(schedule).splits_backward and mesh.pp > 1:
-        check_split_backward(program, stages, schedule)
     return Plan(
         model=program.name,
         mode=program.mode,
@@ -189,11 +185,6 @@ def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | 
     chosen = cuts if cuts is not None else balanced_cuts(program, stages, batch // microbatches)
     cells = tuple(tuple("" if cell is None else str(cell) for cell in row) for row in table.rows)
     plan = _plan(program, mesh, "GPipe", batch, microbatches, chosen, ranks, pins, cells)
-    splits = any(action.kind in ("I", "W") for _, _, _, action in table.actions())
-    if splits:
-        check_split_backward(program, split(program, positions_of(program, chosen)), "with separate I and W actions")
-    from dataclasses import replace
-
     return replace(plan, schedule="custom")
 
 
@@ -291,10 +282,3 @@ def _parameter_owner(node: fx.Node) -> str | None:
     parameters = [str(a.target) for a in node.all_input_nodes if a.op == "get_attr"]
     stack = node.meta.get("module_stack", ())
     return stack[-1][0] if parameters and stack and stack[-1][0] else None
-
-
-# ---- zero-bubble legality --------------------------------------------------------------------------------------
-
-
-def check_split_backward(program: Program, stages: Sequence[Stage], schedule: str) -> None:
-    """Refuses programs whose gradients torch's split backward (input first, weights later) would get wrong."""

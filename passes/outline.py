@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.emitted import random_streams
-from graphpar.program import Block, Program, TensorInfo, batch_coefficients, size_coefficient, value_of
+from graphpar.passes.simplify import remove_dead_code
+from graphpar.program import Block, Program, TensorInfo, batch_coefficients, size_coefficient, unique_names, value_of
 
 _aten = torch.ops.aten
 _CONTAINERS = "torch.nn.modules.container."
@@ -274,7 +275,7 @@ def _rebuilt(program: Program, chosen: list[_Region], names: dict[str, str]) -> 
 
     for node in waiting:
         emit(node)
-    _drop_unused_attributes(graph)
+    remove_dead_code(graph)
     return program.with_graph(graph, blocks=blocks)
 
 
@@ -290,6 +291,10 @@ def _call(
     block_graph, used = _block_graph(region, keys)
     block = blocks.setdefault(name, Block(name, region.module_class, block_graph))
     block.instances.append(region.path)
+    if len(block.instances) == 2:  # what the first instance takes is named by what comes before all of them
+        placeholders = [node for node in block.graph.nodes if node.op == "placeholder"]
+        for placeholder, own in zip(placeholders, [node for node in block_graph.nodes if node.op == "placeholder"]):
+            placeholder.target = own.target
     arguments = []
     for node in used:
         if node is keys and region.first_stream is not None:
@@ -330,8 +335,9 @@ def _block_graph(region: _Region, keys: fx.Node | None) -> tuple[fx.Graph, list[
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     taken = [node for node in region.inputs if not isinstance(value_of(node), torch.SymInt)]
+    names = unique_names(taken)
     for node in taken:
-        env[node] = graph.placeholder(node.name if node.op != "get_attr" else str(node.target).replace(".", "_"))
+        env[node] = graph.placeholder(names[node])
         env[node].meta = dict(node.meta)
     for node in region.inputs:
         if node in taken:
@@ -382,9 +388,3 @@ def local_size(graph: fx.Graph, tensors: list[fx.Node], size: Any) -> fx.Node | 
                 node.meta = {"val": size, "module_stack": tensor.meta.get("module_stack", ())}
             return node
     return None
-
-
-def _drop_unused_attributes(graph: fx.Graph) -> None:
-    for node in list(graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            graph.erase_node(node)

@@ -22,7 +22,7 @@ from graphpar.passes.functional import is_inplace
 from graphpar.passes.outline import local_size
 from graphpar.passes.simplify import remove_dead_code
 from graphpar.plans import Cut, SplitPoint
-from graphpar.program import Program, operator_name, value_of
+from graphpar.program import Helper, Program, batch_coefficients, operator_name, unique_names, value_of
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,13 @@ def _stage(placement: _Placement, needed: set[fx.Node], crossing: list[list[fx.N
                 env[node] = size
                 continue
         env[node] = graph.node_copy(node, env.__getitem__)
+        if isinstance(node.target, Helper):
+            _size_locally(env[node], node.target, [env[value] for value in received])
     _finish(placement, graph, env, sent, index)
+    for node in placeholders:
+        if not env[node].users:
+            graph.erase_node(env[node])
+    placeholders = [node for node in placeholders if env[node] in set(graph.nodes)]
     counts = tuple(n for n in (str(node.target) for node in placeholders) if n in program.count_names)
     recomputed = [node for node in needed if node in placement.free and node.op == "call_function"]
     return Stage(
@@ -278,6 +284,20 @@ def _stage(placement: _Placement, needed: set[fx.Node], crossing: list[list[fx.N
         modules=tuple(_modules(graph)),
         recomputed=tuple(node.name for node in recomputed),
     )
+
+
+def _size_locally(call: fx.Node, helper: Helper, received: list[fx.Node]) -> None:
+    """A helper that takes an input only for its batch size and device takes a received value instead."""
+    if helper.like is None:
+        return
+    example = call.args[helper.like]
+    assert isinstance(example, fx.Node)
+    wanted = batch_coefficients(example)
+    for value in received:
+        own = batch_coefficients(value)
+        if all(own[dim : dim + 1] == (c,) for dim, c in enumerate(wanted) if c is not None):
+            call.args = tuple(value if position == helper.like else a for position, a in enumerate(call.args))
+            return
 
 
 def _finish(placement: _Placement, graph: fx.Graph, env: dict[fx.Node, fx.Node], sent: list[fx.Node], index: int) -> None:
@@ -294,29 +314,8 @@ def _finish(placement: _Placement, graph: fx.Graph, env: dict[fx.Node, fx.Node],
 
 
 def _boundary_names(crossing: list[list[fx.Node]]) -> dict[fx.Node, str]:
-    """A name for each value that crosses: the user's variable, or its module's name; unique among those that live together."""
-    names: dict[fx.Node, str] = {}
-    for values in crossing:
-        for node in values:
-            if node in names:
-                continue
-            source = node.meta.get("source")
-            name = source.targets[0] if source and len(source.targets) == 1 and source.targets[0].isidentifier() else ""
-            if not name or name == "_":
-                stack = node.meta.get("module_stack", ())
-                name = stack[-1][0].rpartition(".")[2] if stack and stack[-1][0] else node.name
-            if name.isdigit() or not name.isidentifier():
-                name = "hidden"
-            taken = {names[other] for other in names}
-            unique, suffix = name, 0
-            while unique in taken:
-                suffix += 1
-                unique = f"{name}_{_ORDINALS[suffix - 1]}" if suffix <= len(_ORDINALS) else f"{name}_{suffix + 1}"
-            names[node] = name if not any(names[o] == name for o in values if o in names) else unique
-    return names
-
-
-_ORDINALS = ("earlier", "skipped", "kept", "first")
+    """A name for each value that crosses a boundary; one that is relayed keeps its name."""
+    return unique_names(list(dict.fromkeys(node for values in crossing for node in values)))
 
 
 def _modules(graph: fx.Graph) -> list[str]:

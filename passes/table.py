@@ -14,12 +14,13 @@ import torch
 from torch import fx
 
 from graphpar.passes.functional import functionalize, is_inplace
+from graphpar.passes.helpers import share_helpers
 from graphpar.passes.loss import share_loss
 from graphpar.passes.outline import outline
 from graphpar.passes.regions import inline_regions
 from graphpar.passes.simplify import simplify
 from graphpar.passes.streams import assign_streams
-from graphpar.program import Program
+from graphpar.program import Helper, Program
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,15 @@ def _instances_named(program: Program) -> bool:
     return all(node.meta["block"] in program.blocks for node in program.graph.nodes if node.op == "call_module")
 
 
+def _helpers_are_free(program: Program) -> bool:
+    return not any(
+        argument.op == "get_attr" and str(argument.target) in program.parameters
+        for node in program.graph.nodes
+        if isinstance(node.target, Helper)
+        for argument in node.all_input_nodes
+    )
+
+
 PASSES: tuple[Pass, ...] = (
     Pass("inline_regions", inline_regions, "a captured program", "no_grad and autocast regions are plain operators", _no_regions),
     Pass("functionalize", functionalize, "inline_regions", "only buffers are written in place", _only_buffers_written),
@@ -80,6 +90,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("simplify", simplify, "assign_streams", "no asserts, no empty casts, no dead code", _no_dead_code, optional=False),
     Pass("share_loss", share_loss, "simplify", "microbatches return shares of the loss; couplings are known", _counts_are_inputs),
     Pass("outline", outline, "share_loss", "repeated modules are blocks", _instances_named, optional=True),
+    Pass("share_helpers", share_helpers, "outline", "masks and tables are functions that any stage calls", _helpers_are_free, optional=True),
 )
 
 

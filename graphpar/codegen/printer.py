@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from graphpar.codegen.spelling import Expression, literal, spell
 from graphpar.program import batch_coefficients, operator_name, value_of
+from graphpar.source import variable_names
 
 WIDTH = 112
 _INLINE = 88
@@ -51,7 +52,7 @@ def describe_shape(node: fx.Node) -> str:
     parts = []
     for size, coefficient in zip(value.shape, batch_coefficients(node)):
         parts.append(str(int(size)) if coefficient is None else "b" if coefficient == 1 else f"{coefficient} b")
-    return f"[{', '.join(parts)}]"
+    return f"[{', '.join(parts)}]" if parts else "scalar"
 
 
 class GraphPrinter:
@@ -164,7 +165,7 @@ class GraphPrinter:
         last: dict[fx.Node, int] = {}
 
         def visit(node: fx.Node, position: int) -> None:
-            for argument in node.all_input_nodes:
+            for argument in self.operands(node):
                 last[argument] = max(last.get(argument, -1), position)
                 if argument in self.inlined:
                     visit(argument, position)
@@ -175,6 +176,10 @@ class GraphPrinter:
                 self.skipped.add(part)
         visit(self.output, len(order))
         return last
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """The values that ``node``'s statement reads."""
+        return node.all_input_nodes
 
     def _fresh(self, name: str, taken: Iterable[str], reserved: set[str]) -> str:
         unavailable = set(taken) | reserved
@@ -187,17 +192,10 @@ class GraphPrinter:
 
     def _wanted(self, node: fx.Node) -> list[str]:
         """Candidate names: the user's variable at this line or at a caller's, the module's, the operator's."""
-        candidates: list[str] = []
-        source = node.meta.get("source")
-        if source is not None:
-            position = int(node.args[1]) if operator_name(node) == "getitem" and isinstance(node.args[1], int) else 0  # type: ignore[arg-type]
-            for targets in [source.targets, *(targets for _, _, targets in reversed(source.callers))]:
-                usable = [t for t in targets if t.isidentifier() and t != "_"]
-                if not usable:
-                    continue
-                candidates.append(usable[position] if position < len(usable) else usable[0])
-                if len(candidates) > 1:
-                    break
+        if isinstance(value_of(node), int | torch.SymInt):
+            return ["batch" if operator_name(node) == "sym_size" else "rows"]
+        position = node.args[1] if operator_name(node) == "getitem" else 0
+        candidates = variable_names(node.meta.get("source"), position if isinstance(position, int) else 0)[:2]
         stack = node.meta.get("module_stack", ())
         path = stack[-1][0] if stack else ""
         parts = [part for part in path.removeprefix(self.base).split(".") if part and not part.isdigit()]
@@ -267,6 +265,8 @@ class GraphPrinter:
             text = f"{', '.join(self.names[part] for part in parts)} = {spelled}"
         else:
             text = f"{self.names[node]} = {spelled}"
+        if isinstance(value_of(node), int | torch.SymInt):
+            return Statement(node, text)
         source = node.meta.get("source")
         stack = node.meta.get("module_stack", ())
         return Statement(node, text, stack[-1][0] if stack else "", f"{source.file}:{source.line}" if source else "")

@@ -1,0 +1,207 @@
+"""``__init__``: a module's parameters, buffers and blocks, under the names that they have in the user's model.
+
+Names with numbers become ``nn.ModuleDict`` entries, so a stage that holds layers 4 to 7 has the keys ``layers.4`` to
+``layers.7``. Everything is built without values; the runtime allocates and loads it.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from graphpar.program import TensorInfo
+
+
+@dataclass
+class Tree:
+    """A module of the class to be printed: its tensors, its submodules, or the block that it is an instance of."""
+
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    children: dict[str, Tree] = field(default_factory=dict)
+    block: str | None = None
+
+    def keyed(self) -> bool:
+        """Whether the children are numbers, so that the module is a ModuleDict."""
+        return bool(self.children) and not self.tensors and all(name.isdigit() for name in self.children)
+
+
+def build_tree(infos: Mapping[str, TensorInfo], blocks: Mapping[str, str], modules: Sequence[str]) -> Tree:
+    """The tree of the tensors ``infos`` (by name) and of the block instances ``blocks`` (path -> class name).
+
+    ``modules``: all paths of the user's model, whose order the tree keeps.
+    """
+    root = Tree()
+
+    def at(path: str) -> Tree:
+        tree = root
+        for part in path.split("."):
+            tree = tree.children.setdefault(part, Tree())
+        return tree
+
+    owners = {name.rpartition(".")[0] for name in infos} | set(blocks)
+    for path in modules:
+        if path in owners and path:
+            at(path)
+    for path, name in blocks.items():
+        at(path).block = name
+    for name, info in infos.items():
+        owner, _, leaf = name.rpartition(".")
+        (at(owner) if owner else root).tensors[leaf] = info
+    return root
+
+
+def reference(tree: Tree, name: str) -> str:
+    """How the class's forward reaches ``name``: ``self.layers["4"].mlp.weight``."""
+    text, current = "self", tree
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        inside = current.children.get(part)
+        if current.keyed() and inside is not None:
+            text += f'["{part}"]'
+        elif part.isidentifier() and not keyword.iskeyword(part):
+            text += f".{part}"
+        else:
+            text = f'getattr({text}, "{part}")'
+        if inside is None:
+            assert position == len(parts) - 1, f"{name} is not in the class"
+            break
+        current = inside
+    return text
+
+
+class InitPrinter:
+    """Prints the body of ``__init__`` of one class."""
+
+    def __init__(self, tree: Tree, classes: Mapping[str, str], prefix: str = "") -> None:
+        self.tree = tree
+        self.classes = classes  # module path -> the user's class
+        self.prefix = prefix
+        self.lines: list[str] = []
+        self.needs_parameters = False
+
+    def print(self, ties: Sequence[tuple[str, ...]] = ()) -> list[str]:
+        self._tensors("self", self.tree.tensors)
+        for name, child in self.tree.children.items():
+            self._child("self", self.tree, name, child, name)
+        for group in ties:
+            for other in group[1:]:
+                self.lines.append(f"{reference(self.tree, other)} = {reference(self.tree, group[0])}  # tied")
+        return self.lines
+
+    def _child(self, owner: str, parent: Tree, name: str, child: Tree, path: str) -> None:
+        plain = name.isidentifier() and not keyword.iskeyword(name)
+        target = f'{owner}["{name}"]' if parent.keyed() else f"{owner}.{name}" if plain else f'getattr({owner}, "{name}")'
+        made = self._constructor(child, path)
+        if plain or parent.keyed():
+            self.lines.append(f"{target} = {made}")
+        else:
+            self.lines.append(f'{owner}.add_module("{name}", {made})')
+        self._frozen(target, child, made)
+        if child.block is not None:
+            return
+        if made in ("nn.Module()", "nn.ModuleDict()"):
+            self._tensors(target, child.tensors)
+        else:
+            self._tensors(target, {n: i for n, i in child.tensors.items() if not _is_parameter(i)})
+        if not self._all_blocks(child):
+            for inner, grandchild in child.children.items():
+                self._child(target, child, inner, grandchild, f"{path}.{inner}")
+
+    def _all_blocks(self, tree: Tree) -> bool:
+        return tree.keyed() and all(child.block is not None for child in tree.children.values())
+
+    def _constructor(self, child: Tree, path: str) -> str:
+        if child.block is not None:
+            return f"{child.block}()"
+        if self._all_blocks(child):
+            return _block_dict(child)
+        if child.keyed():
+            return "nn.ModuleDict()"
+        parameters = {name: info for name, info in child.tensors.items() if _is_parameter(info)}
+        if not parameters or child.children:
+            return "nn.Module()"
+        known = _known_module(self.classes.get(f"{self.prefix}{path}", ""), parameters)
+        if known is not None:
+            return known
+        if not all(name.isidentifier() and not keyword.iskeyword(name) for name in parameters):
+            return "nn.Module()"
+        self.needs_parameters = True
+        dtypes = {info.dtype for info in parameters.values()}
+        shapes = ", ".join(f"{name}={_shape(info)}" for name, info in parameters.items())
+        if len(dtypes) > 1:
+            return "nn.Module()"
+        (dtype,) = dtypes
+        return f"parameters({shapes}{'' if dtype is torch.float32 else f', dtype={dtype}'})"
+
+    def _frozen(self, target: str, child: Tree, made: str) -> None:
+        if made.startswith(("nn.Module", "Block")) or child.block is not None:
+            return
+        frozen = [name for name, info in child.tensors.items() if _is_parameter(info) and not info.requires_grad]
+        if frozen and len(frozen) == sum(_is_parameter(info) for info in child.tensors.values()):
+            self.lines.append(f"{target}.requires_grad_(False)")
+            return
+        self.lines += [f"{target}.{name}.requires_grad_(False)" for name in frozen]
+
+    def _tensors(self, target: str, tensors: Mapping[str, TensorInfo]) -> None:
+        for name, info in tensors.items():
+            made = f"torch.empty({_shape(info)}{'' if info.dtype is torch.float32 else f', dtype={info.dtype}'})"
+            if not _is_parameter(info):
+                persistent = "" if info.persistent else ", persistent=False"
+                self.lines.append(f'{target}.register_buffer("{name}", {made}{persistent})')
+                continue
+            parameter = f"nn.Parameter({made}{'' if info.requires_grad else ', requires_grad=False'})"
+            plain = name.isidentifier() and not keyword.iskeyword(name)
+            self.lines.append(
+                f"{target}.{name} = {parameter}" if plain else f'{target}.register_parameter("{name}", {parameter})'
+            )
+
+
+def _is_parameter(info: TensorInfo) -> bool:
+    return info.kind == "parameter"
+
+
+def _shape(info: TensorInfo) -> str:
+    return f"({', '.join(map(str, info.shape))}{',' if len(info.shape) == 1 else ''})"
+
+
+def _block_dict(tree: Tree) -> str:
+    """``nn.ModuleDict({str(i): Layer() for i in range(4, 8)})``, or several such runs."""
+    items = [(int(name), child.block) for name, child in tree.children.items()]
+    runs: list[tuple[int, int, str | None]] = []
+    for number, block in items:
+        if runs and runs[-1][2] == block and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1, block)
+        else:
+            runs.append((number, number + 1, block))
+    if len(runs) == 1 and runs[0][1] - runs[0][0] > 1:
+        begin, end, block = runs[0]
+        return f"nn.ModuleDict({{str(i): {block}() for i in range({begin}, {end})}})"
+    parts = []
+    for begin, end, block in runs:
+        if end - begin == 1:
+            parts.append(f'"{begin}": {block}()')
+        else:
+            parts.append(f"**{{str(i): {block}() for i in range({begin}, {end})}}")
+    return f"nn.ModuleDict({{{', '.join(parts)}}})"
+
+
+def _known_module(module_class: str, parameters: Mapping[str, TensorInfo]) -> str | None:
+    """The constructor of a torch module that has just these parameters."""
+    shapes = {name: info.shape for name, info in parameters.items()}
+    (dtype,) = {info.dtype for info in parameters.values()} if len({i.dtype for i in parameters.values()}) == 1 else (None,)
+    if dtype is None or "weight" not in shapes or set(shapes) - {"weight", "bias"}:
+        return None
+    weight = shapes["weight"]
+    typed = "" if dtype is torch.float32 else f", dtype={dtype}"
+    unbiased = "" if "bias" in shapes else ", bias=False"
+    if module_class == "torch.nn.modules.linear.Linear" and len(weight) == 2:
+        return f"nn.Linear({weight[1]}, {weight[0]}{unbiased}{typed})"
+    if module_class == "torch.nn.modules.sparse.Embedding" and len(weight) == 2 and "bias" not in shapes:
+        return f"nn.Embedding({weight[0]}, {weight[1]}{typed})"
+    if module_class == "torch.nn.modules.normalization.LayerNorm":
+        shape = str(weight[0]) if len(weight) == 1 else str(tuple(weight))
+        return f"nn.LayerNorm({shape}{unbiased}{typed})"
+    return None

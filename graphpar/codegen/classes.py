@@ -1,0 +1,203 @@
+"""Classes and functions of the emitted package: one a distinct block, one a stage, one a helper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, fx
+
+from graphpar.codegen.attributes import InitPrinter, Tree, build_tree, reference
+from graphpar.codegen.layout import compressed, wrapped
+from graphpar.codegen.printer import GraphPrinter, Printed, describe_shape
+from graphpar.codegen.stage_printer import StagePrinter
+from graphpar.passes.split import Stage
+from graphpar.program import Block, Helper, Program, TensorInfo, value_of
+
+_INDENT = "    "
+
+
+def block_class(program: Program, block: Block) -> tuple[str, bool]:
+    """The text of a block's class, and whether it needs the helper ``parameters``."""
+    instance = block.instances[0]
+    prefix = f"{instance}."
+    infos = {name.removeprefix(prefix): info for name, info in _owned(program, prefix).items()}
+    tree = build_tree(infos, {}, [name.removeprefix(prefix) for name in program.module_classes if name.startswith(prefix)])
+    init = InitPrinter(tree, program.module_classes, prefix)
+    body = init.print(_inner_ties(program, infos, prefix))
+    printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=instance)
+    printed = printer.print()
+    where = ", ".join(compressed(block.instances))
+    lines = [f"class {block.name}(nn.Module):", *_docstring(f"{where}: {_flow(block.graph, printed)}")]
+    lines += _init_lines(body)
+    lines += _forward_lines(printed, block.graph, printer, base=instance)
+    return "\n".join(lines) + "\n", init.needs_parameters
+
+
+def stage_class(program: Program, stage: Stage, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]) -> tuple[str, bool]:
+    """The text of a stage's class. ``infos``: its tensors outside of blocks; ``blocks``: path -> class of its instances."""
+    tree = build_tree(infos, blocks, list(program.module_classes))
+    init = InitPrinter(tree, program.module_classes)
+    body = init.print(stage_ties(program, infos, blocks))
+    printer = StagePrinter(stage.graph, tree)
+    printed = printer.print()
+    received = {boundary.name for boundary in stage.receives}
+    summary = f"{', '.join(compressed(stage.modules)) or 'no parameters'}.  {_flow(stage.graph, printed)}"
+    lines = [f"class Stage{stage.index}(nn.Module):", *_docstring(summary)]
+    lines += _init_lines(body)
+    lines += _forward_lines(printed, stage.graph, printer, keyword_after=len(received))
+    return "\n".join(lines) + "\n", init.needs_parameters
+
+
+def helper_function(helper: Helper) -> str:
+    """The text of a helper: a parameter-free part of the root."""
+    printer = GraphPrinter(helper.graph, lambda name: name)
+    printed = printer.print()
+    arguments = ", ".join(f"{name}: {_type(node)}" for name, node in _parameters(printed, helper.graph))
+    header = f"def {helper.name}({arguments}) -> {_result_type(helper.graph)}:"
+    doc = f'{_INDENT}"""{_flow(helper.graph, printed)}"""'
+    body = _statement_lines(printed, _INDENT, "")
+    return "\n".join([*wrapped(header, ""), doc, *body, *wrapped(f"return {printed.returned}", _INDENT)]) + "\n"
+
+
+def counts_function(program: Program) -> str:
+    """``global_counts``: the loss's denominators from one microbatch's inputs; they add up over microbatches."""
+    assert program.counts is not None
+
+    def constant(name: str) -> str:
+        value = program.constants[name]
+        return f"torch.tensor({value.tolist()!r}, device={anchor}.device)"
+
+    printer = GraphPrinter(program.counts, constant)
+    anchor = next(str(node.target) for node in program.counts.nodes if node.op == "placeholder")
+    printed = printer.print()
+    arguments = ", ".join(f"{name}: {_type(node)}" for name, node in _parameters(printed, program.counts))
+    results = ", ".join(["Tensor"] * len(program.count_names))
+    lines = [
+        f"def global_counts({arguments}) -> tuple[{results}]:",
+        f'{_INDENT}"""{", ".join(program.count_names)}: what the loss divides by, summed over the microbatches of a step."""',
+        *_statement_lines(printed, _INDENT, "", fold=False),
+    ]
+    results = program.counts_results(printer.expression)
+    lines.append(f"{_INDENT}return ({', '.join(results)},)" if len(results) == 1 else f"{_INDENT}return {', '.join(results)}")
+    return "\n".join(lines) + "\n"
+
+
+def stage_ties(
+    program: Program, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]
+) -> list[tuple[str, ...]]:
+    """Groups of a stage's names that are one parameter."""
+    groups = []
+    for group in program.ties:
+        held = tuple(n for n in group if n in infos or any(n.startswith(f"{path}.") for path in blocks))
+        inside_one = [path for path in blocks if all(name.startswith(f"{path}.") for name in held)]
+        if len(held) > 1 and not inside_one:
+            groups.append(held)
+    return groups
+
+
+def _inner_ties(program: Program, infos: Mapping[str, TensorInfo], prefix: str) -> list[tuple[str, ...]]:
+    groups = []
+    for group in program.ties:
+        held = tuple(name.removeprefix(prefix) for name in group if name.startswith(prefix) and name.removeprefix(prefix) in infos)
+        if len(held) > 1:
+            groups.append(held)
+    return groups
+
+
+def _owned(program: Program, prefix: str) -> dict[str, TensorInfo]:
+    """Parameters, buffers and constants below ``prefix``, in the order of the user's model."""
+    names = [*program.parameters, *program.buffers, *(name for name in program.constants if name not in program.buffers)]
+    return {name: program.tensor_info(name) for name in names if name.startswith(prefix)}
+
+
+# ---- text ------------------------------------------------------------------------------------------------------
+
+
+def _docstring(text: str) -> list[str]:
+    """A docstring of one line, or of several where it is long."""
+    room = 120 - len(_INDENT) - 6
+    if len(text) <= room:
+        return [f'{_INDENT}"""{text}"""']
+    lines, current = [], ""
+    for word in text.split(" "):
+        if current and len(current) + len(word) + 1 > room:
+            lines.append(current)
+            current = word
+        else:
+            current = f"{current} {word}" if current else word
+    lines.append(current)
+    return [f'{_INDENT}"""{lines[0]}', *(f"{_INDENT}{line}" for line in lines[1:]), f'{_INDENT}"""']
+
+
+def _flow(graph: fx.Graph, printed: Printed) -> str:
+    """``hidden [b, 16, 64], mask [b, 1, 16, 16] -> [b, 16, 64]``"""
+    takes = [f"{name} {describe_shape(node)}".strip() for name, node in _parameters(printed, graph)]
+    output = next(node for node in graph.nodes if node.op == "output").args[0]
+    results = output if isinstance(output, tuple | list) else [output]
+    gives = [describe_shape(node) or "int" for node in results if isinstance(node, fx.Node)]
+    return f"{', '.join(takes)} -> {', '.join(gives)}"
+
+
+def _parameters(printed: Printed, graph: fx.Graph) -> list[tuple[str, fx.Node]]:
+    return list(zip(printed.parameters, (node for node in graph.nodes if node.op == "placeholder")))
+
+
+def _type(node: fx.Node) -> str:
+    return "Tensor" if isinstance(value_of(node), Tensor) else "int"
+
+
+def _result_type(graph: fx.Graph) -> str:
+    output = next(node for node in graph.nodes if node.op == "output").args[0]
+    if isinstance(output, tuple | list):
+        return f"tuple[{', '.join('Tensor' for _ in output)}]"
+    return "Tensor"
+
+
+def _init_lines(body: Sequence[str]) -> list[str]:
+    lines = ["", f"{_INDENT}def __init__(self) -> None:", f"{_INDENT * 2}super().__init__()"]
+    for line in body:
+        lines += wrapped(line, _INDENT * 2)
+    return lines
+
+
+def _forward_lines(
+    printed: Printed, graph: fx.Graph, printer: GraphPrinter, *, base: str = "", keyword_after: int | None = None
+) -> list[str]:
+    parameters = [f"{name}: {_type(node)}" for name, node in _parameters(printed, graph)]
+    if keyword_after is not None and len(parameters) > keyword_after:
+        parameters.insert(keyword_after, "*")
+    header = f"def forward({', '.join(['self', *parameters])}) -> {_result_type(graph)}:"
+    return [
+        "",
+        *wrapped(header, _INDENT),
+        *_statement_lines(printed, _INDENT * 2, base),
+        *wrapped(f"return {printed.returned}", _INDENT * 2),
+    ]
+
+
+def _statement_lines(printed: Printed, indent: str, base: str, *, fold: bool = True) -> list[str]:
+    """Statements, with a comment where another module of the user's begins: its name and source line."""
+    lines: list[str] = []
+    shown: str | None = None
+    statements = list(printed.statements)
+    if fold and statements and statements[-1].text.startswith(f"{printed.returned} = ") and "\n" not in statements[-1].text:
+        # `x = f(...)` directly before `return x` is `return f(...)`.
+        printed.returned = statements.pop().text.partition(" = ")[2]
+    for statement in statements:
+        part = _module_part(statement.path, base) if statement.path else shown
+        if part != shown and part:
+            comment = f"# {part}"
+            lines.append(f"{indent}{comment:<40}{statement.line}".rstrip() if statement.line else f"{indent}{comment}")
+        shown = part
+        for line in statement.text.split("\n"):
+            spaces = len(line) - len(line.lstrip())
+            lines += wrapped(line.lstrip(), indent + " " * spaces)
+    return lines
+
+
+def _module_part(path: str, base: str) -> str:
+    """The child of ``base`` that ``path`` lies in."""
+    if not base:
+        return path
+    inner = path.removeprefix(base).lstrip(".")
+    return inner.split(".")[0]

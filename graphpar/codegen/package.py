@@ -1,0 +1,269 @@
+"""``codegen``: the emitted package, file by file.
+
+    stages, blocks, plan ──► plan.json  blocks.py  stage_0.py …  train.py  report.html  (constants beside them)
+
+The text depends on the program and the plan alone, byte for byte.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from graphpar.codegen.classes import block_class, counts_function, helper_function, stage_class
+from graphpar.codegen.layout import compressed
+from graphpar.codegen.train_script import train_script
+from graphpar.emitted import random_streams
+from graphpar.passes.split import Boundary, Stage
+from graphpar.plans import Plan
+from graphpar.program import Helper, Program, TensorInfo, concrete_shape, value_of
+from graphpar.report import report_data
+from graphpar.report_html import html
+from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.stages import emitted_package, stage_module
+
+_PARAMETERS = '''def parameters(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> nn.Module:
+    """A module that holds parameters of these shapes."""
+    module = nn.Module()
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype)))
+    return module
+'''
+_STREAMS = ("stream", "dropout", "channel_dropout", "dropout_attention")
+
+
+@dataclass(frozen=True)
+class Package:
+    """The text of each file by name, and the tensors of ``constants.safetensors``."""
+
+    files: dict[str, str]
+    constants: dict[str, Tensor]
+
+
+def emit_package(program: Program, plan: Plan, stages: Sequence[Stage], model_file: str | None = None) -> Package:
+    """Print ``program``, cut into ``stages``, as a package."""
+    tensors, instances = stage_contents(program, stages)
+    files = {"__init__.py": f'"""{program.name}, cut into {len(stages)} stages by graphpar."""\n'}
+    blocks, exported = _blocks_file(program, plan, stages)
+    if blocks:
+        files["blocks.py"] = blocks
+    for stage in stages:
+        files[f"stage_{stage.index}.py"] = _stage_file(program, plan, stage, tensors[stage.index], instances[stage.index], exported)
+    if program.random_calls:
+        files["random_streams.py"] = inspect.getsource(random_streams)
+    data = report_data(program, plan, stages)
+    record = plan.to_json() | {
+        "interface": interface(program, plan, stages),
+        "model_file": model_file,
+        "report": data,
+    }
+    files["plan.json"] = json.dumps(record, indent=1) + "\n"
+    files["train.py"] = train_script(program, plan, stages)
+    files["report.html"] = html(data)
+    wanted = {name for infos in tensors for name, info in infos.items() if not info.persistent}
+    wanted |= {
+        name for paths in instances for path in paths for name in program.constants if name.startswith(f"{path}.")
+    }
+    return Package(files, {name: value for name, value in program.constants.items() if name in wanted})
+
+
+def stage_contents(program: Program, stages: Sequence[Stage]) -> tuple[list[dict[str, TensorInfo]], list[dict[str, str]]]:
+    """For each stage its tensors outside of blocks, and its block instances (path -> class).
+
+    What no operator uses goes where its neighbours are, so that the stages' keys are the model's keys.
+    """
+    tensors: list[dict[str, TensorInfo]] = []
+    instances: list[dict[str, str]] = []
+    for stage in stages:
+        used = [str(node.target) for node in stage.graph.nodes if node.op == "get_attr"]
+        calls = {str(node.target): str(node.meta["block"]) for node in stage.graph.nodes if node.op == "call_module"}
+        used = [name for name in used if not any(name.startswith(f"{path}.") for path in calls)]
+        tensors.append({name: program.tensor_info(name) for name in used})
+        instances.append(calls)
+    held = {name for infos in tensors for name in infos}
+    paths = [path for calls in instances for path in calls]
+    persistent = [name for name, info in program.buffers.items() if info.persistent]
+    for name in [*program.parameters, *persistent]:
+        if name not in held and not any(name.startswith(f"{path}.") for path in paths):
+            tensors[_home(program, name, tensors, instances)][name] = program.tensor_info(name)
+    return tensors, instances
+
+
+def _home(
+    program: Program, name: str, tensors: Sequence[Mapping[str, TensorInfo]], instances: Sequence[Mapping[str, str]]
+) -> int:
+    """The stage of a tensor that nobody uses: its tie's, or that of the nearest module."""
+    tied = set(program.tie_of(name)) - {name}
+    for index, infos in enumerate(tensors):
+        if tied & set(infos) or any(other.startswith(f"{path}.") for other in tied for path in instances[index]):
+            return index
+    parts = name.split(".")
+
+    def nearness(index: int) -> int:
+        best = 0
+        for other in [*tensors[index], *instances[index]]:
+            shared = 0
+            for own, theirs in zip(parts, other.split(".")):
+                if own != theirs:
+                    break
+                shared += 1
+            best = max(best, shared)
+        return best
+
+    return max(range(len(tensors)), key=lambda index: (nearness(index), -index))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+def _blocks_file(program: Program, plan: Plan, stages: Sequence[Stage]) -> tuple[str, set[str]]:
+    """``blocks.py`` and the names that it defines."""
+    nodes = [node for stage in stages for node in stage.graph.nodes]
+    helpers = {node.target.name: node.target for node in nodes if isinstance(node.target, Helper)}
+    used = {str(node.meta["block"]) for node in nodes if node.op == "call_module"}
+    blocks = [block for name, block in program.blocks.items() if name in used]
+    classes = [block_class(program, block) for block in blocks]
+    parts = [helper_function(helper) for helper in helpers.values()] + [text for text, _ in classes]
+    if any(needs for _, needs in classes):
+        parts.insert(0, _PARAMETERS)
+    if not parts:
+        return "", set()
+    counts = ", ".join(f"{block.name} x {len(block.instances)}" for block in blocks)
+    title = f'"""{program.name}: {counts or "what the stages share"}. Generated by graphpar; plan.json holds every decision.\n\n'
+    title += 'Shapes are those of one microbatch of b rows.\n"""\n'
+    exported = {*helpers, *(block.name for block in blocks), *(["parameters"] if parts[0] is _PARAMETERS else [])}
+    return _assembled(title, parts, ()), exported
+
+
+def _stage_file(
+    program: Program,
+    plan: Plan,
+    stage: Stage,
+    infos: Mapping[str, TensorInfo],
+    calls: Mapping[str, str],
+    exported: set[str],
+) -> str:
+    text, needs_parameters = stage_class(program, stage, infos, calls)
+    parts = [text]
+    last = stage.index == len(plan.stages) - 1
+    if last and program.counts is not None:
+        parts.insert(0, counts_function(program))
+    names = set(exported)
+    if needs_parameters and "parameters" not in exported:
+        parts.insert(0, _PARAMETERS)
+    rank = plan.stages[stage.index].rank
+    shown = ", ".join(compressed(stage.modules)) or "no parameters"
+    title = f'"""Stage {stage.index} of {len(plan.stages)}, on pp rank {rank}: {shown}."""\n'
+    if len(title) > 120:
+        title = f'"""Stage {stage.index} of {len(plan.stages)}, on pp rank {rank}."""\n'
+    return _assembled(title, parts, names)
+
+
+def _assembled(title: str, parts: Sequence[str], blocks: Sequence[str] | set[str]) -> str:
+    """A file: docstring, the imports that its text needs, and its parts."""
+    text = "\n\n".join(parts)
+    words = set(re.findall(r"[A-Za-z_][A-Za-z_0-9]*", re.sub(r'"""[\s\S]*?"""', "", text)))
+    imports = ["import torch"] if "torch" in words else []
+    if "F" in words:
+        imports.append("import torch.nn.functional as F")
+    from_torch = [name for name in ("Tensor", "nn") if name in words]
+    if from_torch:
+        imports.append(f"from torch import {', '.join(from_torch)}")
+    local = []
+    shared = sorted(name for name in blocks if name in words)
+    if shared:
+        local.append(f"from .blocks import {', '.join(shared)}")
+    streams = sorted(name for name in _STREAMS if re.search(rf"(?<![.\w]){name}\(", text))
+    if streams:
+        local.append(f"from .random_streams import {', '.join(streams)}")
+    header = "\n".join(imports) + ("\n\n" + "\n".join(local) if local else "")
+    return f"{title}\n{header}\n\n\n{text}"
+
+
+# ---- the runtime's interface -----------------------------------------------------------------------------------
+
+
+def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, Any]:
+    """What the runtime must know: inputs, what each stage takes and sends, denominators, ties."""
+    counts_inputs: list[str] = []
+    if program.counts is not None:
+        counts_inputs = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
+    return {
+        "inputs": [_input(entry, plan) for entry in program.inputs],
+        "counts": {"names": list(program.count_names), "inputs": counts_inputs},
+        "stages": [
+            {
+                "class": f"Stage{stage.index}",
+                "file": f"stage_{stage.index}.py",
+                "inputs": list(stage.inputs),
+                "counts": list(stage.counts),
+                "receives": [_boundary(boundary, plan) for boundary in stage.receives],
+                "sends": [_boundary(boundary, plan) for boundary in stage.sends],
+            }
+            for stage in stages
+        ],
+        "outputs": _outputs(program, plan),
+        "ties": [list(group) for group in program.ties],
+        "random": program.random_calls > 0,
+    }
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _input(entry: Any, plan: Plan) -> dict[str, Any]:
+    shape = list(entry.shape)
+    if entry.batch_dim is not None:
+        shape[entry.batch_dim] = plan.global_batch
+    return {
+        "name": entry.name,
+        "shape": shape,
+        "dtype": _dtype(entry.dtype),
+        "batch_dim": entry.batch_dim,
+        "role": entry.role,
+    }
+
+
+def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:
+    return {
+        "name": boundary.name,
+        "shape": list(concrete_shape(boundary.node, plan.microbatch_size)),
+        "dtype": _dtype(value_of(boundary.node).dtype),
+        "requires_grad": boundary.requires_grad,
+    }
+
+
+def _outputs(program: Program, plan: Plan) -> list[dict[str, Any]]:
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    entries = []
+    for described, node in zip(program.outputs, output.args[0]):  # type: ignore[arg-type]
+        assert isinstance(node, fx.Node)
+        batch_dim = None if program.mode == "train" else described.batch_dim
+        entries.append(
+            {
+                "name": described.name,
+                "shape": list(concrete_shape(node, plan.microbatch_size)),
+                "dtype": _dtype(value_of(node).dtype),
+                "batch_dim": batch_dim,
+            }
+        )
+    return entries
+
+
+def import_stage(folder: Path, index: int) -> nn.Module:
+    """The stage module of the emitted package in ``folder``, on the meta device."""
+    manifest = load_manifest(folder)
+    stage = manifest.stages[index]
+    with torch.device("meta"):
+        module = getattr(stage_module(emitted_package(manifest), stage), stage.class_name)()
+    assert isinstance(module, nn.Module)
+    return module

@@ -1,0 +1,190 @@
+"""A stage's forward: as a graph, with runs of blocks as loops.
+
+    hidden = h.0(hidden, mask); hidden = h.1(hidden, mask); ...
+        ->  for block in self.h.values(): hidden = block(hidden, mask)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from graphpar.codegen.attributes import Tree, reference
+from graphpar.codegen.printer import GraphPrinter, Statement
+from graphpar.emitted import random_streams
+
+
+@dataclass
+class Run:
+    """Consecutive instances of one container, each taking the one before's result."""
+
+    calls: list[fx.Node]
+    parent: str
+    carried: int  # which argument is the previous result
+    streams: dict[int, tuple[int, int]]  # argument -> (first stream, streams an instance)
+
+    @property
+    def first(self) -> int:
+        return int(str(self.calls[0].target).rpartition(".")[2])
+
+    @property
+    def path(self) -> str:
+        return str(self.calls[0].target)
+
+
+class StagePrinter(GraphPrinter):
+    """Prints a root graph whose attributes lie in ``tree``."""
+
+    def __init__(self, graph: fx.Graph, tree: Tree) -> None:
+        super().__init__(graph, lambda name: reference(tree, name), lambda node: reference(tree, str(node.target)))
+        self.tree = tree
+        self.runs: dict[fx.Node, Run] = {}  # by last call
+        for run in find_runs(graph):
+            self.runs[run.calls[-1]] = run
+            self.skipped.update(run.calls[:-1])
+            for call in run.calls:
+                for position in run.streams:
+                    argument = call.args[position]
+                    assert isinstance(argument, fx.Node)
+                    self.skipped.add(argument)
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        run = self.runs.get(node)
+        if run is None:
+            return super().operands(node)
+        first = run.calls[0]
+        operands = []
+        for position, argument in enumerate(first.args):
+            if isinstance(argument, fx.Node):
+                operands.append(argument.args[0] if position in run.streams else argument)
+        return operands  # type: ignore[return-value]
+
+    def _wanted(self, node: fx.Node) -> list[str]:
+        wanted = super()._wanted(node)
+        for last, run in self.runs.items():
+            start = run.calls[0].args[run.carried]
+            if start is node and all(user in run.calls for user in node.users):
+                return [*super()._wanted(last), *wanted]
+        return wanted
+
+    def statement(self, node: fx.Node) -> Statement:
+        run = self.runs.get(node)
+        if run is None:
+            return super().statement(node)
+        name = self.names[node]
+        start = self.expression(run.calls[0].args[run.carried]).text
+        loop_name = _singular(run.parent.rpartition(".")[2])
+        if loop_name in self.names.values():
+            loop_name = f"each_{loop_name}"
+        arguments: list[str] = []
+        for position, argument in enumerate(run.calls[0].args):
+            if position == run.carried:
+                arguments.append(name)
+            elif position in run.streams:
+                begin, step = run.streams[position]
+                keys = self.expression(argument.args[0]).text  # type: ignore[union-attr]
+                arguments.append(f"stream({keys}, {_progression(begin, step, run.first)})")
+            else:
+                arguments.append(self.expression(argument).text)
+        header, body = self._loop(run, loop_name)
+        lines = [] if start == name else [f"{name} = {start}"]
+        lines += [header, f"    {name} = {body}({', '.join(arguments)})"]
+        last = run.first + len(run.calls) - 1
+        return Statement(node, "\n".join(lines), f"{run.path}-{last}", "")
+
+    def _loop(self, run: Run, name: str) -> tuple[str, str]:
+        container = self._container(run.parent)
+        whole = [child for child in container.children] == [str(call.target).rpartition(".")[2] for call in run.calls]
+        text = reference(self.tree, run.parent) if run.parent else "self"
+        numbers = f"range({run.first}, {run.first + len(run.calls)})"
+        if run.streams:
+            if whole:
+                return f"for i, {name} in enumerate({text}.values(), {run.first}):", name
+            return f"for i in {numbers}:", f"{text}[str(i)]"
+        if whole:
+            return f"for {name} in {text}.values():", name
+        return f"for i in {numbers}:", f"{text}[str(i)]"
+
+    def _container(self, path: str) -> Tree:
+        tree = self.tree
+        for part in path.split("."):
+            tree = tree.children[part] if part else tree
+        return tree
+
+
+def _singular(name: str) -> str:
+    if name.endswith("ies"):
+        return name[:-3] + "y"
+    if name.endswith("s") and len(name) > 2 and not name.endswith("ss"):
+        return name[:-1]
+    return {"h": "block"}.get(name, name + "_layer" if len(name) < 3 else f"one_{name}" if name.endswith("ss") else f"{name}_block")
+
+
+def _progression(begin: int, step: int, first: int) -> str:
+    """Stream number of instance ``i``, where instance ``first`` has ``begin``."""
+    offset = begin - step * first
+    product = f"{step} * i" if step != 1 else "i"
+    return product if offset == 0 else f"{offset} + {product}" if offset > 0 else f"{product} - {-offset}"
+
+
+def find_runs(graph: fx.Graph) -> list[Run]:
+    """Maximal runs of at least two calls that a loop says as well."""
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    runs: list[Run] = []
+    position = 0
+    while position < len(calls):
+        run = _run_from(calls, position)
+        position += len(run.calls) if run else 1
+        if run is not None:
+            runs.append(run)
+    return runs
+
+
+def _run_from(calls: list[fx.Node], start: int) -> Run | None:
+    first = calls[start]
+    parent, _, number = str(first.target).rpartition(".")
+    if not number.isdigit() or start + 1 >= len(calls):
+        return None
+    second = calls[start + 1]
+    carried = [position for position, argument in enumerate(second.args) if argument is first]
+    if len(carried) != 1 or isinstance(first.meta.get("val"), tuple):
+        return None
+    run = Run([first], parent, carried[0], {})
+    for following in calls[start + 1 :]:
+        previous = run.calls[-1]
+        expected = f"{parent}.{run.first + len(run.calls)}" if parent else str(run.first + len(run.calls))
+        if str(following.target) != expected or following.args[run.carried : run.carried + 1] != (previous,):
+            break
+        if len(previous.users) != 1 or not _same_arguments(run, following):
+            break
+        run.calls.append(following)
+    return run if len(run.calls) > 1 else None
+
+
+def _same_arguments(run: Run, call: fx.Node) -> bool:
+    """Whether ``call`` has the run's arguments, but for the carried one and evenly spaced streams."""
+    first, count = run.calls[0], len(run.calls)
+    if len(first.args) != len(call.args):
+        return False
+    found: dict[int, tuple[int, int]] = {}
+    for position, (own, theirs) in enumerate(zip(first.args, call.args)):
+        if position == run.carried or own is theirs:
+            continue
+        begin, number = _stream_number(own), _stream_number(theirs)
+        if begin is None or number is None or own.args[0] is not theirs.args[0]:  # type: ignore[union-attr]
+            return False
+        if (number - begin) % count:
+            return False
+        found[position] = (begin, (number - begin) // count)
+    if count > 1 and found != run.streams:
+        return False
+    run.streams = found
+    return True
+
+
+def _stream_number(argument: Any) -> int | None:
+    if isinstance(argument, fx.Node) and argument.target is random_streams.stream and len(argument.users) == 1:
+        return int(argument.args[1])  # type: ignore[arg-type]
+    return None

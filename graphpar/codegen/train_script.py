@@ -1,0 +1,149 @@
+"""``train.py``: a complete, short training script for torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graphpar.codegen.layout import compressed
+from graphpar.passes.split import Stage
+from graphpar.plans import Plan
+from graphpar.program import Input, Program
+
+_TEMPLATE = '''"""{title}
+
+    torchrun --nproc-per-node {devices} {folder}/train.py --steps 100 --lr 1e-3 --save trained.safetensors
+
+{placement}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from graphpar.runtime import Pipeline, start
+
+PROGRAM = Path(__file__).parent
+
+
+def batches(seed: int, path: Path | None) -> Iterator[dict[str, Tensor]]:
+    """Random batches, to be replaced by your data. Every rank must yield the same whole batch of {batch} examples."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield load_file(path) if path else {{
+{inputs}
+        }}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="{verb} {name} on {devices} devices.")
+    parser.add_argument("--steps", type=int, default=10)
+{options}    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--weights", type=Path, help="safetensors file or folder (default: the program's own)")
+    parser.add_argument("--batch", type=Path, help="safetensors file with one batch, used for every step")
+    parser.add_argument("--save", type=Path, help="where to write the {saved}")
+    parser.add_argument("--json", type=Path, help="where to write the {recorded}")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that a rank waits for another")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    with start(args.timeout) as ranks:
+        pipeline = Pipeline(PROGRAM, ranks.device, seed=args.seed)
+        pipeline.load_weights(args.weights)
+{body}
+
+if __name__ == "__main__":
+    main()
+'''
+
+_TRAIN_OPTIONS = '''    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+'''
+
+_TRAIN = '''        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args.lr)
+        history: list[dict[str, float]] = []
+        for step, batch in zip(range(args.steps), batches(args.seed, args.batch)):
+            loss = pipeline.step(batch, step=step)  # every .grad is now the single-device gradient
+            norm = pipeline.clip_grad_norm_(args.clip)
+            optimizer.step()
+            pipeline.zero_grad()
+            if loss is not None:  # the rank of the last stage
+                history.append({"loss": loss.item(), "gradient_norm": norm.item()})
+                print(f"step {step:4}   loss {loss:.6f}   gradient norm {norm:.4f}", flush=True)
+        if args.json and pipeline.has_last_stage:
+            args.json.write_text(json.dumps(history))
+        if args.save:
+            pipeline.save_weights(args.save)
+'''
+
+_INFER = '''        for step, batch in zip(range(args.steps), batches(args.seed, args.batch)):
+            outputs = pipeline.infer(batch, step=step)
+            if outputs is not None:  # the rank of the last stage
+                shapes = {name: list(value.shape) for name, value in outputs.items()}
+                print(f"step {step:4}   {shapes}", flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(shapes))
+                if args.save:
+                    save_file({name: value.contiguous() for name, value in outputs.items()}, args.save)
+'''
+
+
+def train_script(program: Program, plan: Plan, stages: Sequence[Stage]) -> str:
+    """The text of ``train.py`` for this plan."""
+    count, per_rank = len(stages), plan.mesh.size
+    what = f"{count} pipeline stage{'s' if count > 1 else ''}, {plan.schedule}" if count > 1 else "one stage"
+    verb = "Train" if program.mode == "train" else "Run"
+    title = (
+        f"{verb} {program.name} on {per_rank} device{'s' if per_rank > 1 else ''}: {what}, {plan.microbatches} "
+        f"microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch_size} example{'s' if plan.microbatch_size > 1 else ''}."
+    )
+    inputs = [f'            "{entry.name}": {_random(entry, plan)},' for entry in program.inputs if entry.role != "sample_keys"]
+    text = _TEMPLATE.format(
+        title=title,
+        devices=plan.mesh.size,
+        folder="out",
+        placement="\n".join(_placement(plan, stages)),
+        batch=plan.global_batch,
+        inputs="\n".join(inputs),
+        name=program.name,
+        verb=verb,
+        options=_TRAIN_OPTIONS if program.mode == "train" else "",
+        saved="trained weights" if program.mode == "train" else "outputs",
+        recorded="loss and the gradient norm of every step" if program.mode == "train" else "outputs' shapes",
+        body=_TRAIN if program.mode == "train" else _INFER,
+    )
+    return text if program.mode == "train" else text.replace("import load_file\n", "import load_file, save_file\n")
+
+
+def _placement(plan: Plan, stages: Sequence[Stage]) -> list[str]:
+    lines = []
+    for stage in stages:
+        shown = ", ".join(compressed(stage.modules)) or "no parameters"
+        line = f"    rank {plan.stages[stage.index].rank}   stage {stage.index}   {shown}"
+        lines.append(line if len(line) <= 118 else line[:117] + "…")
+    return lines
+
+
+def _random(entry: Input, plan: Plan) -> str:
+    shape = list(entry.shape)
+    if entry.batch_dim is not None:
+        shape[entry.batch_dim] = plan.global_batch
+    size = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+    if entry.dtype.is_floating_point:
+        dtype = "" if entry.dtype is torch.float32 else f", dtype={entry.dtype}"
+        return f"torch.randn({size}, generator=generator{dtype})"
+    if entry.dtype is torch.bool:
+        return f"torch.rand({size}, generator=generator) < 0.5"
+    low, high = entry.values
+    dtype = "" if entry.dtype is torch.int64 else f", dtype={entry.dtype}"
+    return f"torch.randint({max(0, low)}, {max(high, 0) + 1}, {size}, generator=generator{dtype})"
