@@ -28,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.deferred import Tape
 from graphpar.errors import GraphparError, near_match
-from graphpar.program import Input, Output, Program, TensorInfo, size_coefficient
+from graphpar.program import Input, ModelSource, Output, Program, TensorInfo, size_coefficient
 from graphpar.source import source_of
 
 ModelLike = nn.Module | Callable[[], nn.Module]
@@ -71,7 +71,13 @@ def capture(
         built.train(mode == "train")
     request = _request(built, fake, tape, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), batch_dims or {})
     request.training = mode != "infer"
-    return _trace(request)
+    program = _trace(request)
+    name = next((key for key, value in _DTYPE_NAMES.items() if value is dtype), None)
+    program.source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), name, mode)
+    return program
+
+
+_DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
@@ -260,18 +266,18 @@ class _Traced(nn.Module):
                         f"loss_fn returned a tensor of shape {tuple(loss.shape)}; it must return a scalar."
                     )
             else:
-                loss = _own_loss(output)
+                loss = own_loss(output)
             if loss is not None:
                 if not isinstance(loss, Tensor):
                     raise GraphparError(f"loss_fn returned a {type(loss).__name__}; it must return a scalar tensor.")
                 request.output_names[:] = ["loss"]
                 return (loss.reshape(()) if loss.ndim else loss,)
-        named = _named_outputs(output)
+        named = named_outputs(output)
         request.output_names[:] = [name for name, _ in named]
         return tuple(value for _, value in named)
 
 
-def _own_loss(output: Any) -> Tensor | None:
+def own_loss(output: Any) -> Tensor | None:
     """The loss that the model itself returns: a scalar output, or a ``loss`` in it."""
     if isinstance(output, Tensor):
         return output if output.ndim == 0 else None
@@ -279,7 +285,7 @@ def _own_loss(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
-def _named_outputs(output: Any) -> list[tuple[str, Tensor]]:
+def named_outputs(output: Any) -> list[tuple[str, Tensor]]:
     if isinstance(output, Tensor):
         return [("output", output)]
     if isinstance(output, Mapping):

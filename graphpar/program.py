@@ -78,6 +78,19 @@ class Block:
     instances: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class ModelSource:
+    """The user's model and examples, kept for the reference run of ``verify``."""
+
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss_fn: Callable[..., Any] | None
+    targets: tuple[Any, ...]
+    dtype: str | None = None
+    mode: str | None = None
+
+
 @dataclass(eq=False)
 class Helper:
     """A parameter-free part of the root (a mask, rotary tables) as a function that any stage can call."""
@@ -115,6 +128,7 @@ class Program:
     subgraphs: dict[str, fx.GraphModule] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     retrace: Callable[[int], Program] | None = None
+    source: ModelSource | None = None
     couplings: tuple[str, ...] = ()  # operators that mix examples, so that microbatches change the result
     counts: fx.Graph | None = None  # the loss's denominators as a graph of the inputs alone
     count_names: tuple[str, ...] = ()

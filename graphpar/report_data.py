@@ -25,7 +25,7 @@ def report_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[s
     """Everything that the report shows, as plain JSON data; the same inputs give the same data.
 
     Args:
-        program: the program for one microbatch (``program.at_batch(plan.microbatch_size)``), which ``stages`` are cut from.
+        program: the program for one microbatch (``program.at_batch(plan.microbatch_size)``), which the stages are of.
     """
     rows = [_stage_data(program, plan, stage) for stage in stages]
     compress = compressed([_shown_modules(program, stage) for stage in stages])

@@ -1,0 +1,433 @@
+"""``verify``: the emitted program against the unpartitioned model, on the same global batch.
+
+    model, batch ──► reference: eager, one process ──► losses, gradients, parameters, buffers ─┐
+    out/         ──► every rank, gloo processes    ──► the same, by name                       ┴─ compare
+
+SGD with momentum, because Adam hides a gradient that is off by a factor. Everything is compared relative to the largest
+magnitude of the reference tensor (or to 1e-3 of the model's largest, for tensors that are zero but for rounding).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from graphpar.api import DTYPES, Parts, untied
+from graphpar.capture import default_dtype, named_outputs, own_loss
+from graphpar.emitted import random_streams
+from graphpar.errors import GraphparError
+from graphpar.modelfile import load_model_file
+from graphpar.plans import Plan
+from graphpar.program import Input, ModelSource
+from graphpar.runtime.random_streams import sample_keys
+from graphpar.runtime.worker import JobResult, run_jobs
+
+# Largest relative error allowed, by the dtype that the model computes in.
+TOLERANCES: dict[torch.dtype, dict[str, float]] = {
+    torch.float64: {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10, "buffer": 1e-10},
+    torch.float32: {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5, "buffer": 1e-5},
+    torch.float16: {"loss": 5e-3, "gradient": 2e-2, "parameter": 5e-3, "buffer": 5e-3},
+    torch.bfloat16: {"loss": 2e-2, "gradient": 1e-1, "parameter": 2e-2, "buffer": 2e-2},
+}
+LEARNING_RATE, MOMENTUM, SEED = 0.05, 0.9, 0
+_FLOOR = 1e-3
+
+
+@dataclass
+class Reference:
+    """What the unpartitioned model did on the batch."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]  # a step
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    ties: list[tuple[str, ...]]
+    dtype: torch.dtype
+    persistent: frozenset[str]  # names of buffers in the state_dict
+    initial: dict[str, Tensor]  # parameters and all buffers before the first step
+    batch: dict[str, Tensor]
+
+
+@dataclass
+class Verification:
+    """The comparison's result; ``ok`` says whether all of it is within ``tolerance``."""
+
+    devices: int
+    steps: int
+    reference_losses: list[float]
+    parallel_losses: list[float]
+    max_error: dict[str, float]
+    worst: dict[str, str]
+    tolerance: dict[str, float]
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        within = all(self.max_error[kind] <= self.tolerance[kind] for kind in self.max_error)
+        return within and not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "devices": self.devices,
+            "steps": self.steps,
+            "loss": {"reference": self.reference_losses, "parallel": self.parallel_losses},
+            "max_error": {kind: _finite(error) for kind, error in self.max_error.items()},
+            "worst": self.worst,
+            "tolerance": self.tolerance,
+            "problems": self.problems,
+        }
+
+
+def _finite(error: float) -> float | str:
+    return error if math.isfinite(error) else str(error)
+
+
+# ---- the entry points ------------------------------------------------------------------------------------------
+
+
+def verify_parts(parts: Parts | str | Path, steps: int = 3, *, timeout_s: float = 900.0) -> Verification:
+    """Verify one program: in memory, or emitted to a folder."""
+    (result,) = verify_all([parts], steps, timeout_s=timeout_s)
+    return result
+
+
+def verify_all(
+    programs: Sequence[Parts | str | Path],
+    steps: int = 3,
+    *,
+    reference: Reference | None = None,
+    timeout_s: float = 900.0,
+) -> list[Verification]:
+    """Verify several programs, those of one world size in one launch. ``reference`` may be shared where the model is."""
+    if steps < 1:
+        raise GraphparError(f"--steps is {steps}; at least one step is needed to compare anything.")
+    with tempfile.TemporaryDirectory(prefix="graphpar-verify-") as scratch:
+        prepared = []
+        for index, program in enumerate(programs):
+            job = Path(scratch) / f"job_{index}"
+            job.mkdir()
+            prepared.append((job, *_prepare(program, job, steps, reference)))
+        results: dict[Path, JobResult] = {}
+        for size in sorted({plan.mesh.size for _, plan, _ in prepared}):
+            jobs = [job for job, plan, _ in prepared if plan.mesh.size == size]
+            results.update(zip(jobs, run_jobs(jobs, size, timeout_s)))
+        return [compare(expected, results[job], plan, steps) for job, plan, expected in prepared]
+
+
+def _prepare(program: Parts | str | Path, job: Path, steps: int, known: Reference | None) -> tuple[Plan, Reference]:
+    """Writes the job's files; returns the plan and the reference."""
+    if isinstance(program, Parts):
+        folder, plan, source, inputs = program.folder, program.plan, program.program.source, program.program.inputs
+        coupled = bool(program.program.couplings)
+    else:
+        folder = Path(program)
+        plan = Plan.load(folder)
+        source = _source_of_folder(folder, plan)
+        inputs, coupled = _inputs_of_folder(folder), plan.allow_batch_coupling
+    if source is None:
+        raise GraphparError("This program does not know its model; compile it from a model file, or verify gp.partition's result.")
+    if plan.mode != "train":
+        raise GraphparError("Only training programs can be verified; this one is for inference.")
+    expected = known or run_reference(source, plan, inputs, steps, microbatched=coupled and plan.microbatches > 1)
+    save_file(untied(expected.initial), job / "weights.safetensors")
+    save_file({name: value.contiguous() for name, value in expected.batch.items()}, job / "batch.safetensors")
+    record = {
+        "program": str(folder.resolve()),
+        "steps": steps,
+        "optimizer": {"lr": LEARNING_RATE, "momentum": MOMENTUM},
+        "seed": SEED,
+        "weights": str(job / "weights.safetensors"),
+        "batch": str(job / "batch.safetensors"),
+    }
+    (job / "job.json").write_text(json.dumps(record))
+    return plan, expected
+
+
+def _source_of_folder(folder: Path, plan: Plan) -> ModelSource:
+    record = json.loads((folder / "plan.json").read_text())
+    if not record.get("model_file"):
+        raise GraphparError(f"{folder} was not compiled from a model file; verify it from Python with gp.verify(parts).")
+    path = Path(record["model_file"])
+    file = load_model_file(path if path.is_absolute() else (folder / path).resolve())
+    return ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.dtype)
+
+
+def _inputs_of_folder(folder: Path) -> tuple[Input, ...]:
+    interface = json.loads((folder / "plan.json").read_text())["interface"]
+    return tuple(
+        Input(entry["name"], tuple(entry["shape"]), getattr(torch, entry["dtype"]), entry["batch_dim"], entry["role"])
+        for entry in interface["inputs"]
+    )
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------
+
+
+def run_reference(
+    source: ModelSource, plan: Plan, inputs: Sequence[Input], steps: int, *, microbatched: bool = False
+) -> Reference:
+    """Train the unpartitioned model for ``steps`` steps of SGD with momentum on the plan's global batch.
+
+    ``microbatched``: BatchNorm takes the statistics of each microbatch (what ``allow_batch_coupling`` accepts).
+    """
+    torch.manual_seed(SEED)
+    with default_dtype(DTYPES.get(source.dtype or "fp32")):
+        model = copy.deepcopy(source.model) if isinstance(source.model, nn.Module) else source.model()
+    if source.mode is not None:
+        model.train(source.mode == "train")
+    leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
+    described = iter([entry for entry in inputs if entry.role != "sample_keys"])
+    batch: dict[str, Tensor] = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            entry = next(described)
+            leaves[position] = batch[entry.name] = _resized(leaf, entry.batch_dim, plan.global_batch)
+    args, kwargs, targets = tree_unflatten(leaves, spec)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    owners: dict[int, list[str]] = {}
+    for name, parameter in named.items():
+        owners.setdefault(id(parameter), []).append(name)
+    reference = Reference(
+        losses=[],
+        gradients=[],
+        parameters={},
+        buffers={},
+        ties=[tuple(names) for names in owners.values() if len(names) > 1],
+        dtype=_computing_dtype(model),
+        persistent=frozenset(model.state_dict()) - frozenset(named),
+        initial=_copied(named) | _copied(dict(model.named_buffers(remove_duplicate=False))),
+        batch=batch,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    for step in range(steps):
+        with _as_planned(plan, inputs, step, microbatched):
+            output = model(*args, **kwargs)
+            loss = source.loss_fn(output, *targets) if source.loss_fn is not None else own_loss(output)
+        assert isinstance(loss, Tensor), named_outputs(output)
+        loss.backward()
+        reference.losses.append(float(loss.detach()))
+        reference.gradients.append({n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    reference.parameters = _copied(named)
+    reference.buffers = _copied(dict(model.named_buffers(remove_duplicate=False)))
+    return reference
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    copies: dict[int, Tensor] = {}
+    return {name: copies.setdefault(id(value), value.detach().clone()) for name, value in tensors.items()}
+
+
+def _resized(value: Tensor, batch_dim: int | None, rows: int) -> Tensor:
+    """``value`` with ``rows`` rows: its own, repeated in order where there are more."""
+    if batch_dim is None or value.shape[batch_dim] == rows:
+        return value.clone()
+    return value.index_select(batch_dim, torch.arange(rows) % value.shape[batch_dim])
+
+
+def _computing_dtype(model: nn.Module) -> torch.dtype:
+    """The least precise floating dtype of the parameters."""
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} or {torch.float32}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+@contextmanager
+def _as_planned(plan: Plan, inputs: Sequence[Input], step: int, microbatched: bool) -> Iterator[None]:
+    """The eager model with the emitted program's dropout masks, and its BatchNorm statistics where those were accepted."""
+    random = any(entry.role == "sample_keys" for entry in inputs)
+    keys = sample_keys(SEED, step, plan.global_batch) if random else None
+    dims = {entry.batch_dim for entry in inputs if entry.batch_dim is not None}
+    with _Substituted(keys, plan.microbatches if microbatched else 1, plan.global_batch, dims):
+        yield
+
+
+class _Substituted(TorchFunctionMode):
+    """Replaces dropout and BatchNorm calls of the eager model, in execution order."""
+
+    def __init__(self, keys: Tensor | None, microbatches: int, batch: int, batch_dims: set[int]) -> None:
+        super().__init__()
+        self.keys, self.microbatches, self.batch, self.batch_dims = keys, microbatches, batch, batch_dims
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.keys is not None:
+            if func is F.dropout:
+                return self._dropout(*args, **kwargs)
+            if func in (F.dropout1d, F.dropout2d, F.dropout3d):
+                return self._dropout(*args, channels=True, **kwargs)
+            if func is torch.dropout:
+                return self._dropout(args[0], args[1], args[2])
+            if func is F.scaled_dot_product_attention:
+                return self._attention(*args, **kwargs)
+        if func is F.batch_norm and self.microbatches > 1:
+            return self._batch_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _stream(self) -> Tensor:
+        assert self.keys is not None
+        self.calls += 1
+        return random_streams.stream(self.keys, self.calls - 1)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, channels: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        dim = self._batch_dim(input)
+        keys = self._stream()
+        if input.shape[dim] != self.batch:  # the batch and something inner in one dim
+            keys = keys.repeat_interleave(input.shape[dim] // self.batch)
+        drop = random_streams.channel_dropout if channels else random_streams.dropout
+        result = drop(input, p, keys, dim)
+        return input.copy_(result) if inplace and not input.requires_grad else result
+
+    def _batch_dim(self, value: Tensor) -> int:
+        """The dim of ``value`` that holds the batch: of the model's batch size, or a multiple of it."""
+        exact = [dim for dim, size in enumerate(value.shape) if size == self.batch]
+        usual = [dim for dim in exact if dim in self.batch_dims]
+        if usual or exact:
+            return (usual or exact)[0]
+        return next(dim for dim, size in enumerate(value.shape) if size % self.batch == 0)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p == 0.0:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        return random_streams.dropout_attention(
+            query, key, value, self._stream(), attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+
+    def _batch_norm(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        training = kwargs.get("training", args[4] if len(args) > 4 else False)
+        if not training:
+            return F.batch_norm(input, *args, **kwargs)
+        return torch.cat([F.batch_norm(part, *args, **kwargs) for part in input.chunk(self.microbatches)])
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------
+
+
+def compare(reference: Reference, result: JobResult, plan: Plan, steps: int) -> Verification:
+    """Every loss, gradient, parameter and buffer of the parallel run against the reference, and tied copies with each other."""
+    tolerance = TOLERANCES[reference.dtype]
+    outcome = Verification(
+        plan.mesh.size, steps, reference.losses, list(result.losses), dict.fromkeys(tolerance, 0.0), {}, dict(tolerance)
+    )
+    if result.error is not None:
+        outcome.problems.append(result.error)
+        outcome.max_error["loss"] = math.inf
+        return outcome
+    ranks = [result.tensors(rank) for rank in range(plan.mesh.size)]
+    _compare_losses(outcome)
+    for step, gradients in enumerate(reference.gradients):
+        largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+        for name, expected in gradients.items():
+            _compare_tensor(outcome, "gradient", name, expected, _found(ranks, f"grad/{step}/{name}"), largest)
+    largest = max((float(p.abs().max()) for p in reference.parameters.values() if p.numel()), default=0.0)
+    for name, expected in reference.parameters.items():
+        _compare_tensor(outcome, "parameter", name, expected, _found(ranks, f"param/{name}"), largest)
+    for name, expected in reference.buffers.items():
+        found = _found(ranks, f"buffer/{name}")
+        if found or name in reference.persistent:
+            _compare_tensor(outcome, "buffer", name, expected, found, 0.0)
+    _compare_ties(outcome, reference, ranks)
+    return outcome
+
+
+def _found(ranks: Sequence[Mapping[str, Tensor]], key: str) -> list[Tensor]:
+    return [tensors[key] for tensors in ranks if key in tensors]
+
+
+def _compare_losses(outcome: Verification) -> None:
+    if len(outcome.parallel_losses) != len(outcome.reference_losses):
+        outcome.problems.append(f"{len(outcome.parallel_losses)} losses instead of {len(outcome.reference_losses)}")
+    for expected, found in zip(outcome.reference_losses, outcome.parallel_losses):
+        error = abs(expected - found) / max(abs(expected), 1e-12)
+        if math.isnan(expected) and math.isnan(found):
+            error = 0.0
+        outcome.max_error["loss"] = max(outcome.max_error["loss"], math.inf if math.isnan(error) else error)
+
+
+def _compare_tensor(
+    outcome: Verification,
+    kind: str,
+    name: str,
+    expected: Tensor,
+    found: Sequence[Tensor],
+    largest: float,
+) -> None:
+    if not found:
+        what = "has no gradient" if kind == "gradient" else "is missing"
+        outcome.problems.append(f"{kind} {name}: {what} in the parallel program")
+        return
+    for value in found:
+        if value.shape != expected.shape:
+            outcome.problems.append(f"{kind} {name}: shape {tuple(value.shape)} instead of {tuple(expected.shape)}")
+            continue
+        error = _relative(expected, value, largest)
+        if error > outcome.max_error[kind] or kind not in outcome.worst:
+            outcome.worst[kind] = name
+        outcome.max_error[kind] = max(outcome.max_error[kind], error)
+
+
+def _relative(expected: Tensor, found: Tensor, largest: float) -> float:
+    if not expected.numel():
+        return 0.0
+    first, second = expected.double(), found.double()
+    difference = (first - second).abs()
+    difference[(first == second) | (first.isnan() & second.isnan())] = 0.0
+    scale = max(float(first.abs().nan_to_num(0.0, 0.0, 0.0).max()), _FLOOR * largest)
+    worst = float(difference.max())
+    if math.isnan(worst):
+        return math.inf
+    return worst / scale if scale > 0.0 else worst
+
+
+def _compare_ties(outcome: Verification, reference: Reference, ranks: Sequence[Mapping[str, Tensor]]) -> None:
+    """All copies of one parameter, under whatever name and on whatever rank, must be equal to the bit."""
+    groups = [*reference.ties, *((name,) for name in reference.parameters)]
+    for group in groups:
+        copies = [value for name in group for value in _found(ranks, f"param/{name}")]
+        for value in copies[1:]:
+            if not torch.equal(copies[0], value):
+                drift = float((copies[0].double() - value.double()).abs().max())
+                line = f"tied parameter {' = '.join(group)}: its copies differ by {drift:.3g}"
+                if line not in outcome.problems:
+                    outcome.problems.append(line)
+                break
+
+
+def reference_for(parts: Parts, steps: int = 3) -> Reference:
+    """The reference of ``parts``' model, to be shared by several plans of the same global batch."""
+    assert parts.program.source is not None
+    coupled = bool(parts.program.couplings) and parts.plan.microbatches > 1
+    return run_reference(parts.program.source, parts.plan, parts.program.inputs, steps, microbatched=coupled)
+
+
+__all__ = ["TOLERANCES", "Reference", "Verification", "compare", "reference_for", "run_reference", "verify_all", "verify_parts"]
