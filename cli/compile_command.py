@@ -1,0 +1,264 @@
+"""``graphpar compile``: model file -> program -> plan -> emitted package, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphpar import api
+from graphpar.cli import run_command
+from graphpar.cli.explain import explain
+from graphpar.cli.output import Result, progress, write_text
+from graphpar.cli.plan_file import read_plan, read_record
+from graphpar.errors import GraphparError, near_match
+from graphpar.mesh import Mesh
+from graphpar.modelfile import ModelFile, initial_weights, load_model_file
+from graphpar.passes.split import Stage, positions_of, split
+from graphpar.passes.table import PASSES, Pass
+from graphpar.plans import Plan
+from graphpar.program import Program
+from graphpar.report import compile_json, html, render, report_data
+from graphpar.schedule import load_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_CLUSTER = re.compile(r"(\d+)x([A-Za-z][\w-]*)")
+_PLAN_DECIDES = (
+    "devices",
+    "cluster",
+    "mesh",
+    "schedule",
+    "schedule_table",
+    "microbatch_size",
+    "split",
+    "batch",
+)
+
+
+@dataclass
+class _Clock:
+    """Seconds of each phase."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: {"capture": 0.0, "plan": 0.0, "emit": 0.0, "total": 0.0})
+    started: float = field(default_factory=time.perf_counter)
+
+    def phase(self, name: str) -> None:
+        """The phase that ends now."""
+        now = time.perf_counter()
+        self.seconds[name] = now - self.started - self.seconds["total"]
+        self.seconds["total"] = now - self.started
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """What the planning part of the command gives."""
+
+    program: Program  # for one microbatch
+    plan: Plan
+    stages: list[Stage]
+    parts: api.Parts | None
+
+
+def run(options: argparse.Namespace) -> Result:
+    clock = _Clock()
+    _check_options(options)
+    table = _schedule_table(options.schedule_table)
+    given = read_plan(*read_record(options.plan)) if options.plan else None
+    if given is not None:
+        _check_beside_plan(options)
+    with progress("loading the model file"):
+        file = load_model_file(options.model)
+    with progress("tracing the model"):
+        program = _export(file, options, given)
+    clock.phase("capture")
+    with progress("planning"):
+        plan = _plan(file, program, options, table) if given is None else replan(program, given)
+    clock.phase("plan")
+    folder = None if options.no_emit else Path(options.out or default_folder(file, plan))
+    compiled = _compiled(file, program, plan, folder)
+    explanation = explain(compiled.program, plan, compiled.stages, options.explain) if options.explain else []
+    if folder is not None:
+        _save(compiled, file, folder, options.weights or options.run)
+    clock.phase("emit")
+    out = None if folder is None else str(folder)
+    data = compile_json(compiled.program, plan, compiled.stages, clock.seconds, out)
+    data["warnings"] = [*file.warnings, *data["warnings"]]
+    if options.explain:
+        data["explain"] = explanation
+    report = report_data(compiled.program, plan, compiled.stages)
+    report["warnings"] = data["warnings"]
+    if options.html:
+        write_text(options.html, html(report))
+    ran = run_command.launch(folder, options.steps or 10) if options.run and folder is not None else None
+    if ran is not None:
+        data["run"] = ran
+
+    def show(console: Console) -> None:
+        render(report, console, out)
+        if explanation:
+            console.out("\n" + "\n".join(explanation), highlight=False)
+        if out is not None:
+            console.out(f"\n Wrote      {out}   ({clock.seconds['total']:.1f} s)", highlight=False)
+        if ran is not None:
+            run_command.show(ran, console)
+
+    return Result(data, show)
+
+
+# ---- options ---------------------------------------------------------------------------------------------------
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """What is wrong with the options themselves, found before anything takes time."""
+    if options.no_emit:
+        for flag in ("out", "weights", "run"):
+            if getattr(options, flag):
+                raise GraphparError(
+                    f"--no-emit writes no program, so --{flag} has nothing to do; leave one of them out."
+                )
+    if options.steps is not None and not options.run:
+        raise GraphparError("--steps is the number of steps of --run; give --run too.")
+    if options.steps is not None and options.steps < 1:
+        raise GraphparError(f"--steps is {options.steps}; it must be at least 1.")
+    if options.dump_after not in (None, "all"):
+        names = [row.name for row in PASSES]
+        if options.dump_after not in names:
+            hint = near_match(options.dump_after, [*names, "all"])
+            raise GraphparError(f"There is no pass {options.dump_after!r}; the passes are {', '.join(names)}.{hint}")
+    if options.html and not Path(options.html).parent.is_dir():
+        raise GraphparError(f"--html {options.html}: the folder {Path(options.html).parent} does not exist.")
+
+
+def _check_beside_plan(options: argparse.Namespace) -> None:
+    for name in _PLAN_DECIDES:
+        if getattr(options, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise GraphparError(f"{flag} is decided by the plan {options.plan}; leave {flag} or --plan out.")
+
+
+def _schedule_table(path: str | None) -> str | None:
+    return None if path is None else str(load_table(path))
+
+
+def _devices(options: argparse.Namespace, table: str | None, mesh: Mapping[str, int] | None) -> int | None:
+    """The number of devices that the options say, also by the rows of a schedule table; None if they don't."""
+    if options.cluster is not None:
+        match = _CLUSTER.fullmatch(options.cluster)
+        if match is None:
+            raise GraphparError(f"--cluster {options.cluster!r}: write devices x kind, such as 2xCPU or 8xH100.")
+        return int(match[1])
+    if options.devices is None and mesh is None and table is not None:
+        return len(table.splitlines())
+    devices: int | None = options.devices
+    return devices
+
+
+def _split_points(text: str) -> list[str | dict[str, str]]:
+    """``a.1,a.3:end`` as :func:`graphpar.plan` takes it."""
+    points: list[str | dict[str, str]] = []
+    for entry in filter(None, (piece.strip() for piece in text.split(","))):
+        path, colon, where = entry.partition(":")
+        points.append({path: where} if colon else path)
+    return points
+
+
+# ---- the steps -------------------------------------------------------------------------------------------------
+
+
+def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None) -> Program:
+    def dump(row: Pass, program: Program) -> None:
+        if options.dump_after in (row.name, "all"):
+            nodes = len(program.graph.nodes)
+            print(f"# after {row.name}: {row.ensures} ({nodes} nodes)\n{program}\n", file=sys.stderr)
+
+    return api.export(
+        file.model,
+        file.args,
+        file.kwargs,
+        loss_fn=file.loss_fn,
+        targets=file.targets,
+        batch_dims=file.batch_dims,
+        mode=options.mode or (given.mode if given else None),
+        dtype=options.dtype or (given.dtype if given else None),
+        after_pass=dump if options.dump_after else None,
+    )
+
+
+def _plan(file: ModelFile, program: Program, options: argparse.Namespace, table: str | None) -> Plan:
+    mesh = Mesh.parse(options.mesh) if options.mesh else None
+    return api.plan(
+        program,
+        devices=_devices(options, table, mesh),
+        global_batch=options.batch,
+        mesh=mesh,
+        schedule=options.schedule,
+        microbatch_size=options.microbatch_size,
+        split=_split_points(options.split) if options.split else file.split_points,
+        table=table,
+        allow_batch_coupling=options.allow_batch_coupling,
+        dtype=options.dtype or "fp32",
+    )
+
+
+def replan(program: Program, given: Plan) -> Plan:
+    """The plan ``given`` with every decision pinned, so that one that was edited is checked as options are.
+
+    Raises:
+        GraphparError: the plan is not legal for ``program``, or contradicts itself.
+    """
+    if given.model != program.name:
+        raise GraphparError(f"The plan is for {given.model!r}, but the model file gives {program.name!r}.")
+    custom = None if given.actions is None else "\n".join(",".join(row) for row in given.actions)
+    plan = api.plan(
+        program,
+        global_batch=given.global_batch,
+        mesh=given.mesh.degrees(),
+        schedule=None if custom else given.schedule,
+        microbatch_size=given.microbatch_size,
+        split=[{cut.path: cut.where.value} for cut in given.cuts],
+        table=custom,
+        allow_batch_coupling=given.allow_batch_coupling,
+        dtype=given.dtype,
+    )
+    if plan != given:
+        ours, theirs = plan.to_json(), given.to_json()
+        name = next(key for key in ours if ours[key] != theirs[key])
+        raise GraphparError(
+            f"The plan contradicts itself, or the model has changed: {name} is {theirs[name]}, but its other decisions "
+            f"give {ours[name]}."
+        )
+    return plan
+
+
+def default_folder(file: ModelFile, plan: Plan) -> str:
+    return f"{file.path.stem}-{plan.mesh.size}dev"
+
+
+def _compiled(file: ModelFile, program: Program, plan: Plan, folder: Path | None) -> _Compiled:
+    """The stages, and unless ``folder`` is None the package that is to go there, in memory."""
+    if folder is None:
+        with progress("splitting"):
+            sized = program.at_batch(plan.microbatch_size)
+            return _Compiled(sized, plan, split(sized, positions_of(sized, plan.cuts)), None)
+    reference = file.reference or os.path.relpath(file.path.resolve(), folder.resolve())
+    with progress("printing the stages"):
+        parts = api.partition(program, plan, model_file=reference)
+    return _Compiled(parts.program, plan, parts.stages, parts)
+
+
+def _save(compiled: _Compiled, file: ModelFile, folder: Path, weights: bool) -> None:
+    assert compiled.parts is not None
+    state: Mapping[str, Any] | None = None
+    if weights:
+        with progress("building the initial weights"):
+            state = initial_weights(file, api.DTYPES[compiled.plan.dtype])
+    with progress(f"writing {folder}"):
+        compiled.parts.save(folder, state)

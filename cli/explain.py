@@ -1,0 +1,127 @@
+"""``--explain PATTERN``: for matching modules and values, which stage has them, why there, and what crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from graphpar.errors import GraphparError, near_match
+from graphpar.passes.split import Stage
+from graphpar.plans import Plan
+from graphpar.program import Program, concrete_shape
+from graphpar.report_data import stage_parameters
+from graphpar.report_text import indices_text
+
+
+def explain(program: Program, plan: Plan, stages: Sequence[Stage], pattern: str) -> list[str]:
+    """Lines about everything whose name matches the glob ``pattern``.
+
+    Raises:
+        GraphparError: nothing matches.
+    """
+    about = {
+        **_modules(plan, stages),
+        **_parameters(program, stages),
+        **_inputs(program, stages),
+        **_crossing(plan, stages),
+        **_recomputed(program, stages),
+    }
+    lines = [f" {name}: {text}" for name, text in about.items() if fnmatchcase(name, pattern)]
+    if not lines:
+        raise GraphparError(f"--explain {pattern!r} matches no module, parameter or value.{near_match(pattern, about)}")
+    return lines
+
+
+def _modules(plan: Plan, stages: Sequence[Stage]) -> dict[str, str]:
+    holders: dict[str, list[int]] = {}
+    for stage in stages:
+        for path in stage.modules:
+            holders.setdefault(path, []).append(stage.index)
+    return {
+        path: f"a module on stage {indices_text(found)} (rank {_ranks(plan, found)}), {_why(plan, found[0])}"
+        for path, found in holders.items()
+    }
+
+
+def _ranks(plan: Plan, stages: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in dict.fromkeys(plan.stages[index].rank for index in stages))
+
+
+def _why(plan: Plan, stage: int) -> str:
+    """Between which split points a stage lies."""
+
+    def described(index: int) -> str:
+        cut = plan.cuts[index]
+        return f"{cut.path!r}" if cut.where.value == "beginning" else f"the end of {cut.path!r}"
+
+    if not plan.cuts:
+        return "the only one"
+    first = f"begins at {described(stage - 1)}" if stage else "begins with the inputs"
+    last = f"ends before {described(stage)}" if stage < len(plan.cuts) else "ends with the result"
+    return f"which {first} and {last}"
+
+
+def _parameters(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
+    held = [set(stage_parameters(program, stage)) for stage in stages]
+    about: dict[str, str] = {}
+    for name, info in program.parameters.items():
+        group = program.tie_of(name)
+        found = [index for index, names in enumerate(held) if group[0] in names]
+        where = f"on stage {indices_text(found)}" if found else "used by no operator"
+        tied = f", tied: {' = '.join(group)}" if len(group) > 1 else ""
+        summed = "; its gradient is summed over these stages" if len(found) > 1 and plan_trains(program) else ""
+        about[name] = f"a parameter {list(info.shape)} {where}{tied}{summed}"
+    return about
+
+
+def plan_trains(program: Program) -> bool:
+    return program.mode == "train"
+
+
+def _inputs(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
+    about: dict[str, str] = {}
+    for entry in program.inputs:
+        found = [stage.index for stage in stages if entry.name in stage.inputs]
+        cut = "whole" if entry.batch_dim is None else f"cut into microbatches on dim {entry.batch_dim}"
+        where = f"goes to stage {indices_text(found)} directly" if found else "is read by no stage"
+        about[entry.name] = f"an input, {cut}, {where}"
+    return about
+
+
+def _crossing(plan: Plan, stages: Sequence[Stage]) -> dict[str, str]:
+    about: dict[str, str] = {}
+    for stage in stages:
+        for boundary in stage.sends:
+            if any(boundary.node is received.node for received in stage.receives):
+                continue
+            last = stage.index + 1
+            while any(sent.node is boundary.node for sent in stages[last].sends):
+                last += 1
+            relayed = (
+                f", relayed by stage {indices_text(range(stage.index + 1, last))}" if last > stage.index + 1 else ""
+            )
+            shape = list(concrete_shape(boundary.node, plan.microbatch_size))
+            gradient = (
+                "its gradient comes back" if boundary.requires_grad and plan.mode == "train" else "without gradient"
+            )
+            about[boundary.name] = (
+                f"a value {shape} a microbatch, sent from stage {stage.index} to {last}{relayed}; {gradient}"
+            )
+    return about
+
+
+def _recomputed(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
+    found: dict[str, list[int]] = {}
+    for stage in stages:
+        for name in stage.recomputed:
+            found.setdefault(name, []).append(stage.index)
+    about: dict[str, str] = {}
+    for node in program.graph.nodes:
+        source = node.meta.get("source")
+        if len(found.get(node.name, ())) > 1 and source is not None:
+            for target in source.targets:
+                text = indices_text(found[node.name])
+                about[target] = (
+                    f"a value computed again on stages {text}: no parameter is in it, so nothing has to be sent"
+                )
+    return about

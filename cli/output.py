@@ -1,0 +1,86 @@
+"""What the commands share: their result, progress on the terminal, and a clean standard output for ``--json``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphpar.errors import GraphparError, near_match
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DONE, CHECK_FAILED, USER_ERROR, OUR_BUG = 0, 1, 2, 3
+"""Exit codes."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command gives: the object that ``--json`` prints, how to print it for people, and the exit code."""
+
+    data: dict[str, Any]
+    show: Callable[[Console], None]
+    code: int = DONE
+
+
+def stdout_console() -> Console:
+    """Standard output: as wide as the terminal, or 100 columns where there is none."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 100, highlight=False, emoji=False, markup=False)
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[None]:
+    """A line on the terminal while something takes long; nothing where standard error is no terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Whatever is printed meanwhile, by Python, by libraries or by child processes, goes to standard error."""
+    sys.stdout.flush()
+    saved = None
+    with contextlib.suppress(OSError, ValueError):  # a stream without a file, as under tests
+        saved = os.dup(1)
+        os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if saved is not None:
+            os.dup2(saved, 1)
+            os.close(saved)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file that the user asked for; a folder that does not exist is theirs to make."""
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise GraphparError(f"{target} can't be written: the folder {target.parent} does not exist.")
+    if target.is_dir():
+        raise GraphparError(f"{target} can't be written: it is a folder.")
+    target.write_text(text)
+
+
+def program_folder(path: str | Path) -> Path:
+    """The folder of an emitted program, or an error that says what is there instead."""
+    folder = Path(path)
+    if (folder / "plan.json").is_file():
+        return folder
+    if folder.is_dir():
+        raise GraphparError(f"{folder} holds no graphpar program: there is no plan.json in it.")
+    parent = folder.parent
+    others = [entry.name for entry in parent.iterdir() if (entry / "plan.json").is_file()] if parent.is_dir() else []
+    raise GraphparError(f"There is no folder {folder}.{near_match(folder.name, others)}")

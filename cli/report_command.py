@@ -1,0 +1,39 @@
+"""``graphpar report``: the report of an emitted program, from its ``plan.json`` alone."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphpar.cli.output import Result, write_text
+from graphpar.cli.plan_file import read_plan, read_record
+from graphpar.errors import GraphparError
+from graphpar.report import html, plan_text, render
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run(options: argparse.Namespace) -> Result:
+    path, record = read_record(options.out)
+    data = record.get("report")
+    if data is None:
+        return _plan_only(path, record, options.html)
+    if options.html:
+        write_text(options.html, html(data))
+        return Result(data, lambda console: console.out(f"Wrote {options.html}", highlight=False))
+    out = str(path.parent) if path.name == "plan.json" else None
+    return Result(data, lambda console: render(data, console, out))
+
+
+def _plan_only(path: Path, record: dict[str, Any], page: str | None) -> Result:
+    """A plan that was saved without its program."""
+    plan = read_plan(path, record)
+    if page is not None:
+        raise GraphparError(f"{path} is a plan without a program; a page needs the plan.json of an emitted folder.")
+
+    def show(console: Console) -> None:
+        console.out(plan_text(plan), highlight=False)
+
+    return Result(plan.to_json(), show)

@@ -1,0 +1,83 @@
+"""``graphpar run``: an emitted program on local processes, with weights and a batch from its model file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphpar.cli.output import Result, program_folder, progress
+from graphpar.errors import GraphparError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run(options: argparse.Namespace) -> Result:
+    if options.steps < 1:
+        raise GraphparError(f"--steps is {options.steps}; it must be at least 1.")
+    data = launch(program_folder(options.out), options.steps, options.timeout)
+    return Result(data, lambda console: show(data, console))
+
+
+def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
+    """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did."""
+    from graphpar.runtime.launch import torchrun
+
+    script = folder / "train.py"
+    if not script.is_file():
+        raise GraphparError(f"{folder} has no train.py; compile the model again.")
+    plan = json.loads((folder / "plan.json").read_text())
+    prepare(folder, plan)
+    devices = plan["mesh"]["pp"]
+    with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch:
+        history = Path(scratch) / "history.json"
+        arguments = ["--steps", str(steps), "--batch", str(folder / "batch.safetensors"), "--json", str(history)]
+        with progress(f"running {steps} steps on {devices} processes"):
+            result = torchrun(script, arguments, nproc=devices, timeout_s=timeout_s)
+        sys.stderr.write(result.stderr)
+        records = json.loads(history.read_text()) if history.is_file() else []
+    return {
+        "out": str(folder),
+        "devices": devices,
+        "steps": steps,
+        "loss": [record.get("loss") for record in records],
+        "gradient_norm": [record.get("gradient_norm") for record in records],
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def prepare(folder: Path, plan: dict[str, Any]) -> None:
+    """Write ``weights/`` and ``batch.safetensors`` from the model file, where they are missing."""
+    weights, batch = folder / "weights", folder / "batch.safetensors"
+    if weights.is_dir() and batch.is_file():
+        return
+    from safetensors.torch import save_file
+
+    from graphpar.api import DTYPES, untied
+    from graphpar.modelfile import example_batch, find_model_file, initial_weights, load_model_file
+
+    if not plan.get("model_file"):
+        raise GraphparError(f"{folder} has no weights, and its plan.json names no model file to make them from.")
+    file = load_model_file(find_model_file(folder, plan["model_file"]))
+    if not batch.is_file():
+        save_file(example_batch(file, plan["interface"]["inputs"]), str(batch))
+    if not weights.is_dir():
+        with tempfile.TemporaryDirectory(prefix=".weights.", dir=folder) as scratch, progress("building the weights"):
+            state = untied(initial_weights(file, DTYPES[plan.get("dtype", "fp32")]))
+            inner = Path(scratch) / "weights"
+            inner.mkdir()
+            save_file(state, str(inner / "model.safetensors"))
+            os.rename(inner, weights)
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    """The loss of every step."""
+    console.out(f"\n {data['out']} on {data['devices']} local processes, {data['seconds']:.1f} s\n", highlight=False)
+    for step, (loss, norm) in enumerate(zip(data["loss"], data["gradient_norm"])):
+        shown = "" if norm is None else f"   gradient norm {norm:.4f}"
+        console.out(f" step {step:4}   loss {loss:.6f}{shown}", highlight=False)
