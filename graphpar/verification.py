@@ -220,6 +220,8 @@ def run_reference(
             loss = source.loss_fn(output, *targets) if source.loss_fn is not None else own_loss(output)
         assert isinstance(loss, Tensor), named_outputs(output)
         loss.backward()
+        if microbatched:
+            _count_microbatches(model, plan.microbatches)
         reference.losses.append(float(loss.detach()))
         reference.gradients.append({n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None})
         optimizer.step()
@@ -227,6 +229,14 @@ def run_reference(
     reference.parameters = _copied(named)
     reference.buffers = _copied(dict(model.named_buffers(remove_duplicate=False)))
     return reference
+
+
+def _count_microbatches(model: nn.Module, microbatches: int) -> None:
+    """BatchNorm counts the batches that it has seen: a microbatch is one."""
+    for module in model.modules():
+        counter = getattr(module, "num_batches_tracked", None)
+        if module.training and isinstance(counter, Tensor):
+            counter += microbatches - 1
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

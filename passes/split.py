@@ -281,7 +281,7 @@ def _stage(placement: _Placement, needed: set[fx.Node], crossing: list[list[fx.N
         inputs=tuple(str(node.target) for node in placeholders if str(node.target) not in counts),
         counts=counts,
         attributes=(),
-        modules=tuple(_modules(graph)),
+        modules=tuple(_modules(program, graph)),
         recomputed=tuple(node.name for node in recomputed),
     )
 
@@ -318,7 +318,7 @@ def _boundary_names(crossing: list[list[fx.Node]]) -> dict[fx.Node, str]:
     return unique_names(list(dict.fromkeys(node for values in crossing for node in values)))
 
 
-def _modules(graph: fx.Graph) -> list[str]:
+def _modules(program: Program, graph: fx.Graph) -> list[str]:
     """The modules of a stage, in order: blocks, and the innermost modules of other operators with parameters."""
     modules: list[str] = []
     for node in graph.nodes:
@@ -326,6 +326,6 @@ def _modules(graph: fx.Graph) -> list[str]:
             modules.append(str(node.target))
         elif _has_parameters(node):
             for argument in node.all_input_nodes:
-                if argument.op == "get_attr":
+                if argument.op == "get_attr" and str(argument.target) in program.parameters:
                     modules.append(str(argument.target).rpartition(".")[0] or str(argument.target))
     return list(dict.fromkeys(modules))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
@@ -27,7 +28,7 @@ def block_class(program: Program, block: Block) -> tuple[str, bool]:
     printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=instance)
     printed = printer.print()
     where = ", ".join(compressed(block.instances))
-    lines = [f"class {block.name}(nn.Module):", *_docstring(f"{where}: {_flow(block.graph, printed)}")]
+    lines = [f"class {block.name}(nn.Module):", *docstring(f"{where}: {_flow(block.graph, printed)}")]
     lines += _init_lines(body)
     lines += _forward_lines(printed, block.graph, printer, base=instance)
     return "\n".join(lines) + "\n", init.needs_parameters
@@ -42,7 +43,7 @@ def stage_class(program: Program, stage: Stage, infos: Mapping[str, TensorInfo],
     printed = printer.print()
     received = {boundary.name for boundary in stage.receives}
     summary = f"{', '.join(compressed(stage.modules)) or 'no parameters'}.  {_flow(stage.graph, printed)}"
-    lines = [f"class Stage{stage.index}(nn.Module):", *_docstring(summary)]
+    lines = [f"class Stage{stage.index}(nn.Module):", *docstring(summary)]
     lines += _init_lines(body)
     lines += _forward_lines(printed, stage.graph, printer, keyword_after=len(received))
     return "\n".join(lines) + "\n", init.needs_parameters
@@ -113,20 +114,14 @@ def _owned(program: Program, prefix: str) -> dict[str, TensorInfo]:
 # ---- text ------------------------------------------------------------------------------------------------------
 
 
-def _docstring(text: str) -> list[str]:
+def docstring(text: str, indent: str = _INDENT) -> list[str]:
     """A docstring of one line, or of several where it is long."""
-    room = 120 - len(_INDENT) - 6
+    room = 120 - len(indent) - 6
+    text = " ".join(text.split())
     if len(text) <= room:
-        return [f'{_INDENT}"""{text}"""']
-    lines, current = [], ""
-    for word in text.split(" "):
-        if current and len(current) + len(word) + 1 > room:
-            lines.append(current)
-            current = word
-        else:
-            current = f"{current} {word}" if current else word
-    lines.append(current)
-    return [f'{_INDENT}"""{lines[0]}', *(f"{_INDENT}{line}" for line in lines[1:]), f'{_INDENT}"""']
+        return [f'{indent}"""{text}"""']
+    lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+    return [f'{indent}"""{lines[0]}', *(f"{indent}{line}" for line in lines[1:]), f'{indent}"""']
 
 
 def _flow(graph: fx.Graph, printed: Printed) -> str:

@@ -90,6 +90,8 @@ class GraphPrinter:
     def _may_inline(self, node: fx.Node, written: set[Any]) -> bool:
         if node.op != "call_function" or len(node.users) != 1 or _writes(node):
             return False
+        if operator_name(node) == "getitem" and self.unpacked(node.args[0]) is not None:  # type: ignore[arg-type]
+            return False
         (user,) = node.users
         if user.op == "output" and isinstance(user.args[0], tuple | list):
             return False
@@ -136,6 +138,7 @@ class GraphPrinter:
                 live[self.names[node]] = node
         for position, node in enumerate(order):
             free = {name for name, holder in live.items() if last.get(holder, -1) <= position}
+            free -= {self.names[held] for held in self.held(node) if held in self.names}
             taken = {name: holder for name, holder in live.items() if name not in free}
             for target in self._targets(node):
                 wanted = self._wanted(target)
@@ -180,6 +183,10 @@ class GraphPrinter:
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The values that ``node``'s statement reads."""
         return node.all_input_nodes
+
+    def held(self, node: fx.Node) -> list[fx.Node]:
+        """Operands that must not be overwritten by the statement's own result (a loop reads them again)."""
+        return []
 
     def _fresh(self, name: str, taken: Iterable[str], reserved: set[str]) -> str:
         unavailable = set(taken) | reserved
@@ -232,10 +239,11 @@ class GraphPrinter:
 
     def anchor(self, node: fx.Node) -> str:
         """An expression with a ``.device``: a tensor that comes in, or a parameter."""
+        numbers = {name for n, name in self.names.items() if not isinstance(value_of(n), Tensor)}
         for candidate in self.nodes:
-            if candidate.op == "placeholder" and isinstance(value_of(candidate), Tensor) and candidate in self.names:
-                live = [n for n, name in self.names.items() if name == self.names[candidate]]
-                if len(live) == 1:
+            if candidate.op == "placeholder" and isinstance(value_of(candidate), Tensor):
+                # The name may stand for another tensor by now; it is on the same device.
+                if self.names[candidate] not in numbers:
                     return self.names[candidate]
         attribute = next((n for n in self.graph.nodes if n.op == "get_attr"), None)
         return self.attribute(str(attribute.target)) if attribute is not None else "torch.empty(0)"

@@ -73,6 +73,8 @@ def literal(value: Any) -> str:
     """A Python literal, as one would type it."""
     if isinstance(value, torch.dtype):
         return str(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 2**62:
+        return "None"  # the end of a slice that goes to the end
     if isinstance(value, float):
         if math.isinf(value):
             return 'float("inf")' if value > 0 else 'float("-inf")'

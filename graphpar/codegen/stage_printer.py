@@ -61,6 +61,17 @@ class StagePrinter(GraphPrinter):
                 operands.append(argument.args[0] if position in run.streams else argument)
         return operands  # type: ignore[return-value]
 
+    def held(self, node: fx.Node) -> list[fx.Node]:
+        run = self.runs.get(node)
+        if run is None:
+            return []
+        first = run.calls[0]
+        return [
+            argument.args[0] if position in run.streams else argument  # type: ignore[misc]
+            for position, argument in enumerate(first.args)
+            if isinstance(argument, fx.Node) and position != run.carried
+        ]
+
     def _wanted(self, node: fx.Node) -> list[str]:
         wanted = super()._wanted(node)
         for last, run in self.runs.items():
@@ -75,8 +86,8 @@ class StagePrinter(GraphPrinter):
             return super().statement(node)
         name = self.names[node]
         start = self.expression(run.calls[0].args[run.carried]).text
-        loop_name = _singular(run.parent.rpartition(".")[2])
-        if loop_name in self.names.values():
+        loop_name = _singular(run.parent)
+        if loop_name in self.names.values() or loop_name == "stream":
             loop_name = f"each_{loop_name}"
         arguments: list[str] = []
         for position, argument in enumerate(run.calls[0].args):
@@ -114,12 +125,15 @@ class StagePrinter(GraphPrinter):
         return tree
 
 
-def _singular(name: str) -> str:
+def _singular(path: str) -> str:
+    """What one of ``model.layers`` is called: ``layer``."""
+    words = [part for part in path.split(".") if part and not part.isdigit()]
+    name = words[-1] if words else "block"
     if name.endswith("ies"):
         return name[:-3] + "y"
     if name.endswith("s") and len(name) > 2 and not name.endswith("ss"):
         return name[:-1]
-    return {"h": "block"}.get(name, name + "_layer" if len(name) < 3 else f"one_{name}" if name.endswith("ss") else f"{name}_block")
+    return "block" if len(name) < 3 else name
 
 
 def _progression(begin: int, step: int, first: int) -> str:
