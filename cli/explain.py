@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.passes.split import Stage
@@ -14,37 +14,44 @@ from graphpar.report_text import indices_text
 
 
 def explain(program: Program, plan: Plan, stages: Sequence[Stage], pattern: str) -> list[str]:
-    """Lines about everything whose name matches the glob ``pattern``.
+    """Lines about everything whose name matches ``pattern``: ``*`` within one level, ``**`` over levels.
 
     Raises:
         GraphparError: nothing matches.
     """
-    about = {
-        **_modules(plan, stages),
-        **_parameters(program, stages),
-        **_inputs(program, stages),
-        **_crossing(plan, stages),
-        **_recomputed(program, stages),
-    }
-    lines = [f" {name}: {text}" for name, text in about.items() if fnmatchcase(name, pattern)]
+    about = [
+        *_modules(program, plan, stages).items(),
+        *_parameters(program, stages).items(),
+        *_inputs(program, stages).items(),
+        *_crossing(plan, stages),
+        *_recomputed(program, stages).items(),
+    ]
+    parts = (re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("**"))
+    wanted = re.compile(".*".join(parts))
+    lines = [f" {name}: {text}" for name, text in about if wanted.fullmatch(name)]
     if not lines:
-        raise GraphparError(f"--explain {pattern!r} matches no module, parameter or value.{near_match(pattern, about)}")
+        hint = near_match(pattern, dict(about))
+        raise GraphparError(f"--explain {pattern!r} matches no module, parameter or value.{hint}")
     return lines
 
 
-def _modules(plan: Plan, stages: Sequence[Stage]) -> dict[str, str]:
-    holders: dict[str, list[int]] = {}
-    for stage in stages:
-        for path in stage.modules:
-            holders.setdefault(path, []).append(stage.index)
-    return {
-        path: f"a module on stage {indices_text(found)} (rank {_ranks(plan, found)}), {_why(plan, found[0])}"
-        for path, found in holders.items()
-    }
+def _modules(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, str]:
+    about: dict[str, str] = {}
+    for path in filter(None, program.module_classes):
+        found = [stage.index for stage in stages if any(_related(path, module) for module in stage.modules)]
+        ranks = ", ".join(str(rank) for rank in dict.fromkeys(plan.stages[index].rank for index in found))
+        if len(found) == 1:
+            about[path] = f"a module on stage {found[0]} (rank {ranks}), {_why(plan, found[0])}"
+        elif found:
+            about[path] = f"a module on stages {indices_text(found)} (ranks {ranks})"
+        else:
+            about[path] = "a module without parameters in use; its operators are where their inputs are"
+    return about
 
 
-def _ranks(plan: Plan, stages: Sequence[int]) -> str:
-    return ", ".join(str(rank) for rank in dict.fromkeys(plan.stages[index].rank for index in stages))
+def _related(one: str, other: str) -> bool:
+    """Whether one module holds the other, or they are the same."""
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
 def _why(plan: Plan, stage: int) -> str:
@@ -69,13 +76,9 @@ def _parameters(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
         found = [index for index, names in enumerate(held) if group[0] in names]
         where = f"on stage {indices_text(found)}" if found else "used by no operator"
         tied = f", tied: {' = '.join(group)}" if len(group) > 1 else ""
-        summed = "; its gradient is summed over these stages" if len(found) > 1 and plan_trains(program) else ""
+        summed = "; its gradient is summed over these stages" if len(found) > 1 and program.mode == "train" else ""
         about[name] = f"a parameter {list(info.shape)} {where}{tied}{summed}"
     return about
-
-
-def plan_trains(program: Program) -> bool:
-    return program.mode == "train"
 
 
 def _inputs(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
@@ -88,8 +91,9 @@ def _inputs(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
     return about
 
 
-def _crossing(plan: Plan, stages: Sequence[Stage]) -> dict[str, str]:
-    about: dict[str, str] = {}
+def _crossing(plan: Plan, stages: Sequence[Stage]) -> list[tuple[str, str]]:
+    """What is sent, by the stage that makes it; a name may stand for another value on a later boundary."""
+    about: list[tuple[str, str]] = []
     for stage in stages:
         for boundary in stage.sends:
             if any(boundary.node is received.node for received in stage.receives):
@@ -97,16 +101,12 @@ def _crossing(plan: Plan, stages: Sequence[Stage]) -> dict[str, str]:
             last = stage.index + 1
             while any(sent.node is boundary.node for sent in stages[last].sends):
                 last += 1
-            relayed = (
-                f", relayed by stage {indices_text(range(stage.index + 1, last))}" if last > stage.index + 1 else ""
-            )
+            between = indices_text(range(stage.index + 1, last))
+            relayed = f", relayed by stage {between}" if between else ""
             shape = list(concrete_shape(boundary.node, plan.microbatch_size))
-            gradient = (
-                "its gradient comes back" if boundary.requires_grad and plan.mode == "train" else "without gradient"
-            )
-            about[boundary.name] = (
-                f"a value {shape} a microbatch, sent from stage {stage.index} to {last}{relayed}; {gradient}"
-            )
+            back = "its gradient comes back" if boundary.requires_grad and plan.mode == "train" else "without gradient"
+            text = f"a value {shape} a microbatch, sent from stage {stage.index} to {last}{relayed}; {back}"
+            about.append((boundary.name, text))
     return about
 
 

@@ -12,10 +12,12 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import graphpar
 from graphpar.cli.output import OUR_BUG, USER_ERROR, Result, stdout_console, stdout_to_stderr
@@ -107,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = importlib.import_module(f"graphpar.cli.{options.command}_command")
             result: Result = command.run(options)
         if options.json:
-            print(json.dumps(result.data))
+            print(json.dumps(_finite(result.data), allow_nan=False))
         else:
             result.show(stdout_console())
         return result.code
@@ -118,6 +120,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         return _failed(error)
+
+
+def _finite(data: Any) -> Any:
+    """``data`` with infinities and NaN, which JSON has no numbers for, as words."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _failed(error: Exception) -> int:

@@ -40,15 +40,12 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
         with progress(f"running {steps} steps on {devices} processes"):
             result = torchrun(script, arguments, nproc=devices, timeout_s=timeout_s)
         sys.stderr.write(result.stderr)
-        records = json.loads(history.read_text()) if history.is_file() else []
-    return {
-        "out": str(folder),
-        "devices": devices,
-        "steps": steps,
-        "loss": [record.get("loss") for record in records],
-        "gradient_norm": [record.get("gradient_norm") for record in records],
-        "seconds": round(result.seconds, 3),
-    }
+        written = json.loads(history.read_text()) if history.is_file() else []
+    data = {"out": str(folder), "devices": devices, "steps": steps, "seconds": round(result.seconds, 3)}
+    if isinstance(written, dict):  # inference: the outputs' shapes
+        return {**data, "outputs": written}
+    names = ("loss", "gradient_norm")
+    return {**data, **{name: [record.get(name) for record in written] for name in names}}
 
 
 def prepare(folder: Path, plan: dict[str, Any]) -> None:
@@ -76,8 +73,10 @@ def prepare(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    """The loss of every step."""
+    """The loss of every step, or the shapes of the outputs."""
     console.out(f"\n {data['out']} on {data['devices']} local processes, {data['seconds']:.1f} s\n", highlight=False)
-    for step, (loss, norm) in enumerate(zip(data["loss"], data["gradient_norm"])):
+    for name, shape in data.get("outputs", {}).items():
+        console.out(f" {name} {shape}", highlight=False)
+    for step, (loss, norm) in enumerate(zip(data.get("loss", ()), data.get("gradient_norm", ()))):
         shown = "" if norm is None else f"   gradient norm {norm:.4f}"
         console.out(f" step {step:4}   loss {loss:.6f}{shown}", highlight=False)

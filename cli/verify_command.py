@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.output import CHECK_FAILED, DONE, Result, program_folder, progress
 from graphpar.errors import GraphparError
+from graphpar.report_text import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+LISTED = 10
+"""How many problems are printed before the rest is counted."""
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -27,20 +32,23 @@ def run(options: argparse.Namespace) -> Result:
 def show(data: dict[str, Any], console: Console) -> None:
     """Losses side by side, the largest errors with their names, and the verdict."""
     losses = data["loss"]
-    lines = [f" {data['devices']} processes against one, {data['steps']} steps of SGD with momentum", ""]
-    if losses["reference"]:
-        lines.append(" step   loss, reference     parallel        difference")
-    for step, (ours, theirs) in enumerate(zip(losses["reference"], losses["parallel"])):
-        lines.append(f" {step:4}   {ours:<18.8f}  {theirs:<14.8f}  {abs(ours - theirs):.1e}")
-    lines += ["", " largest error (relative)        tolerance   where"]
+    lines = [
+        f" {plural(data['devices'], 'process', 'processes')} against the unpartitioned model, SGD with momentum",
+        "",
+    ]
+    lines.append(" step   loss, reference   parallel          difference")
+    for step, (expected, found) in enumerate(zip(losses["reference"], losses["parallel"])):
+        lines.append(f" {step:4}   {expected:<17.8f} {found:<17.8f} {abs(expected - found):.1e}")
+    lines += ["", " largest error, relative        tolerance         worst"]
     for name, error in data["max_error"].items():
-        tolerance = data["tolerance"].get(name)
-        allowed = "" if tolerance is None else f"{tolerance:.1e}"
-        worst = data["worst"].get(name) or ""
-        shown = "" if error is None else f"{error:.2e}"
-        lines.append(f"   {name:<12} {shown:<15}  {allowed:<10}  {worst}".rstrip())
+        tolerance = data["tolerance"].get(name, math.inf)
+        verdict = "" if float(error) <= tolerance else "   TOO LARGE"
+        worst = data["worst"].get(name, "")
+        lines.append(f"   {name:<12} {float(error):<15.2e} {tolerance:<17.1e} {worst}{verdict}".rstrip())
+    problems = data.get("problems", [])
+    if problems:
+        lines += ["", *(f" {problem}" for problem in problems[:LISTED])]
+    if len(problems) > LISTED:
+        lines.append(f" and {len(problems) - LISTED} more")
     lines += ["", f" {'PASS' if data['ok'] else 'FAIL'}"]
-    for key in ("error", "missing_gradients"):
-        if data.get(key):
-            lines.append(f"   {key.replace('_', ' ')}: {data[key]}")
     console.out("\n".join(lines), highlight=False)

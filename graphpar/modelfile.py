@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -228,15 +228,16 @@ def _read(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
 
 
 def _missing(name: str, module: ModuleType, shown: str) -> str:
-    own = [
-        key
-        for key, value in vars(module).items()
-        if not key.startswith("_")
-        and not isinstance(value, ModuleType)
-        and getattr(value, "__module__", module.__name__) == module.__name__
-    ]
+    own = [key for key, value in vars(module).items() if not key.startswith("_") and _defined_in(module, value)]
     listing = f"It has {', '.join(own)}." if own else "It defines nothing."
     return f"{shown} has no {name!r}: {MEANING[name]}. {listing}{near_match(name, own)}"
+
+
+def _defined_in(module: ModuleType, value: Any) -> bool:
+    """Whether a name of ``module`` is its own, not imported."""
+    if isinstance(value, type | FunctionType):
+        return value.__module__ == module.__name__
+    return not isinstance(value, ModuleType | BuiltinFunctionType)
 
 
 def _require(condition: bool, shown: str, name: str, value: Any, wanted: str) -> None:

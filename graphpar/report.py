@@ -36,7 +36,7 @@ def render(data: Mapping[str, Any], console: Console, out: str | None = None) ->
     """Print the report. ``out`` is the emitted folder, for the commands to run next."""
     width = min(console.width, WIDTH)
     closing = [("Warning", line) for line in data["warnings"]]
-    closing += [("Next", line) for line in next_commands(out)] if out is not None else []
+    closing += [("Next", line) for line in next_commands(out, data["mode"])] if out is not None else []
     table = _stage_table(data["stages"])
     sections = [
         [_header(data)],
@@ -49,8 +49,9 @@ def render(data: Mapping[str, Any], console: Console, out: str | None = None) ->
     console.out("\n\n".join("\n".join(lines) for lines in sections if lines), highlight=False)
 
 
-def next_commands(out: str) -> list[str]:
-    return [f"graphpar run {out} --steps 3", f"graphpar verify {out}", f"graphpar report {out} --html report.html"]
+def next_commands(out: str, mode: str) -> list[str]:
+    verify = [f"graphpar verify {out}"] if mode == "train" else []
+    return [f"graphpar run {out} --steps 3", *verify, f"graphpar report {out} --html report.html"]
 
 
 def _header(data: Mapping[str, Any]) -> str:

@@ -1,0 +1,302 @@
+"""The command line: exit codes, messages, and JSON alone on standard output."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphpar.cli.main import main
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+GPT, HEAD_FIRST = str(EXAMPLES / "gpt.py"), str(EXAMPLES / "head_first.py")
+
+LINEAR = """
+import torch
+print("noise")
+def model(): return torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+example_inputs = (torch.ones(3, 4),)
+example_targets = torch.zeros(3, 4)
+loss_fn = torch.nn.functional.mse_loss
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that the user got wrong prints; nothing on standard output, and no traceback."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    assert captured.err.startswith("error: ")
+    return captured.err
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(arguments) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def compiled(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(output(capsys, "compile", *arguments, "--json"))
+    return data
+
+
+# ---- help and usage --------------------------------------------------------------------------------------------
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom graphpar.cli.main import main\n"
+        "codes = [main(['--help']), main(['compile', '--help']), main(['--version'])]\n"
+        "assert codes == [0, 0, 0], codes\nassert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "compile" in ran.stdout and "--schedule-table" in ran.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["bogus"], ["compile"], ["compile", GPT, "--dtype", "fp8"]])
+def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "outline" in output(capsys, "passes")
+    rows = json.loads(output(capsys, "passes", "--json"))["passes"]
+    assert {"name", "needs", "ensures"} <= set(rows[0])
+
+
+# ---- compile ---------------------------------------------------------------------------------------------------
+
+
+def test_compile_as_a_process_prints_one_json_object(folder: Path) -> None:
+    (folder / "noisy.py").write_text(LINEAR)
+    command = [
+        sys.executable,
+        "-m",
+        "graphpar.cli.main",
+        "compile",
+        "noisy.py",
+        "--devices",
+        "2",
+        "--batch",
+        "6",
+        "--json",
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    data = json.loads(ran.stdout)
+    assert set(data) == {"graphpar", "torch", "out", "warnings", "model", "plan", "predicted", "search", "seconds"}
+    assert set(data["seconds"]) == {"capture", "plan", "emit", "total"}
+    assert data["out"] == "noisy-2dev" and data["plan"]["global_batch"] == 6
+    assert "noise" in ran.stderr
+    record = json.loads((folder / "noisy-2dev" / "plan.json").read_text())
+    assert record["model_file"] == "../noisy.py"
+    assert record["report"]["model"] == data["model"]
+
+
+def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pins = ["--mesh", "pp=2", "--schedule", "gpipe", "--microbatch-size", "4", "--split", "blocks.2:end"]
+    printed = output(capsys, "compile", GPT, *pins, "-o", "out", "--weights", "--html", "page.html")
+    assert "GPipe, 2 microbatches of 4 (global batch 8)" in printed
+    assert "blocks.3-7, norm, head" in printed
+    assert "graphpar verify out" in printed
+    assert (folder / "page.html").read_text().startswith("<!doctype html>")
+    assert (folder / "out" / "weights" / "model.safetensors").is_file()
+    assert output(capsys, "report", "out") in printed  # the same report, from plan.json alone
+    page = output(capsys, "report", "out/plan.json", "--html", "again.html")
+    assert "Wrote again.html" in page
+    assert (folder / "again.html").read_text() == (folder / "page.html").read_text()
+
+
+def test_a_plan_is_reused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = compiled(capsys, GPT, "--devices", "2", "--schedule", "zbv", "-o", "first")
+    again = compiled(capsys, GPT, "--plan", "first/plan.json", "-o", "again")
+    assert again["plan"] == first["plan"]
+    names = sorted(path.name for path in (folder / "first").iterdir())
+    assert names == sorted(path.name for path in (folder / "again").iterdir())
+    for name in names:
+        assert (folder / "first" / name).read_bytes() == (folder / "again" / name).read_bytes(), name
+
+
+def test_a_schedule_table_gives_the_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "own.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    data = compiled(capsys, HEAD_FIRST, "--schedule-table", "own.csv", "--no-emit")
+    assert data["plan"]["mesh"]["pp"] == 2 and data["plan"]["schedule"] == "custom"
+    assert data["plan"]["actions"]["0"] == ["0F0", "0F1", "0B0", "0B1"]
+    (folder / "bad.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    assert "rank 1" in message(capsys, "compile", HEAD_FIRST, "--schedule-table", "bad.csv")
+
+
+def test_no_emit_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compiled(capsys, HEAD_FIRST, "--cluster", "2xCPU", "--no-emit")["out"] is None
+    assert list(folder.iterdir()) == []
+
+
+def test_explain_and_dump(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = output(capsys, "compile", GPT, "--devices", "2", "--no-emit", "--explain", "*.weight")
+    assert "tokens.weight: a parameter [211, 64] on stage 0-1, tied: tokens.weight = head.weight" in printed
+    assert main(["compile", GPT, "--devices", "2", "--no-emit", "--dump-after", "outline"]) == 0
+    assert "# after outline" in capsys.readouterr().err
+
+
+# ---- what the user must change ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = 1\ny = foo + 1\n", "NameError: name 'foo' is not defined (model.py, line 2: y = foo + 1)"),
+        ("def f(:\n", "model.py, line 1"),
+        ("raise SystemExit('stop')\n", "SystemExit: stop"),
+        ("modle = 1\nexample_inputs = ()\n", "It has modle, example_inputs. Did you mean 'modle'?"),
+        ("model = int\nexample_input = ()\n", "Did you mean 'example_input'?"),
+        ("model = 3\nexample_inputs = ()\n", "model is of type int"),
+        ("from torch import nn\nmodel = nn.Linear\nexample_inputs = ()\n", "model is the class Linear"),
+        ("import torch\nmodel = int\nexample_inputs = torch.ones(1)\n", "write (tensor,)"),
+        ("model = int\ndef example_inputs(): return 1 / 0\n", "line 2: def example_inputs(): return 1 / 0"),
+        ("import torch\nexample_inputs = (torch.ones(2),)\ndef model():\n    return 1 / 0\n", "line 4: return 1 / 0"),
+        ("model = int\nexample_inputs = ()\nsplit_points = 3\n", "split_points is of type int"),
+    ],
+)
+def test_a_broken_model_file(text: str, expected: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model.py").write_text(text)
+    assert expected in message(capsys, "compile", "model.py", "--devices", "2")
+    assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["model.py"]
+
+
+def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model.py").write_text(LINEAR)
+    assert "Did you mean 'model.py'?" in message(capsys, "compile", "modle.py")
+    assert "the folder nowhere does not exist" in message(capsys, "compile", "nowhere/model.py")
+    assert "There is no module no.such.module" in message(capsys, "compile", "no.such.module")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--devices", "2", "--split", "blocs.4"], "Did you mean 'blocks.4'"),
+        (["--devices", "16", "--batch", "16"], "16 stages were asked for, but GPT has only 8 blocks"),
+        (["--devices", "2", "--microbatch-size", "3"], "sizes that do: 1, 2, 4, 8"),
+        (["--mesh", "tp=2"], "tp=2"),
+        (["--devices", "4", "--mesh", "pp=2"], "pp(2) = 2 != 4 devices"),
+        (["--devices", "2", "--schedule", "gpip"], "Did you mean 'GPipe'?"),
+        (["--cluster", "some"], "--cluster 'some'"),
+        (["--dump-after", "outlin"], "Did you mean 'outline'?"),
+        (["--devices", "2", "--explain", "blcks"], "matches no module"),
+        (["--plan", "nope.json"], "There is no plan nope.json"),
+        (["--no-emit", "--weights"], "--no-emit"),
+        (["--steps", "3"], "give --run too"),
+        (["--html", "nowhere/page.html"], "nowhere"),
+    ],
+)
+def test_wrong_options(arguments: list[str], expected: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in message(capsys, "compile", GPT, *arguments)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_plan_that_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = compiled(capsys, HEAD_FIRST, "--devices", "2", "--no-emit")["plan"]
+    path = folder / "plan.json"
+
+    def edited(**changes: Any) -> str:
+        path.write_text(json.dumps({**plan, **changes}))
+        return message(capsys, "compile", HEAD_FIRST, "--plan", "plan.json")
+
+    assert "version 7" in edited(version=7)
+    assert "does not divide into microbatches of 3" in edited(microbatch_size=3)
+    assert "recompute is full" in edited(recompute="full")
+    assert "The plan is for 'GPT'" in edited(model="GPT")
+    assert "no valid plan" in edited(mesh={"pp": 2, "zz": 1})
+    path.write_text(json.dumps(plan))
+    assert "--devices is decided by the plan" in message(
+        capsys, "compile", HEAD_FIRST, "--plan", "plan.json", "--devices", "4"
+    )
+    path.write_text("{")
+    assert "is no JSON" in message(capsys, "report", "plan.json")
+
+
+def test_a_folder_that_is_no_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "kept").mkdir()
+    (folder / "kept" / "notes.txt").write_text("mine")
+    assert "something else" in message(capsys, "compile", HEAD_FIRST, "--devices", "2", "-o", "kept")
+    assert [path.name for path in (folder / "kept").iterdir()] == ["notes.txt"]
+    for command in ("run", "verify", "report"):
+        assert "no plan.json" in message(capsys, command, "kept")
+
+
+def test_our_own_bugs_are_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from graphpar.cli import passes_command
+
+    monkeypatch.setattr(passes_command, "PASSES", None)
+    assert main(["passes"]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+# ---- model files -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_imported_once(folder: Path) -> None:
+    from graphpar.modelfile import load_model_file
+
+    (folder / "helper.py").write_text("VALUE = 4\n")
+    (folder / "model.py").write_text(
+        "import torch\nfrom helper import VALUE\nopen('count', 'a').write('.')\n"
+        "model = torch.nn.Linear(VALUE, VALUE)\nexample_inputs = {'input': torch.ones(2, VALUE)}\n"
+        "shard_plan = {'weight': 'colwise'}\n"
+    )
+    first, second = load_model_file("model.py"), load_model_file(folder / "model.py")
+    assert first.model is second.model
+    assert (folder / "count").read_text() == "."
+    assert list(first.kwargs) == ["input"] and first.args == () and first.targets == ()
+    assert "shard_plan is ignored" in first.warnings[0]
+    assert str(folder) not in sys.path
+
+
+def test_a_dotted_module(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "some_package").mkdir()
+    (folder / "some_package" / "__init__.py").write_text("")
+    (folder / "some_package" / "toy.py").write_text(LINEAR)
+    data = compiled(capsys, "some_package.toy", "--devices", "2", "--batch", "4")
+    assert data["out"] == "toy-2dev"
+    assert json.loads((folder / "toy-2dev" / "plan.json").read_text())["model_file"] == "some_package.toy"
+
+
+# ---- run and verify --------------------------------------------------------------------------------------------
+
+
+def test_run_makes_weights_and_a_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(capsys, HEAD_FIRST, "--devices", "2", "--batch", "12", "-o", "out")
+    data = json.loads(output(capsys, "run", "out", "--steps", "2", "--json"))
+    assert data["devices"] == 2 and len(data["loss"]) == 2
+    assert data["loss"][1] < data["loss"][0]
+    assert (folder / "out" / "weights" / "model.safetensors").is_file()
+
+
+def test_verify_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from graphpar import verification
+    from graphpar.cli import verify_command
+
+    monkeypatch.setattr(verify_command, "program_folder", Path)
+    for error, code, verdict in ((1e-7, 0, "PASS"), (2e-2, 1, "FAIL")):
+        made = verification.Verification(
+            2, 1, [1.5], [1.5], {"loss": 0.0, "gradient": error}, {"gradient": "a.b"}, {"loss": 1e-5, "gradient": 1e-5}
+        )
+        monkeypatch.setattr(verification, "verify_parts", lambda folder, steps, made=made: made)
+        assert main(["verify", "out"]) == code
+        printed = capsys.readouterr().out
+        assert printed.rstrip().endswith(verdict) and "a.b" in printed
+        assert main(["verify", "out", "--json"]) == code
+        assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)

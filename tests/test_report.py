@@ -1,0 +1,149 @@
+"""The report: its data, its text and its page agree with the program, and are the same every time."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import graphpar as gp
+from graphpar.modelfile import load_model_file
+from graphpar.report import compile_json, html, plan_text, render, report_data, timeline_of
+from graphpar.report_text import bytes_text, compressed, count_text, flops_text, indices_text
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def made(name: str, **pins: Any) -> gp.Parts:
+    file = load_model_file(EXAMPLES / f"{name}.py")
+    program = gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets, mode=pins.pop("mode", None))
+    return gp.partition(program, gp.plan(program, **pins))
+
+
+def text_of(data: dict[str, Any]) -> str:
+    console = Console(width=100, highlight=False)
+    with console.capture() as captured:
+        render(data, console, "out")
+    return captured.get()
+
+
+@pytest.fixture(scope="module")
+def gpt() -> gp.Parts:
+    return made("gpt", devices=4)
+
+
+def test_data_adds_up(gpt: gp.Parts) -> None:
+    data = report_data(gpt.program, gpt.plan, gpt.stages)
+    tokens = gpt.program.parameters["tokens.weight"].numel
+    assert sum(stage["parameters"] for stage in data["stages"]) == data["model"]["parameters"] + tokens  # on two stages
+    assert data["ties"] == [{"names": ["tokens.weight", "head.weight"], "stages": [0, 3]}]
+    assert data["model"]["blocks"] == [{"name": "Block", "count": 8}]
+    (sent,) = data["stages"][0]["sends"]
+    assert sent["shape"] == [gpt.plan.microbatch_size, 16, 64]
+    assert sent["bytes"] == gpt.plan.microbatch_size * 16 * 64 * 4
+    assert data["stages"][3]["sends"] == []
+    assert 0 < data["bubble_fraction"] < 1 and data["bubble_fraction"] == round(timeline_of(data).bubble, 6)
+    # blocks 2 and 3: 2 * (12 width^2) * tokens flops of linear layers each, and attention on top
+    assert data["stages"][1]["flops"] == pytest.approx(2 * 24 * 64 * 64 * 16, rel=0.1)
+
+
+def test_data_is_plain_and_deterministic(gpt: gp.Parts) -> None:
+    data = report_data(gpt.program, gpt.plan, gpt.stages)
+    assert json.loads(json.dumps(data)) == data
+    again = made("gpt", devices=4)
+    assert json.dumps(report_data(again.program, again.plan, again.stages)) == json.dumps(data)
+    assert str(EXAMPLES) not in json.dumps(data)
+
+
+def test_the_emitted_plan_holds_the_report(gpt: gp.Parts) -> None:
+    record = json.loads(gpt.files["plan.json"])
+    assert record["report"] == report_data(gpt.program, gpt.plan, gpt.stages)
+    assert gpt.files["report.html"] == html(record["report"])
+
+
+def test_text(gpt: gp.Parts) -> None:
+    text = text_of(report_data(gpt.program, gpt.plan, gpt.stages))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "GPT · 415 K parameters · fp32 · train · 4 devices" in text
+    assert "pp 4   1F1B, 8 microbatches of 1 (global batch 8)" in text
+    assert "tokens, positions, blocks.0-1" in text and "blocks.6-7, norm, head" in text
+    assert "tokens.weight = head.weight, on stages 0, 3" in text
+    assert "rank 3  .. .. .. F0 B0" in text
+    assert "graphpar verify out" in text
+    assert "\x1b" not in text
+
+
+def test_recomputed_and_relayed_values_are_named() -> None:
+    parts = made("t5", devices=2, schedule="zbv")
+    data = report_data(parts.program, parts.plan, parts.stages)
+    assert any(value["relayed"] for stage in data["stages"] for value in stage["sends"])
+    assert any("attention_mask" in stage["recomputed"] for stage in data["stages"])
+    text = text_of(data)
+    assert "relayed" in text and "Recomputed" in text
+    assert "T5BlockDecoder x 3" in text
+    assert "0F0" in text  # several stages a rank: actions name theirs
+
+
+def test_one_device_and_inference() -> None:
+    alone = made("head_first", devices=1)
+    text = text_of(report_data(alone.program, alone.plan, alone.stages))
+    assert "1 device" in text and "bubble" not in text
+    parts = made("head_first", devices=2, mode="infer")
+    data = report_data(parts.program, parts.plan, parts.stages)
+    assert not any("B" in row for row in data["actions"])
+    assert "gradients" not in text_of(data) and "verify" not in text_of(data)
+    assert data["stages"][0]["sends"][0]["requires_grad"] is False
+
+
+def test_page_is_well_formed_and_self_contained(gpt: gp.Parts) -> None:
+    data = report_data(gpt.program, gpt.plan, gpt.stages)
+    data["warnings"] = ["<b>not bold</b>"]
+    page = html(data)
+    svg = page[page.index("<svg") : page.index("</svg>") + 6]
+    assert len(ElementTree.fromstring(svg).findall(".//rect")) == 2 * 4 * 8
+    assert "<script" not in page and "http" not in page and "<link" not in page
+    assert "&lt;b&gt;not bold" in page
+    data["actions"] = _gpipe(ranks=4, microbatches=1000)
+    assert len(html(data)) < 400_000  # shapes, not boxes
+
+
+def _gpipe(ranks: int, microbatches: int) -> list[str]:
+    return [",".join(f"{rank}{kind}{m}" for kind in "FB" for m in range(microbatches)) for rank in range(ranks)]
+
+
+def test_a_plan_prints_without_its_program(gpt: gp.Parts) -> None:
+    text = str(gpt.plan)
+    assert text == plan_text(gpt.plan)
+    assert "1F1B, 8 microbatches of 1" in text and "blocks.2-3" in text
+
+
+def test_compile_json_has_the_contract_s_keys(gpt: gp.Parts) -> None:
+    data = compile_json(gpt.program, gpt.plan, gpt.stages, {"total": 1.23456789}, "out")
+    assert set(data) == {"graphpar", "torch", "out", "warnings", "model", "plan", "predicted", "search", "seconds"}
+    assert data["plan"] == gpt.plan.to_json()
+    assert data["seconds"] == {"total": 1.2346}
+    json.dumps(data)
+
+
+def test_spellings() -> None:
+    assert [count_text(n) for n in (0, 999, 1000, 414_656, 1_980_000_000)] == ["0", "999", "1.00 K", "415 K", "1.98 B"]
+    assert [bytes_text(n) for n in (12, 4096, 33_500_000)] == ["12 B", "4.10 kB", "33.5 MB"]
+    assert flops_text(3.318e6) == "3.32 MFLOP"
+    assert indices_text([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_modules_are_compressed() -> None:
+    stages = [
+        ["embed", "rotary", "down.0.conv1", "down.0.norm", "layers.0", "layers.1"],
+        ["rotary", "layers.2", "layers.3", "up.0.conv1"],
+        ["rotary", "layers.5", "up.0.norm", "norm", "head"],
+    ]
+    assert compressed(stages) == [
+        ["embed", "rotary", "down", "layers.0-1"],
+        ["rotary", "layers.2-3", "up.0.conv1"],
+        ["rotary", "layers.5", "up.0.norm", "norm", "head"],
+    ]
