@@ -36,7 +36,9 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
     devices = plan["mesh"]["pp"]
     with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch:
         history = Path(scratch) / "history.json"
-        arguments = ["--steps", str(steps), "--batch", str(folder / "batch.safetensors"), "--json", str(history)]
+        arguments = ["--steps", str(steps), "--json", str(history)]
+        if (folder / "batch.safetensors").is_file():  # else train.py makes random batches
+            arguments += ["--batch", str(folder / "batch.safetensors")]
         with progress(f"running {steps} steps on {devices} processes"):
             result = torchrun(script, arguments, nproc=devices, timeout_s=timeout_s)
         sys.stderr.write(result.stderr)
@@ -51,16 +53,17 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
 def prepare(folder: Path, plan: dict[str, Any]) -> None:
     """Write ``weights/`` and ``batch.safetensors`` from the model file, where they are missing."""
     weights, batch = folder / "weights", folder / "batch.safetensors"
-    if weights.is_dir() and batch.is_file():
+    named = plan.get("model_file")
+    if weights.is_dir() and (batch.is_file() or not named):
         return
     from safetensors.torch import save_file
 
     from graphpar.api import DTYPES, untied
     from graphpar.modelfile import example_batch, find_model_file, initial_weights, load_model_file
 
-    if not plan.get("model_file"):
+    if not named:
         raise GraphparError(f"{folder} has no weights, and its plan.json names no model file to make them from.")
-    file = load_model_file(find_model_file(folder, plan["model_file"]))
+    file = load_model_file(find_model_file(folder, named))
     if not batch.is_file():
         save_file(example_batch(file, plan["interface"]["inputs"]), str(batch))
     if not weights.is_dir():

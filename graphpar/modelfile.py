@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import traceback
@@ -89,7 +90,7 @@ def load_model_file(path_or_module: str | Path) -> ModelFile:
 
 def find_model_file(folder: Path, reference: str) -> Path | str:
     """What ``model_file`` in a ``plan.json`` names: a path relative to ``folder``, or a dotted module name."""
-    path = folder / reference
+    path = Path(os.path.normpath(folder.resolve() / reference))
     if path.is_file():
         return path
     if not reference.endswith(".py"):

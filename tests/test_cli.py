@@ -108,10 +108,10 @@ def test_compile_as_a_process_prints_one_json_object(folder: Path) -> None:
 
 
 def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pins = ["--mesh", "pp=2", "--schedule", "gpipe", "--microbatch-size", "4", "--split", "blocks.2:end"]
-    printed = output(capsys, "compile", GPT, *pins, "-o", "out", "--weights", "--html", "page.html")
+    pins = ["--mesh", "pp=2", "--schedule", "gpipe", "--microbatch-size", "4", "--split", "body.2:end"]
+    printed = output(capsys, "compile", HEAD_FIRST, *pins, "-o", "out", "--weights", "--html", "page.html")
     assert "GPipe, 2 microbatches of 4 (global batch 8)" in printed
-    assert "blocks.3-7, norm, head" in printed
+    assert "body.3-7, head" in printed
     assert "graphpar verify out" in printed
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
     assert (folder / "out" / "weights" / "model.safetensors").is_file()
@@ -122,8 +122,8 @@ def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_plan_is_reused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = compiled(capsys, GPT, "--devices", "2", "--schedule", "zbv", "-o", "first")
-    again = compiled(capsys, GPT, "--plan", "first/plan.json", "-o", "again")
+    first = compiled(capsys, HEAD_FIRST, "--devices", "2", "--schedule", "zbv", "-o", "first")
+    again = compiled(capsys, HEAD_FIRST, "--plan", "first/plan.json", "-o", "again")
     assert again["plan"] == first["plan"]
     names = sorted(path.name for path in (folder / "first").iterdir())
     assert names == sorted(path.name for path in (folder / "again").iterdir())
@@ -146,10 +146,11 @@ def test_no_emit_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_explain_and_dump(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = output(capsys, "compile", GPT, "--devices", "2", "--no-emit", "--explain", "*.weight")
-    assert "tokens.weight: a parameter [211, 64] on stage 0-1, tied: tokens.weight = head.weight" in printed
-    assert main(["compile", GPT, "--devices", "2", "--no-emit", "--dump-after", "outline"]) == 0
-    assert "# after outline" in capsys.readouterr().err
+    arguments = ["compile", GPT, "--devices", "2", "--no-emit", "--explain", "*.weight", "--dump-after", "outline"]
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert "tokens.weight: a parameter [211, 64] on stage 0-1, tied: tokens.weight = head.weight" in captured.out
+    assert "# after outline" in captured.err
 
 
 # ---- what the user must change ---------------------------------------------------------------------------------
@@ -187,15 +188,15 @@ def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--devices", "2", "--split", "blocs.4"], "Did you mean 'blocks.4'"),
-        (["--devices", "16", "--batch", "16"], "16 stages were asked for, but GPT has only 8 blocks"),
+        (["--devices", "2", "--split", "bodi.4"], "Did you mean 'body.4'"),
+        (["--devices", "16", "--batch", "16"], "16 stages were asked for, but HeadFirst has only 8 blocks"),
         (["--devices", "2", "--microbatch-size", "3"], "sizes that do: 1, 2, 4, 8"),
         (["--mesh", "tp=2"], "tp=2"),
         (["--devices", "4", "--mesh", "pp=2"], "pp(2) = 2 != 4 devices"),
         (["--devices", "2", "--schedule", "gpip"], "Did you mean 'GPipe'?"),
         (["--cluster", "some"], "--cluster 'some'"),
         (["--dump-after", "outlin"], "Did you mean 'outline'?"),
-        (["--devices", "2", "--explain", "blcks"], "matches no module"),
+        (["--devices", "2", "--explain", "bode"], "matches no module"),
         (["--plan", "nope.json"], "There is no plan nope.json"),
         (["--no-emit", "--weights"], "--no-emit"),
         (["--steps", "3"], "give --run too"),
@@ -203,7 +204,7 @@ def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_wrong_options(arguments: list[str], expected: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert expected in message(capsys, "compile", GPT, *arguments)
+    assert expected in message(capsys, "compile", HEAD_FIRST, *arguments)
     assert list(folder.iterdir()) == []
 
 

@@ -54,7 +54,7 @@ def test_data_adds_up(gpt: gp.Parts) -> None:
 def test_data_is_plain_and_deterministic(gpt: gp.Parts) -> None:
     data = report_data(gpt.program, gpt.plan, gpt.stages)
     assert json.loads(json.dumps(data)) == data
-    again = made("gpt", devices=4)
+    again = gp.partition(gpt.program, gpt.plan)
     assert json.dumps(report_data(again.program, again.plan, again.stages)) == json.dumps(data)
     assert str(EXAMPLES) not in json.dumps(data)
 
