@@ -30,7 +30,7 @@ from graphpar.api import DTYPES, Parts, untied
 from graphpar.capture import default_dtype, named_outputs, own_loss
 from graphpar.emitted import random_streams
 from graphpar.errors import GraphparError
-from graphpar.modelfile import load_model_file
+from graphpar.modelfile import find_model_file, load_model_file
 from graphpar.plans import Plan
 from graphpar.program import Input, ModelSource
 from graphpar.runtime.random_streams import sample_keys
@@ -110,10 +110,10 @@ def verify_all(
     programs: Sequence[Parts | str | Path],
     steps: int = 3,
     *,
-    reference: Reference | None = None,
+    references: Sequence[Reference | None] | None = None,
     timeout_s: float = 900.0,
 ) -> list[Verification]:
-    """Verify several programs, those of one world size in one launch. ``reference`` may be shared where the model is."""
+    """Verify several programs, those of one world size in one launch. ``references`` saves running the same model again."""
     if steps < 1:
         raise GraphparError(f"--steps is {steps}; at least one step is needed to compare anything.")
     with tempfile.TemporaryDirectory(prefix="graphpar-verify-") as scratch:
@@ -121,7 +121,7 @@ def verify_all(
         for index, program in enumerate(programs):
             job = Path(scratch) / f"job_{index}"
             job.mkdir()
-            prepared.append((job, *_prepare(program, job, steps, reference)))
+            prepared.append((job, *_prepare(program, job, steps, references[index] if references else None)))
         results: dict[Path, JobResult] = {}
         for size in sorted({plan.mesh.size for _, plan, _ in prepared}):
             jobs = [job for job, plan, _ in prepared if plan.mesh.size == size]
@@ -162,8 +162,7 @@ def _source_of_folder(folder: Path, plan: Plan) -> ModelSource:
     record = json.loads((folder / "plan.json").read_text())
     if not record.get("model_file"):
         raise GraphparError(f"{folder} was not compiled from a model file; verify it from Python with gp.verify(parts).")
-    path = Path(record["model_file"])
-    file = load_model_file(path if path.is_absolute() else (folder / path).resolve())
+    file = load_model_file(find_model_file(folder, record["model_file"]))
     return ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.dtype)
 
 

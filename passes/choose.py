@@ -52,6 +52,8 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     if pins.cuts is not None and pins.stages is not None:
         raise GraphparError("Give split points or lists of modules a stage, not both.")
     cuts = pins.cuts if pins.stages is None else cuts_from_lists(program, pins.stages)
+    if cuts:
+        positions_of(program, cuts)  # a misspelt name is the first thing to hear of
     if pins.table is not None:
         return _with_table(program, mesh, pins, cuts, batch)
     schedule = canonical_name(pins.schedule or ("1F1B" if program.mode == "train" else "GPipe"))

@@ -272,7 +272,7 @@ def _stage(placement: _Placement, needed: set[fx.Node], crossing: list[list[fx.N
             graph.erase_node(env[node])
     placeholders = [node for node in placeholders if env[node] in set(graph.nodes)]
     counts = tuple(n for n in (str(node.target) for node in placeholders) if n in program.count_names)
-    recomputed = [node for node in needed if node in placement.free and node.op == "call_function"]
+    recomputed = [node for node in placement.nodes if node in needed and node in placement.free and node.op == "call_function"]
     return Stage(
         index=index,
         graph=graph,

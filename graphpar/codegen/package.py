@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from graphpar.codegen.classes import block_class, counts_function, docstring, helper_function, stage_class
 from graphpar.codegen.layout import compressed
+from graphpar.codegen.printer import FUNCTIONS
 from graphpar.codegen.train_script import train_script
 from graphpar.emitted import random_streams
 from graphpar.passes.split import Boundary, Stage
@@ -37,7 +38,6 @@ _PARAMETERS = '''def parameters(dtype: torch.dtype = torch.float32, **shapes: tu
         module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype)))
     return module
 '''
-_STREAMS = ("stream", "dropout", "channel_dropout", "dropout_attention")
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _assembled(title: str, parts: Sequence[str], blocks: Sequence[str] | set[str
     shared = sorted(name for name in blocks if name in words)
     if shared:
         local.append(f"from .blocks import {', '.join(shared)}")
-    streams = sorted(name for name in _STREAMS if re.search(rf"(?<![.\w]){name}\(", text))
+    streams = sorted(name for name in FUNCTIONS if re.search(rf"(?<![.\w]){name}\(", text))
     if streams:
         local.append(f"from .random_streams import {', '.join(streams)}")
     header = "\n".join(imports) + ("\n\n" + "\n".join(local) if local else "")

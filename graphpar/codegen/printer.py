@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.codegen.spelling import Expression, literal, spell
-from graphpar.program import batch_coefficients, operator_name, value_of
+from graphpar.program import Helper, batch_coefficients, operator_name, value_of
 from graphpar.source import variable_names
 
-WIDTH = 112
 _INLINE = 88
+# Functions of the emitted package, which no variable may hide.
+FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
 
 
 @dataclass
@@ -71,7 +72,8 @@ class GraphPrinter:
         self.attribute = attribute
         self.call = call
         self.base = base
-        self.reserved = set(reserved) | {"F", "torch", "self", "nn"}
+        self.reserved = set(reserved) | {"F", "torch", "self", "nn", "parameters", *FUNCTIONS}
+        self.reserved |= {node.target.name for node in graph.nodes if isinstance(node.target, Helper)}
         self.nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]
         self.output = next(node for node in graph.nodes if node.op == "output")
         self.inlined: set[fx.Node] = set()
