@@ -410,7 +410,7 @@ def _example(leaf: Tensor, shape: list[int], mode: FakeTensorMode | None) -> Ten
 @contextlib.contextmanager
 def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
     """Notices what a trace would silently lose: custom backwards and the user's own checkpoint regions."""
-    function_apply = torch.autograd.Function.apply
+    function_apply: Any = vars(torch.autograd.Function)["apply"]  # the descriptor: a bound method would fix the class
     checkpoint_regions = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -422,7 +422,7 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
                 "trace would lose. Register it as an operator instead: torch.library.custom_op for the forward, and "
                 "register_autograd for the backward."
             )
-        return function_apply.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+        return function_apply.__func__(cls, *args, **kwargs)
 
     def regions(*args: Any, **kwargs: Any) -> Any:
         notes.append("checkpoint")
@@ -433,7 +433,7 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
+        torch.autograd.Function.apply = function_apply
         torch.utils.checkpoint._checkpoint_without_reentrant_generator = checkpoint_regions
 
 

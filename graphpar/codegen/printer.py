@@ -8,6 +8,7 @@ re-used when its old value is dead, so ``hidden_states = ...`` can follow ``hidd
 
 from __future__ import annotations
 
+import builtins
 import keyword
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -301,7 +302,7 @@ def _identifier(name: str) -> str:
     text = "".join(char if char.isalnum() or char == "_" else "_" for char in name)
     if not text or text[0].isdigit():
         text = f"_{text}"
-    return text + "_" if keyword.iskeyword(text) or text in ("print", "input", "id", "len", "range") else text
+    return f"{text}_value" if keyword.iskeyword(text) or hasattr(builtins, text) else text
 
 
 def print_graph(graph: fx.Graph) -> str:
