@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from graphpar.api import DTYPES, Parts, untied
+from graphpar.api import DTYPES, Parts
 from graphpar.capture import default_dtype, named_outputs, own_loss
 from graphpar.emitted import random_streams
 from graphpar.errors import GraphparError
@@ -144,7 +144,8 @@ def _prepare(program: Parts | str | Path, job: Path, steps: int, known: Referenc
     if plan.mode != "train":
         raise GraphparError("Only training programs can be verified; this one is for inference.")
     expected = known or run_reference(source, plan, inputs, steps, microbatched=coupled and plan.microbatches > 1)
-    save_file(untied(expected.initial), job / "weights.safetensors")
+    # Every name of a tie with a copy of its own: the program must keep them equal by itself.
+    save_file({name: value.contiguous().clone() for name, value in expected.initial.items()}, job / "weights.safetensors")
     save_file({name: value.contiguous() for name, value in expected.batch.items()}, job / "batch.safetensors")
     record = {
         "program": str(folder.resolve()),

@@ -1,0 +1,173 @@
+"""The emitted text: what an engineer would own, the same bytes every time, and code that torch.compile takes whole."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+import graphpar as gp
+from tests.programs import SMALL, example, example_file
+
+
+def _parts(name: str, devices: int = 2, **pins: object) -> gp.Parts:
+    program = example(name)
+    return gp.partition(program, gp.plan(program, devices, allow_batch_coupling=True, **pins))  # type: ignore[arg-type]
+
+
+def _sources(parts: gp.Parts) -> dict[str, str]:
+    return {name: text for name, text in parts.files.items() if name.endswith(".py")}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Iterator[ModuleType]:
+    """Imports an emitted folder as a package with a known name."""
+
+    def load(parts: gp.Parts) -> ModuleType:
+        folder = parts.save(tmp_path / "out")
+        spec = importlib.util.spec_from_file_location(
+            "emitted_under_test", folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["emitted_under_test"] = module
+        spec.loader.exec_module(module)
+        return module
+
+    yield load  # type: ignore[misc]
+    for name in [name for name in sys.modules if name.startswith("emitted_under_test")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_text_is_the_same_every_time_and_imports_torch_alone(name: str) -> None:
+    first, second = _parts(name), _parts(name)
+
+    assert first.files == second.files
+    for file, text in _sources(first).items():
+        modules = {
+            alias.name.split(".")[0]
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        } | {
+            (node.module or "").split(".")[0]
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.ImportFrom) and node.level == 0
+        }
+        allowed = {"torch", "math"} if file != "train.py" else {
+            "torch", "argparse", "json", "pathlib", "collections", "safetensors", "graphpar", "__future__",
+        }
+        assert modules <= allowed, (file, modules)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_stage_keys_are_the_models_keys(name: str) -> None:
+    model = example_file(name).model
+    built = model if isinstance(model, nn.Module) else model()
+    parts = _parts(name, 2)
+
+    stages = [parts.stage(rank) for rank in range(2)]
+
+    assert all(isinstance(stage, nn.Module) for stage in stages)
+    keys = [set(stage.state_dict()) for stage in stages]  # type: ignore[union-attr]
+    assert keys[0] | keys[1] == set(built.state_dict())
+    buffers = {name for name, _ in built.named_buffers()}
+    shared = {name for group in example(name).ties for name in group}
+    assert (keys[0] & keys[1]) <= buffers | shared
+    for stage in stages:
+        for key, value in stage.state_dict().items():  # type: ignore[union-attr]
+            assert value.shape == built.state_dict()[key].shape
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_baked_batch_size_and_no_numeric_ids(name: str) -> None:
+    """A program with another batch size prints the same modules; names carry no counters from the trace."""
+    program = example(name)
+    sources = _sources(gp.partition(program, gp.plan(program, 2, global_batch=8, allow_batch_coupling=True, schedule="GPipe")))
+    wider = _sources(gp.partition(program, gp.plan(program, 2, global_batch=24, allow_batch_coupling=True, schedule="GPipe")))
+
+    for file in sources:
+        if file != "train.py":
+            assert sources[file] == wider[file]
+    names = set(re.findall(r"\b[a-z_]+_(\d{2,})\b", "\n".join(t for f, t in sources.items() if f.startswith(("blocks", "stage")))))
+    assert not names
+
+
+def test_as_many_lines_for_96_layers_as_for_12() -> None:
+    def lines(layers: int) -> int:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            n_layer=layers, n_embd=32, n_head=2, vocab_size=50, n_positions=8, use_cache=False,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        ids = torch.zeros(4, 8, dtype=torch.int64)
+        program = gp.export(lambda: GPT2LMHeadModel(config), kwargs={"input_ids": ids, "labels": ids.clone()})
+        parts = gp.partition(program, gp.plan(program, 2))
+        return sum(len(text.splitlines()) for text in _sources(parts).values())
+
+    assert abs(lines(96) - lines(12)) <= 4
+
+
+@pytest.mark.parametrize("name", ["gpt2_tiny", "llama", "gpt_dropout"])
+def test_torch_compile_takes_each_block_whole_and_once(name: str, package) -> None:  # type: ignore[no-untyped-def]
+    parts = _parts(name, 1)
+    module = package(parts)
+    program = parts.program
+    blocks = importlib.import_module(f"{module.__name__}.blocks")
+    for block_name, block in program.blocks.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        instances = [_filled(getattr(blocks, block_name)()) for _ in range(2)]
+        inputs = [_like(node.meta["val"], 2) for node in block.graph.nodes if node.op == "placeholder"]
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        for instance in instances:
+            compiled = torch.compile(instance.forward, fullgraph=True, backend=counter)
+            torch.testing.assert_close(compiled(*inputs), instance(*inputs))
+        assert counter.frame_count <= 2
+
+
+def _filled(module: nn.Module) -> nn.Module:
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_floating_point():
+            nn.init.normal_(tensor, std=0.1)
+    return module
+
+
+def _like(value: Tensor, batch: int) -> Tensor:
+    shape = [int(size) if isinstance(size, int) else batch for size in value.shape]
+    if value.dtype is torch.bool:
+        return torch.ones(shape, dtype=torch.bool)
+    if value.is_floating_point():
+        return torch.randn(shape, dtype=value.dtype)
+    return torch.arange(batch, dtype=value.dtype).reshape(shape) if shape == [batch] else torch.zeros(shape, dtype=value.dtype)
+
+
+def test_nothing_is_left_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = _parts("head_first")
+    parts.save(tmp_path / "out")
+    before = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.py")}
+
+    parts.files["train.py"] = None  # type: ignore[assignment]  # writing it fails
+    with pytest.raises(TypeError):
+        parts.save(tmp_path / "out")
+
+    assert {path.name: path.read_text() for path in (tmp_path / "out").glob("*.py")} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+
+    with pytest.raises(gp.GraphparError, match="holds something else"):
+        _parts("head_first").save(tmp_path)
