@@ -149,7 +149,7 @@ class Parts:
                 save_file({name: value.contiguous() for name, value in self.constants.items()}, scratch / "constants.safetensors")
             if weights is not None:
                 (scratch / "weights").mkdir()
-                save_file(_untied(weights), scratch / "weights" / "model.safetensors")
+                save_file(untied(weights), scratch / "weights" / "model.safetensors")
             if target.exists():
                 shutil.rmtree(target)
             scratch.rename(target)
@@ -174,7 +174,7 @@ class Parts:
         return modules[0] if len(modules) == 1 else modules
 
 
-def _untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tied tensors under their first name only: a safetensors file holds no shared memory."""
     seen: set[tuple[int, int, tuple[int, ...]]] = set()
     kept: dict[str, Tensor] = {}
