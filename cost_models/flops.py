@@ -16,11 +16,10 @@ from graphpar.program import Program, batch_coefficients, operator_name, value_o
 
 def node_flops(program: Program, batch: int) -> dict[fx.Node, float]:
     """Forward flops of each node of the root graph for a batch of ``batch`` rows; a block's are its graph's sum."""
-    blocks = {
-        name: sum(_flops(node, batch) for node in block.graph.nodes) for name, block in program.blocks.items()
-    }
+    blocks = {name: sum(_flops(node, batch) for node in block.graph.nodes) for name, block in program.blocks.items()}
     return {
-        node: blocks[node.meta["block"]] if node.op == "call_module" else _flops(node, batch) for node in program.graph.nodes
+        node: blocks[node.meta["block"]] if node.op == "call_module" else _flops(node, batch)
+        for node in program.graph.nodes
     }
 
 
@@ -44,7 +43,7 @@ def _flops(node: fx.Node, batch: int) -> float:
     out = _shape(node, batch)
     elements = float(math.prod(out))
     operands = [a for a in node.args if isinstance(a, fx.Node) and isinstance(value_of(a), Tensor)]
-    if name == "linear" or name in ("matmul", "mm", "bmm") and len(operands) >= 2:
+    if name == "linear" or (name in ("matmul", "mm", "bmm") and len(operands) >= 2):
         return 2.0 * elements * _shape(operands[0], batch)[-1]
     if name in ("addmm", "baddbmm"):
         return 2.0 * elements * _shape(operands[1], batch)[-1]

@@ -1,9 +1,9 @@
 """The Python API: export, plan, partition, verify.
 
-    program = export(model, args, kwargs, loss_fn, targets)     trace and normalize
-    plan    = plan(program, devices, mesh=..., schedule=...)    decide
-    parts   = partition(program, plan)                          the emitted package, in memory
-    parts.save("out/");  verify(parts)
+program = export(model, args, kwargs, loss_fn, targets)     trace and normalize
+plan    = plan(program, devices, mesh=..., schedule=...)    decide
+parts   = partition(program, plan)                          the emitted package, in memory
+parts.save("out/");  verify(parts)
 """
 
 from __future__ import annotations
@@ -139,14 +139,19 @@ class Parts:
 
         target = Path(folder)
         if target.exists() and any(target.iterdir()) and not (target / "plan.json").exists():
-            raise GraphparError(f"{target} exists and holds something else than a graphpar program; choose another folder.")
+            raise GraphparError(
+                f"{target} exists and holds something else than a graphpar program; choose another folder."
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             for name, text in self.files.items():
                 (scratch / name).write_text(text)
             if self.constants:
-                save_file({name: value.contiguous() for name, value in self.constants.items()}, scratch / "constants.safetensors")
+                save_file(
+                    {name: value.contiguous() for name, value in self.constants.items()},
+                    scratch / "constants.safetensors",
+                )
             if weights is not None:
                 (scratch / "weights").mkdir()
                 save_file(untied(weights), scratch / "weights" / "model.safetensors")
@@ -176,7 +181,7 @@ class Parts:
 
 def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tied tensors under their first name only: a safetensors file holds no shared memory."""
-    seen: set[tuple[int, int, tuple[int, ...]]] = set()
+    seen: set[tuple[int, Any, tuple[int, ...]]] = set()
     kept: dict[str, Tensor] = {}
     for name, value in weights.items():
         key = (value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape))

@@ -59,7 +59,9 @@ class Mesh:
         given = dict(degrees or {})
         for axis in given:
             if axis not in AXES:
-                raise GraphparError(f"There is no mesh axis {axis!r}; the axes are {', '.join(AXES)}.{near_match(axis, AXES)}")
+                raise GraphparError(
+                    f"There is no mesh axis {axis!r}; the axes are {', '.join(AXES)}.{near_match(axis, AXES)}"
+                )
         for axis, degree in given.items():
             if degree == -1 and axis == "dp_shard" and devices is not None:
                 rest = math.prod(value for name, value in given.items() if name != axis)

@@ -194,7 +194,10 @@ class Program:
         from graphpar.codegen.printer import print_graph  # the printer imports Program
 
         parts = [f"# {self.name}\n{print_graph(self.graph)}"]
-        parts += [f"# block {name} ({len(block.instances)} instances)\n{print_graph(block.graph)}" for name, block in self.blocks.items()]
+        parts += [
+            f"# block {name} ({len(block.instances)} instances)\n{print_graph(block.graph)}"
+            for name, block in self.blocks.items()
+        ]
         return "\n".join(parts)
 
 

@@ -13,7 +13,7 @@ import copy
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,12 +140,16 @@ def _prepare(program: Parts | str | Path, job: Path, steps: int, known: Referenc
         source = _source_of_folder(folder, plan)
         inputs, coupled = _inputs_of_folder(folder), plan.allow_batch_coupling
     if source is None:
-        raise GraphparError("This program does not know its model; compile it from a model file, or verify gp.partition's result.")
+        raise GraphparError(
+            "This program does not know its model; compile it from a model file, or verify gp.partition's result."
+        )
     if plan.mode != "train":
         raise GraphparError("Only training programs can be verified; this one is for inference.")
     expected = known or run_reference(source, plan, inputs, steps, microbatched=coupled and plan.microbatches > 1)
     # Every name of a tie with a copy of its own: the program must keep them equal by itself.
-    save_file({name: value.contiguous().clone() for name, value in expected.initial.items()}, job / "weights.safetensors")
+    save_file(
+        {name: value.contiguous().clone() for name, value in expected.initial.items()}, job / "weights.safetensors"
+    )
     save_file({name: value.contiguous() for name, value in expected.batch.items()}, job / "batch.safetensors")
     record = {
         "program": str(folder.resolve()),
@@ -162,7 +166,9 @@ def _prepare(program: Parts | str | Path, job: Path, steps: int, known: Referenc
 def _source_of_folder(folder: Path, plan: Plan) -> ModelSource:
     record = json.loads((folder / "plan.json").read_text())
     if not record.get("model_file"):
-        raise GraphparError(f"{folder} was not compiled from a model file; verify it from Python with gp.verify(parts).")
+        raise GraphparError(
+            f"{folder} was not compiled from a model file; verify it from Python with gp.verify(parts)."
+        )
     file = load_model_file(find_model_file(folder, record["model_file"]))
     return ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.dtype)
 
@@ -281,7 +287,7 @@ class _Substituted(TorchFunctionMode):
             if func is F.dropout:
                 return self._dropout(*args, **kwargs)
             if func in (F.dropout1d, F.dropout2d, F.dropout3d):
-                return self._dropout(*args, channels=True, **kwargs)
+                return self._dropout(*args, **kwargs, drop=random_streams.channel_dropout)
             if func is torch.dropout:
                 return self._dropout(args[0], args[1], args[2])
             if func is F.scaled_dot_product_attention:
@@ -295,14 +301,21 @@ class _Substituted(TorchFunctionMode):
         self.calls += 1
         return random_streams.stream(self.keys, self.calls - 1)
 
-    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, channels: bool = False) -> Tensor:
+    def _dropout(
+        self,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        *,
+        drop: Callable[..., Tensor] = random_streams.dropout,
+    ) -> Tensor:
         if not training or p == 0.0:
             return input
         dim = self._batch_dim(input)
         keys = self._stream()
         if input.shape[dim] != self.batch:  # the batch and something inner in one dim
             keys = keys.repeat_interleave(input.shape[dim] // self.batch)
-        drop = random_streams.channel_dropout if channels else random_streams.dropout
         result = drop(input, p, keys, dim)
         return input.copy_(result) if inplace and not input.requires_grad else result
 
@@ -440,4 +453,13 @@ def reference_for(parts: Parts, steps: int = 3) -> Reference:
     return run_reference(parts.program.source, parts.plan, parts.program.inputs, steps, microbatched=coupled)
 
 
-__all__ = ["TOLERANCES", "Reference", "Verification", "compare", "reference_for", "run_reference", "verify_all", "verify_parts"]
+__all__ = [
+    "TOLERANCES",
+    "Reference",
+    "Verification",
+    "compare",
+    "reference_for",
+    "run_reference",
+    "verify_all",
+    "verify_parts",
+]

@@ -6,6 +6,7 @@ Whatever the user pinned is taken as it is, or refused with the reason.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -164,10 +165,14 @@ def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | 
     assert pins.table is not None
     table = parse_table(pins.table)
     if table.ranks != mesh.pp:
-        raise GraphparError(f"The schedule table has {table.ranks} rows, but the mesh has pp={mesh.pp}: one row a rank.")
+        raise GraphparError(
+            f"The schedule table has {table.ranks} rows, but the mesh has pp={mesh.pp}: one row a rank."
+        )
     microbatches = table.microbatches
     if batch % microbatches:
-        raise GraphparError(f"The schedule table has {microbatches} microbatches, which don't divide the global batch of {batch}.")
+        raise GraphparError(
+            f"The schedule table has {microbatches} microbatches, which don't divide the global batch of {batch}."
+        )
     if pins.microbatch_size is not None and pins.microbatch_size * microbatches != batch:
         raise GraphparError(
             f"The schedule table has {microbatches} microbatches; with a global batch of {batch} each has {batch // microbatches} rows, "
@@ -209,7 +214,7 @@ def balanced_cuts(program: Program, stages: int, microbatch_size: int) -> tuple[
     nodes = list(program.graph.nodes)
     starts = [position for position, _ in candidates]
     edges = [0, *starts, len(nodes)]
-    segments = [_sum(nodes[a:b], flops) for a, b in zip(edges, edges[1:])]
+    segments = [_sum(nodes[a:b], flops) for a, b in itertools.pairwise(edges)]
     chosen = _partition(segments, stages)
     return tuple(Cut(candidates[index - 1][1]) for index in chosen)
 
@@ -250,19 +255,21 @@ def cuts_from_lists(program: Program, lists: Sequence[Sequence[str]]) -> tuple[C
     for stage, paths in enumerate(lists):
         for path in paths:
             if path not in known:
-                raise GraphparError(f"Stage {stage} lists {path!r}, which is no module of the program.{near_match(path, known)}")
+                raise GraphparError(
+                    f"Stage {stage} lists {path!r}, which is no module of the program.{near_match(path, known)}"
+                )
             if path in owner:
                 raise GraphparError(f"Module {path!r} is in stages {owner[path]} and {stage}; list it once.")
             owner[path] = stage
     first: dict[int, str] = {}
     current = 0
     for node in program.graph.nodes:
-        path = _parameter_owner(node)
-        if path is None:
+        holder = _parameter_owner(node)
+        if holder is None:
             continue
-        listed = [p for p in owner if path == p or path.startswith(p + ".")]
+        listed = [p for p in owner if holder == p or holder.startswith(p + ".")]
         if not listed:
-            raise GraphparError(f"Module {path!r} is in no stage; list it, or a module that contains it.")
+            raise GraphparError(f"Module {holder!r} is in no stage; list it, or a module that contains it.")
         stage = owner[max(listed, key=len)]
         if stage < current:
             raise GraphparError(

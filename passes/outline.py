@@ -104,7 +104,11 @@ def _choose(program: Program, regions: list[_Region]) -> list[_Region]:
 def _attributes(program: Program, path: str) -> list[str]:
     """Parameters, buffers and constants below ``path``, relative to it."""
     prefix = path + "."
-    names = [*program.parameters, *program.buffers, *(name for name in program.constants if name not in program.buffers)]
+    names = [
+        *program.parameters,
+        *program.buffers,
+        *(name for name in program.constants if name not in program.buffers),
+    ]
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
@@ -173,7 +177,9 @@ def _digest(program: Program, region: _Region) -> str:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Word(word(n)))  # type: ignore[arg-type, return-value]
         if node.target is random_streams.stream:
             args = (args[0], args[1] - (region.first_stream or 0))  # type: ignore[operator]
-        paths = tuple(path.removeprefix(region.path) for path, _, _ in node.meta["module_stack"] if path.startswith(region.path))
+        paths = tuple(
+            path.removeprefix(region.path) for path, _, _ in node.meta["module_stack"] if path.startswith(region.path)
+        )
         digest.update(repr((str(node.target), args, sorted(kwargs.items()), _signature(node), paths)).encode())
     digest.update(repr([index[node] for node in region.outputs]).encode())
     return digest.hexdigest()

@@ -184,7 +184,9 @@ def _needed_on(placement: _Placement, stage: int) -> set[fx.Node]:
     own = [
         node
         for node in placement.nodes
-        if placement.stage[node] == stage and node.op in ("call_function", "call_module", "output") and node not in placement.free
+        if placement.stage[node] == stage
+        and node.op in ("call_function", "call_module", "output")
+        and node not in placement.free
     ]
     if stage == placement.count - 1:
         own = [node for node in placement.nodes if node.op == "output"] + own
@@ -272,7 +274,9 @@ def _stage(placement: _Placement, needed: set[fx.Node], crossing: list[list[fx.N
             graph.erase_node(env[node])
     placeholders = [node for node in placeholders if env[node] in set(graph.nodes)]
     counts = tuple(n for n in (str(node.target) for node in placeholders) if n in program.count_names)
-    recomputed = [node for node in placement.nodes if node in needed and node in placement.free and node.op == "call_function"]
+    recomputed = [
+        node for node in placement.nodes if node in needed and node in placement.free and node.op == "call_function"
+    ]
     return Stage(
         index=index,
         graph=graph,
@@ -300,7 +304,9 @@ def _size_locally(call: fx.Node, helper: Helper, received: list[fx.Node]) -> Non
             return
 
 
-def _finish(placement: _Placement, graph: fx.Graph, env: dict[fx.Node, fx.Node], sent: list[fx.Node], index: int) -> None:
+def _finish(
+    placement: _Placement, graph: fx.Graph, env: dict[fx.Node, fx.Node], sent: list[fx.Node], index: int
+) -> None:
     """The stage's results: what it sends, or the program's output."""
     if index < placement.count - 1:
         results = [env[node] for node in sent]

@@ -84,13 +84,45 @@ def _helpers_are_free(program: Program) -> bool:
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass("inline_regions", inline_regions, "a captured program", "no_grad and autocast regions are plain operators", _no_regions),
+    Pass(
+        "inline_regions",
+        inline_regions,
+        "a captured program",
+        "no_grad and autocast regions are plain operators",
+        _no_regions,
+    ),
     Pass("functionalize", functionalize, "inline_regions", "only buffers are written in place", _only_buffers_written),
-    Pass("assign_streams", assign_streams, "functionalize", "dropout is a function of each example's key", _streams_counted),
-    Pass("simplify", simplify, "assign_streams", "no asserts, no empty casts, no dead code", _no_dead_code, optional=False),
-    Pass("share_loss", share_loss, "simplify", "microbatches return shares of the loss; couplings are known", _counts_are_inputs),
+    Pass(
+        "assign_streams",
+        assign_streams,
+        "functionalize",
+        "dropout is a function of each example's key",
+        _streams_counted,
+    ),
+    Pass(
+        "simplify",
+        simplify,
+        "assign_streams",
+        "no asserts, no empty casts, no dead code",
+        _no_dead_code,
+        optional=False,
+    ),
+    Pass(
+        "share_loss",
+        share_loss,
+        "simplify",
+        "microbatches return shares of the loss; couplings are known",
+        _counts_are_inputs,
+    ),
     Pass("outline", outline, "share_loss", "repeated modules are blocks", _instances_named, optional=True),
-    Pass("share_helpers", share_helpers, "outline", "masks and tables are functions that any stage calls", _helpers_are_free, optional=True),
+    Pass(
+        "share_helpers",
+        share_helpers,
+        "outline",
+        "masks and tables are functions that any stage calls",
+        _helpers_are_free,
+        optional=True,
+    ),
 )
 
 

@@ -64,9 +64,20 @@ def test_text_is_the_same_every_time_and_imports_torch_alone(name: str) -> None:
             for node in ast.walk(ast.parse(text))
             if isinstance(node, ast.ImportFrom) and node.level == 0
         }
-        allowed = {"torch", "math"} if file != "train.py" else {
-            "torch", "argparse", "json", "pathlib", "collections", "safetensors", "graphpar", "__future__",
-        }
+        allowed = (
+            {"torch", "math"}
+            if file != "train.py"
+            else {
+                "torch",
+                "argparse",
+                "json",
+                "pathlib",
+                "collections",
+                "safetensors",
+                "graphpar",
+                "__future__",
+            }
+        )
         assert modules <= allowed, (file, modules)
 
 
@@ -93,13 +104,21 @@ def test_stage_keys_are_the_models_keys(name: str) -> None:
 def test_no_baked_batch_size_and_no_numeric_ids(name: str) -> None:
     """A program with another batch size prints the same modules; names carry no counters from the trace."""
     program = example(name)
-    sources = _sources(gp.partition(program, gp.plan(program, 2, global_batch=8, allow_batch_coupling=True, schedule="GPipe")))
-    wider = _sources(gp.partition(program, gp.plan(program, 2, global_batch=24, allow_batch_coupling=True, schedule="GPipe")))
+    sources = _sources(
+        gp.partition(program, gp.plan(program, 2, global_batch=8, allow_batch_coupling=True, schedule="GPipe"))
+    )
+    wider = _sources(
+        gp.partition(program, gp.plan(program, 2, global_batch=24, allow_batch_coupling=True, schedule="GPipe"))
+    )
 
     for file in sources:
         if file != "train.py":
             assert sources[file] == wider[file]
-    names = set(re.findall(r"\b[a-z_]+_(\d{2,})\b", "\n".join(t for f, t in sources.items() if f.startswith(("blocks", "stage")))))
+    names = set(
+        re.findall(
+            r"\b[a-z_]+_(\d{2,})\b", "\n".join(t for f, t in sources.items() if f.startswith(("blocks", "stage")))
+        )
+    )
     assert not names
 
 
@@ -150,7 +169,11 @@ def _like(value: Tensor, batch: int) -> Tensor:
         return torch.ones(shape, dtype=torch.bool)
     if value.is_floating_point():
         return torch.randn(shape, dtype=value.dtype)
-    return torch.arange(batch, dtype=value.dtype).reshape(shape) if shape == [batch] else torch.zeros(shape, dtype=value.dtype)
+    return (
+        torch.arange(batch, dtype=value.dtype).reshape(shape)
+        if shape == [batch]
+        else torch.zeros(shape, dtype=value.dtype)
+    )
 
 
 def test_nothing_is_left_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,9 @@ def tampered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verification
         "plan.json",
         lambda text: json.dumps(json.loads(text) | {"interface": json.loads(text)["interface"] | {"ties": []}}),
     )
-    fault("local denominator", "stage_1.py", lambda text: text.replace("/ valid_labels", "/ (labels != -100).sum() / 4"))
+    fault(
+        "local denominator", "stage_1.py", lambda text: text.replace("/ valid_labels", "/ (labels != -100).sum() / 4")
+    )
     fault("lost gradient", "stage_1.py", lambda text: text.replace("self.norm.weight", "self.norm.weight.detach()"))
     names = list(folders)
     results = verify_all([folders[name] for name in names], references=[reference] * len(names), timeout_s=240)
@@ -131,7 +133,9 @@ def test_it_runs_from_saved_weights_without_the_model_file(tmp_path: Path) -> No
     out = parts.save(tmp_path / "out", weights=initial_weights(file))
     (tmp_path / "model.py").unlink()
 
-    result = torchrun(str(out / "train.py"), ["--steps", "2", "--json", str(tmp_path / "history.json")], nproc=2, timeout_s=120)
+    result = torchrun(
+        str(out / "train.py"), ["--steps", "2", "--json", str(tmp_path / "history.json")], nproc=2, timeout_s=120
+    )
 
     history = json.loads((tmp_path / "history.json").read_text())
     assert len(history) == 2 and history[1]["loss"] != history[0]["loss"]
@@ -139,8 +143,9 @@ def test_it_runs_from_saved_weights_without_the_model_file(tmp_path: Path) -> No
 
 
 def test_a_failing_stage_ends_all_ranks_with_its_own_message(tmp_path: Path) -> None:
-    parts, out = _program("head_first", tmp_path / "out")
-    _edit(out / "stage_1.py", lambda text: text.replace("        return ", "        raise RuntimeError('boom in stage 1')\n        return ", 1))
+    _, out = _program("head_first", tmp_path / "out")
+    boom = "        raise RuntimeError('boom in stage 1')\n        return "
+    _edit(out / "stage_1.py", lambda text: text.replace("        return ", boom, 1))
 
     result = gp.verify(out, steps=1)
 

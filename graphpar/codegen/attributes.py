@@ -93,7 +93,9 @@ class InitPrinter:
 
     def _child(self, owner: str, parent: Tree, name: str, child: Tree, path: str) -> None:
         plain = name.isidentifier() and not keyword.iskeyword(name)
-        target = f'{owner}["{name}"]' if parent.keyed() else f"{owner}.{name}" if plain else f'getattr({owner}, "{name}")'
+        target = (
+            f'{owner}["{name}"]' if parent.keyed() else f"{owner}.{name}" if plain else f'getattr({owner}, "{name}")'
+        )
         made = self._constructor(child, path)
         if plain or parent.keyed():
             self.lines.append(f"{target} = {made}")
@@ -191,7 +193,9 @@ def _block_dict(tree: Tree) -> str:
 def _known_module(module_class: str, parameters: Mapping[str, TensorInfo]) -> str | None:
     """The constructor of a torch module that has just these parameters."""
     shapes = {name: info.shape for name, info in parameters.items()}
-    (dtype,) = {info.dtype for info in parameters.values()} if len({i.dtype for i in parameters.values()}) == 1 else (None,)
+    (dtype,) = (
+        {info.dtype for info in parameters.values()} if len({i.dtype for i in parameters.values()}) == 1 else (None,)
+    )
     if dtype is None or "weight" not in shapes or set(shapes) - {"weight", "bias"}:
         return None
     weight = shapes["weight"]

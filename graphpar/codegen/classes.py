@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
-from graphpar.codegen.attributes import InitPrinter, Tree, build_tree, reference
+from graphpar.codegen.attributes import InitPrinter, build_tree, reference
 from graphpar.codegen.layout import compressed, wrapped
 from graphpar.codegen.printer import GraphPrinter, Printed, describe_shape
 from graphpar.codegen.stage_printer import StagePrinter
@@ -22,7 +22,9 @@ def block_class(program: Program, block: Block) -> tuple[str, bool]:
     instance = block.instances[0]
     prefix = f"{instance}."
     infos = {name.removeprefix(prefix): info for name, info in _owned(program, prefix).items()}
-    tree = build_tree(infos, {}, [name.removeprefix(prefix) for name in program.module_classes if name.startswith(prefix)])
+    tree = build_tree(
+        infos, {}, [name.removeprefix(prefix) for name in program.module_classes if name.startswith(prefix)]
+    )
     init = InitPrinter(tree, program.module_classes, prefix)
     body = init.print(_inner_ties(program, infos, prefix))
     printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=instance)
@@ -34,7 +36,9 @@ def block_class(program: Program, block: Block) -> tuple[str, bool]:
     return "\n".join(lines) + "\n", init.needs_parameters
 
 
-def stage_class(program: Program, stage: Stage, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]) -> tuple[str, bool]:
+def stage_class(
+    program: Program, stage: Stage, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]
+) -> tuple[str, bool]:
     """The text of a stage's class. ``infos``: its tensors outside of blocks; ``blocks``: path -> class of its instances."""
     tree = build_tree(infos, blocks, list(program.module_classes))
     init = InitPrinter(tree, program.module_classes)
@@ -78,14 +82,12 @@ def counts_function(program: Program) -> str:
         f'{_INDENT}"""{", ".join(program.count_names)}: what the loss divides by, summed over the microbatches of a step."""',
         *_statement_lines(printed, _INDENT, "", fold=False),
     ]
-    results = program.counts_results(printer.expression)
-    lines.append(f"{_INDENT}return ({', '.join(results)},)" if len(results) == 1 else f"{_INDENT}return {', '.join(results)}")
+    counts = program.counts_results(printer.expression)
+    lines.append(f"{_INDENT}return ({counts[0]},)" if len(counts) == 1 else f"{_INDENT}return {', '.join(counts)}")
     return "\n".join(lines) + "\n"
 
 
-def stage_ties(
-    program: Program, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]
-) -> list[tuple[str, ...]]:
+def stage_ties(program: Program, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Groups of a stage's names that are one parameter."""
     groups = []
     for group in program.ties:
@@ -99,7 +101,11 @@ def stage_ties(
 def _inner_ties(program: Program, infos: Mapping[str, TensorInfo], prefix: str) -> list[tuple[str, ...]]:
     groups = []
     for group in program.ties:
-        held = tuple(name.removeprefix(prefix) for name in group if name.startswith(prefix) and name.removeprefix(prefix) in infos)
+        held = tuple(
+            name.removeprefix(prefix)
+            for name in group
+            if name.startswith(prefix) and name.removeprefix(prefix) in infos
+        )
         if len(held) > 1:
             groups.append(held)
     return groups
@@ -107,7 +113,11 @@ def _inner_ties(program: Program, infos: Mapping[str, TensorInfo], prefix: str) 
 
 def _owned(program: Program, prefix: str) -> dict[str, TensorInfo]:
     """Parameters, buffers and constants below ``prefix``, in the order of the user's model."""
-    names = [*program.parameters, *program.buffers, *(name for name in program.constants if name not in program.buffers)]
+    names = [
+        *program.parameters,
+        *program.buffers,
+        *(name for name in program.constants if name not in program.buffers),
+    ]
     return {name: program.tensor_info(name) for name in names if name.startswith(prefix)}
 
 
@@ -175,7 +185,12 @@ def _statement_lines(printed: Printed, indent: str, base: str, *, fold: bool = T
     lines: list[str] = []
     shown: str | None = None
     statements = list(printed.statements)
-    if fold and statements and statements[-1].text.startswith(f"{printed.returned} = ") and "\n" not in statements[-1].text:
+    if (
+        fold
+        and statements
+        and statements[-1].text.startswith(f"{printed.returned} = ")
+        and "\n" not in statements[-1].text
+    ):
         # `x = f(...)` directly before `return x` is `return f(...)`.
         printed.returned = statements.pop().text.partition(" = ")[2]
     for statement in statements:

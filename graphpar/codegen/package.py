@@ -56,7 +56,9 @@ def emit_package(program: Program, plan: Plan, stages: Sequence[Stage], model_fi
     if blocks:
         files["blocks.py"] = blocks
     for stage in stages:
-        files[f"stage_{stage.index}.py"] = _stage_file(program, plan, stage, tensors[stage.index], instances[stage.index], exported)
+        files[f"stage_{stage.index}.py"] = _stage_file(
+            program, plan, stage, tensors[stage.index], instances[stage.index], exported
+        )
     if program.random_calls:
         files["random_streams.py"] = inspect.getsource(random_streams)
     data = report_data(program, plan, stages)
@@ -75,7 +77,9 @@ def emit_package(program: Program, plan: Plan, stages: Sequence[Stage], model_fi
     return Package(files, {name: value for name, value in program.constants.items() if name in wanted})
 
 
-def stage_contents(program: Program, stages: Sequence[Stage]) -> tuple[list[dict[str, TensorInfo]], list[dict[str, str]]]:
+def stage_contents(
+    program: Program, stages: Sequence[Stage]
+) -> tuple[list[dict[str, TensorInfo]], list[dict[str, str]]]:
     """For each stage its tensors outside of blocks, and its block instances (path -> class).
 
     What no operator uses goes where its neighbours are, so that the stages' keys are the model's keys.

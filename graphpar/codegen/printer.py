@@ -101,7 +101,16 @@ class GraphPrinter:
         if any(argument in written for argument in node.all_input_nodes) or user in self.skipped:
             return False
         uses = sum(1 for argument in _leaves((user.args, user.kwargs)) if argument is node)
-        if uses != 1 or operator_name(node) in ("split", "chunk", "unbind", "topk", "sort", "split_with_sizes", "max", "min"):
+        if uses != 1 or operator_name(node) in (
+            "split",
+            "chunk",
+            "unbind",
+            "topk",
+            "sort",
+            "split_with_sizes",
+            "max",
+            "min",
+        ):
             return False
         if isinstance(value_of(node), int | torch.SymInt):
             return True
@@ -129,7 +138,11 @@ class GraphPrinter:
     # ---- names ----
 
     def statements_of(self) -> list[fx.Node]:
-        return [node for node in self.nodes if node.op != "placeholder" and node not in self.inlined and node not in self.skipped]
+        return [
+            node
+            for node in self.nodes
+            if node.op != "placeholder" and node not in self.inlined and node not in self.skipped
+        ]
 
     def assign_names(self, order: list[fx.Node]) -> None:
         """Names in order of statements; a name is free again once its value has had its last use."""

@@ -57,7 +57,18 @@ _INFIX: dict[str, tuple[str, int]] = {
     "lt": ("<", COMPARE), "le": ("<=", COMPARE), "gt": (">", COMPARE), "ge": (">=", COMPARE),
 }  # fmt: skip
 
-_FACTORIES = {"arange", "zeros", "ones", "full", "empty", "scalar_tensor", "linspace", "eye", "tril_indices", "triu_indices"}
+_FACTORIES = {
+    "arange",
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "scalar_tensor",
+    "linspace",
+    "eye",
+    "tril_indices",
+    "triu_indices",
+}
 # Argument names of F's functions where they differ in order or name from ATen's.
 _METHODS = {
     "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "contiguous", "to", "flatten",
@@ -141,7 +152,9 @@ def _same(item: Any, default: Any) -> bool:
     return bool(item == default) and isinstance(item, bool) == isinstance(default, bool)
 
 
-def _functional(function: str, positional: list[str], keywords: list[str], renamed: Mapping[str, str] | None = None) -> Any:
+def _functional(
+    function: str, positional: list[str], keywords: list[str], renamed: Mapping[str, str] | None = None
+) -> Any:
     """``F.function`` with ATen's arguments: some by position (up to the first one absent), the others by keyword."""
 
     def row(node: fx.Node, shown: Printed) -> Expression:
@@ -189,17 +202,15 @@ def _slice(node: fx.Node, shown: Printed) -> Expression | None:
         text += shown(end).text
     if step not in (None, 1):
         text += f":{shown(step).text}"
-    if position > 1 and position == value.ndim - 1:
-        index = f"..., {text}"
-    else:
-        index = ", ".join([":"] * position + [text])
+    index = f"..., {text}" if position > 1 and position == value.ndim - 1 else ", ".join([":"] * position + [text])
     return Expression(f"{shown(source).at(ATOM)}[{index}]")
 
 
 def _select(node: fx.Node, shown: Printed) -> Expression | None:
     source, dim, index = node.args
     value = value_of(source)  # type: ignore[arg-type]
-    position = int(dim) % value.ndim  # type: ignore[call-overload]
+    assert isinstance(dim, int)
+    position = dim % value.ndim
     return Expression(f"{shown(source).at(ATOM)}[{', '.join([':'] * position + [shown(index).text])}]")
 
 
@@ -248,7 +259,13 @@ def _view(node: fx.Node, shown: Printed) -> Expression | None:
 
 def _to(node: fx.Node, shown: Printed) -> Expression | None:
     dtype = node.args[1] if len(node.args) > 1 else node.kwargs.get("dtype")
-    short = {torch.float32: "float", torch.bool: "bool", torch.int64: "long", torch.bfloat16: "bfloat16", torch.float16: "half"}
+    short = {
+        torch.float32: "float",
+        torch.bool: "bool",
+        torch.int64: "long",
+        torch.bfloat16: "bfloat16",
+        torch.float16: "half",
+    }
     if len(node.args) == 2 and not node.kwargs and dtype in short:
         return Expression(f"{shown(node.args[0]).at(ATOM)}.{short[dtype]}()")  # type: ignore[index]
     return None
@@ -265,7 +282,9 @@ def _invert(node: fx.Node, shown: Printed) -> Expression | None:
 def _power(node: fx.Node, shown: Printed) -> Expression | None:
     if isinstance(node.args[0], fx.Node) and isinstance(node.args[1], int | float):
         exponent = node.args[1]
-        number = int(exponent) if float(exponent).is_integer() and value_of(node.args[0]).is_floating_point() else exponent
+        number = (
+            int(exponent) if float(exponent).is_integer() and value_of(node.args[0]).is_floating_point() else exponent
+        )
         return Expression(f"{shown(node.args[0]).at(ATOM)}.pow({number!r})")
     return None
 

@@ -1,7 +1,7 @@
 """A stage's forward: as a graph, with runs of blocks as loops.
 
-    hidden = h.0(hidden, mask); hidden = h.1(hidden, mask); ...
-        ->  for block in self.h.values(): hidden = block(hidden, mask)
+hidden = h.0(hidden, mask); hidden = h.1(hidden, mask); ...
+    ->  for block in self.h.values(): hidden = block(hidden, mask)
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class StagePrinter(GraphPrinter):
 
     def _loop(self, run: Run, name: str) -> tuple[str, str]:
         container = self._container(run.parent)
-        whole = [child for child in container.children] == [str(call.target).rpartition(".")[2] for call in run.calls]
+        whole = list(container.children) == [str(call.target).rpartition(".")[2] for call in run.calls]
         text = reference(self.tree, run.parent) if run.parent else "self"
         numbers = f"range({run.first}, {run.first + len(run.calls)})"
         if run.streams:

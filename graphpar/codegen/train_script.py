@@ -66,11 +66,11 @@ if __name__ == "__main__":
     main()
 '''
 
-_TRAIN_OPTIONS = '''    parser.add_argument("--lr", type=float, default=1e-3)
+_TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
-'''
+"""
 
-_TRAIN = '''        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args.lr)
+_TRAIN = """        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args.lr)
         history: list[dict[str, float]] = []
         for step, batch in zip(range(args.steps), batches(args.seed, args.batch)):
             loss = pipeline.step(batch, step=step)  # every .grad is now the single-device gradient
@@ -84,9 +84,9 @@ _TRAIN = '''        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args
             args.json.write_text(json.dumps(history))
         if args.save:
             pipeline.save_weights(args.save)
-'''
+"""
 
-_INFER = '''        for step, batch in zip(range(args.steps), batches(args.seed, args.batch)):
+_INFER = """        for step, batch in zip(range(args.steps), batches(args.seed, args.batch)):
             outputs = pipeline.infer(batch, step=step)
             if outputs is not None:  # the rank of the last stage
                 shapes = {name: list(value.shape) for name, value in outputs.items()}
@@ -95,7 +95,7 @@ _INFER = '''        for step, batch in zip(range(args.steps), batches(args.seed,
                     args.json.write_text(json.dumps(shapes))
                 if args.save:
                     save_file({name: value.contiguous() for name, value in outputs.items()}, args.save)
-'''
+"""
 
 
 def train_script(program: Program, plan: Plan, stages: Sequence[Stage]) -> str:
@@ -107,7 +107,11 @@ def train_script(program: Program, plan: Plan, stages: Sequence[Stage]) -> str:
         f"{verb} {program.name} on {per_rank} device{'s' if per_rank > 1 else ''}: {what}, {plan.microbatches} "
         f"microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch_size} example{'s' if plan.microbatch_size > 1 else ''}."
     )
-    inputs = [f'            "{entry.name}": {_random(entry, plan)},' for entry in program.inputs if entry.role != "sample_keys"]
+    inputs = [
+        f'            "{entry.name}": {_random(entry, plan)},'
+        for entry in program.inputs
+        if entry.role != "sample_keys"
+    ]
     text = _TEMPLATE.format(
         title=title,
         devices=plan.mesh.size,
