@@ -38,10 +38,10 @@ from graphpar.runtime.worker import JobResult, run_jobs
 
 # Largest relative error allowed, by the dtype that the model computes in.
 TOLERANCES: dict[torch.dtype, dict[str, float]] = {
-    torch.float64: {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10, "buffer": 1e-10},
-    torch.float32: {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5, "buffer": 1e-5},
-    torch.float16: {"loss": 5e-3, "gradient": 2e-2, "parameter": 5e-3, "buffer": 5e-3},
-    torch.bfloat16: {"loss": 2e-2, "gradient": 1e-1, "parameter": 2e-2, "buffer": 2e-2},
+    torch.float64: {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10, "buffer": 1e-10, "output": 1e-10},
+    torch.float32: {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-5, "buffer": 1e-5, "output": 1e-5},
+    torch.float16: {"loss": 5e-3, "gradient": 2e-2, "parameter": 5e-3, "buffer": 5e-3, "output": 5e-3},
+    torch.bfloat16: {"loss": 2e-2, "gradient": 1e-1, "parameter": 2e-2, "buffer": 2e-2, "output": 2e-2},
 }
 LEARNING_RATE, MOMENTUM, SEED = 0.05, 0.9, 0
 _FLOOR = 1e-3
@@ -60,6 +60,7 @@ class Reference:
     persistent: frozenset[str]  # names of buffers in the state_dict
     initial: dict[str, Tensor]  # parameters and all buffers before the first step
     batch: dict[str, Tensor]
+    outputs: dict[str, Tensor]  # of an inference program
 
 
 @dataclass
@@ -143,8 +144,6 @@ def _prepare(program: Parts | str | Path, job: Path, steps: int, known: Referenc
         raise GraphparError(
             "This program does not know its model; compile it from a model file, or verify gp.partition's result."
         )
-    if plan.mode != "train":
-        raise GraphparError("Only training programs can be verified; this one is for inference.")
     expected = known or run_reference(source, plan, inputs, steps, microbatched=coupled and plan.microbatches > 1)
     # Every name of a tie with a copy of its own: the program must keep them equal by itself.
     save_file(
@@ -218,7 +217,12 @@ def run_reference(
         persistent=frozenset(model.state_dict()) - frozenset(named),
         initial=_copied(named) | _copied(dict(model.named_buffers(remove_duplicate=False))),
         batch=batch,
+        outputs={},
     )
+    if plan.mode == "infer":
+        with _as_planned(plan, inputs, 0, microbatched), torch.no_grad():
+            reference.outputs = dict(named_outputs(model(*args, **kwargs)))
+        return reference
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for step in range(steps):
         with _as_planned(plan, inputs, step, microbatched):
@@ -358,15 +362,20 @@ class _Substituted(TorchFunctionMode):
 
 def compare(reference: Reference, result: JobResult, plan: Plan, steps: int) -> Verification:
     """Every loss, gradient, parameter and buffer of the parallel run against the reference, and tied copies with each other."""
-    tolerance = TOLERANCES[reference.dtype]
+    kinds = ["output"] if plan.mode == "infer" else ["loss", "gradient", "parameter", "buffer"]
+    tolerance = {kind: TOLERANCES[reference.dtype][kind] for kind in kinds}
     outcome = Verification(
         plan.mesh.size, steps, reference.losses, list(result.losses), dict.fromkeys(tolerance, 0.0), {}, dict(tolerance)
     )
     if result.error is not None:
         outcome.problems.append(result.error)
-        outcome.max_error["loss"] = math.inf
+        outcome.max_error[kinds[0]] = math.inf
         return outcome
     ranks = [result.tensors(rank) for rank in range(plan.mesh.size)]
+    if plan.mode == "infer":
+        for name, expected in reference.outputs.items():
+            _compare_tensor(outcome, "output", name, expected, _found(ranks, f"output/{name}"), 0.0)
+        return outcome
     _compare_losses(outcome)
     for step, gradients in enumerate(reference.gradients):
         largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)

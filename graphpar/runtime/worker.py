@@ -4,7 +4,7 @@
     ranks:  python -m graphpar.runtime.worker TIMEOUT job_0 job_1      (under torchrun)
 
     job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentum"}, "seed", "weights", "batch"}
-    job/rank_0.safetensors    out: grad/{step}/{name}, param/{name}, buffer/{name}
+    job/rank_0.safetensors    out: grad/{step}/{name}, param/{name}, buffer/{name}; of an inference program output/{name}
     job/rank_0.json           out: {"losses", "missing_gradients", "whole_backward_stages", "error", "fatal"}
 """
 
@@ -129,6 +129,10 @@ def _train(job: dict[str, Any], ranks: Ranks, report: dict[str, Any], tensors: d
     batch = load_file(job["batch"])
     with Pipeline(job["program"], ranks.device, seed=job["seed"]) as pipeline:
         pipeline.load_weights(job["weights"])
+        if pipeline.program.mode == "infer":
+            outputs = pipeline.infer(batch, step=0) or {}
+            tensors.update({f"output/{name}": _copy(value) for name, value in outputs.items()})
+            return
         parameters = list(pipeline.parameters())
         optimizer = torch.optim.SGD(parameters, **job["optimizer"]) if parameters else None
         losses: list[float] = []
