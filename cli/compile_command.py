@@ -39,6 +39,8 @@ _PLAN_DECIDES = (
     "schedule_table",
     "microbatch_size",
     "split",
+    "layers_per_stage",
+    "edge_layers",
     "batch",
 )
 
@@ -192,8 +194,19 @@ def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None) ->
     )
 
 
+def _edge_layers(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, comma, last = text.partition(",")
+    try:
+        return int(first), int(last if comma else first)
+    except ValueError:
+        raise GraphparError(f"--edge-layers wants two whole numbers such as 1,2; got {text!r}.") from None
+
+
 def _plan(file: ModelFile, program: Program, options: argparse.Namespace, table: str | None) -> Plan:
     mesh = Mesh.parse(options.mesh) if options.mesh else None
+    by_layers = options.layers_per_stage is not None or options.edge_layers is not None
     return api.plan(
         program,
         devices=_devices(options, table, mesh),
@@ -201,7 +214,9 @@ def _plan(file: ModelFile, program: Program, options: argparse.Namespace, table:
         mesh=mesh,
         schedule=options.schedule,
         microbatch_size=options.microbatch_size,
-        split=_split_points(options.split) if options.split else file.split_points,
+        split=_split_points(options.split) if options.split else None if by_layers else file.split_points,
+        layers_per_stage=options.layers_per_stage,
+        edge_layers=_edge_layers(options.edge_layers),
         table=table,
         allow_batch_coupling=options.allow_batch_coupling,
         dtype=options.dtype or "fp32",

@@ -77,7 +77,13 @@ def _compile_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "--schedule-table", metavar="FILE.csv", help="a schedule of your own, a row a rank: 0F0,0F1,0B0,0B1"
     )
     pins.add_argument("--microbatch-size", type=int, metavar="M", help="rows of a microbatch")
-    pins.add_argument("--split", metavar="PATH[,PATH...]", help="modules that begin a stage (PATH:end: that end one)")
+    pins.add_argument(
+        "--split",
+        metavar="PATH[,PATH...]",
+        help="modules that begin a stage (PATH:end: that end one; 'layers.*': evenly)",
+    )
+    pins.add_argument("--layers-per-stage", type=int, metavar="N", help="cut by number of layers")
+    pins.add_argument("--edge-layers", metavar="IN,OUT", help="what the parts around the layers count as (default 1,1)")
     pins.add_argument("--plan", metavar="PLAN.json", help="take every decision from this plan")
     pins.add_argument(
         "--allow-batch-coupling", action="store_true", help="accept operators that mix examples, such as BatchNorm"

@@ -88,8 +88,10 @@ def plan(
     mesh: Mapping[str, int] | None = None,
     schedule: str | None = None,
     microbatch_size: int | None = None,
-    split: Sequence[str | Mapping[str, str]] | Mapping[str, Any] | None = None,
+    split: Sequence[str | Mapping[str, str]] | Mapping[str, Any] | Callable[[Program], Sequence[str]] | None = None,
     stages: Sequence[Sequence[str]] | None = None,
+    layers_per_stage: int | None = None,
+    edge_layers: tuple[int, int] | None = None,
     table: str | None = None,
     allow_batch_coupling: bool = False,
     dtype: str = "fp32",
@@ -100,8 +102,12 @@ def plan(
         devices: how many devices (also accepted as the second positional argument).
         global_batch: rows of the whole batch; by default that of the example inputs.
         mesh: degrees of axes, e.g. ``{"pp": 4}``.
-        split: split points, e.g. ``["layers.4"]``, ``[{"layers.3": "end"}]`` or ``{"layers.3": SplitPoint.END}``.
+        split: split points, e.g. ``["layers.4"]``, ``[{"layers.3": "end"}]`` or ``{"layers.3": SplitPoint.END}``; ``["layers.*"]``
+            spreads the layers evenly; a function of the program returns such a list. Without any, ``pipe_split()`` calls in the
+            model's forward count, else stages are balanced by flops.
         stages: instead of split points, the modules of each stage.
+        layers_per_stage, edge_layers: instead, how many layers a stage has, and how many layers the parts before and after
+            them count as.
         table: a schedule of one's own as CSV text, one row a rank: ``0F0,0F1,0B0,0B1``.
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
     """
@@ -112,11 +118,13 @@ def plan(
         schedule=schedule,
         microbatch_size=microbatch_size,
         global_batch=global_batch,
-        cuts=None if split is None else cuts_of(split),
+        cuts=None if split is None else cuts_of(split(program) if callable(split) else split),
         stages=None if stages is None else tuple(tuple(paths) for paths in stages),
         table=table,
         allow_batch_coupling=allow_batch_coupling,
         dtype=dtype,
+        layers_per_stage=layers_per_stage,
+        edge_layers=edge_layers,
     )
     return choose(program, Mesh.resolve(mesh, count), pins)
 

@@ -6,16 +6,13 @@ Whatever the user pinned is taken as it is, or refused with the reason.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx
-
-from graphpar.cost_models.flops import node_flops
-from graphpar.errors import GraphparError, near_match
+from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
-from graphpar.passes.split import cut_candidates, positions_of, split
+from graphpar.passes.cuts import balanced_cuts, cuts_by_layers, cuts_from_lists, even_cuts, marked_cuts
+from graphpar.passes.split import positions_of, split
 from graphpar.plans import Cut, Plan, StagePlan
 from graphpar.program import Program
 from graphpar.schedule import (
@@ -43,6 +40,8 @@ class Pins:
     table: str | None = None  # a schedule table of the user's own, as CSV text
     allow_batch_coupling: bool = False
     dtype: str = "fp32"
+    layers_per_stage: int | None = None
+    edge_layers: tuple[int, int] | None = None  # what comes before and after the layers, counted in layers
 
 
 def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
@@ -50,9 +49,7 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     batch = pins.global_batch or program.batch
     if batch < 1:
         raise GraphparError(f"The global batch is {batch}; it must be at least 1.")
-    if pins.cuts is not None and pins.stages is not None:
-        raise GraphparError("Give split points or lists of modules a stage, not both.")
-    cuts = pins.cuts if pins.stages is None else cuts_from_lists(program, pins.stages)
+    cuts = _pinned_cuts(program, mesh, pins)
     if cuts:
         positions_of(program, cuts)  # a misspelt name is the first thing to hear of
     if pins.table is not None:
@@ -72,6 +69,27 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins)
     warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches) if mesh.pp > 1 else None
     return plan if warning is None else _warned(plan, warning)
+
+
+def _pinned_cuts(program: Program, mesh: Mesh, pins: Pins) -> tuple[Cut, ...] | None:
+    """The split points that the user gave, in whichever way; None leaves them to the search."""
+    by_layers = pins.layers_per_stage is not None or pins.edge_layers is not None
+    ways = {
+        "split points": pins.cuts is not None,
+        "lists of modules a stage": pins.stages is not None,
+        "layers a stage": by_layers,
+    }
+    given = [name for name, is_given in ways.items() if is_given]
+    if len(given) > 1:
+        raise GraphparError(f"Give {' or '.join(given)}, not both: each says where the stages begin.")
+    if pins.stages is not None:
+        return cuts_from_lists(program, pins.stages)
+    per_rank = get_schedule(pins.schedule or "1F1B").default_stages if mesh.pp > 1 else 1
+    if by_layers:
+        return cuts_by_layers(program, mesh.pp, per_rank, pins.layers_per_stage, pins.edge_layers or (1, 1))
+    if pins.cuts is not None and any("*" in cut.path for cut in pins.cuts):
+        return even_cuts(program, pins.cuts, mesh.pp * per_rank)
+    return pins.cuts if pins.cuts is not None else marked_cuts(program)
 
 
 def _warned(plan: Plan, line: str) -> Plan:
@@ -193,101 +211,3 @@ def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | 
     cells = tuple(tuple("" if cell is None else str(cell) for cell in row) for row in table.rows)
     plan = _plan(program, mesh, "GPipe", batch, microbatches, chosen, ranks, pins, cells)
     return replace(plan, schedule="custom")
-
-
-# ---- split points ----------------------------------------------------------------------------------------------
-
-
-def balanced_cuts(program: Program, stages: int, microbatch_size: int) -> tuple[Cut, ...]:
-    """Split points for ``stages`` stages whose largest number of flops is smallest."""
-    if stages == 1:
-        return ()
-    candidates = cut_candidates(program)
-    if stages - 1 > len(candidates):
-        blocks = sum(len(block.instances) for block in program.blocks.values())
-        what = f"{blocks} blocks" if blocks else f"{len(candidates) + 1} modules with parameters"
-        raise GraphparError(
-            f"{stages} stages were asked for, but {program.name} has only {what}: at most {len(candidates) + 1} stages. "
-            "Use fewer devices, or a schedule with fewer stages a rank."
-        )
-    flops = node_flops(program, microbatch_size)
-    nodes = list(program.graph.nodes)
-    starts = [position for position, _ in candidates]
-    edges = [0, *starts, len(nodes)]
-    segments = [_sum(nodes[a:b], flops) for a, b in itertools.pairwise(edges)]
-    chosen = _partition(segments, stages)
-    return tuple(Cut(candidates[index - 1][1]) for index in chosen)
-
-
-def _sum(nodes: Sequence[fx.Node], flops: dict[fx.Node, float]) -> float:
-    return sum(flops[node] for node in nodes)
-
-
-def _partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Where each part after the first begins, so that the costliest part is cheapest (exact, by dynamic programming).
-
-    Ties go to the split whose earlier parts are shorter in cost, so the result is unique.
-    """
-    count = len(costs)
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    best = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
-    choice = [[0] * (count + 1) for _ in range(parts + 1)]
-    best[0][0] = 0.0
-    for part in range(1, parts + 1):
-        for end in range(part, count + 1):
-            for begin in range(part - 1, end):
-                worst = max(best[part - 1][begin], prefix[end] - prefix[begin])
-                if worst < best[part][end]:
-                    best[part][end], choice[part][end] = worst, begin
-    starts, end = [], count
-    for part in range(parts, 1, -1):
-        end = choice[part][end]
-        starts.append(end)
-    return starts[::-1]
-
-
-def cuts_from_lists(program: Program, lists: Sequence[Sequence[str]]) -> tuple[Cut, ...]:
-    """Split points from the modules of each stage; every module with parameters must be in exactly one list."""
-    known = sorted({entry[0] for n in program.graph.nodes for entry in n.meta.get("module_stack", ()) if entry[0]})
-    owner: dict[str, int] = {}
-    for stage, paths in enumerate(lists):
-        for path in paths:
-            if path not in known:
-                raise GraphparError(
-                    f"Stage {stage} lists {path!r}, which is no module of the program.{near_match(path, known)}"
-                )
-            if path in owner:
-                raise GraphparError(f"Module {path!r} is in stages {owner[path]} and {stage}; list it once.")
-            owner[path] = stage
-    first: dict[int, str] = {}
-    current = 0
-    for node in program.graph.nodes:
-        holder = _parameter_owner(node)
-        if holder is None:
-            continue
-        listed = [p for p in owner if holder == p or holder.startswith(p + ".")]
-        if not listed:
-            raise GraphparError(f"Module {holder!r} is in no stage; list it, or a module that contains it.")
-        stage = owner[max(listed, key=len)]
-        if stage < current:
-            raise GraphparError(
-                f"Module {max(listed, key=len)!r} is listed in stage {stage}, but it runs after modules of stage {current}."
-            )
-        current = stage
-        first.setdefault(stage, max(listed, key=len))
-    missing = [stage for stage in range(len(lists)) if stage not in first]
-    if missing:
-        raise GraphparError(f"Stage {missing[0]} would be empty: none of its modules computes anything.")
-    return tuple(Cut(first[stage]) for stage in range(1, len(lists)))
-
-
-def _parameter_owner(node: fx.Node) -> str | None:
-    if node.op == "call_module":
-        return str(node.target)
-    if node.op != "call_function":
-        return None
-    parameters = [str(a.target) for a in node.all_input_nodes if a.op == "get_attr"]
-    stack = node.meta.get("module_stack", ())
-    return stack[-1][0] if parameters and stack and stack[-1][0] else None

@@ -316,6 +316,8 @@ def _call(
         "source": region.outputs[-1].meta.get("source"),
     }
     call.meta["module_stack"] = _stack_up_to(call.meta["module_stack"], region.call)
+    if any(node.meta.get("stage_begins") for node in region.nodes[:1]):
+        call.meta["stage_begins"] = True
     if len(region.outputs) == 1:
         (output,) = region.outputs
         call.meta |= {key: output.meta[key] for key in ("val", "batch_coefficients") if key in output.meta}

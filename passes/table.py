@@ -16,11 +16,12 @@ from torch import fx
 from graphpar.passes.functional import functionalize, is_inplace
 from graphpar.passes.helpers import share_helpers
 from graphpar.passes.loss import share_loss
+from graphpar.passes.marks import keep_marks
 from graphpar.passes.outline import outline
 from graphpar.passes.regions import inline_regions
 from graphpar.passes.simplify import simplify
 from graphpar.passes.streams import assign_streams
-from graphpar.program import Helper, Program
+from graphpar.program import Helper, Program, operator_name
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class PassResult:
     seconds: float
     nodes_before: int
     nodes_after: int
+
+
+def _no_marks(program: Program) -> bool:
+    return not any(operator_name(node) == "_pipe_split" for node in program.graph.nodes)
 
 
 def _no_regions(program: Program) -> bool:
@@ -84,6 +89,7 @@ def _helpers_are_free(program: Program) -> bool:
 
 
 PASSES: tuple[Pass, ...] = (
+    Pass("keep_marks", keep_marks, "a captured program", "pipe_split() is a mark on the operator after it", _no_marks),
     Pass(
         "inline_regions",
         inline_regions,

@@ -1,0 +1,129 @@
+"""All the ways to say where stages begin give the stages that they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint, pipe_split
+
+import graphpar as gp
+from tests.programs import example
+
+
+class _Layers(nn.Module):
+    def __init__(self, count: int, marks: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(count)])
+        self.head = nn.Linear(8, 11)
+        self.marks = marks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            if index in self.marks:
+                pipe_split()
+            x = layer(x)
+        return self.head(x).mean()
+
+
+def _program(count: int, marks: tuple[int, ...] = ()) -> gp.Program:
+    return gp.export(_Layers(count, marks), (torch.zeros(8, 4, dtype=torch.int64),))
+
+
+def _layers(plan: gp.Plan) -> list[list[str]]:
+    return [[name for name in stage.modules if name.startswith("layers")] for stage in plan.stages]
+
+
+def test_seven_layers_by_pattern() -> None:
+    plan = gp.plan(_program(7), 2, split=["layers.*"])
+
+    assert [len(layers) for layers in _layers(plan)] == [4, 3]
+    assert plan.stages[0].modules[0] == "embed" and plan.stages[1].modules[-1] == "head"
+
+
+def test_beginning_of_the_next_is_the_end_of_the_last() -> None:
+    program = _program(4)
+
+    plans = [
+        gp.plan(program, 2, split=["layers.2"]),
+        gp.plan(program, 2, split=[{"layers.1": "end"}]),
+        gp.plan(program, 2, split={"layers.1": SplitPoint.END}),
+        gp.plan(program, 2, split=lambda _: ["layers.2"]),
+        gp.plan(program, 2, stages=[["embed", "layers.0", "layers.1"], ["layers.2", "layers.3", "head"]]),
+    ]
+    sources = []
+    for plan in plans:
+        files = gp.partition(program, plan).files
+        sources.append({name: text for name, text in files.items() if name.startswith(("blocks", "stage"))})
+
+    assert all(source == sources[0] for source in sources)
+
+
+def test_marks_in_the_forward() -> None:
+    marked = _program(4, marks=(1,))
+
+    assert _layers(gp.plan(marked, 2)) == [["layers.0"], ["layers.1", "layers.2", "layers.3"]]
+    # What the user says goes before what the model says.
+    assert _layers(gp.plan(marked, 2, split=["layers.3"]))[1] == ["layers.3"]
+
+
+def test_by_layers_with_weighted_ends() -> None:
+    assert [len(layers) for layers in _layers(gp.plan(_program(3), 2, edge_layers=(2, 2)))] == [2, 1]
+    by_two = gp.plan(_program(6), 2, layers_per_stage=2, schedule="Interleaved1F1B")
+    assert [len(layers) for layers in _layers(by_two)] == [1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"split": ["layres.2"]}, r"names no module. Did you mean 'layers"),
+        ({"split": ["layers.2.linear1"]}, r"inside the block 'layers.2'"),
+        ({"split": ["layrs.*"]}, r"matches no module"),
+        ({"split": ["embed"]}, r"Stage 0 would be empty"),
+        ({"split": [{"head": "end"}]}, r"Stage 1 would be empty"),
+        ({"split": ["layers.2", {"layers.1": "end"}]}, r"the same place"),
+        ({"stages": [["embed", "layers.0"], ["layers.2", "layers.3", "head"]]}, r"'layers.1' is in no stage"),
+        ({"stages": [["embed", "layers"], ["layers", "head"]]}, r"'layers' is in stages 0 and 1"),
+        ({"stages": [["embed"], ["layers"], ["hed"]]}, r"lists 'hed', which is no module"),
+        ({"stages": [["head", "embed"], ["layers"]]}, r"runs after modules of stage 1"),
+        ({"split": ["layers.1"], "stages": [["embed"], ["layers", "head"]]}, r"not both"),
+        ({"layers_per_stage": 1}, r"exactly 1 stage a rank"),
+        ({"edge_layers": (9, 1)}, r"more than the"),
+        ({"split": ["layers.1", "layers.2"]}, r"can't hold evenly"),
+        ({"schedule": "1F1B", "layers_per_stage": 2, "edge_layers": (2, 2)}, r"1F1B"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(pins: dict[str, object], message: str) -> None:
+    with pytest.raises(gp.GraphparError, match=message):
+        gp.plan(_program(4), 2, **pins)  # type: ignore[arg-type]
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(gp.GraphparError, match="only 4 blocks: at most 4 stages"):
+        gp.plan(_program(4), 16, global_batch=64)
+    with pytest.raises(gp.GraphparError, match="only 2 layers"):
+        gp.plan(_program(2), 8, edge_layers=(1, 1))
+
+
+def test_compiling_twice_changes_nothing_in_the_model() -> None:
+    model = _Layers(2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    forward = model.forward
+
+    for _ in range(2):
+        program = gp.export(model, (torch.zeros(8, 4, dtype=torch.int64),))
+        gp.partition(program, gp.plan(program, 2))
+
+    assert model.forward == forward and "forward" not in vars(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_plan_alone_gives_the_same_bytes() -> None:
+    program = example("gpt")
+    plan = gp.plan(program, 2, schedule="ZBVZeroBubble")
+    again = gp.Plan.from_json(plan.to_json())
+
+    assert again == plan
+    assert gp.partition(program, again).files == gp.partition(program, plan).files
