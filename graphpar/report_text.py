@@ -65,7 +65,7 @@ def compressed(stages: Sequence[Sequence[str]]) -> list[list[str]]:
     shortened = []
     for paths in stages:
         whole = [next((a for a in _ancestors(path) if len(holders[a]) == 1), path) for path in paths]
-        shortened.append(_runs(list(dict.fromkeys(whole))))
+        shortened.append(numbered_runs(list(dict.fromkeys(whole))))
     return shortened
 
 
@@ -75,7 +75,8 @@ def _ancestors(path: str) -> list[str]:
     return [".".join(parts[: length + 1]) for length in range(len(parts))]
 
 
-def _runs(paths: Sequence[str]) -> list[str]:
+def numbered_runs(paths: Sequence[str]) -> list[str]:
+    """``layers.0, layers.1, norm`` -> ``layers.0-1, norm``."""
     runs: list[tuple[str, int, int] | str] = []
     for path in paths:
         match = _NUMBERED.fullmatch(path)

@@ -27,7 +27,7 @@ def balanced_cuts(program: Program, stages: int, microbatch_size: int) -> tuple[
     """Split points for ``stages`` stages whose largest number of flops is smallest."""
     if stages == 1:
         return ()
-    candidates = cut_candidates(program)
+    candidates = cut_candidates(program, stages)
     if stages - 1 > len(candidates):
         blocks = sum(len(block.instances) for block in program.blocks.values())
         what = f"{blocks} blocks" if blocks else f"{len(candidates) + 1} modules with parameters"

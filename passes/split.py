@@ -102,24 +102,38 @@ def _has_parameters(node: fx.Node) -> bool:
     return node.op == "call_function" and any(argument.op == "get_attr" for argument in node.all_input_nodes)
 
 
-def cut_candidates(program: Program) -> list[tuple[int, str]]:
-    """Where a stage may begin by default: (position, module path). Before blocks, or modules with parameters where there are none.
+def cut_candidates(program: Program, stages: int = 2) -> list[tuple[int, str]]:
+    """Where a stage may begin by default: (position, module path). The first is left out: the stage before would be empty.
 
-    The first candidate is left out: the stage before it would be empty.
+    Before blocks; where they are too few, before modules with parameters too, at the coarsest level that has two for each stage.
     """
     nodes = list(program.graph.nodes)
-    seen: set[str] = set()
-    candidates: list[tuple[int, str]] = []
+    blocks: dict[str, int] = {}
     for index, node in enumerate(nodes):
-        path = str(node.target) if node.op == "call_module" else ""
-        if not program.blocks and _has_parameters(node):
-            stack = node.meta.get("module_stack", ())
-            path = stack[-1][0] if stack else ""
-        if path and path not in seen:
-            seen.add(path)
-            first = next(i for i, n in enumerate(nodes) if _belongs(n, path))
-            candidates.append((min(first, index), path))
-    return candidates[1:]
+        if node.op == "call_module":
+            blocks.setdefault(str(node.target), index)
+    found = sorted((index, path) for path, index in blocks.items())
+    if len(found) >= max(stages, 2):
+        return found[1:]
+    depths = max((len(node.meta.get("module_stack", ())) for node in nodes), default=0)
+    for depth in range(2, depths + 1):
+        found = sorted({*((index, path) for path, index in blocks.items()), *_starts_at(nodes, depth)})
+        if len(found) > 2 * stages:
+            break
+    return found[1:]
+
+
+def _starts_at(nodes: Sequence[fx.Node], depth: int) -> list[tuple[int, str]]:
+    """Where modules with parameters begin, whose calls are nested at most ``depth`` deep."""
+    first: dict[str, int] = {}
+    owning: set[str] = set()
+    for index, node in enumerate(nodes):
+        stack = node.meta.get("module_stack", ())[:depth]
+        if stack and stack[-1][0] and node.op == "call_function":
+            first.setdefault(stack[-1][0], index)
+            if _has_parameters(node):
+                owning.add(stack[-1][0])
+    return sorted((index, path) for path, index in first.items() if path in owning)
 
 
 # ---- which stage a value lives on ------------------------------------------------------------------------------

@@ -180,14 +180,18 @@ def _block_dict(tree: Tree) -> str:
             runs.append((number, number + 1, block))
     if len(runs) == 1 and runs[0][1] - runs[0][0] > 1:
         begin, end, block = runs[0]
-        return f"nn.ModuleDict({{str(i): {block}() for i in range({begin}, {end})}})"
+        return f"nn.ModuleDict({{str(i): {block}() for i in {_range(begin, end)}}})"
     parts = []
     for begin, end, block in runs:
         if end - begin == 1:
             parts.append(f'"{begin}": {block}()')
         else:
-            parts.append(f"**{{str(i): {block}() for i in range({begin}, {end})}}")
+            parts.append(f"**{{str(i): {block}() for i in {_range(begin, end)}}}")
     return f"nn.ModuleDict({{{', '.join(parts)}}})"
+
+
+def _range(begin: int, end: int) -> str:
+    return f"range({begin}, {end})" if begin else f"range({end})"
 
 
 def _known_module(module_class: str, parameters: Mapping[str, TensorInfo]) -> str | None:

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, fx
 
 from graphpar.codegen.attributes import InitPrinter, build_tree, reference
-from graphpar.codegen.layout import compressed, wrapped
+from graphpar.codegen.layout import wrapped
 from graphpar.codegen.printer import GraphPrinter, Printed, describe_shape
 from graphpar.codegen.stage_printer import StagePrinter
 from graphpar.passes.split import Stage
 from graphpar.program import Block, Helper, Program, TensorInfo, value_of
+from graphpar.report_text import numbered_runs
 
 _INDENT = "    "
 
@@ -29,7 +30,7 @@ def block_class(program: Program, block: Block) -> tuple[str, bool]:
     body = init.print(_inner_ties(program, infos, prefix))
     printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=instance)
     printed = printer.print()
-    where = ", ".join(compressed(block.instances))
+    where = ", ".join(numbered_runs(block.instances))
     lines = [f"class {block.name}(nn.Module):", *docstring(f"{where}: {_flow(block.graph, printed)}")]
     lines += _init_lines(body)
     lines += _forward_lines(printed, block.graph, printer, base=instance)
@@ -37,16 +38,19 @@ def block_class(program: Program, block: Block) -> tuple[str, bool]:
 
 
 def stage_class(
-    program: Program, stage: Stage, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]
+    program: Program, stage: Stage, modules: str, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]
 ) -> tuple[str, bool]:
-    """The text of a stage's class. ``infos``: its tensors outside of blocks; ``blocks``: path -> class of its instances."""
+    """The text of a stage's class, which says that it holds ``modules``.
+
+    ``infos``: its tensors outside of blocks; ``blocks``: path -> class of its instances.
+    """
     tree = build_tree(infos, blocks, list(program.module_classes))
     init = InitPrinter(tree, program.module_classes)
     body = init.print(stage_ties(program, infos, blocks))
     printer = StagePrinter(stage.graph, tree)
     printed = printer.print()
     received = {boundary.name for boundary in stage.receives}
-    summary = f"{', '.join(compressed(stage.modules)) or 'no parameters'}.  {_flow(stage.graph, printed)}"
+    summary = f"{modules}. {_flow(stage.graph, printed)}"
     lines = [f"class Stage{stage.index}(nn.Module):", *docstring(summary)]
     lines += _init_lines(body)
     lines += _forward_lines(printed, stage.graph, printer, keyword_after=len(received))

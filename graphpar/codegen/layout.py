@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 WIDTH = 120
 
 
@@ -63,34 +61,3 @@ def _arguments(text: str) -> list[str]:
             start = position + 1
     last = text[start:].strip()
     return [*pieces, last] if last else pieces
-
-
-def indices(values: Sequence[int]) -> str:
-    """``0-3, 5`` for [0, 1, 2, 3, 5]."""
-    parts: list[str] = []
-    ordered = sorted(values)
-    position = 0
-    while position < len(ordered):
-        end = position
-        while end + 1 < len(ordered) and ordered[end + 1] == ordered[end] + 1:
-            end += 1
-        parts.append(str(ordered[position]) if end == position else f"{ordered[position]}-{ordered[end]}")
-        position = end + 1
-    return ", ".join(parts)
-
-
-def compressed(paths: Sequence[str]) -> list[str]:
-    """``layers.0, layers.1, norm`` -> ``layers.0-1, norm``."""
-    shown: list[str] = []
-    position = 0
-    while position < len(paths):
-        parent, _, last = paths[position].rpartition(".")
-        run = [int(last)] if last.isdigit() else []
-        end = position
-        while run and end + 1 < len(paths) and paths[end + 1] == f"{parent}.{run[-1] + 1}":
-            run.append(run[-1] + 1)
-            end += 1
-        prefix = f"{parent}." if parent else ""
-        shown.append(f"{prefix}{run[0]}-{run[-1]}" if len(run) > 1 else paths[position])
-        position = end + 1
-    return shown

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpar.codegen.classes import block_class, counts_function, docstring, helper_function, stage_class
-from graphpar.codegen.layout import compressed
 from graphpar.codegen.printer import FUNCTIONS
 from graphpar.codegen.train_script import train_script
 from graphpar.emitted import random_streams
@@ -28,6 +27,7 @@ from graphpar.plans import Plan
 from graphpar.program import Helper, Program, TensorInfo, concrete_shape, value_of
 from graphpar.report import report_data
 from graphpar.report_html import html
+from graphpar.report_text import compressed
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages import emitted_package, stage_module
 
@@ -55,10 +55,9 @@ def emit_package(program: Program, plan: Plan, stages: Sequence[Stage], model_fi
     blocks, exported = _blocks_file(program, plan, stages)
     if blocks:
         files["blocks.py"] = blocks
-    for stage in stages:
-        files[f"stage_{stage.index}.py"] = _stage_file(
-            program, plan, stage, tensors[stage.index], instances[stage.index], exported
-        )
+    shown = [", ".join(names) or "no parameters" for names in compressed([stage.modules for stage in stages])]
+    for stage, modules, infos, calls in zip(stages, shown, tensors, instances):
+        files[f"stage_{stage.index}.py"] = _stage_file(program, plan, stage, modules, infos, calls, exported)
     if program.random_calls:
         files["random_streams.py"] = inspect.getsource(random_streams)
     data = report_data(program, plan, stages)
@@ -68,7 +67,7 @@ def emit_package(program: Program, plan: Plan, stages: Sequence[Stage], model_fi
         "report": data,
     }
     files["plan.json"] = json.dumps(record, indent=1) + "\n"
-    files["train.py"] = train_script(program, plan, stages)
+    files["train.py"] = train_script(program, plan, shown)
     files["report.html"] = html(data)
     wanted = {name for infos in tensors for name, info in infos.items() if not info.persistent}
     wanted |= {
@@ -154,11 +153,12 @@ def _stage_file(
     program: Program,
     plan: Plan,
     stage: Stage,
+    modules: str,
     infos: Mapping[str, TensorInfo],
     calls: Mapping[str, str],
     exported: set[str],
 ) -> str:
-    text, needs_parameters = stage_class(program, stage, infos, calls)
+    text, needs_parameters = stage_class(program, stage, modules, infos, calls)
     parts = [text]
     last = stage.index == len(plan.stages) - 1
     if last and program.counts is not None:
@@ -167,8 +167,7 @@ def _stage_file(
     if needs_parameters and "parameters" not in exported:
         parts.insert(0, _PARAMETERS)
     rank = plan.stages[stage.index].rank
-    shown = ", ".join(compressed(stage.modules)) or "no parameters"
-    title = "\n".join(docstring(f"Stage {stage.index} of {len(plan.stages)}, on pp rank {rank}: {shown}.", "")) + "\n"
+    title = "\n".join(docstring(f"Stage {stage.index} of {len(plan.stages)}, on pp rank {rank}: {modules}.", "")) + "\n"
     return _assembled(title, parts, names)
 
 

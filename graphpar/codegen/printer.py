@@ -217,8 +217,16 @@ class GraphPrinter:
         """Candidate names: the user's variable at this line or at a caller's, the module's, the operator's."""
         if isinstance(value_of(node), int | torch.SymInt):
             return ["batch" if operator_name(node) == "sym_size" else "rows"]
-        position = node.args[1] if operator_name(node) == "getitem" else 0
-        candidates = variable_names(node.meta.get("source"), position if isinstance(position, int) else 0)[:2]
+        source = node.meta.get("source")
+        part = operator_name(node) == "getitem"
+        position = node.args[1] if part else 0
+        candidates = variable_names(source, position if isinstance(position, int) else 0)[:2]
+        if source is not None and len(source.targets) > 1 and not part:
+            # q, k = f(q, k): what is made of k is k; what only moves dims of cos is cos.
+            own = self._operand_names(node)
+            candidates = (
+                [name for name in own if name in source.targets] + (own[:1] if _moves(node) else []) + candidates
+            )
         stack = node.meta.get("module_stack", ())
         path = stack[-1][0] if stack else ""
         parts = [part for part in path.removeprefix(self.base).split(".") if part and not part.isdigit()]
@@ -228,6 +236,16 @@ class GraphPrinter:
                 candidates.append(f"{parts[-1]}_{candidates[0]}")
         candidates.append(operator_name(node).strip("_") if node.op == "call_function" else "hidden")
         return [_identifier(candidate) for candidate in candidates]
+
+    def _operand_names(self, node: fx.Node) -> list[str]:
+        """The variables in ``node``'s expression, the first operand's first."""
+        names: list[str] = []
+        for argument in self.operands(node):
+            if argument in self.inlined:
+                names += self._operand_names(argument)
+            elif argument in self.names:
+                names.append(self.names[argument])
+        return names
 
     # ---- text ----
 
@@ -257,10 +275,10 @@ class GraphPrinter:
         """An expression with a ``.device``: a tensor that comes in, or a parameter."""
         numbers = {name for n, name in self.names.items() if not isinstance(value_of(n), Tensor)}
         for candidate in self.nodes:
-            if candidate.op == "placeholder" and isinstance(value_of(candidate), Tensor):
-                # The name may stand for another tensor by now; it is on the same device.
-                if self.names[candidate] not in numbers:
-                    return self.names[candidate]
+            # The name may stand for another tensor by now; it is on the same device.
+            tensor = candidate.op == "placeholder" and isinstance(value_of(candidate), Tensor)
+            if tensor and self.names[candidate] not in numbers:
+                return self.names[candidate]
         attribute = next((n for n in self.graph.nodes if n.op == "get_attr"), None)
         return self.attribute(str(attribute.target)) if attribute is not None else "torch.empty(0)"
 
@@ -302,6 +320,21 @@ def _writes(node: fx.Node) -> bool:
         and isinstance(node.target, torch._ops.OpOverload)
         and node.target._schema.is_mutable
         and operator_name(node) != "batch_norm"
+    )
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether ``node`` is its operand in another shape."""
+    return operator_name(node) in (
+        "unsqueeze",
+        "squeeze",
+        "transpose",
+        "permute",
+        "view",
+        "reshape",
+        "expand",
+        "to",
+        "contiguous",
     )
 
 

@@ -109,10 +109,10 @@ class StagePrinter(GraphPrinter):
         container = self._container(run.parent)
         whole = list(container.children) == [str(call.target).rpartition(".")[2] for call in run.calls]
         text = reference(self.tree, run.parent) if run.parent else "self"
-        numbers = f"range({run.first}, {run.first + len(run.calls)})"
+        numbers = f"range({run.first}, {run.first + len(run.calls)})" if run.first else f"range({len(run.calls)})"
         if run.streams:
             if whole:
-                return f"for i, {name} in enumerate({text}.values(), {run.first}):", name
+                return f"for i, {name} in enumerate({text}.values(){f', {run.first}' if run.first else ''}):", name
             return f"for i in {numbers}:", f"{text}[str(i)]"
         if whole:
             return f"for {name} in {text}.values():", name

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from graphpar.codegen.layout import compressed
-from graphpar.passes.split import Stage
 from graphpar.plans import Plan
 from graphpar.program import Input, Program
 
@@ -98,8 +96,8 @@ _INFER = """        for step, batch in zip(range(args.steps), batches(args.seed,
 """
 
 
-def train_script(program: Program, plan: Plan, stages: Sequence[Stage]) -> str:
-    """The text of ``train.py`` for this plan."""
+def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
+    """The text of ``train.py`` for this plan; ``stages`` says what each stage holds."""
     count, per_rank = len(stages), plan.mesh.size
     what = f"{count} pipeline stage{'s' if count > 1 else ''}, {plan.schedule}" if count > 1 else "one stage"
     verb = "Train" if program.mode == "train" else "Run"
@@ -129,11 +127,10 @@ def train_script(program: Program, plan: Plan, stages: Sequence[Stage]) -> str:
     return text if program.mode == "train" else text.replace("import load_file\n", "import load_file, save_file\n")
 
 
-def _placement(plan: Plan, stages: Sequence[Stage]) -> list[str]:
+def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
     lines = []
-    for stage in stages:
-        shown = ", ".join(compressed(stage.modules)) or "no parameters"
-        line = f"    rank {plan.stages[stage.index].rank}   stage {stage.index}   {shown}"
+    for stage, modules in zip(plan.stages, stages):
+        line = f"    rank {stage.rank}   stage {stage.index}   {modules}"
         lines.append(line if len(line) <= 118 else line[:117] + "…")
     return lines
 
