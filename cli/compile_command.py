@@ -206,15 +206,18 @@ def _edge_layers(text: str | None) -> tuple[int, int] | None:
 
 def _plan(file: ModelFile, program: Program, options: argparse.Namespace, table: str | None) -> Plan:
     mesh = Mesh.parse(options.mesh) if options.mesh else None
+    devices = _devices(options, table, mesh)
     by_layers = options.layers_per_stage is not None or options.edge_layers is not None
+    pipelined = Mesh.resolve(mesh, devices if devices or mesh else 1).pp > 1
+    own_split = file.split_points if pipelined and not by_layers else None
     return api.plan(
         program,
-        devices=_devices(options, table, mesh),
+        devices=devices,
         global_batch=options.batch,
         mesh=mesh,
         schedule=options.schedule,
         microbatch_size=options.microbatch_size,
-        split=_split_points(options.split) if options.split else None if by_layers else file.split_points,
+        split=_split_points(options.split) if options.split else own_split,
         layers_per_stage=options.layers_per_stage,
         edge_layers=_edge_layers(options.edge_layers),
         table=table,

@@ -58,13 +58,13 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     if program.mode == "infer" and get_schedule(schedule).splits_backward:
         raise GraphparError(f"Schedule {schedule} is for training; a program without a loss runs GPipe or 1F1B.")
     per_rank = _stages_per_rank(schedule, mesh, cuts)
-    microbatches = _microbatches(program, schedule, mesh, per_rank, batch, pins)
-    if mesh.pp > 1:
-        check_legal(schedule, mesh.pp, per_rank, microbatches)
     count = mesh.pp * per_rank if mesh.pp > 1 else len(cuts or ()) + 1
     if mesh.pp == 1 and count > 1:
         raise GraphparError(f"{len(cuts or ())} split points give {count} stages, but the mesh has pp=1.")
-    chosen = cuts if cuts is not None else balanced_cuts(program, count, batch // microbatches)
+    chosen = cuts if cuts is not None else balanced_cuts(program, count)
+    microbatches = _microbatches(program, schedule, mesh, per_rank, batch, pins)
+    if mesh.pp > 1:
+        check_legal(schedule, mesh.pp, per_rank, microbatches)
     ranks = stage_ranks(schedule, mesh.pp, per_rank) if mesh.pp > 1 else [0]
     plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins)
     warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches) if mesh.pp > 1 else None
@@ -207,7 +207,7 @@ def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | 
     ranks = [0] * stages
     for rank, _, _, action in table.actions():
         ranks[action.stage] = rank
-    chosen = cuts if cuts is not None else balanced_cuts(program, stages, batch // microbatches)
+    chosen = cuts if cuts is not None else balanced_cuts(program, stages)
     cells = tuple(tuple("" if cell is None else str(cell) for cell in row) for row in table.rows)
     plan = _plan(program, mesh, "GPipe", batch, microbatches, chosen, ranks, pins, cells)
     return replace(plan, schedule="custom")

@@ -23,7 +23,7 @@ from graphpar.plans import Cut, SplitPoint
 from graphpar.program import Program
 
 
-def balanced_cuts(program: Program, stages: int, microbatch_size: int) -> tuple[Cut, ...]:
+def balanced_cuts(program: Program, stages: int) -> tuple[Cut, ...]:
     """Split points for ``stages`` stages whose largest number of flops is smallest."""
     if stages == 1:
         return ()
@@ -35,7 +35,7 @@ def balanced_cuts(program: Program, stages: int, microbatch_size: int) -> tuple[
             f"{stages} stages were asked for, but {program.name} has only {what}: at most {len(candidates) + 1} stages. "
             "Use fewer devices, or a schedule with fewer stages a rank."
         )
-    flops = node_flops(program, microbatch_size)
+    flops = node_flops(program, 1)
     nodes = list(program.graph.nodes)
     starts = [position for position, _ in candidates]
     edges = [0, *starts, len(nodes)]
