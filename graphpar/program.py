@@ -12,7 +12,7 @@ Every program is runnable on one device (:meth:`Program.run`), before and after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -321,12 +321,12 @@ def value_name(node: fx.Node) -> str:
     return parts[-1] if parts else operator_name(node).strip("_")
 
 
-def unique_names(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
-    """:func:`value_name` for each, made distinct."""
+def unique_names(nodes: Sequence[fx.Node], reserved: Iterable[str] = ()) -> dict[fx.Node, str]:
+    """:func:`value_name` for each, made distinct from each other and from ``reserved``."""
     names: dict[fx.Node, str] = {}
     for node in nodes:
         name = value_name(node)
-        taken = set(names.values())
+        taken = {*names.values(), *reserved}
         if name in taken:
             parts = [part for part in module_path(node).split(".") if part and not part.isdigit()]
             name = f"{parts[-1]}_{name}" if parts and f"{parts[-1]}_{name}" not in taken else name

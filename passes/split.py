@@ -257,7 +257,7 @@ def _check_buffers(placement: _Placement, needed: list[set[fx.Node]]) -> None:
 
 def _stage(placement: _Placement, needed: set[fx.Node], crossing: list[list[fx.Node]], index: int) -> Stage:
     program = placement.program
-    names = _boundary_names(crossing)
+    names = _boundary_names(program, crossing)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     received = crossing[index - 1] if index else []
@@ -333,9 +333,19 @@ def _finish(
     remove_dead_code(graph)
 
 
-def _boundary_names(crossing: list[list[fx.Node]]) -> dict[fx.Node, str]:
-    """A name for each value that crosses a boundary; one that is relayed keeps its name."""
-    return unique_names(list(dict.fromkeys(node for values in crossing for node in values)))
+def _boundary_names(program: Program, crossing: list[list[fx.Node]]) -> dict[fx.Node, str]:
+    """A name for each value that crosses a boundary, kept where it is relayed.
+
+    Names differ among values that cross together, and from the inputs' names, which stages take by keyword.
+    """
+    inputs = {str(node.target) for node in program.graph.nodes if node.op == "placeholder"}
+    names: dict[fx.Node, str] = {}
+    for values in crossing:
+        fresh = [node for node in values if node not in names]
+        relayed = {names[node] for node in values if node in names}
+        later = {names[node] for node in names if any(node in other and set(fresh) & set(other) for other in crossing)}
+        names.update(unique_names(fresh, inputs | relayed | later))
+    return names
 
 
 def _modules(program: Program, graph: fx.Graph) -> list[str]:
