@@ -194,3 +194,32 @@ def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path: Path) -> Non
 
     with pytest.raises(gp.GraphparError, match="holds something else"):
         _parts("head_first").save(tmp_path)
+
+
+def _sequential(width: int = 8) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)), nn.Linear(width, 3))
+
+
+def test_a_model_whose_own_children_are_numbered() -> None:
+    """The root is no ModuleDict; and its argument keeps its name ``input``, though that hides a builtin."""
+    program = gp.export(
+        _sequential(), (torch.randn(4, 8),), loss_fn=nn.functional.cross_entropy, targets=(torch.arange(4) % 3,)
+    )
+    parts = gp.partition(program, gp.plan(program, 2, microbatch_size=1))
+    assert "def forward(self, *, input: Tensor)" in parts.files["stage_0.py"]
+    assert {name.partition(".")[0] for name in parts.stage(1).state_dict()} < {"0", "1", "2", "3", "4", "5", "6"}
+    assert gp.verify(parts, steps=2).ok
+
+
+def test_an_input_whose_name_the_emitted_code_needs_is_refused() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, torch: Tensor) -> Tensor:
+            return self.linear(torch)
+
+    program = gp.export(Named(), (torch.randn(4, 4),))
+    with pytest.raises(gp.GraphparError, match="input is named 'torch'"):
+        gp.partition(program, gp.plan(program, 1))

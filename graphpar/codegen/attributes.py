@@ -22,10 +22,12 @@ class Tree:
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     children: dict[str, Tree] = field(default_factory=dict)
     block: str | None = None
+    root: bool = False  # the class itself, which is no container
 
     def keyed(self) -> bool:
         """Whether the children are numbers, so that the module is a ModuleDict."""
-        return bool(self.children) and not self.tensors and all(name.isdigit() for name in self.children)
+        numbered = bool(self.children) and all(name.isdigit() for name in self.children)
+        return numbered and not self.tensors and not self.root
 
 
 def build_tree(infos: Mapping[str, TensorInfo], blocks: Mapping[str, str], modules: Sequence[str]) -> Tree:
@@ -33,7 +35,7 @@ def build_tree(infos: Mapping[str, TensorInfo], blocks: Mapping[str, str], modul
 
     ``modules``: all paths of the user's model, whose order the tree keeps.
     """
-    root = Tree()
+    root = Tree(root=True)
 
     def at(path: str) -> Tree:
         tree = root

@@ -47,7 +47,7 @@ def stage_class(
     tree = build_tree(infos, blocks, list(program.module_classes))
     init = InitPrinter(tree, program.module_classes)
     body = init.print(stage_ties(program, infos, blocks))
-    printer = StagePrinter(stage.graph, tree)
+    printer = StagePrinter(stage.graph, tree, (*stage.inputs, *stage.counts))
     printed = printer.print()
     received = {boundary.name for boundary in stage.receives}
     summary = f"{modules}. {_flow(stage.graph, printed)}"
@@ -76,8 +76,9 @@ def counts_function(program: Program) -> str:
         value = program.constants[name]
         return f"torch.tensor({value.tolist()!r}, device={anchor}.device)"
 
-    printer = GraphPrinter(program.counts, constant)
-    anchor = next(str(node.target) for node in program.counts.nodes if node.op == "placeholder")
+    names = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
+    printer = GraphPrinter(program.counts, constant, keywords=names)
+    anchor = names[0]
     printed = printer.print()
     arguments = ", ".join(f"{name}: {_type(node)}" for name, node in _parameters(printed, program.counts))
     results = ", ".join(["Tensor"] * len(program.count_names))

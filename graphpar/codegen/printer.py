@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.codegen.spelling import Expression, literal, spell
+from graphpar.errors import GraphparError
 from graphpar.program import Helper, batch_coefficients, operator_name, value_of
 from graphpar.source import variable_names
 
@@ -57,8 +58,14 @@ def describe_shape(node: fx.Node) -> str:
     return f"[{', '.join(parts)}]" if parts else "scalar"
 
 
+_BUILTINS_USED = {"bool", "enumerate", "float", "getattr", "int", "range", "str", "super", "tuple"}
+
+
 class GraphPrinter:
-    """Prints one graph. ``attribute`` spells a parameter, ``call`` a block; loops are found by the caller."""
+    """Prints one graph. ``attribute`` spells a parameter, ``call`` a block; loops are found by the caller.
+
+    ``keywords``: placeholders that are given by name, so that their names can't be changed.
+    """
 
     def __init__(
         self,
@@ -68,6 +75,7 @@ class GraphPrinter:
         *,
         base: str = "",
         reserved: Iterable[str] = (),
+        keywords: Iterable[str] = (),
     ) -> None:
         self.graph = graph
         self.attribute = attribute
@@ -75,6 +83,7 @@ class GraphPrinter:
         self.base = base
         self.reserved = set(reserved) | {"F", "torch", "self", "nn", "parameters", *FUNCTIONS}
         self.reserved |= {node.target.name for node in graph.nodes if isinstance(node.target, Helper)}
+        self.keywords = set(keywords)
         self.nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]
         self.output = next(node for node in graph.nodes if node.op == "output")
         self.inlined: set[fx.Node] = set()
@@ -147,11 +156,12 @@ class GraphPrinter:
     def assign_names(self, order: list[fx.Node]) -> None:
         """Names in order of statements; a name is free again once its value has had its last use."""
         last = self._last_uses(order)
-        live: dict[str, fx.Node] = {}
-        for node in self.nodes:
-            if node.op == "placeholder":
-                self.names[node] = self._fresh(_identifier(str(node.target)), live, self.reserved)
-                live[self.names[node]] = node
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        live = {self._keyword(node): node for node in placeholders if self._given_by_name(node)}
+        for node in placeholders:
+            if not self._given_by_name(node):
+                live[self._fresh(_identifier(str(node.target)), live, self.reserved)] = node
+        self.names.update({node: name for name, node in live.items()})
         for position, node in enumerate(order):
             free = {name for name, holder in live.items() if last.get(holder, -1) <= position}
             free -= {self.names[held] for held in self.held(node) if held in self.names}
@@ -162,6 +172,17 @@ class GraphPrinter:
                 name = name or self._fresh(wanted[0], taken, self.reserved)
                 self.names[target] = name
                 taken[name] = live[name] = target
+
+    def _given_by_name(self, node: fx.Node) -> bool:
+        return str(node.target) in self.keywords and not node.meta.get("boundary")
+
+    def _keyword(self, node: fx.Node) -> str:
+        name = str(node.target)
+        if not name.isidentifier() or keyword.iskeyword(name) or name in self.reserved | _BUILTINS_USED:
+            raise GraphparError(
+                f"An input is named {name!r}, a name that the emitted code needs itself; rename the argument of the model."
+            )
+        return name
 
     def _targets(self, node: fx.Node) -> list[fx.Node]:
         """What a statement assigns: itself, or all its parts where they are unpacked."""

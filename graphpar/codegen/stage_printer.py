@@ -6,6 +6,7 @@ hidden = h.0(hidden, mask); hidden = h.1(hidden, mask); ...
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,10 @@ class Run:
 class StagePrinter(GraphPrinter):
     """Prints a root graph whose attributes lie in ``tree``."""
 
-    def __init__(self, graph: fx.Graph, tree: Tree) -> None:
-        super().__init__(graph, lambda name: reference(tree, name), lambda node: reference(tree, str(node.target)))
+    def __init__(self, graph: fx.Graph, tree: Tree, keywords: Iterable[str]) -> None:
+        super().__init__(
+            graph, lambda name: reference(tree, name), lambda node: reference(tree, str(node.target)), keywords=keywords
+        )
         self.tree = tree
         self.runs: dict[fx.Node, Run] = {}  # by last call
         for run in find_runs(graph):
@@ -110,6 +113,8 @@ class StagePrinter(GraphPrinter):
         whole = list(container.children) == [str(call.target).rpartition(".")[2] for call in run.calls]
         text = reference(self.tree, run.parent) if run.parent else "self"
         numbers = f"range({run.first}, {run.first + len(run.calls)})" if run.first else f"range({len(run.calls)})"
+        if not container.keyed():
+            return f"for i in {numbers}:", f"getattr({text}, str(i))"
         if run.streams:
             if whole:
                 return f"for i, {name} in enumerate({text}.values(){f', {run.first}' if run.first else ''}):", name
