@@ -1,7 +1,9 @@
 """The model of the runtime benchmark, and its two-stage split as an engineer would write it by hand.
 
-GPT                            tokens + positions -> blocks -> norm -> head      what graphpar is given
-FirstStage(gpt), LastStage(gpt)   the same modules, cut in the middle            what torch's PipelineStage is given
+    GPT(ids)                          tokens + positions -> blocks -> norm -> head: what graphpar is given
+    FirstStage(gpt), LastStage(gpt)   the same modules, cut in the middle: what torch's PipelineStage is given
+
+The head has a weight of its own: torch's ``PipelineStage`` alone gets tied weights wrong.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         print(json.dumps({"measurements": [asdict(measurement) for measurement in measured]}))
     else:
-        Console(highlight=False, soft_wrap=True).print(_table(measured))
+        Console(highlight=False, width=None if sys.stdout.isatty() else 100).print(_table(measured))
 
 
 def _measure(case: Case, emit: bool) -> Measurement:

@@ -14,6 +14,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from graphpar.runtime.launch import torchrun
 
 DEVICES, BATCH, MICROBATCHES, WARM_UP, TIMEOUT_S = 2, 8, 8, 3, 600
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
-OPTIMIZER = {"lr": 1e-4}
+LEARNING_RATE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _setting() -> dict[str, Any]:
 
 def _show(comparisons: Sequence[Comparison]) -> None:
     setting = _setting()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     console.print(f"{setting['model']}, batch {setting['batch']}")
     console.print(f"{DEVICES} gloo processes, torch {setting['torch']}, {comparisons[0].rounds} rounds\n")
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -176,7 +177,7 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
 def _emitted_step(folder: Path, batch: dict[str, Tensor], ranks: Ranks) -> Callable[[], Tensor | None]:
     pipeline = Pipeline(folder, ranks.device)
     pipeline.load_weights()
-    optimizer = torch.optim.AdamW(pipeline.parameters(), **OPTIMIZER)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=LEARNING_RATE)
 
     def step() -> Tensor | None:
         loss = pipeline.step(batch)
@@ -212,7 +213,7 @@ def _handwritten_step(folder: Path, batch: dict[str, Tensor], ranks: Ranks) -> C
 
     plan = json.loads((folder / "plan.json").read_text())
     schedule = SCHEDULES[plan["schedule"]](stage, MICROBATCHES, loss_fn=loss_share, scale_grads=False)
-    optimizer = torch.optim.AdamW(module.parameters(), **OPTIMIZER)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
 
     def step() -> Tensor | None:
         nonlocal valid

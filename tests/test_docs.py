@@ -1,0 +1,222 @@
+"""What the README and the guides show is true: code runs, excerpts are what is written now, commands and links exist.
+
+A comment before a fenced block says how it is checked:
+
+    <!-- run -->                                            run, together with the page's other such blocks
+    <!-- excerpt: examples/gpt2.py -->                      stands in that file
+    <!-- emitted: MODEL OPTIONS -> FILE: NAME, NAME -->     those classes and functions of an emitted file
+    <!-- printed: graphpar ... -->                          what the command prints, seconds aside
+    <!-- table: NAME -->                                    a Markdown table made by a function here
+
+``python -m tests.test_docs`` writes the last three anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import runpy
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from graphpar.cli.main import build_parser, main
+from graphpar.schedule import (
+    SCHEDULES,
+    action_table,
+    check_deadlock,
+    parse_table,
+    peak_in_flight,
+    simulate,
+    validate_table,
+)
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = ("emitted", "printed", "table")
+OTHER_COMMANDS = {"python3", "python", ".", "pip", "pytest", "mypy", "ruff", "torchrun", ".ci/run"}
+_BLOCK = re.compile(
+    r"(?:<!-- (?P<marker>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+_TABLE = re.compile(r"<!-- (?P<marker>table: [^\n]*?) -->\n(?P<text>(?:\|[^\n]*\n)+)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block (or a marked table) of a page."""
+
+    page: Path
+    language: str
+    text: str
+    kind: str  # of the marker; empty without one
+    argument: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}: {self.argument or self.kind or self.language}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for pattern in (_BLOCK, _TABLE):
+        for match in pattern.finditer(text):
+            kind, _, argument = (match["marker"] or "").partition(": ")
+            language = match["language"] if pattern is _BLOCK else "table"
+            yield Block(page, language, match["text"], kind, argument)
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+
+
+# ---- what generated blocks hold --------------------------------------------------------------------------------
+
+
+def emitted(argument: str) -> str:
+    """``MODEL OPTIONS -> FILE: NAME, NAME``: the source of these classes and functions."""
+    options, _, where = argument.partition(" -> ")
+    file, _, names = where.partition(": ")
+    source = _emitted_files(options)[file]
+    lines = source.splitlines()
+    found = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    parts = [found[name] for name in names.split(", ")]
+    return "\n\n\n".join("\n".join(lines[part.lineno - 1 : part.end_lineno]) for part in parts) + "\n"
+
+
+@cache
+def _emitted_files(options: str) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        _run(["compile", *shlex.split(options), "-o", f"{folder}/out"])
+        return {path.name: path.read_text() for path in Path(folder, "out").glob("*.py")}
+
+
+def printed(command: str) -> str:
+    """What a command prints, with files written to a temporary folder that can't be seen in the output."""
+    program, *arguments = shlex.split(command)
+    assert program == "graphpar"
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("examples").symlink_to(ROOT / "examples")
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert main(arguments) == 0
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines()) + "\n"
+
+
+def table(name: str) -> str:
+    assert name == "schedules"
+    rows = ["| name | stages a rank | bubble | activations held | microbatches | also |", "|---|---|---|---|---|---|"]
+    counts = {"1F1B": "at least the stages", "DualPipeV": "at least the stages"}
+    for schedule in SCHEDULES.values():
+        per_rank, ranks = schedule.default_stages, 4
+        actions = action_table(schedule.name, ranks, per_rank, 8)
+        timeline = simulate(actions, [1 / per_rank] * ranks * per_rank, [2 / per_rank] * ranks * per_rank)
+        stages = f"{schedule.min_stages}" if schedule.max_stages else f"{schedule.min_stages} or more"
+        rounds = "in equal rounds" if schedule.name.startswith("Interleaved") else "any"
+        held = max(peak_in_flight(actions)) / per_rank
+        rows.append(
+            f"| `{schedule.name}` | {stages}{', in a V' if schedule.placement == 'v' else ''} | {timeline.bubble:.1%} "
+            f"| {held:g} of 8 | {counts.get(schedule.name, rounds)} | {', '.join(f'`{a}`' for a in schedule.aliases)} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+MAKERS: dict[str, Callable[[str], str]] = {"emitted": emitted, "printed": printed, "table": table}
+
+
+def _timeless(text: str) -> str:
+    return re.sub(r"\d+\.\d s\b", "… s", text)
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- run -->" in page.read_text()], ids=lambda p: p.name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(block.text for block in blocks(page) if block.kind == "run"))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script))
+
+
+@pytest.mark.parametrize("block", [b for b in ALL if b.kind in GENERATED], ids=str)
+def test_what_is_shown_is_what_is_written_now(block: Block) -> None:
+    expected = MAKERS[block.kind](block.argument)
+    assert _timeless(block.text) == _timeless(expected), "run: python -m tests.test_docs"
+
+
+@pytest.mark.parametrize("block", [b for b in ALL if b.kind == "excerpt"], ids=str)
+def test_excerpts_stand_in_their_files(block: Block) -> None:
+    assert block.text in (ROOT / block.argument).read_text()
+
+
+def test_python_blocks_parse() -> None:
+    for block in ALL:
+        if block.language == "python":
+            ast.parse(block.text)
+
+
+def test_commands_exist() -> None:
+    for block in ALL:
+        if block.language != "sh":
+            continue
+        for command in re.split(r"&&|\n", block.text.replace("\\\n", " ")):
+            words = shlex.split(command)
+            if not words:
+                continue
+            if words[0] == "graphpar":
+                build_parser().parse_args(words[1:])
+            elif words[:2] == ["python", "-m"]:
+                assert (ROOT / (words[2].replace(".", "/") + ".py")).is_file(), command
+            else:
+                assert words[0] in OTHER_COMMANDS, command
+            for word in words:
+                if "/" in word and Path(word).parts[0] == "examples":
+                    assert (ROOT / word).exists(), command
+
+
+def test_the_guides_schedule_table_runs() -> None:
+    (shown,) = [block for block in ALL if block.kind == "file" and block.argument == "table.csv"]
+    parsed = parse_table(shown.text)
+    validate_table(parsed, stages=2, microbatches=4)
+    check_deadlock(parsed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if path.startswith("http"):
+            continue
+        linked = (page.parent / path) if path else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
+
+
+# ---- writing them anew -----------------------------------------------------------------------------------------
+
+
+def refresh() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        for block in blocks(page):
+            if block.kind in GENERATED:
+                marker = f"<!-- {block.kind}: {block.argument} -->\n"
+                fence = "" if block.language == "table" else f"```{block.language}\n"
+                made = MAKERS[block.kind](block.argument)
+                text = text.replace(f"{marker}{fence}{block.text}", f"{marker}{fence}{made}")
+        page.write_text(text)
+
+
+if __name__ == "__main__":
+    refresh()
