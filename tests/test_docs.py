@@ -164,23 +164,35 @@ def test_python_blocks_parse() -> None:
             ast.parse(block.text)
 
 
-def test_commands_exist() -> None:
+def _commands() -> Iterator[list[str]]:
     for block in ALL:
-        if block.language != "sh":
-            continue
-        for command in re.split(r"&&|\n", block.text.replace("\\\n", " ")):
-            words = shlex.split(command)
-            if not words:
-                continue
-            if words[0] == "graphpar":
-                build_parser().parse_args(words[1:])
-            elif words[:2] == ["python", "-m"]:
-                assert (ROOT / (words[2].replace(".", "/") + ".py")).is_file(), command
-            else:
-                assert words[0] in OTHER_COMMANDS, command
-            for word in words:
-                if "/" in word and Path(word).parts[0] == "examples":
-                    assert (ROOT / word).exists(), command
+        if block.language == "sh":
+            for command in re.split(r"&&|\n", block.text.replace("\\\n", " ")):
+                if words := shlex.split(command):
+                    yield words
+
+
+def test_commands_exist() -> None:
+    for words in _commands():
+        if words[0] == "graphpar":
+            build_parser().parse_args(words[1:])
+        elif words[:2] == ["python", "-m"]:
+            assert (ROOT / (words[2].replace(".", "/") + ".py")).is_file(), words
+        else:
+            assert words[0] in OTHER_COMMANDS, words
+
+
+GUIDE = [words[1:] for words in _commands() if words[:2] == ["graphpar", "compile"] and "gpt2" not in words[2]]
+
+
+@pytest.mark.parametrize("arguments", GUIDE, ids=" ".join)
+def test_compile_commands_run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for block in ALL:
+        if block.kind == "file":
+            (tmp_path / block.argument).write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 0
 
 
 def test_the_guides_schedule_table_runs() -> None:

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import runtime_fixture as fixture
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -17,6 +16,7 @@ from graphpar.runtime import LaunchError, Pipeline, RuntimeProgramError, load_ma
 from graphpar.runtime.launch import torchrun
 from graphpar.runtime.schedules import NAMES
 from graphpar.runtime.worker import JobResult, run_jobs
+from tests import runtime_fixture as fixture
 
 STEPS, OPTIMIZER = 3, {"lr": 0.1, "momentum": 0.9}
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
