@@ -74,8 +74,14 @@ def export(
     )
     program, _ = run_passes(raw, after=after_pass)
     if raw.retrace is not None:
-        retrace = raw.retrace
-        program.retrace = lambda size: run_passes(retrace(size))[0]
+        retrace, source = raw.retrace, program.source
+
+        def at_size(size: int) -> Program:
+            again = run_passes(retrace(size))[0]
+            again.source = source
+            return again
+
+        program.retrace = at_size
     return program
 
 

@@ -1,11 +1,13 @@
 """How each operator is spelled in Python: one row an operator.
 
 A row gives an :class:`Expression` from the operator's arguments, already printed. Operators without a row are spelled
-by rule: ``F.name``, ``torch.name`` or a method, whichever exists; else ``torch.ops.namespace.name``.
+by rule: ``F.name``, ``torch.name``, ``torch.linalg.name`` or a method, whichever takes the same arguments; else
+``torch.ops.namespace.name``.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from torch import Tensor, fx
 
 from graphpar.program import operator_name, value_of
 
-ATOM, UNARY, POWER, PRODUCT, SUM, AND, XOR, OR, COMPARE, LOWEST = 100, 80, 85, 70, 60, 50, 48, 46, 40, 0
+ATOM, UNARY, POWER, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE, LOWEST = 100, 80, 85, 70, 60, 55, 50, 48, 46, 40, 0
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,15 @@ def spell(node: fx.Node, shown: Printed, anchor: str) -> Expression:
     if name in _INFIX and len(node.args) == 2 and not node.kwargs:
         symbol, level = _INFIX[name]
         left, right = (shown(argument) for argument in node.args)
-        return Expression(f"{left.at(level)} {symbol} {right.at(level + 1)}", level)
+        # Python chains comparisons: (a < b) == c needs its parentheses.
+        return Expression(f"{left.at(level + (level == COMPARE))} {symbol} {right.at(level + 1)}", level)
     return _by_rule(node, name, shown, anchor)
 
 
 _INFIX: dict[str, tuple[str, int]] = {
     "add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT), "true_divide": ("/", PRODUCT),
+    "truediv": ("/", PRODUCT), "__lshift__": ("<<", SHIFT), "__rshift__": (">>", SHIFT), "bitwise_left_shift": ("<<", SHIFT),
+    "bitwise_right_shift": (">>", SHIFT),
     "floordiv": ("//", PRODUCT), "floor_divide": ("//", PRODUCT), "remainder": ("%", PRODUCT), "mod": ("%", PRODUCT),
     "matmul": ("@", PRODUCT), "mm": ("@", PRODUCT), "bmm": ("@", PRODUCT), "__and__": ("&", AND), "__or__": ("|", OR),
     "__xor__": ("^", XOR), "bitwise_and": ("&", AND), "bitwise_or": ("|", OR), "eq": ("==", COMPARE), "ne": ("!=", COMPARE),
@@ -77,7 +82,16 @@ _METHODS = {
     "clone", "type_as", "view_as", "pow", "sqrt", "rsqrt", "exp", "log", "tanh", "sigmoid", "abs", "sin", "cos", "clamp", "any", "all",
     "gather", "index_select", "diff", "new_ones", "new_zeros", "new_full", "histc", "square", "t", "logical_not", "bitwise_not", "bool",
     "index_put", "var", "std", "norm", "select_scatter", "slice_scatter", "scatter", "scatter_add", "tril", "triu", "erf", "round",
+    "movedim", "swapaxes", "swapdims", "flip", "roll", "cumprod", "prod", "logsumexp", "unfold", "rot90", "tile",
 }  # fmt: skip
+
+
+_ATTRIBUTES = {"mT", "mH", "real", "imag"}
+_RENAMED = {
+    "log_sigmoid": "F.logsigmoid", "im2col": "F.unfold", "col2im": "F.fold", "sym_float": "float", "sym_int": "int",
+    "adaptive_max_pool2d": "F.adaptive_max_pool2d_with_indices", "adaptive_max_pool3d": "F.adaptive_max_pool3d_with_indices",
+}  # fmt: skip
+_FAMILIES = {"linalg_": "torch.linalg.", "fft_": "torch.fft.", "special_": "torch.special."}
 
 
 def literal(value: Any) -> str:
@@ -107,27 +121,89 @@ def _call(function: str, arguments: list[str], options: Mapping[str, str]) -> Ex
 
 def _by_rule(node: fx.Node, name: str, shown: Printed, anchor: str) -> Expression:
     arguments = [shown(argument) for argument in node.args]
+    texts = [argument.text for argument in arguments]
     options = {key: shown(item).text for key, item in node.kwargs.items()}
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         module = getattr(target, "__module__", "")
         prefix = "F." if module == "torch.nn.functional" or getattr(F, name, None) is target else ""
-        return _call(f"{prefix}{name}", [argument.text for argument in arguments], options)
+        return _call(_RENAMED.get(name, f"{prefix}{name}"), texts, options)
     if target.namespace != "aten":
-        return _call(f"torch.ops.{target.namespace}.{name}", [argument.text for argument in arguments], options)
+        return _call(f"torch.ops.{target.namespace}.{name}", texts, options)
     if name in _FACTORIES:
         options["device"] = f"{anchor}.device"
-        function = "torch.tensor" if name == "scalar_tensor" else f"torch.{name}"
-        return _call(function, [argument.text for argument in arguments], options)
+        return _call("torch.tensor" if name == "scalar_tensor" else f"torch.{name}", texts, options)
     own = isinstance(node.args[0], fx.Node) if node.args else False
+    if own and name in _ATTRIBUTES:
+        return Expression(f"{arguments[0].at(ATOM)}.{name}")
     if own and name in _METHODS and hasattr(Tensor, name):
-        return _method(arguments[0], name, [argument.text for argument in arguments[1:]], options)
-    for prefix, module in (("F", F), ("torch", torch)):
-        if hasattr(module, name):
-            return _call(f"{prefix}.{name}", [argument.text for argument in arguments], options)
-    if own and hasattr(Tensor, name):
-        return _method(arguments[0], name, [argument.text for argument in arguments[1:]], options)
-    return _call(f"torch.ops.aten.{name}.{target._overloadname}", [argument.text for argument in arguments], options)
+        return _method(arguments[0], name, texts[1:], options)
+    if name in _RENAMED:
+        return _call(_RENAMED[name], texts, options)
+    for function, path in _functions(name):
+        fitting = _fitting(function, node, shown)
+        if fitting is not None:
+            return _call(path, *fitting)
+    if own and callable(getattr(Tensor, name, None)):
+        return _method(arguments[0], name, texts[1:], options)
+    return _call(f"torch.ops.aten.{name}.{target._overloadname}", texts, options)
+
+
+def _functions(name: str) -> list[tuple[Any, str]]:
+    """torch's public functions called like the operator, with their paths."""
+    found = [(getattr(F, name, None), f"F.{name}"), (getattr(torch, name, None), f"torch.{name}")]
+    for family, path in _FAMILIES.items():
+        if name.startswith(family):
+            short = name.removeprefix(family)
+            found.append((getattr(getattr(torch, family.rstrip("_")), short, None), f"{path}{short}"))
+    return [(function, path) for function, path in found if callable(function)]
+
+
+def _fitting(function: Any, node: fx.Node, shown: Printed) -> tuple[list[str], dict[str, str]] | None:
+    """The node's arguments as ``function`` takes them; None where it takes other ones.
+
+    Functions written in C++ take the operator's own. Those written in Python may differ in order, have further options
+    that change the meaning (``stft(center=True)``), or return something else (``adaptive_max_pool2d``: no indices).
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return [shown(item).text for item in node.args], {key: shown(item).text for key, item in node.kwargs.items()}
+    given, names = _given(node), list(parameters)
+    schema = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    kinds = {parameter.kind for parameter in parameters.values()}
+    further = [
+        p.default
+        for p in parameters.values()
+        if p.name not in (*schema, "input", "_stacklevel") and p.kind is not p.VAR_POSITIONAL
+    ]
+    if inspect.Parameter.VAR_KEYWORD in kinds or any(default not in (None, False) for default in further):
+        return None
+    arguments: list[str] = []
+    options: dict[str, str] = {}
+    spread = inspect.Parameter.VAR_POSITIONAL in kinds  # torch.einsum(equation, *tensors)
+    aligned = True
+    for position, name in enumerate(schema):
+        if name not in given:
+            aligned = False
+            continue
+        item = literal(_REDUCTIONS[given[name]]) if name == "reduction" else shown(given[name]).text
+        own = parameters[names[position]] if position < len(names) else None
+        same = (
+            own is not None
+            and own.kind is not own.KEYWORD_ONLY
+            and own.name in (name, "input" if name == "self" else name)
+        )
+        if spread and (name not in names or parameters[name].kind is inspect.Parameter.VAR_POSITIONAL):
+            parts = given[name] if isinstance(given[name], list | tuple) else [given[name]]
+            arguments += [shown(part).text for part in parts]
+        elif aligned and same:
+            arguments.append(item)
+        elif name in names:
+            options[name] = item
+        else:
+            return None
+    return arguments, options
 
 
 def _method(owner: Expression, name: str, arguments: list[str], options: Mapping[str, str]) -> Expression:
@@ -186,6 +262,30 @@ def _loss(function: str, positional: list[str], keywords: list[str]) -> Any:
         if given.get("reduction", 1) != 1:
             options["reduction"] = literal(_REDUCTIONS[given["reduction"]])
         return _call(function, arguments, options)
+
+    return row
+
+
+def _interpolate(mode: str, *, antialias: bool = False) -> Any:
+    """``F.interpolate`` to a size, or by factors."""
+
+    def row(node: fx.Node, shown: Printed) -> Expression | None:
+        given = _given(node)
+        if node.target._overloadname != "vec":  # type: ignore[union-attr]
+            return None
+        options = {}
+        if given.get("output_size") is not None:
+            options["size"] = shown(given["output_size"]).text
+        else:
+            factors = given["scale_factors"]
+            options["scale_factor"] = shown(factors[0] if len(set(factors)) == 1 else factors).text
+        if mode != "nearest":
+            options["mode"] = literal(mode)
+        if given.get("align_corners"):
+            options["align_corners"] = "True"
+        if antialias:
+            options["antialias"] = "True"
+        return _call("F.interpolate", [shown(given["input"]).text], options)
 
     return row
 
@@ -271,6 +371,11 @@ def _to(node: fx.Node, shown: Printed) -> Expression | None:
     return None
 
 
+def _tensordot(node: fx.Node, shown: Printed) -> Expression | None:
+    first, second, *dims = (shown(argument).text for argument in node.args)
+    return _call("torch.tensordot", [first, second], {"dims": f"({', '.join(dims)})"})
+
+
 def _neg(node: fx.Node, shown: Printed) -> Expression | None:
     return Expression(f"-{shown(node.args[0]).at(UNARY)}", UNARY)
 
@@ -344,6 +449,7 @@ _ROWS: dict[str, Callable[[fx.Node, Printed], Expression | None]] = {
     "reshape": _view,
     "_unsafe_view": _view,
     "to": _to,
+    "tensordot": _tensordot,
     "neg": _neg,
     "bitwise_not": _invert,
     "__invert__": _invert,
@@ -364,12 +470,27 @@ _ROWS: dict[str, Callable[[fx.Node, Printed], Expression | None]] = {
     "conv1d": _functional("F.conv1d", ["input", "weight", "bias"], ["stride", "padding", "dilation", "groups"]),
     "conv2d": _functional("F.conv2d", ["input", "weight", "bias"], ["stride", "padding", "dilation", "groups"]),
     "conv3d": _functional("F.conv3d", ["input", "weight", "bias"], ["stride", "padding", "dilation", "groups"]),
-    "max_pool2d": _functional("F.max_pool2d", ["self", "kernel_size"], ["stride", "padding", "dilation", "ceil_mode"]),
+    **{
+        f"max_pool{dims}d": _functional(
+            f"F.max_pool{dims}d", ["self", "kernel_size"], ["stride", "padding", "dilation", "ceil_mode"]
+        )
+        for dims in (1, 2, 3)
+    },
+    "instance_norm": _functional(
+        "F.instance_norm", ["input", "running_mean", "running_var", "weight", "bias"], ["use_input_stats", "momentum", "eps"]
+    ),
     "avg_pool2d": _functional(
         "F.avg_pool2d", ["self", "kernel_size"], ["stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"]
     ),
     "adaptive_avg_pool2d": _functional("F.adaptive_avg_pool2d", ["self", "output_size"], []),
-    "upsample_nearest2d": _functional("F.interpolate", ["input"], ["output_size"], {"output_size": "size"}),
+    **{f"upsample_nearest{dims}d": _interpolate("nearest") for dims in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{dims}d": _interpolate("nearest-exact") for dims in (1, 2, 3)},
+    "upsample_linear1d": _interpolate("linear"),
+    "upsample_bilinear2d": _interpolate("bilinear"),
+    "upsample_bicubic2d": _interpolate("bicubic"),
+    "upsample_trilinear3d": _interpolate("trilinear"),
+    "_upsample_bilinear2d_aa": _interpolate("bilinear", antialias=True),
+    "_upsample_bicubic2d_aa": _interpolate("bicubic", antialias=True),
     "pad": _functional("F.pad", ["self", "pad"], ["mode", "value"]),
     "softmax": _functional("F.softmax", ["self"], ["dim", "dtype"]),
     "log_softmax": _functional("F.log_softmax", ["self"], ["dim", "dtype"]),

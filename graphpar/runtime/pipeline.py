@@ -87,7 +87,7 @@ class Pipeline:
         self.has_last_stage = self._interfaces[-1].index == len(self.program.stages) - 1
         self._count = (
             global_counts_function(self._package, self.program.stages[-1])
-            if self.has_last_stage and self.program.count_names
+            if any(spec.counts for spec in self._interfaces)
             else None
         )
         self._torch_stages: list[PipelineStage] = []
