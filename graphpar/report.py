@@ -158,6 +158,10 @@ def _notes(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         readers = [stage["index"] for stage in data["stages"] if entry["name"] in stage["inputs"]]
         if len(data["stages"]) > 1:
             lines.append(("Input", f"{entry['name']} {_on('to', readers) if readers else 'unused'}"))
+    last = data["stages"][-1]
+    if len(data["stages"]) > 1:
+        what = "Loss" if data["mode"] == "train" else "Outputs"
+        lines.append((what, f"on rank {last['rank']}, from stage {last['index']}"))
     return lines
 
 
