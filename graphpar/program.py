@@ -277,7 +277,7 @@ def size_coefficient(size: Any) -> int | None:
         return None
     expression = size.node.expr
     symbols = expression.free_symbols
-    if not symbols:
+    if not symbols or any(str(symbol).startswith("u") for symbol in symbols):  # u: how many a mask chooses
         return None
     if len(symbols) > 1:
         raise GraphparError(f"A tensor has a size that is no multiple of the batch: {expression}.")

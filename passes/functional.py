@@ -61,9 +61,23 @@ def infer(node: fx.Node, like: fx.Node) -> fx.Node:
         value = node.target(*args, **kwargs)
     node.meta = {key: item for key, item in like.meta.items() if key in ("module_stack", "source")}
     node.meta["val"] = value
-    if "batch_coefficients" in like.meta and isinstance(value, Tensor) and value.shape == value_of(like).shape:
-        node.meta["batch_coefficients"] = like.meta["batch_coefficients"]
+    if isinstance(value, Tensor):
+        _infer_coefficients(node, value, like)
     return node
+
+
+def _infer_coefficients(node: fx.Node, value: Tensor, like: fx.Node) -> None:
+    """Which dims follow the batch, in a fixed-size trace: those of a value of the same shape, or of the same first dims."""
+    known = [n for n in (like, *node.all_input_nodes) if "batch_coefficients" in n.meta and isinstance(value_of(n), Tensor)]
+    for other in known:
+        if value_of(other).shape == value.shape:
+            node.meta["batch_coefficients"] = other.meta["batch_coefficients"]
+            return
+    for other in known:
+        first = value_of(other).ndim
+        if first and value.shape[:first] == value_of(other).shape:
+            node.meta["batch_coefficients"] = (*other.meta["batch_coefficients"], *[None] * (value.ndim - first))
+            return
 
 
 class _Functionalizer:

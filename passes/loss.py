@@ -13,37 +13,42 @@ step over the whole batch and given to every microbatch.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from graphpar.batch import Additive, Analysis, Coupled, Fixed, Rows
+from graphpar.batch_states import is_size, is_unknown, number_arguments, size_factor
 from graphpar.passes.functional import infer
 from graphpar.passes.simplify import remove_dead_code
 from graphpar.program import Program, batch_coefficients, operator_name, value_of
 
 _aten = torch.ops.aten
-_MEAN = 1
-_SUM = 2
+_NONE, _MEAN, _SUM = 0, 1, 2
 
-# Losses with a `reduction` argument, and where it stands.
-_REDUCTION_AT = {
-    "mse_loss": 2, "l1_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "binary_cross_entropy": 3,
-    "binary_cross_entropy_with_logits": 4, "kl_div": 2, "soft_margin_loss": 2, "cross_entropy_loss": 3, "nll_loss": 3,
-    "nll_loss_nd": 3, "nll_loss2d": 3,
-}  # fmt: skip
+# Mean class losses divide by the (weights of the) labels that count, all others by the number of elements.
 _CLASS_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
+
+# Arithmetic with batch sizes, and the operators that do the same with the tensor that counts the rows.
+_ARITHMETIC = {
+    operator.add: _aten.add.Tensor,
+    operator.sub: _aten.sub.Tensor,
+    operator.mul: _aten.mul.Tensor,
+    operator.truediv: _aten.div.Tensor,
+    operator.floordiv: _aten.floor_divide.default,
+    operator.pow: _aten.pow.Tensor_Tensor,
+}
 
 
 def share_loss(program: Program) -> Program:
     """Program -> Program whose loss is a microbatch's share; says what mixes examples."""
     rewriter = _Shares(program)
     couplings = rewriter.rewrite()
-    if program.mode != "train":
-        return program.with_graph(program.graph, couplings=couplings)
-    if rewriter.failure is not None:
-        return program.with_graph(program.graph, couplings=couplings, unsplittable=rewriter.failure)
+    if program.mode != "train" or rewriter.failure is not None:
+        reason = rewriter.failure or program.unsplittable
+        return program.with_graph(program.graph, couplings=couplings, unsplittable=reason)
     counts = rewriter.counts_graph()
     remove_dead_code(rewriter.graph)
     return program.with_graph(
@@ -70,49 +75,57 @@ class _Shares:
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self._finish(node)
-                continue
-            replaced = self._rewritten(node)
-            if replaced is None:
+            elif self.program.mode != "train" or self._rewritten(node) is None:
                 self.analysis.visit(node)
         return tuple(dict.fromkeys(_described(state) for state in self.analysis.couplings))
 
     def _finish(self, output: fx.Node) -> None:
         if self.program.mode != "train":
-            return
-        (loss,) = output.args[0]  # type: ignore[misc]
+            return self._check_outputs(output)
+        (loss,) = output.args[0]  # type: ignore[misc, str-unpack]
         assert isinstance(loss, fx.Node)
         state = self.analysis.states[loss]
         if isinstance(state, Fixed):
             with self.graph.inserting_before(output):
-                loss = self._scaled(loss)
+                loss = self._scaled(loss, loss)
             output.args = ((loss,),)
         elif not isinstance(state, Additive):
             reason = state.reason if isinstance(state, Coupled) else "it is no sum or mean over examples"
             self.failure = f"the loss can't be computed a microbatch at a time: {reason}"
+        return None
+
+    def _check_outputs(self, output: fx.Node) -> None:
+        """The outputs of inference are put together along the batch, so each must be rows in the batch's order."""
+        for node, entry in zip(output.args[0], self.program.outputs):  # type: ignore[arg-type]
+            state = self.analysis.states[node] if isinstance(node, fx.Node) else Fixed()
+            rows = isinstance(state, Rows) and (state.outer, state.order, state.kind) == (1, None, "values")
+            if not rows and not isinstance(state, Fixed):
+                reason = state.reason if isinstance(state, Coupled) else "it is no row of each example"
+                self.failure = f"the output {entry.name!r} can't be computed a microbatch at a time: {reason}"
 
     # ---- rewriting one operator ----
 
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
         """The node that took ``node``'s place, or None where it stands as it is."""
-        if node.op != "call_function":
+        if node.op != "call_function" or is_size(node):
             return None
         name = operator_name(node)
-        states = self.analysis.states
         with self.graph.inserting_before(node):
-            if name in _REDUCTION_AT and any(isinstance(states[a], Rows) for a in node.all_input_nodes):
+            self._count_rows_globally(node)
+            if _reduction_place(node) is not None and any(isinstance(s, Rows) for _, s in self.analysis.operands(node)):
                 return self._loss(node, name)
             if name == "mean" and self._over_batch(node):
                 return self._mean(node)
-            self._divide_by_global(node, name)
-            if name in ("add", "sub") and len(node.all_input_nodes) == 2:
-                self._share_fixed(node)
+            self._divide_by_global(node)
+            if name in ("add", "sub", "rsub", "stack", "cat"):
+                self._share_fixed(node, name)
         return None
 
     def _over_batch(self, node: fx.Node) -> bool:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         state = self.analysis.states[source]
-        if not isinstance(state, Rows) or state.order is not None:
+        if not isinstance(state, Rows):
             return False
         ndim = value_of(source).ndim
         dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(ndim)
@@ -121,121 +134,236 @@ class _Shares:
     def _mean(self, node: fx.Node) -> fx.Node:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        before, after = _elements(source), _elements(node)
+        state = self.analysis.states[source]
+        assert isinstance(state, Rows)
         if len(node.args) > 1:
-            total = self._new(_aten.sum.dim_IntList, node.args, {}, node)
+            total = self._new(_aten.sum.dim_IntList, node.args, dict(node.kwargs), node)
         else:
-            total = self._new(_aten.sum.default, (source,), {}, node)
-        return self._put(node, self._new(_aten.div.Tensor, (total, self._rows(before // after)), {}, node))
+            total = self._new(_aten.sum.default, (self._wide(source),), dict(node.kwargs), node)
+        count = self._count(source, state, _elements(source) // _elements(node))
+        return self._put(node, self._quotient(total, count, node))
+
+    def _quotient(self, total: fx.Node, count: fx.Node, like: fx.Node) -> fx.Node:
+        """``total / count``, as well known before the step as ``total`` is."""
+        pure = self.analysis.states[total].pure
+        quotient = self._new(_aten.div.Tensor, (total, count), {}, like)
+        if isinstance(self.analysis.states[quotient], Additive):
+            self.analysis.states[quotient] = Additive(pure)
+        return quotient
+
+    def _wide(self, source: fx.Node) -> fx.Node:
+        """A sum in float16 could overflow where the mean does not."""
+        if value_of(source).dtype is not torch.float16:
+            return source
+        return self._new(_aten.to.dtype, (source, torch.float32), {}, source)
 
     def _loss(self, node: fx.Node, name: str) -> fx.Node | None:
-        position = _REDUCTION_AT[name]
-        reduction = node.args[position] if len(node.args) > position else node.kwargs.get("reduction", _MEAN)
-        if reduction == 0:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            state = self.analysis._located(node, [(source, self.analysis.states[source])], False)
-            self.analysis.states[node] = state
-            return node
-        if reduction == _SUM:
-            self.analysis.states[node] = Additive(pure=False)
-            return node
-        args = [*node.args, *_defaults(node)[len(node.args) : position + 1]]
-        args[position] = _SUM
-        total = self._new(node.target, tuple(args), dict(node.kwargs), node, state=Additive(pure=False))
-        if name in _CLASS_LOSSES:
-            divisor = self._valid(node, name)
-        else:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            divisor = self._rows(_elements(source))
-        return self._put(node, self._new(_aten.div.Tensor, (total, divisor), {}, node))
+        """A loss with ``reduction=mean`` becomes its sum over what the mean of the whole batch divides by."""
+        place = _reduction_place(node)
+        assert place is not None
+        given = [*node.args, *_defaults(node)[len(node.args) :]]
+        reduction = node.kwargs.get("reduction", given[place])
+        if reduction == _NONE:
+            return None
+        each = self._reduced(node, given, place, _NONE)
+        state = self.analysis.state_of(each)
+        if not isinstance(state, Rows):
+            self.graph.erase_node(each)
+            return None
+        self.analysis.states[each] = state
+        source = given[0]
+        assert isinstance(source, fx.Node)
+        given[0] = self._wide(source)
+        total = self._reduced(node, given, place, _SUM)
+        self.analysis.states[total] = Additive(state.pure)
+        if reduction == _MEAN:
+            labels = name in _CLASS_LOSSES and not value_of(node.args[1]).is_floating_point()  # type: ignore[arg-type]
+            divisor = self._valid(node) if labels else self._count(each, state, _elements(each))
+            total = self._quotient(total, divisor, node)
+        self.graph.erase_node(each)
+        return self._put(node, total)
 
-    def _valid(self, node: fx.Node, name: str) -> fx.Node:
+    def _reduced(self, node: fx.Node, given: list[Any], place: int, reduction: int) -> fx.Node:
+        arguments = [*given[:place], reduction, *given[place + 1 :]]
+        kwargs = {key: value for key, value in node.kwargs.items() if key != "reduction"}
+        positional = len(node.args) if len(node.args) > place else place + 1
+        arguments = arguments[: max(positional, place + 1)]
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        for index, name in enumerate(names[: len(arguments)]):
+            if name in kwargs:
+                arguments[index] = kwargs.pop(name)
+        return infer(self.graph.call_function(node.target, tuple(arguments), kwargs), node)  # type: ignore[arg-type]
+
+    def _valid(self, node: fx.Node) -> fx.Node:
         """The denominator of a mean class loss: how many labels are not ignored, or the sum of their weights."""
         target = node.args[1]
         assert isinstance(target, fx.Node)
         given = dict(zip(["input", "target", "weight", "reduction", "ignore_index"], node.args)) | dict(node.kwargs)
         weight, ignored = given.get("weight"), given.get("ignore_index", -100)
-        if value_of(target).is_floating_point():  # class probabilities: one row a label
-            return self._rows(_elements(target) // int(value_of(target).shape[1]))
         key = ("valid", target, weight, ignored)
         if key not in self.known:
-            valid = self._new(_aten.ne.Scalar, (target, ignored), {}, node)
+            valid = self._new(_aten.ne.Scalar, (target, ignored), {}, target)
             if isinstance(weight, fx.Node):
-                flat = self._new(_aten.mul.Tensor, (target, valid), {}, node)
-                chosen = self._new(_aten.embedding.default, (self._column(weight, node), flat), {}, node)
-                valid = self._new(_aten.mul.Tensor, (self._new(_aten.squeeze.dim, (chosen, -1), {}, node), valid), {}, node)
+                flat = self._new(_aten.mul.Tensor, (target, valid), {}, target)
+                column = self._new(_aten.unsqueeze.default, (weight, -1), {}, node)
+                chosen = self._new(_aten.embedding.default, (column, flat), {}, target)
+                valid = self._new(_aten.mul.Tensor, (self._new(_aten.squeeze.dim, (chosen, -1), {}, target), valid), {}, target)
             total = self._new(_aten.sum.default, (valid,), {}, node)
             label = _input_behind(target)
-            self.known[key] = self._global(total, f"valid_{label}" if label else "valid_labels")
+            self.known[key] = self._global_value(total, f"valid_{label}" if label else "valid_labels") or total
         return self.known[key]
 
-    def _column(self, weight: fx.Node, like: fx.Node) -> fx.Node:
-        return self._new(_aten.unsqueeze.default, (weight, -1), {}, like)
+    # ---- batch sizes as numbers ----
 
-    def _divide_by_global(self, node: fx.Node, name: str) -> None:
+    def _count_rows_globally(self, node: fx.Node) -> None:
+        """``x / batch``: the number is that of the whole batch."""
+        filled = operator_name(node) in ("scalar_tensor", "full", "new_full", "full_like")
+        if filled and not any(c is not None for c in batch_coefficients(node)):
+            return  # a tensor that holds a batch size is a sum over examples like any other
+        for place, size in list(number_arguments(node)):
+            number = None if size_factor(size) == 0 else self._global_number(size)
+            if number is None:
+                continue
+            if isinstance(place, int):
+                node.update_arg(place, number)
+            else:
+                node.update_kwarg(place, number)
+            target = node.target
+            _tensor_overload(node)
+            if _dtype_now(node) != value_of(node).dtype:  # the analysis will say that it can't be done
+                node.target = target
+                node.replace_input_with(number, size)
+
+    def _global_number(self, size: fx.Node) -> fx.Node | None:
+        """Arithmetic with the batch size, repeated with the count of all rows."""
+        factor = size_factor(size)
+        if factor:
+            return self._rows(factor)
+        if size.target is torch.sym_float:
+            return self._global_number(size.args[0])  # type: ignore[arg-type]
+        if size.target not in _ARITHMETIC or len(size.args) != 2:
+            return None
+        example = self._batch_input()
+        operands: list[fx.Node] = []
+        for argument in size.args:
+            if isinstance(argument, fx.Node) and size_factor(argument) != 0:
+                found = self._global_number(argument)
+            else:
+                number = value_of(argument) if isinstance(argument, fx.Node) else argument
+                found = self.graph.call_function(_aten.scalar_tensor.default, (number,), {"dtype": torch.float32})
+                found.meta = self._scalar_meta()
+                self.analysis.states[found] = Fixed()
+            if found is None:
+                return None
+            operands.append(found)
+        return self._new(_ARITHMETIC[size.target], tuple(operands), {}, example)  # type: ignore[index]
+
+    # ---- sums over examples that are known before the step ----
+
+    def _divide_by_global(self, node: fx.Node) -> None:
         """A sum over examples that is known before the step stands for the global sum wherever it is not just added up."""
-        additive = [a for a in node.all_input_nodes if isinstance(self.analysis.states[a], Additive)]
-        pure = [a for a in additive if self.analysis.states[a].pure and self._is_number(a, node)]
-        if not pure or _keeps_sums(node, name, self.analysis):
+        states = self.analysis.states
+        pure = [
+            argument
+            for argument in node.all_input_nodes
+            if isinstance(state := states[argument], Additive) and state.pure and isinstance(value_of(argument), Tensor)
+        ]
+        if not pure or isinstance(self.analysis.state_of(node), Additive):
             return
         for argument in pure:
-            if ("global", argument) not in self.known:
-                self.known[("global", argument)] = self._global(argument, _count_name(argument))
-            replacement = self.known[("global", argument)]
-            node.replace_input_with(argument, replacement)
-        _tensor_overload(node)
+            replacement = self._global_value(argument, _count_name(argument))
+            if replacement is not None:
+                node.replace_input_with(argument, replacement)
 
-    def _is_number(self, argument: fx.Node, user: fx.Node) -> bool:
-        """Whether a batch size is used as a number here, and not as a size."""
-        if isinstance(value_of(argument), Tensor):
-            return True
-        return isinstance(user.target, torch._ops.OpOverload) and operator_name(user) in ("div", "mul", "true_divide")
+    def _global_value(self, node: fx.Node, name: str) -> fx.Node | None:
+        """The value of the pure sum ``node`` over the whole batch; None where other counts must be known first."""
+        state = self.analysis.states[node]
+        if not isinstance(state, Additive) or not state.pure:
+            reason = "the loss divides by a sum that depends on parameters or on another such sum"
+            self.analysis.couplings.append(Coupled(reason, node))
+            return None
+        if ("global", node) not in self.known:
+            counted = any(count in _ancestors(node) for count, _ in self.counts)
+            self.known[("global", node)] = self._rebuilt(node) if counted else self._global(node, name)
+        return self.known[("global", node)]
 
-    def _share_fixed(self, node: fx.Node) -> None:
+    def _rebuilt(self, node: fx.Node) -> fx.Node:
+        """A linear function of sums, of which some are divided by counts: the same function of the global sums."""
+        replacements: dict[fx.Node, fx.Node] = {}
+        for argument in node.all_input_nodes:
+            if isinstance(self.analysis.states[argument], Additive) and isinstance(value_of(argument), Tensor):
+                replacements[argument] = self._global_value(argument, _count_name(argument)) or argument
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: replacements.get(n, n))
+        return self._new(node.target, args, kwargs, node)
+
+    def _share_fixed(self, node: fx.Node, name: str) -> None:
         """sum over examples + constant: each microbatch adds its share of the constant."""
-        first, second = node.all_input_nodes
-        states = self.analysis.states
-        for fixed, other in ((first, second), (second, first)):
-            if isinstance(states[fixed], Fixed) and isinstance(states[other], Additive):
-                node.replace_input_with(fixed, self._scaled(fixed))
+        parts = node.args[0] if name in ("stack", "cat") else node.args[:2]
+        assert isinstance(parts, list | tuple)
+        states = [self.analysis.states[part] if isinstance(part, fx.Node) else Fixed() for part in parts]
+        sums = [state for state in states if isinstance(state, Additive)]
+        if not sums or not all(isinstance(state, Additive | Fixed) for state in states) or len(sums) == len(states):
+            return
+        like = next(part for part in parts if isinstance(part, fx.Node))
+        shares = [self._scaled(part, like) if isinstance(state, Fixed) else part for part, state in zip(parts, states)]
+        if name in ("stack", "cat"):
+            node.args = (shares, *node.args[1:])
+            return
+        node.args = (*shares, *node.args[2:])
+        _tensor_overload(node)
+        if name == "rsub":
+            first, second, *rest = node.args
+            node.target, node.args = _aten.sub.Tensor, (second, first)
+            if rest and rest[0] != 1:  # other - alpha * self
+                node.kwargs = {"alpha": rest[0]}
 
-    def _scaled(self, fixed: fx.Node) -> fx.Node:
+    def _scaled(self, fixed: Any, like: fx.Node) -> fx.Node:
         """``fixed`` times this microbatch's part of the rows."""
-        part = self._new(_aten.div.Tensor, (self._row_count(fixed), self._rows(1)), {}, fixed)
-        self.analysis.states[part] = Additive()
-        return self._new(_aten.mul.Tensor, (fixed, part), {}, fixed, state=Additive(pure=False))
+        part = self._new(_aten.div.Tensor, (self._row_count(), self._rows(1)), {}, like)
+        self.analysis.states[part] = Additive(pure=False)
+        target, args = (_aten.mul.Tensor, (fixed, part)) if isinstance(fixed, fx.Node) else (_aten.mul.Scalar, (part, fixed))
+        shared = self._new(target, args, {}, like)
+        self.analysis.states[shared] = Additive(pure=False)
+        return shared
 
     # ---- counts ----
 
+    def _count(self, node: fx.Node, state: Rows, factor: int) -> fx.Node:
+        """How many elements a mean over the whole batch divides by: ``factor`` an example, or for each chosen row."""
+        if state.chosen is None:
+            return self._rows(factor)
+        total = self._new(_aten.sum.default, (state.chosen,), {}, node)
+        count = self._global_value(total, f"chosen_{_input_behind(state.chosen) or 'rows'}") or total
+        return count if factor == 1 else self._new(_aten.mul.Scalar, (count, factor), {}, node)
+
     def _rows(self, factor: int) -> fx.Node:
         """rows of the global batch times ``factor``."""
-        example = self._batch_input()
-        if "rows" not in self.known:
-            self.known["rows"] = self._global(self._row_count(example), "rows")  # type: ignore[index]
-        rows = self.known["rows"]  # type: ignore[index]
-        if factor == 1:
-            return rows
-        return self._new(_aten.mul.Tensor, (rows, factor), {}, example)
+        if ("rows",) not in self.known:
+            self.known[("rows",)] = self._global(self._row_count(), "rows")
+        rows = self.known[("rows",)]
+        return rows if factor == 1 else self._new(_aten.mul.Tensor, (rows, factor), {}, self._batch_input())
 
-    def _row_count(self, like: fx.Node) -> fx.Node:
+    def _row_count(self) -> fx.Node:
         example = self._batch_input()
         dim = self.program.input(str(example.target)).batch_dim
         size = self.graph.call_function(_aten.sym_size.int, (example, dim))
-        size.meta = {"val": value_of(example).shape[dim], "module_stack": ()}
+        size.meta = {"val": value_of(example).shape[dim], "module_stack": (), "batch_factor": 1}
         count = self.graph.call_function(_aten.scalar_tensor.default, (size,), {"dtype": torch.float32})
-        with value_of(example).fake_mode:
-            count.meta = {"val": torch.empty((), dtype=torch.float32), "module_stack": ()}
+        count.meta = self._scalar_meta()
         self.analysis.states[size] = self.analysis.states[count] = Additive()
         return count
+
+    def _scalar_meta(self) -> dict[str, Any]:
+        with value_of(self._batch_input()).fake_mode:
+            return {"val": torch.empty((), dtype=torch.float32), "module_stack": ()}
 
     def _batch_input(self) -> fx.Node:
         """The input that counts rows: a target where there is one, so that it is at hand where the loss is."""
         batched = [entry for entry in self.program.inputs if entry.batch_dim is not None]
         chosen = next((entry for entry in batched if entry.role == "target"), batched[0])
         labels = next((entry for entry in batched if "label" in entry.name), chosen)
-        return next(n for n in self.graph.nodes if n.op == "placeholder" and n.target == labels.name)
+        found: fx.Node = next(n for n in self.graph.nodes if n.op == "placeholder" and n.target == labels.name)
+        return found
 
     def _global(self, node: fx.Node, name: str) -> fx.Node:
         """A placeholder for the global value of ``node``, a sum over examples that is known before the step."""
@@ -246,14 +374,10 @@ class _Shares:
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         with self.graph.inserting_after(placeholders[-1]):
             count = self.graph.placeholder(unique)
-        value = value_of(node)
-        if not isinstance(value, Tensor):
-            with value_of(self._batch_input()).fake_mode:
-                value = torch.empty((), dtype=torch.float32)
-        count.meta = {"val": value, "module_stack": ()}
+        count.meta = {"val": value_of(node), "module_stack": ()}
         if not self.program.symbolic:
-            count.meta["batch_coefficients"] = (None,) * value.ndim
-        self.analysis.states[count] = Fixed()
+            count.meta["batch_coefficients"] = (None,) * value_of(node).ndim
+        self.analysis.states[count] = Fixed(pure=False)  # known before the step, but not to what is counted for it
         self.counts.append((count, node))
         return count
 
@@ -278,18 +402,12 @@ class _Shares:
 
     # ---- building nodes ----
 
-    def _new(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node, state: Any = None
-    ) -> fx.Node:
+    def _new(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
         node = infer(self.graph.call_function(target, args, kwargs), like)
-        if state is None:
-            self.analysis.visit(node)
-        else:
-            self.analysis.states[node] = state
+        self.analysis.visit(node)
         return node
 
     def _put(self, old: fx.Node, new: fx.Node) -> fx.Node:
-        self.analysis.states[new] = Additive(pure=False)
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
         return new
@@ -306,10 +424,11 @@ def _described(state: Coupled) -> str:
 
 
 def _elements(node: fx.Node) -> int:
-    """Elements an example: the size of ``node`` without the batch factor (its coefficient stays)."""
+    """Elements an example, or a chosen row: the size of ``node`` without the batch factor (its coefficient stays)."""
     count = 1
     for size, coefficient in zip(value_of(node).shape, batch_coefficients(node)):
-        count *= int(size) if coefficient is None else coefficient
+        if not is_unknown(size):
+            count *= int(size) if coefficient is None else coefficient
     return count
 
 
@@ -341,20 +460,39 @@ def _count_name(node: fx.Node) -> str:
     return f"{behind}_sum" if behind else "total"
 
 
-def _keeps_sums(node: fx.Node, name: str, analysis: Analysis) -> bool:
-    """Whether ``node`` only adds up (or scales by a constant), so that a sum over examples stays one."""
-    probe = analysis._state(node)
-    numerator_only = name != "div" or not _is_divisor(node, analysis)
-    return isinstance(probe, Additive) and probe.pure and numerator_only
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current not in found:
+            found.add(current)
+            pending.extend(current.all_input_nodes)
+    return found
 
 
-def _is_divisor(node: fx.Node, analysis: Analysis) -> bool:
-    return len(node.args) > 1 and isinstance(node.args[1], fx.Node) and isinstance(analysis.states[node.args[1]], Additive)
+def _reduction_place(node: fx.Node) -> int | None:
+    """Where a loss takes ``reduction``."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    names = [argument.name for argument in node.target._schema.arguments]
+    return names.index("reduction") if "reduction" in names else None
+
+
+def _dtype_now(node: fx.Node) -> torch.dtype | None:
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    assert callable(node.target)
+    try:
+        with next(v.fake_mode for n in node.all_input_nodes if hasattr(v := value_of(n), "fake_mode")):
+            return node.target(*args, **kwargs).dtype  # type: ignore[no-any-return]
+    except (RuntimeError, TypeError):
+        return None
 
 
 def _tensor_overload(node: fx.Node) -> None:
     """``div.Scalar`` by what is now a tensor is ``div.Tensor``."""
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "Scalar":
+    tensor = len(node.args) > 1 and isinstance(node.args[1], fx.Node) and isinstance(value_of(node.args[1]), Tensor)
+    if tensor and isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "Scalar":
         packet = getattr(_aten, operator_name(node))
         if hasattr(packet, "Tensor"):
             node.target = packet.Tensor

@@ -39,7 +39,9 @@ def simplify(program: Program) -> Program:
         if node.op == "call_function":
             _free_of_devices(node)
     remove_dead_code(graph)
-    return program.with_graph(graph)
+    used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    constants = {name: value for name, value in program.constants.items() if name in used or name in program.buffers}
+    return program.with_graph(graph, constants=constants)
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
@@ -91,6 +93,46 @@ def _full_slice(node: fx.Node) -> bool:
     size = value.shape[dim]  # type: ignore[index]
     whole = end is None or (isinstance(end, int) and (end >= 2**62 or (isinstance(size, int) and end >= size)))
     return start in (0, None) and whole and step == 1 and _forward_to(node, source)
+
+
+def _full_slice_scatter(node: fx.Node) -> bool:
+    """``x[:, :] = y`` is ``y``."""
+    source, value = node.args[0], node.args[1]
+    assert isinstance(source, fx.Node) and isinstance(value, fx.Node)
+    before, written = value_of(source), value_of(value)
+    dim, start, _, step = [*node.args[2:], *(0, None, None, 1)[len(node.args) - 2 :]]
+    same = before.dtype == written.dtype and _all_same(before.shape, written.shape)
+    return same and isinstance(dim, int) and start in (0, None) and step == 1 and _forward_to(node, value)
+
+
+def _squeeze(node: fx.Node) -> bool:
+    """``squeeze()`` names its dims: a microbatch may have one row, and must keep that dim."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    shape = value_of(source).shape
+    if len(node.args) == 1:
+        dims = [dim for dim, size in enumerate(shape) if isinstance(size, int) and size == 1]
+    else:
+        given = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
+        dims = sorted({int(dim) % len(shape) for dim in given})  # type: ignore[arg-type]
+    follows = batch_coefficients(source)
+    dims = [dim for dim in dims if isinstance(shape[dim], int) and shape[dim] == 1 and follows[dim] is None]
+    if not dims:
+        return _forward_to(node, source)
+    if len(node.args) == 1:
+        one = len(dims) == 1
+        node.target, node.args = (_aten.squeeze.dim if one else _aten.squeeze.dims), (source, dims[0] if one else dims)
+    return False
+
+
+def _without_empty_parts(node: fx.Node) -> bool:
+    """An empty cache before the first step: ``cat([empty, keys])``."""
+    parts = node.args[0]
+    assert isinstance(parts, list | tuple)
+    full = [part for part in parts if tuple(value_of(part).shape) != (0,)]  # type: ignore[arg-type]
+    if full and len(full) < len(parts) and all(value_of(part).dtype == value_of(node).dtype for part in full):  # type: ignore[arg-type]
+        node.args = (full, *node.args[1:])
+    return False
 
 
 def _same_shape(node: fx.Node) -> bool:
@@ -195,7 +237,9 @@ _REWRITES: dict[str, tuple[Callable[[fx.Node], bool], ...]] = {
     "_unsafe_view": (_same_shape,),
     "expand": (_expand,),
     "broadcast_tensors": (_broadcast,),
-    "cat": (_single_part,),
+    "slice_scatter": (_full_slice_scatter,),
+    "squeeze": (_squeeze,),
+    "cat": (_without_empty_parts, _single_part),
     "add": (_times_one,),
     "sub": (_times_one,),
     "mul": (_times_one,),

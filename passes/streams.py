@@ -57,10 +57,10 @@ def _is_random(node: fx.Node) -> bool:
         return False
     name = operator_name(node)
     if name in ("dropout", "feature_dropout"):
-        return bool(node.args[2]) and node.args[1] != 0.0
+        return bool(node.args[2]) and bool(node.args[1])
     if name == "scaled_dot_product_attention":
         return _attention_dropout(node) > 0.0
-    if name.startswith("empty"):
+    if name.startswith("empty") or _draws_nothing(node):
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         source = node.meta.get("source")
@@ -70,6 +70,14 @@ def _is_random(node: fx.Node) -> bool:
             "operators would give other numbers than on one device. Pass the random tensor as an input instead."
         )
     return False
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """A recurrent layer without dropout between its layers, or not in training: (..., num_layers, dropout, train, ...)."""
+    if operator_name(node) not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        return False
+    dropout, train = node.args[5], node.args[6]
+    return not dropout or not train or node.args[4] == 1
 
 
 def _attention_dropout(node: fx.Node) -> float:
