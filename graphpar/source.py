@@ -9,8 +9,10 @@ import os
 import re
 from dataclasses import dataclass
 
+import torch
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_LIBRARY = (os.sep + "torch" + os.sep, os.sep + "graphpar" + os.sep)
+_LIBRARY = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, __file__))
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Source:
 
 
 def _is_library(path: str) -> bool:
-    return any(part in path for part in _LIBRARY) and "site-packages" + os.sep + "transformers" not in path
+    """Whether a file is torch's or ours. By folder, not by name: a user's folder may well be called ``torch``."""
+    return path.startswith(_LIBRARY)
 
 
 @functools.lru_cache(maxsize=65536)
