@@ -226,6 +226,8 @@ def refresh() -> None:
                 marker = f"<!-- {block.kind}: {block.argument} -->\n"
                 fence = "" if block.language == "table" else f"```{block.language}\n"
                 made = MAKERS[block.kind](block.argument)
+                if _timeless(made) == _timeless(block.text):
+                    continue
                 text = text.replace(f"{marker}{fence}{block.text}", f"{marker}{fence}{made}")
         page.write_text(text)
 
