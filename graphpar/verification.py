@@ -13,7 +13,7 @@ import copy
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,13 +225,14 @@ def run_reference(
         return reference
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for step in range(steps):
-        with _as_planned(plan, inputs, step, microbatched):
+        with _as_planned(plan, inputs, step, microbatched) as watched:
             output = model(*args, **kwargs)
             loss = source.loss_fn(output, *targets) if source.loss_fn is not None else own_loss(output)
         assert isinstance(loss, Tensor), named_outputs(output)
         loss.backward()
         if microbatched:
             _count_microbatches(model, plan.microbatches)
+        reference.dtype = _least_precise([reference.dtype, *watched.dtypes])
         reference.losses.append(float(loss.detach()))
         reference.gradients.append({n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None})
         optimizer.step()
@@ -263,30 +264,43 @@ def _resized(value: Tensor, batch_dim: int | None, rows: int) -> Tensor:
 
 def _computing_dtype(model: nn.Module) -> torch.dtype:
     """The least precise floating dtype of the parameters."""
-    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} or {torch.float32}
-    return max(found, key=lambda dtype: torch.finfo(dtype).eps)
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return _least_precise(found or {torch.float32})
+
+
+def _least_precise(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return max((dtype for dtype in dtypes if dtype in TOLERANCES), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 @contextmanager
-def _as_planned(plan: Plan, inputs: Sequence[Input], step: int, microbatched: bool) -> Iterator[None]:
+def _as_planned(plan: Plan, inputs: Sequence[Input], step: int, microbatched: bool) -> Iterator[_Substituted]:
     """The eager model with the emitted program's dropout masks, and its BatchNorm statistics where those were accepted."""
     random = any(entry.role == "sample_keys" for entry in inputs)
     keys = sample_keys(SEED, step, plan.global_batch) if random else None
     dims = {entry.batch_dim for entry in inputs if entry.batch_dim is not None}
-    with _Substituted(keys, plan.microbatches if microbatched else 1, plan.global_batch, dims):
-        yield
+    with _Substituted(keys, plan.microbatches if microbatched else 1, plan.global_batch, dims) as substituted:
+        yield substituted
 
 
 class _Substituted(TorchFunctionMode):
-    """Replaces dropout and BatchNorm calls of the eager model, in execution order."""
+    """Replaces dropout and BatchNorm calls of the eager model, in execution order.
+
+    ``dtypes``: those of the differentiable values that the model computes (autocast's are not its parameters').
+    """
 
     def __init__(self, keys: Tensor | None, microbatches: int, batch: int, batch_dims: set[int]) -> None:
         super().__init__()
         self.keys, self.microbatches, self.batch, self.batch_dims = keys, microbatches, batch, batch_dims
         self.calls = 0
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        result = self._called(func, args, kwargs or {})
+        if isinstance(result, Tensor) and result.is_floating_point() and result.requires_grad:
+            self.dtypes.add(result.dtype)
+        return result
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.keys is not None:
             if func is F.dropout:
                 return self._dropout(*args, **kwargs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from graphpar.codegen.spelling import literal
 from graphpar.program import TensorInfo
 
 
@@ -61,12 +62,14 @@ def reference(tree: Tree, name: str) -> str:
     parts = name.split(".")
     for position, part in enumerate(parts):
         inside = current.children.get(part)
+        if current.block is not None:  # inside of a block, whose class knows its own tree
+            inside = Tree(block=current.block) if position < len(parts) - 1 else None
         if current.keyed() and inside is not None:
             text += f'["{part}"]'
         elif part.isidentifier() and not keyword.iskeyword(part):
             text += f".{part}"
         else:
-            text = f'getattr({text}, "{part}")'
+            text = f"getattr({text}, {literal(part)})"
         if inside is None:
             assert position == len(parts) - 1, f"{name} is not in the class"
             break
@@ -96,13 +99,17 @@ class InitPrinter:
     def _child(self, owner: str, parent: Tree, name: str, child: Tree, path: str) -> None:
         plain = name.isidentifier() and not keyword.iskeyword(name)
         target = (
-            f'{owner}["{name}"]' if parent.keyed() else f"{owner}.{name}" if plain else f'getattr({owner}, "{name}")'
+            f'{owner}["{name}"]'
+            if parent.keyed()
+            else f"{owner}.{name}"
+            if plain
+            else f"getattr({owner}, {literal(name)})"
         )
         made = self._constructor(child, path)
         if plain or parent.keyed():
             self.lines.append(f"{target} = {made}")
         else:
-            self.lines.append(f'{owner}.add_module("{name}", {made})')
+            self.lines.append(f"{owner}.add_module({literal(name)}, {made})")
         self._frozen(target, child, made)
         if child.block is not None:
             return
@@ -134,6 +141,8 @@ class InitPrinter:
             return "nn.Module()"
         self.needs_parameters = True
         dtypes = {info.dtype for info in parameters.values()}
+        if "dtype" in parameters:
+            return "nn.Module()"
         shapes = ", ".join(f"{name}={_shape(info)}" for name, info in parameters.items())
         if len(dtypes) > 1:
             return "nn.Module()"
@@ -154,12 +163,14 @@ class InitPrinter:
             made = f"torch.empty({_shape(info)}{'' if info.dtype is torch.float32 else f', dtype={info.dtype}'})"
             if not _is_parameter(info):
                 persistent = "" if info.persistent else ", persistent=False"
-                self.lines.append(f'{target}.register_buffer("{name}", {made}{persistent})')
+                self.lines.append(f"{target}.register_buffer({literal(name)}, {made}{persistent})")
                 continue
             parameter = f"nn.Parameter({made}{'' if info.requires_grad else ', requires_grad=False'})"
             plain = name.isidentifier() and not keyword.iskeyword(name)
             self.lines.append(
-                f"{target}.{name} = {parameter}" if plain else f'{target}.register_parameter("{name}", {parameter})'
+                f"{target}.{name} = {parameter}"
+                if plain
+                else f"{target}.register_parameter({literal(name)}, {parameter})"
             )
 
 

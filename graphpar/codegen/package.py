@@ -174,7 +174,7 @@ def _stage_file(
 def _assembled(title: str, parts: Sequence[str], blocks: Sequence[str] | set[str]) -> str:
     """A file: docstring, the imports that its text needs, and its parts."""
     text = "\n\n".join(parts)
-    words = set(re.findall(r"[A-Za-z_][A-Za-z_0-9]*", re.sub(r'"""[\s\S]*?"""', "", text)))
+    words = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", re.sub(r'"""[\s\S]*?"""', "", text)))
     imports = ["import torch"] if "torch" in words else []
     if "F" in words:
         imports.append("import torch.nn.functional as F")

@@ -219,7 +219,7 @@ class GraphPrinter:
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The values that ``node``'s statement reads."""
-        return node.all_input_nodes
+        return [_written(argument) for argument in node.all_input_nodes]
 
     def held(self, node: fx.Node) -> list[fx.Node]:
         """Operands that must not be overwritten by the statement's own result (a loop reads them again)."""
@@ -272,6 +272,7 @@ class GraphPrinter:
 
     def expression(self, item: Any) -> Expression:
         if isinstance(item, fx.Node):
+            item = _written(item)
             if item.op == "get_attr":
                 return Expression(self.attribute(str(item.target)))
             if item in self.inlined:
@@ -315,7 +316,7 @@ class GraphPrinter:
         returned = self.output.args[0]
         text = self.expression(returned).text
         if isinstance(returned, tuple | list):
-            text = text.strip("()[]").rstrip(",") if all("(" not in self.expression(r).text for r in returned) else text
+            text = text[1:-1].rstrip(",") if all("(" not in self.expression(r).text for r in returned) else text
         parameters = [self.names[node] for node in self.nodes if node.op == "placeholder"]
         return Printed(parameters, statements, text, self.names)
 
@@ -342,6 +343,14 @@ def _writes(node: fx.Node) -> bool:
         and node.target._schema.is_mutable
         and operator_name(node) != "batch_norm"
     )
+
+
+def _written(node: fx.Node) -> fx.Node:
+    """What ``node`` writes, which is what it gives; another node is its own."""
+    while _writes(node):
+        assert isinstance(node.args[0], fx.Node)
+        node = node.args[0]
+    return node
 
 
 def _moves(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ by rule: ``F.name``, ``torch.name``, ``torch.linalg.name`` or a method, whicheve
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ _METHODS = {
 }  # fmt: skip
 
 
-_ATTRIBUTES = {"mT", "mH", "real", "imag"}
+_ATTRIBUTES = {"mT": "mT", "mH": "mH", "numpy_T": "T", "matrix_H": "H", "real": "real", "imag": "imag"}
 _RENAMED = {
     "log_sigmoid": "F.logsigmoid", "im2col": "F.unfold", "col2im": "F.fold", "sym_float": "float", "sym_int": "int",
     "adaptive_max_pool2d": "F.adaptive_max_pool2d_with_indices", "adaptive_max_pool3d": "F.adaptive_max_pool3d_with_indices",
@@ -109,7 +110,7 @@ def literal(value: Any) -> str:
             return "torch.finfo(torch.float32).min"
         return repr(value)
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, torch.memory_format):
         return str(value)
     return repr(value)
@@ -135,7 +136,7 @@ def _by_rule(node: fx.Node, name: str, shown: Printed, anchor: str) -> Expressio
         return _call("torch.tensor" if name == "scalar_tensor" else f"torch.{name}", texts, options)
     own = isinstance(node.args[0], fx.Node) if node.args else False
     if own and name in _ATTRIBUTES:
-        return Expression(f"{arguments[0].at(ATOM)}.{name}")
+        return Expression(f"{arguments[0].at(ATOM)}.{_ATTRIBUTES[name]}")
     if own and name in _METHODS and hasattr(Tensor, name):
         return _method(arguments[0], name, texts[1:], options)
     if name in _RENAMED:
