@@ -217,10 +217,8 @@ def _check_stages(schedule: str, pp: int, stages_per_rank: int) -> Schedule:
     most = row.max_stages
     if row.min_stages <= stages_per_rank and (most is None or stages_per_rank <= most):
         return row
-    if most == row.min_stages:
-        needed = f"exactly {most} stage{'s' if most > 1 else ''}"
-    else:
-        needed = f"at least {row.min_stages} stages"
+    exactly = f"exactly {most} stage{'s' if most != 1 else ''}"
+    needed = exactly if most == row.min_stages else f"at least {row.min_stages} stages"
     nearest = row.min_stages if most is None else min(max(stages_per_rank, row.min_stages), most)
     others = [
         other.name
