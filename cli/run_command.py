@@ -63,7 +63,12 @@ def prepare(folder: Path, plan: dict[str, Any]) -> None:
 
     if not named:
         raise GraphparError(f"{folder} has no weights, and its plan.json names no model file to make them from.")
-    file = load_model_file(find_model_file(folder, named))
+    try:
+        file = load_model_file(find_model_file(folder, named))
+    except GraphparError:
+        if weights.is_dir():  # they are all that is needed: train.py makes random batches
+            return
+        raise
     if not batch.is_file():
         save_file(example_batch(file, plan["interface"]["inputs"]), str(batch))
     if not weights.is_dir():

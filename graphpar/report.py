@@ -88,7 +88,7 @@ def _in_flight(data: Mapping[str, Any]) -> str:
     peaks = data["in_flight"]
     if len(peaks) > 16:
         return f"{max(peaks)} activations of a stage on a rank, {min(peaks)} on the least loaded"
-    return f"{' '.join(map(str, peaks))} microbatch activations on ranks 0-{len(peaks) - 1}"
+    return f"{', '.join(map(str, peaks))} microbatches' activations on ranks 0 to {len(peaks) - 1}"
 
 
 def _traffic(data: Mapping[str, Any]) -> str:
