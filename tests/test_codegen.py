@@ -156,6 +156,26 @@ def test_torch_compile_takes_each_block_whole_and_once(name: str, package) -> No
         assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2_tiny", "llama"])
+def test_inductor_compiles_each_block_whole(name: str, package) -> None:  # type: ignore[no-untyped-def]
+    parts = _parts(name, 1)
+    blocks = importlib.import_module(f"{package(parts).__name__}.blocks")
+    for block_name, block in parts.program.blocks.items():
+        torch._dynamo.reset()
+        module = _filled(getattr(blocks, block_name)())
+        inputs = [_like(node.meta["val"], 2) for node in block.graph.nodes if node.op == "placeholder"]
+        compiled = torch.compile(module, fullgraph=True)
+        expected = module(*inputs)
+        torch.testing.assert_close(compiled(*inputs), expected, rtol=1e-4, atol=1e-5)
+        compiled(*inputs).sum().backward()
+        gradients = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+        module.zero_grad()
+        module(*inputs).sum().backward()
+        for found, parameter in zip(gradients, module.parameters()):
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-4)
+
+
 def _filled(module: nn.Module) -> nn.Module:
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.is_floating_point():
