@@ -1,7 +1,7 @@
 """How values depend on the batch: are examples independent, and what is a sum over them?
 
 Every value of a program gets a state (:mod:`graphpar.batch_states`), from the states of its operands and one line in a table
-(:mod:`graphpar.batch_rules`): ``ALONG`` names the dims that an operator mixes. Cutting the batch is exact as long as the
+(:mod:`graphpar.batch_tables`): ``ALONG`` names the dims that an operator mixes. Cutting the batch is exact as long as the
 batch lies along none of them. Sorting the rows (mixture-of-experts) gives them an ``order``, which must be undone by its
 inverse. What no rule proves to be independent counts as mixed.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpar.batch_rules import ALONG, FACTORIES, KEEPS_NUMBERS, LINEAR, MOVES, SAME_DIM, SPECIAL, SUMS
+from graphpar.batch_rules import SPECIAL
 from graphpar.batch_states import (
     Additive,
     Coupled,
@@ -32,6 +32,7 @@ from graphpar.batch_states import (
     size_factor,
     unknown_dims,
 )
+from graphpar.batch_tables import ALONG, FACTORIES, KEEPS_NUMBERS, LINEAR, MOVES, SAME_DIM, SUMS
 from graphpar.program import batch_coefficients, operator_name, value_of
 
 
@@ -198,6 +199,9 @@ class Analysis:
                 return Coupled(f"{name} mixes examples", node)
         if name in SAME_DIM:
             operands = [self.states[a] for a in node.all_input_nodes if isinstance(value_of(a), Tensor) and value_of(a).ndim]
+            if name == "select_scatter" and isinstance(own, Rows):  # the source lacks the selected dim
+                removed = int(node.args[2]) % value_of(first).ndim  # type: ignore[arg-type]
+                operands[1:] = [replace(s, dim=s.dim + (s.dim >= removed)) if isinstance(s, Rows) else s for s in operands[1:]]
             if not isinstance(own, Rows) or any(not isinstance(s, Rows) or s.dim != own.dim for s in operands):
                 return Coupled(f"{name} picks places by the rows' numbers", node)
         return self.located(node, tensors, pure)

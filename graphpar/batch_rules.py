@@ -1,8 +1,8 @@
-"""What each operator does to the batch: tables first, and functions for the operators that move or sort it."""
+"""What operators do to the batch that reshape it, contract it, sort it or pick from it: a function each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,195 +19,10 @@ from graphpar.batch_states import (
     result_coefficients,
     size_factor,
 )
+from graphpar.batch_tables import ALONG, dims_of_argument
 from graphpar.program import batch_coefficients, operator_name, value_of
 
-Dims = Callable[[fx.Node, Any], Iterable[int]]
 Rule = Callable[[fx.Node, Context, bool], State | None]
-
-
-def _last(count: int) -> Dims:
-    return lambda node, value: range(value.ndim - count, value.ndim)
-
-
-def _argument(position: int, default: Any = None, name: str = "dim") -> Dims:
-    def dims(node: fx.Node, value: Any) -> Iterable[int]:
-        given = node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-        if given is None or isinstance(given, bool):
-            return range(value.ndim)
-        items = given if isinstance(given, list | tuple) else [given]
-        return [int(item) for item in items] or range(value.ndim)  # type: ignore[arg-type]
-
-    return dims
-
-
-def _all_but(*kept: int) -> Dims:
-    return lambda node, value: [dim for dim in range(value.ndim) if dim not in kept]
-
-
-def _normalized(node: fx.Node, value: Any) -> Iterable[int]:
-    return range(value.ndim - len(node.args[1]), value.ndim)  # type: ignore[arg-type]
-
-
-def _padded(node: fx.Node, value: Any) -> Iterable[int]:
-    """The dims with padding, last first, two numbers a dim."""
-    amounts = list(node.args[1])  # type: ignore[arg-type]
-    return [value.ndim - 1 - place // 2 for place, amount in enumerate(amounts) if amount != 0]
-
-
-def _batch_norm(node: fx.Node, value: Any) -> Iterable[int]:
-    training = bool(node.args[5]) or node.args[3] is None
-    return [dim for dim in range(value.ndim) if dim != 1] if training else []
-
-
-def _instance_norm(node: fx.Node, value: Any) -> Iterable[int]:
-    """Running statistics are written from those of all examples."""
-    writes = bool(node.args[5]) and node.args[3] is not None
-    return range(value.ndim) if writes else [dim for dim in range(value.ndim) if dim > 1]
-
-
-def _diagonal(node: fx.Node, value: Any) -> Iterable[int]:
-    return [int(dim) for dim in node.args[2:4]] if len(node.args) >= 4 else (0, 1)  # type: ignore[arg-type]
-
-
-def _over_time(node: fx.Node, value: Any) -> Iterable[int]:
-    """Recurrent layers: everything but the batch, which ``batch_first`` puts on dim 0."""
-    batch = 0 if node.args[8] else 1
-    return [dim for dim in range(value.ndim) if dim != batch or value.ndim < 3]
-
-
-# The dims of the first argument that an operator mixes. The batch may lie along any other.
-ALONG: dict[str, Dims] = {
-    "linear": _last(1),
-    "layer_norm": _normalized,
-    "rms_norm": _normalized,
-    "group_norm": _all_but(0),
-    "instance_norm": _instance_norm,
-    "batch_norm": _batch_norm,
-    "softmax": _argument(1),
-    "log_softmax": _argument(1),
-    "_softmax": _argument(1),
-    "_log_softmax": _argument(1),
-    "logsumexp": _argument(1),
-    "cumsum": _argument(1),
-    "cumprod": _argument(1),
-    "cummax": _argument(1),
-    "cummin": _argument(1),
-    "logcumsumexp": _argument(1),
-    "flip": _argument(1, name="dims"),
-    "roll": _argument(2, name="dims"),
-    "topk": _argument(2, -1),
-    "kthvalue": _argument(2, -1),
-    "sort": _argument(1, -1),
-    "argsort": _argument(1, -1),
-    "argmax": _argument(1),
-    "argmin": _argument(1),
-    "amax": _argument(1),
-    "amin": _argument(1),
-    "max": _argument(1),
-    "min": _argument(1),
-    "median": _argument(1),
-    "any": _argument(1),
-    "all": _argument(1),
-    "prod": _argument(1),
-    "var": _argument(1),
-    "std": _argument(1),
-    "var_mean": _argument(1),
-    "std_mean": _argument(1),
-    "norm": _argument(2),
-    "linalg_vector_norm": _argument(2),
-    "glu": _argument(1, -1),
-    "tril": _last(2),
-    "triu": _last(2),
-    "pad": _padded,
-    "constant_pad_nd": _padded,
-    "slice": _argument(1, 0),
-    "select": _argument(1, 0),
-    "narrow": _argument(1, 0),
-    "split": _argument(2, 0),
-    "split_with_sizes": _argument(2, 0),
-    "chunk": _argument(2, 0),
-    "tensor_split": _argument(2, 0),
-    "unbind": _argument(1, 0),
-    "unfold": _argument(1, 0),
-    "gather": _argument(1, 0),
-    "scatter": _argument(1, 0),
-    "scatter_add": _argument(1, 0),
-    "take_along_dim": _argument(2),
-    "index_select": _argument(1, 0),
-    "select_scatter": _argument(2, 0),
-    "slice_scatter": _argument(2, 0),
-    "diagonal": _diagonal,
-    "conv1d": _all_but(0),
-    "conv2d": _all_but(0),
-    "conv3d": _all_but(0),
-    "convolution": _all_but(0),
-    "conv_transpose1d": _all_but(0),
-    "conv_transpose2d": _all_but(0),
-    "conv_transpose3d": _all_but(0),
-    "max_pool1d": _last(1),
-    "max_pool2d": _last(2),
-    "max_pool3d": _last(3),
-    "avg_pool1d": _last(1),
-    "avg_pool2d": _last(2),
-    "avg_pool3d": _last(3),
-    "adaptive_avg_pool1d": _last(1),
-    "adaptive_avg_pool2d": _last(2),
-    "adaptive_avg_pool3d": _last(3),
-    "adaptive_max_pool1d": _last(1),
-    "adaptive_max_pool2d": _last(2),
-    "upsample_nearest1d": _last(1),
-    "upsample_linear1d": _last(1),
-    "upsample_nearest2d": _last(2),
-    "upsample_bilinear2d": _last(2),
-    "upsample_bicubic2d": _last(2),
-    "pixel_shuffle": _last(3),
-    "pixel_unshuffle": _last(3),
-    "im2col": _all_but(0),
-    "col2im": _all_but(0),
-    "scaled_dot_product_attention": _last(2),
-    "_transformer_encoder_layer_fwd": _all_but(0),
-    "_native_multi_head_attention": _all_but(0),
-    "cosine_similarity": _argument(2, 1),
-    "cosine_embedding_loss": _last(1),
-    "triplet_margin_loss": _last(1),
-    "multi_margin_loss": _last(1),
-    "multilabel_margin_loss": _last(1),
-    "pairwise_distance": _last(1),
-    "cdist": _last(2),
-    "diff": _argument(2, -1),
-    "count_nonzero": _argument(1),
-    "lstm": _over_time,
-    "gru": _over_time,
-    "rnn_tanh": _over_time,
-    "rnn_relu": _over_time,
-    "channel_dropout": _all_but(0),
-}  # fmt: skip
-
-# Operators that only move dims: the batch is wherever the result's shape shows it.
-MOVES = {
-    "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "t", "mT", "movedim", "moveaxis", "swapaxes",
-    "swapdims", "detach", "alias", "contiguous", "clone", "to", "type_as", "_to_copy", "dropout", "feature_dropout",
-    "channel_dropout", "one_hot", "numpy_T", "adjoint", "lift_fresh_copy", "view_as_real", "view_as_complex", "resolve_conj",
-}  # fmt: skip
-
-# Row numbers stay row numbers under these. Anything else that computes with them would tell microbatches apart.
-KEEPS_NUMBERS = {
-    "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "detach", "alias", "contiguous", "clone", "to",
-    "view", "reshape", "slice", "floor_divide", "index", "index_put", "getitem", "div", "sym_size",
-}  # fmt: skip
-
-FACTORIES = {"zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones",
-             "new_full", "new_empty", "scalar_tensor"}  # fmt: skip
-
-# Sums over examples stay sums under these, where the one sum comes once and everything else is fixed.
-LINEAR = {
-    "neg", "mul", "div", "to", "view", "reshape", "squeeze", "unsqueeze", "sum", "select", "slice", "clone", "detach", "permute",
-    "transpose", "expand", "contiguous", "alias", "stack", "cat", "getitem", "mean", "unbind", "matmul", "mm", "mv", "dot",
-}  # fmt: skip
-SUMS = {"add", "sub", "stack", "cat"}
-
-# Operators whose tensor arguments must all have the batch on the same dim: an index picks within its own row.
-SAME_DIM = {"gather", "scatter", "scatter_add", "take_along_dim", "slice_scatter", "select_scatter"}
 
 
 # ---- reshaping -------------------------------------------------------------------------------------------------
@@ -347,7 +162,7 @@ def _reduction(node: fx.Node, context: Context, pure: bool) -> State | None:
     state, value = context.states[source], value_of(source)
     if not isinstance(state, Rows):
         return None
-    dims = {dim % value.ndim for dim in _argument(1)(node, value)} if value.ndim else set()
+    dims = {dim % value.ndim for dim in dims_of_argument(1)(node, value)} if value.ndim else set()
     if state.dim not in dims:
         return context.located(node, [(source, state)], pure)
     if operator_name(node) in ("sum", "nansum", "count_nonzero"):
@@ -509,6 +324,21 @@ def _counts(node: fx.Node, context: Context, pure: bool) -> State | None:
     return Additive(pure) if isinstance(state, Rows) and operator_name(node) == "histc" and bounds[0] != bounds[1] else None
 
 
+def _by_index(node: fx.Node, context: Context, pure: bool) -> State | None:
+    """index_add, index_copy, index_fill: the same places of every row, along another dim."""
+    target, dim, index, *source = node.args
+    assert isinstance(target, fx.Node) and isinstance(index, fx.Node)
+    state, ndim = context.states[target], value_of(target).ndim
+    given = [context.states[a] for a in source if isinstance(a, fx.Node)]
+    fixed = isinstance(context.states[index], Fixed) and int(dim) % ndim != (state.dim if isinstance(state, Rows) else -1)  # type: ignore[arg-type]
+    if not isinstance(state, Rows) or not fixed:
+        return Coupled(f"{operator_name(node)} picks rows of the batch", node)
+    alike = all(isinstance(s, Rows) and (s.dim, s.layout) == (state.dim, state.layout) for s in given)
+    if alike or (operator_name(node) == "index_fill" and all(isinstance(s, Fixed) for s in given)):
+        return replace(state, pure=pure)
+    return Coupled(f"{operator_name(node)} mixes examples", node)
+
+
 def _index_put(node: fx.Node, context: Context, pure: bool) -> State | None:
     """empty[sorted indices] = arange: the inverse of the sort. Otherwise as a write to each row's own places."""
     target, indices, values = node.args[0], node.args[1], node.args[2]
@@ -519,13 +349,35 @@ def _index_put(node: fx.Node, context: Context, pure: bool) -> State | None:
         if isinstance(by, Rows) and isinstance(what, Rows) and by.kind == "sorted" and what.kind == "position":
             plain = by.divided == what.divided == 1 and (by.outer, by.inner) == (what.outer, what.inner)
             return replace(by, kind="inverse", pure=pure) if plain else None
-    if not isinstance(state, Rows) or state.order is not None or not isinstance(what, Fixed) or value_of(values).ndim:
+    if not isinstance(state, Rows) or state.order is not None or not _fits(node, state, what, context):
         return None
     return _written(node, state, indices, context, pure)
 
 
+def _fits(node: fx.Node, state: Rows, what: State, context: Context) -> bool:
+    """Whether the written values are the same for all rows, or have the batch where the written places have it."""
+    target, indices, values = node.args[0], node.args[1], node.args[2]
+    assert isinstance(target, fx.Node) and isinstance(indices, list | tuple) and isinstance(values, fx.Node)
+    if isinstance(what, Fixed):
+        return True
+    given = [dim for dim, index in enumerate(indices) if isinstance(index, fx.Node)]
+    together = given == list(range(given[0], given[0] + len(given)))
+    masks = any(_is_mask(indices[dim]) for dim in given)  # type: ignore[arg-type]
+    if not isinstance(what, Rows) or what.layout != state.layout or what.kind != "values" or masks or not together:
+        return False
+    widest = max(value_of(indices[dim]).ndim for dim in given)  # type: ignore[arg-type]
+    places = value_of(target).ndim - len(given) + widest
+    own = indices[state.dim] if state.dim < len(indices) else None
+    if isinstance(own, fx.Node):
+        by = context.states[own]
+        dim = given[0] + by.dim + widest - value_of(own).ndim if isinstance(by, Rows) else -1
+    else:
+        dim = state.dim if state.dim < given[0] else state.dim - len(given) + widest
+    return bool(value_of(values).ndim - what.dim == places - dim)
+
+
 def _written(node: fx.Node, state: Rows, indices: Any, context: Context, pure: bool) -> State | None:
-    """One value written to places that each row chooses for itself, by its own number or by a mask."""
+    """Values written to places that each row chooses for itself, by its own number or by a mask."""
     by = [context.states[i] if isinstance(i, fx.Node) else None for i in indices]
     if len(indices) == 1 and isinstance(indices[0], fx.Node) and _is_mask(indices[0]):
         masked = _masked(node, state, indices[0], context, pure)
@@ -607,6 +459,9 @@ SPECIAL: dict[str, Rule] = {
     "histc": _counts,
     "bincount": _counts,
     "index_put": _index_put,
+    "index_add": _by_index,
+    "index_copy": _by_index,
+    "index_fill": _by_index,
     "cross_entropy_loss": _class_loss,
     "nll_loss": _class_loss,
     "nll_loss_nd": _class_loss,

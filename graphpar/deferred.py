@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(torch._C._storage_id(tensor))
+    return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -61,7 +61,7 @@ def to_program(
         batch=size or request.batch,
         symbolic=symbolic,
         unsplittable=None if symbolic else "unknown",
-        module_classes={name: _class_name(module) for name, module in model.named_modules()},
+        module_classes={name: _class_name(module) for name, module in model.named_modules(remove_duplicate=False)},
         subgraphs={
             name: module for name, module in exported.graph_module.named_children() if isinstance(module, fx.GraphModule)
         },

@@ -19,11 +19,11 @@ from graphpar.program import Program, operator_name, value_of
 
 _aten = torch.ops.aten
 
-_VIEWS = {
-    "view", "reshape", "_unsafe_view", "transpose", "permute", "t", "unsqueeze", "squeeze", "select", "slice", "detach",
-    "alias", "flatten", "unflatten", "expand", "split", "split_with_sizes", "chunk", "unbind", "getitem", "narrow",
-    "view_as", "expand_as", "movedim", "swapaxes", "tensor_split", "diagonal",
-}  # fmt: skip
+# How a write through a view goes back, where an operator and its own arguments do it: (parent, result, *rest) or (result, *rest).
+_SCATTERS = {"select": _aten.select_scatter.default, "slice": _aten.slice_scatter.default, "diagonal": _aten.diagonal_scatter.default}
+_SELF_INVERSE = {"transpose": _aten.transpose.int, "t": _aten.t.default, "swapaxes": _aten.swapaxes.default,
+                 "swapdims": _aten.swapdims.default, "mT": _aten.mT.default, "adjoint": _aten.adjoint.default}  # fmt: skip
+_SAME_ORDER = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as"}
 
 
 @dataclass
@@ -50,6 +50,21 @@ def is_inplace(node: fx.Node) -> bool:
         and node.target._schema.is_mutable
         and operator_name(node) != "batch_norm"
     )
+
+
+def written_buffers(graph: fx.Graph) -> set[fx.Node]:
+    """The ``get_attr`` nodes of buffers that operators write, directly or through a view."""
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        targets = [node.args[0]] if is_inplace(node) else []
+        if operator_name(node) == "batch_norm" and node.args[5]:
+            targets = list(node.args[3:5])  # the running statistics
+        for target in targets:
+            while isinstance(target, fx.Node) and target.op == "call_function":
+                target = target.args[0]
+            if isinstance(target, fx.Node):
+                written.add(target)
+    return written
 
 
 def infer(node: fx.Node, like: fx.Node) -> fx.Node:
@@ -89,16 +104,20 @@ class _Functionalizer:
         self.current: dict[fx.Node, fx.Node] = {}  # a base's newest value in the new graph
         self.versions: dict[fx.Node, int] = {}
         self.refreshed: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.memory: dict[int, fx.Node] = {}  # the base that lives in each storage
+        self.unclear: set[fx.Node] = set()  # bases whose memory is also seen through an operator that we can't undo
+        self.differentiable: set[fx.Node] = set()
 
     def rewrite(self) -> fx.Graph:
         for node in self.program.graph.nodes:
+            self._trace_gradient(node)
             if is_inplace(node) and not self._writes_buffer(node):
                 self._write(node)
                 continue
             self.env[node] = self.graph.node_copy(node, self._read)
             if node.op == "output":
                 continue
-            parent = self._viewed(node)
+            parent = _viewed(node)
             if parent is not None:
                 alias = self.aliases[parent]
                 self.aliases[node] = _Alias(alias.base, parent, node, self.versions.get(alias.base, 0))
@@ -106,15 +125,30 @@ class _Functionalizer:
                 self.aliases[node] = self.aliases[node.args[0]]  # type: ignore[index]
             else:
                 self.aliases[node] = _Alias(node, None, None, 0)
+                self._note_memory(node)
         return self.graph
 
-    def _viewed(self, node: fx.Node) -> fx.Node | None:
-        if node.op != "call_function" or operator_name(node) not in _VIEWS or not isinstance(node.args[0], fx.Node):
-            return None
-        source = node.args[0]
-        if operator_name(node) == "getitem" and operator_name(source) not in _VIEWS:
-            return None  # one of several fresh results
-        return source
+    def _note_memory(self, node: fx.Node) -> None:
+        memory = _memory(node)
+        if memory is None or not isinstance(value_of(node), Tensor) or operator_name(node) in ("lift_fresh_copy", "batch_norm"):
+            return
+        other = self.memory.setdefault(memory, node)
+        if other is not node:
+            self.unclear.update((node, other))
+
+    def _trace_gradient(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            info = self.program.parameters.get(str(node.target))
+            if info is not None and info.requires_grad:
+                self.differentiable.add(node)
+            return
+        value = value_of(node)
+        real = isinstance(value, list | tuple) or (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()))
+        if real and operator_name(node) != "detach" and any(a in self.differentiable for a in node.all_input_nodes):
+            self.differentiable.add(node)
+            written = node.args[0] if is_inplace(node) else None
+            if isinstance(written, fx.Node) and written in self.aliases:
+                self.differentiable.update((written, self.aliases[written].base))
 
     def _writes_buffer(self, node: fx.Node) -> bool:
         target = node.args[0]
@@ -146,6 +180,7 @@ class _Functionalizer:
         target = node.args[0]
         assert isinstance(target, fx.Node)
         alias = self.aliases[target]
+        self._check_writable(node, target)
         result = self._functional(node, self._read(target))
         self.versions[alias.base] = self.versions.get(alias.base, 0) + 1
         self._carry_back(target, result, node)
@@ -153,6 +188,27 @@ class _Functionalizer:
         self.aliases[node] = _Alias(alias.base, alias.parent, alias.maker, alias.version)
         if alias.maker is None:
             self.aliases[node].version = -1
+
+    def _check_writable(self, node: fx.Node, target: fx.Node) -> None:
+        base = self.aliases[target].base
+        if base.op == "get_attr" and str(base.target) in self.program.parameters:
+            raise GraphparError(
+                f"The model writes the parameter {str(base.target)!r} in place{_line(node)}; a program can change parameters "
+                "only through their gradients. Do it between steps, or make it a buffer."
+            )
+        if base in self.unclear:
+            raise GraphparError(
+                f"The model writes in place to memory that is seen through several tensors{_line(node)}; write the result to a "
+                "new tensor instead."
+            )
+        alias = self.aliases[target]
+        while alias.maker is not None and alias.parent is not None:
+            if operator_name(alias.maker) == "detach" and alias.parent in self.differentiable:
+                raise GraphparError(
+                    f"The model writes in place to a detached tensor (or under no_grad) that also carries a gradient{_line(node)}: "
+                    "the value would change behind the gradient's back. Write the result to a new tensor instead."
+                )
+            alias = self.aliases[alias.parent]
 
     def _functional(self, node: fx.Node, target: fx.Node) -> fx.Node:
         name = operator_name(node)
@@ -170,9 +226,9 @@ class _Functionalizer:
                 return self._call(node, _aten.expand_as.default, (filled, target))
             return self._call(node, _aten.full_like.default, (target, filled))
         assert isinstance(node.target, torch._ops.OpOverload)
-        plain = getattr(_aten, name.rstrip("_"), None)
+        plain = getattr(_aten, f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_"), None)
         overload = getattr(plain, node.target._overloadname or "default", None)
-        if overload is None or not name.endswith("_"):
+        if overload is None or not name.endswith("_") or value_of(node).shape != before.shape:
             raise GraphparError(f"The in-place operator {node.target} has no out-of-place form{_line(node)}.")
         result = self._call(node, overload, tuple(args), kwargs)
         if value_of(result).dtype != before.dtype:
@@ -202,23 +258,45 @@ class _Functionalizer:
 
     def _inverse(self, maker: fx.Node, parent: fx.Node, result: fx.Node, cause: fx.Node) -> fx.Node:
         name, rest = operator_name(maker), tuple(maker.args[1:])
-        if name == "select":
-            return self._call(cause, _aten.select_scatter.default, (parent, result, *rest))
-        if name == "slice":
-            return self._call(cause, _aten.slice_scatter.default, (parent, result, *rest))
-        if name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "alias", "detach"):
+        same = value_of(parent).dtype == value_of(result).dtype
+        if name in _SCATTERS:
+            return self._call(cause, _SCATTERS[name], (parent, result, *rest), dict(maker.kwargs))
+        if name in _SELF_INVERSE:
+            return self._call(cause, _SELF_INVERSE[name], (result, *rest))
+        if name in _SAME_ORDER and same:
             return self._call(cause, _aten.view_as.default, (result, parent))
-        if name == "transpose":
-            return self._call(cause, _aten.transpose.int, (result, *rest))
-        if name == "t":
-            return self._call(cause, _aten.t.default, (result,))
+        if name == "narrow":
+            dim, start, length = rest
+            return self._call(cause, _aten.slice_scatter.default, (parent, result, dim, start, start + length))  # type: ignore[operator]
+        if name in ("movedim", "moveaxis"):
+            return self._call(cause, getattr(_aten, name).int, (result, rest[1], rest[0]))
         if name == "permute":
-            order = list(rest[0])  # type: ignore[arg-type]
-            inverse = [order.index(dim) for dim in range(len(order))]
-            return self._call(cause, _aten.permute.default, (result, inverse))
+            order = [int(dim) % value_of(parent).ndim for dim in rest[0]]  # type: ignore[union-attr, arg-type]
+            return self._call(cause, _aten.permute.default, (result, [order.index(dim) for dim in range(len(order))]))
+        if same and value_of(parent).shape == value_of(result).shape and value_of(parent).stride() == value_of(maker).stride():
+            return result  # detach, a cast to the same dtype, dropout that drops nothing
         raise GraphparError(
             f"The model writes in place through a view made by {name!r}{_line(cause)}; write the result to a new tensor instead."
         )
+
+
+def _memory(node: fx.Node) -> int | None:
+    """What tells storages apart; of the first of several results."""
+    value = value_of(node)
+    value = value[0] if isinstance(value, list | tuple) and value else value
+    return int(torch._C._storage_id(value)) if isinstance(value, Tensor) else None  # type: ignore[attr-defined]
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The tensor that ``node`` shows again: its first argument, where both live in one storage."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, fx.Node) or is_inplace(node) or operator_name(node) in ("lift_fresh_copy", "batch_norm"):
+        return None
+    if operator_name(node) == "getitem" and _viewed(source) is None:
+        return None  # one of several fresh results
+    drops_nothing = operator_name(node) in ("dropout", "feature_dropout") and not (node.args[1] and node.args[2])
+    memory = _memory(node)
+    return source if memory is not None and (drops_nothing or memory == _memory(source)) else None
 
 
 def _line(node: fx.Node) -> str:

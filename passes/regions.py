@@ -6,14 +6,16 @@ ran in a dtype that its recorded result shows; casts are inserted until the plai
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from graphpar.errors import GraphparError
-from graphpar.program import Program, value_of
+from graphpar.program import Program, operator_name, value_of
+from graphpar.source import source_of
 
 _aten = torch.ops.aten
 
@@ -22,17 +24,99 @@ def inline_regions(program: Program) -> Program:
     """Program -> Program without ``wrap_with_*`` higher-order operators."""
     if not program.subgraphs:
         return program
-    graph = fx.Graph()
-    env: dict[fx.Node, Any] = {}
-    for node in program.graph.nodes:
-        if node.op == "get_attr" and node.target in program.subgraphs:
-            continue
-        if _region(node) is None:
-            env[node] = graph.node_copy(node, env.__getitem__)
+    inliner = _Inliner(program)
+    inliner.copy(program.graph, {}, program.subgraphs, _Scope())
+    return program.with_graph(inliner.graph, subgraphs={})
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """What holds inside of a region: whether gradients are recorded, and autocast's dtype."""
+
+    gradients: bool = True
+    cast_to: torch.dtype | None = None
+    region: fx.Node | None = None
+
+
+class _Inliner:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.graph = fx.Graph()
+        self.quiet: set[fx.Node] = set()  # made where no gradients are recorded
+        self.detached: dict[fx.Node, fx.Node] = {}
+
+    def copy(self, source: fx.Graph, env: dict[fx.Node, Any], modules: Any, scope: _Scope) -> list[Any]:
+        """Copies ``source`` to the new graph; ``env`` holds its placeholders where it is a region. Returns its results."""
+        for node in source.nodes:
+            if node in env:
+                continue
+            if node.op == "output":
+                if scope.region is None:
+                    self.graph.output(fx.map_arg(node.args[0], env.__getitem__))
+                    return []
+                return list(tree_map(lambda leaf: env[leaf] if isinstance(leaf, fx.Node) else leaf, node.args[0]))
+            if node.op == "get_attr" and isinstance(_child(modules, str(node.target)), fx.GraphModule):
+                env[node] = _child(modules, str(node.target))
+            elif _region(node) is not None:
+                env[node] = self._region(node, env, scope)
+            elif operator_name(node) == "getitem" and isinstance(env.get(node.args[0]), list):  # type: ignore[arg-type]
+                env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
+            else:
+                env[node] = self._operator(node, env, scope)
+        raise AssertionError("a graph without an output")
+
+    def _region(self, node: fx.Node, env: dict[fx.Node, Any], outside: _Scope) -> list[Any]:
+        if _region(node) == "wrap_with_set_grad_enabled":
+            enabled, subgraph, *operands = node.args
+            scope = replace(outside, gradients=bool(enabled), region=node)
         else:
-            env[node] = _inline(program, graph, node, env)
-    _select_results(graph, env)
-    return program.with_graph(graph, subgraphs={})
+            _, dtype, enabled, _, subgraph, *operands = node.args
+            cast_to = cast("torch.dtype | None", dtype) or torch.bfloat16
+            scope = replace(outside, cast_to=cast_to if enabled else None, region=node)
+        if outside.region is not None:  # the user's place is that of the outermost region
+            scope = replace(scope, region=outside.region)
+        module = env[cast(fx.Node, subgraph)]
+        placeholders = [child for child in module.graph.nodes if child.op == "placeholder"]
+        inner = {
+            child: env[operand] if isinstance(operand, fx.Node) else operand for child, operand in zip(placeholders, operands)
+        }
+        return self.copy(module.graph, inner, module, scope)
+
+    def _operator(self, node: fx.Node, env: dict[fx.Node, Any], scope: _Scope) -> Any:
+        if scope.gradients:
+            new = self.graph.node_copy(node, env.__getitem__)
+        elif _gives_itself(node):
+            return env[cast(fx.Node, node.args[0])]  # the very tensor, gradient and all
+        else:
+            new = self.graph.node_copy(node, lambda argument: self._without_gradient(env[argument]))
+            self.quiet.add(new)
+        if scope.region is not None:
+            new.meta = _meta_like(node, scope.region)
+        if scope.cast_to is not None:
+            _insert_casts(self.graph, new, scope.cast_to)
+        return new
+
+    def _without_gradient(self, node: Any) -> Any:
+        if not isinstance(node, fx.Node) or node in self.quiet or not _differentiable(self.program, node):
+            return node
+        if node not in self.detached:
+            self.detached[node] = self.graph.call_function(_aten.detach.default, (node,))
+            self.detached[node].meta = dict(node.meta)
+        return self.detached[node]
+
+
+def _child(modules: Any, name: str) -> Any:
+    return modules.get(name) if isinstance(modules, dict) else getattr(modules, name, None)
+
+
+def _gives_itself(node: fx.Node) -> bool:
+    """``x.float()`` of a float tensor is ``x`` itself, also under no_grad."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, fx.Node) or operator_name(node) not in ("to", "type_as", "contiguous"):
+        return False
+    before, after = value_of(source), value_of(node)
+    same = before.dtype == after.dtype and torch._C._storage_id(before) == torch._C._storage_id(after)  # type: ignore[attr-defined]
+    return bool(same)
 
 
 def _region(node: fx.Node) -> str | None:
@@ -53,62 +137,7 @@ def _where(node: fx.Node) -> str:
     return f" ({source.file}:{source.line})" if source else ""
 
 
-def _inline(program: Program, graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any]) -> list[Any]:
-    """Copies the region's operators into ``graph``; returns its results in order."""
-    if _region(node) == "wrap_with_set_grad_enabled":
-        enabled, subgraph, *operands = node.args
-        cast_to = None
-        if enabled and any(isinstance(value_of(operand), Tensor) for operand in operands if isinstance(operand, fx.Node)):
-            # Enabling inside of an enabled program changes nothing.
-            detach = False
-        else:
-            detach = not enabled
-    else:
-        _, dtype, enabled, _, subgraph, *operands = node.args
-        detach, cast_to = False, (dtype or torch.bfloat16) if enabled else None
-    assert isinstance(subgraph, fx.Node)
-    module = program.subgraphs[str(subgraph.target)]
-    inner: dict[fx.Node, Any] = {}
-    feed = iter(operands)
-    for child in module.graph.nodes:
-        if child.op == "placeholder":
-            operand = next(feed)
-            inner[child] = env[operand] if isinstance(operand, fx.Node) else operand
-            if detach and isinstance(operand, fx.Node) and _differentiable(operand):
-                inner[child] = _detached(graph, inner[child])
-        elif child.op == "output":
-            results = child.args[0]
-            return list(tree_map(lambda leaf: inner[leaf] if isinstance(leaf, fx.Node) else leaf, results))
-        elif child.op == "get_attr":
-            target = f"{subgraph.target}.{child.target}"
-            nested = getattr(module, str(child.target))
-            if isinstance(nested, fx.GraphModule):
-                program.subgraphs[target] = nested
-                inner[child] = child
-            else:
-                inner[child] = graph.node_copy(child, inner.__getitem__)
-        elif _region(child) is not None:
-            inner[child] = _inline_nested(program, graph, child, inner, str(subgraph.target))
-        else:
-            inner[child] = graph.node_copy(child, inner.__getitem__)
-            inner[child].meta = _meta_like(child, node)
-            if cast_to is not None:
-                _insert_casts(graph, inner[child], cast_to)
-    raise AssertionError("a region without an output")
-
-
-def _inline_nested(
-    program: Program, graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any], prefix: str
-) -> list[Any]:
-    for argument in node.all_input_nodes:
-        if argument.op == "get_attr" and f"{prefix}.{argument.target}" in program.subgraphs:
-            argument.target = f"{prefix}.{argument.target}"
-    return _inline(program, graph, node, env)
-
-
 def _meta_like(child: fx.Node, region: fx.Node) -> dict[str, Any]:
-    from graphpar.source import source_of
-
     meta = {"val": child.meta.get("val"), "module_stack": region.meta.get("module_stack", ())}
     if "batch_coefficients" in child.meta:
         meta["batch_coefficients"] = child.meta["batch_coefficients"]
@@ -117,15 +146,10 @@ def _meta_like(child: fx.Node, region: fx.Node) -> dict[str, Any]:
     return meta
 
 
-def _differentiable(node: fx.Node) -> bool:
+def _differentiable(program: Program, node: fx.Node) -> bool:
     value = value_of(node)
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    detached = graph.call_function(_aten.detach.default, (node,))
-    detached.meta = dict(node.meta)
-    return detached
+    constant = node.op == "get_attr" and str(node.target) not in program.parameters
+    return isinstance(value, Tensor) and value.is_floating_point() and not constant
 
 
 def _insert_casts(graph: fx.Graph, node: fx.Node, low: torch.dtype) -> None:
@@ -133,7 +157,7 @@ def _insert_casts(graph: fx.Graph, node: fx.Node, low: torch.dtype) -> None:
     wanted = value_of(node)
     if not isinstance(wanted, Tensor) or not wanted.is_floating_point():
         return
-    if _plain_dtype(node) == wanted.dtype:
+    if _plain_dtype(node) == wanted.dtype and not _mixed_matrices(node):
         return
     target = low if wanted.dtype == low else torch.float32
     replacements: dict[fx.Node, fx.Node] = {}
@@ -153,6 +177,19 @@ def _insert_casts(graph: fx.Graph, node: fx.Node, low: torch.dtype) -> None:
         )
 
 
+_MATRIX = {
+    "linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "einsum", "chain_matmul", "scaled_dot_product_attention",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
+}  # fmt: skip
+
+
+def _mixed_matrices(node: fx.Node) -> bool:
+    """Matrix products of several dtypes, which autocast casts and fake tensors let pass, but which don't run."""
+    values = [value_of(argument) for argument in node.all_input_nodes]
+    dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
+    return operator_name(node) in _MATRIX and len(dtypes) > 1
+
+
 def _plain_dtype(node: fx.Node) -> torch.dtype | None:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     mode = next((v.fake_mode for v in (value_of(n) for n in node.all_input_nodes) if hasattr(v, "fake_mode")), None)
@@ -163,13 +200,3 @@ def _plain_dtype(node: fx.Node) -> torch.dtype | None:
     except RuntimeError:
         return None
     return result.dtype if isinstance(result, Tensor) else None
-
-
-def _select_results(graph: fx.Graph, env: dict[fx.Node, Any]) -> None:
-    """``getitem`` of a region's results becomes the result itself."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.args and isinstance(node.args[0], list) and len(node.args) == 2:
-            results, index = node.args
-            if getattr(node.target, "__name__", "") == "getitem" and isinstance(results, list | tuple):
-                node.replace_all_uses_with(results[int(index)])  # type: ignore[arg-type]
-                graph.erase_node(node)

@@ -26,7 +26,8 @@ _CHECKS = {
 def simplify(program: Program) -> Program:
     """Program -> Program without the trace's clutter; the numbers are the same."""
     graph = fx.Graph()
-    graph.graph_copy(program.graph, val_map := {})
+    val_map: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(program.graph, val_map)
     output = next(iter(reversed(program.graph.nodes)))
     graph.output(fx.map_arg(output.args[0], val_map.__getitem__))
     for node in list(graph.nodes):
@@ -86,11 +87,11 @@ def _dropout(node: fx.Node) -> bool:
 
 
 def _full_slice(node: fx.Node) -> bool:
-    source, dim, start, end, step = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
-    value = value_of(source)  # type: ignore[arg-type]
-    if not isinstance(value, Tensor) or not isinstance(source, fx.Node):
+    arguments: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
+    source, dim, start, end, step = arguments
+    if not isinstance(value_of(source), Tensor):
         return False
-    size = value.shape[dim]  # type: ignore[index]
+    size = value_of(source).shape[dim]
     whole = end is None or (isinstance(end, int) and (end >= 2**62 or (isinstance(size, int) and end >= size)))
     return start in (0, None) and whole and step == 1 and _forward_to(node, source)
 
@@ -100,9 +101,10 @@ def _full_slice_scatter(node: fx.Node) -> bool:
     source, value = node.args[0], node.args[1]
     assert isinstance(source, fx.Node) and isinstance(value, fx.Node)
     before, written = value_of(source), value_of(value)
-    dim, start, _, step = [*node.args[2:], *(0, None, None, 1)[len(node.args) - 2 :]]
+    arguments: list[Any] = [*node.args[2:], *(0, None, None, 1)[len(node.args) - 2 :]]
+    _, start, _, step = arguments
     same = before.dtype == written.dtype and _all_same(before.shape, written.shape)
-    return same and isinstance(dim, int) and start in (0, None) and step == 1 and _forward_to(node, value)
+    return bool(same) and start in (0, None) and step == 1 and _forward_to(node, value)
 
 
 def _squeeze(node: fx.Node) -> bool:
@@ -140,6 +142,8 @@ def _same_shape(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node):
         return False
     before, after = value_of(source), value_of(node)
+    if before.dtype != after.dtype:
+        return False  # the bits, read as another type
     if _all_same(before.shape, after.shape):
         return _forward_to(node, source)
     _infer_one_size(node)

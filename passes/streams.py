@@ -77,7 +77,7 @@ def _draws_nothing(node: fx.Node) -> bool:
     if operator_name(node) not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         return False
     dropout, train = node.args[5], node.args[6]
-    return not dropout or not train or node.args[4] == 1
+    return not dropout or not train or bool(node.args[4] == 1)
 
 
 def _attention_dropout(node: fx.Node) -> float:
