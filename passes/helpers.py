@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from graphpar.passes.functional import is_inplace
+from graphpar.passes.functional import is_inplace, written_buffers
 from graphpar.passes.outline import local_size
 from graphpar.passes.simplify import remove_dead_code
 from graphpar.program import Helper, Program, unique_names, value_name, value_of
@@ -62,7 +62,7 @@ def _sinks(part: list[fx.Node], order: dict[fx.Node, int]) -> tuple[list[fx.Node
 
 
 def _parameter_free(program: Program) -> list[fx.Node]:
-    written = {node.args[0] for node in program.graph.nodes if is_inplace(node)}
+    written = written_buffers(program.graph)
     free: list[fx.Node] = []
     known: set[fx.Node] = set()
     for node in program.graph.nodes:
@@ -74,7 +74,7 @@ def _parameter_free(program: Program) -> list[fx.Node]:
     return free
 
 
-def _is_source(program: Program, node: fx.Node, written: set[object]) -> bool:
+def _is_source(program: Program, node: fx.Node, written: set[fx.Node]) -> bool:
     if node.op == "placeholder":
         return str(node.target) not in program.count_names
     return node.op == "get_attr" and str(node.target) not in program.parameters and node not in written

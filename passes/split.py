@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.passes.functional import is_inplace
+from graphpar.passes.functional import is_inplace, written_buffers
 from graphpar.passes.outline import local_size
 from graphpar.passes.simplify import remove_dead_code
 from graphpar.plans import Cut, SplitPoint
@@ -149,7 +148,7 @@ class _Placement:
         self.stage: dict[fx.Node, int] = {}
         self.free: set[fx.Node] = set()  # parameter-free: may be computed anywhere
         self.differentiable: set[fx.Node] = set()
-        written = {a.args[0] for a in self.nodes if is_inplace(a)}
+        written = written_buffers(program.graph)
         current = 0
         for index, node in enumerate(self.nodes):
             while current < len(positions) and index >= positions[current]:
@@ -158,7 +157,7 @@ class _Placement:
             self.stage[node] = self.stage[source] if isinstance(source, fx.Node) else current
             self._classify(node, written)
 
-    def _classify(self, node: fx.Node, written: set[Any]) -> None:
+    def _classify(self, node: fx.Node, written: set[fx.Node]) -> None:
         program = self.program
         if node.op == "placeholder":
             return
@@ -242,10 +241,10 @@ def _crossing(placement: _Placement, needed: list[set[fx.Node]]) -> list[list[fx
 
 def _check_buffers(placement: _Placement, needed: list[set[fx.Node]]) -> None:
     """A buffer that is written lives on one stage."""
-    written = {node.args[0] for node in placement.nodes if is_inplace(node)}
-    for buffer in written:
+    written = written_buffers(placement.program.graph)
+    for buffer in sorted(written, key=placement.nodes.index):
         holders = [stage for stage, nodes in enumerate(needed) if buffer in nodes]
-        if len(holders) > 1 and isinstance(buffer, fx.Node):
+        if len(holders) > 1:
             raise GraphparError(
                 f"Buffer {str(buffer.target)!r} is written, and is used on stages {', '.join(map(str, holders))}. A written buffer "
                 "must live on one stage: choose a split point that keeps its uses together."
@@ -323,7 +322,7 @@ def _finish(
 ) -> None:
     """The stage's results: what it sends, or the program's output."""
     if index < placement.count - 1:
-        results = [env[node] for node in sent]
+        results = [_copied(graph, env[node]) if is_inplace(node) else env[node] for node in sent]
         graph.output(results[0] if len(results) == 1 else tuple(results))
     else:
         output = next(node for node in placement.nodes if node.op == "output")
@@ -331,6 +330,13 @@ def _finish(
         assert isinstance(outputs, tuple | list)
         graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
     remove_dead_code(graph)
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A buffer's value as it is now: the next microbatch writes the buffer while this one's value is on its way."""
+    copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def _boundary_names(program: Program, crossing: list[list[fx.Node]]) -> dict[fx.Node, str]:

@@ -30,7 +30,7 @@ def block_class(program: Program, block: Block) -> tuple[str, bool]:
     body = init.print(_inner_ties(program, infos, prefix))
     printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=instance)
     printed = printer.print()
-    where = ", ".join(numbered_runs(block.instances))
+    where = ", ".join(numbered_runs(list(dict.fromkeys(block.instances))))
     lines = [f"class {block.name}(nn.Module):", *docstring(f"{where}: {_flow(block.graph, printed)}")]
     lines += _init_lines(body)
     lines += _forward_lines(printed, block.graph, printer, base=instance)

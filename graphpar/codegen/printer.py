@@ -94,12 +94,29 @@ class GraphPrinter:
     # ---- which nodes get a statement ----
 
     def choose_inlined(self) -> None:
-        written = {node.args[0] for node in self.nodes if _writes(node)}
+        before_write = self._before_write()
         for node in self.nodes:
-            if self._may_inline(node, written):
+            if node not in before_write and self._may_inline(node):
                 self.inlined.add(node)
 
-    def _may_inline(self, node: fx.Node, written: set[Any]) -> bool:
+    def _before_write(self) -> set[fx.Node]:
+        """Values made of a buffer that is written later: they must be computed where they stand."""
+        nodes = list(self.graph.nodes)
+        last = max((index for index, node in enumerate(nodes) if _writes(node)), default=-1)
+        writes = [node for node in nodes[: last + 1] if _writes(node)]
+        buffers = {_buffer_of(node) for node in writes}
+        found: set[fx.Node] = set()
+        for node in nodes[:last]:
+            if node in buffers or any(argument in found for argument in node.all_input_nodes):
+                found.add(node)
+        for node in writes:  # self.cache[1].copy_(value): what is written may stand in the statement that writes
+            target = node.args[0]
+            while isinstance(target, fx.Node) and target.op == "call_function" and len(target.users) == 1:
+                found.discard(target)
+                target = target.args[0]
+        return found
+
+    def _may_inline(self, node: fx.Node) -> bool:
         if node.op != "call_function" or len(node.users) != 1 or _writes(node):
             return False
         if operator_name(node) == "getitem" and self.unpacked(node.args[0]) is not None:  # type: ignore[arg-type]
@@ -107,7 +124,7 @@ class GraphPrinter:
         (user,) = node.users
         if user.op == "output" and isinstance(user.args[0], tuple | list):
             return False
-        if any(argument in written for argument in node.all_input_nodes) or user in self.skipped:
+        if user in self.skipped:
             return False
         uses = sum(1 for argument in _leaves((user.args, user.kwargs)) if argument is node)
         if uses != 1 or operator_name(node) in (
@@ -343,6 +360,14 @@ def _writes(node: fx.Node) -> bool:
         and node.target._schema.is_mutable
         and operator_name(node) != "batch_norm"
     )
+
+
+def _buffer_of(node: fx.Node) -> fx.Node:
+    """The buffer that ``node`` writes or shows."""
+    while node.op == "call_function":
+        assert isinstance(node.args[0], fx.Node)
+        node = node.args[0]
+    return node
 
 
 def _written(node: fx.Node) -> fx.Node:
