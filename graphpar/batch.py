@@ -3,7 +3,8 @@
 Every value of a program gets a state (:mod:`graphpar.batch_states`), from the states of its operands and one line in a table
 (:mod:`graphpar.batch_tables`): ``ALONG`` names the dims that an operator mixes. Cutting the batch is exact as long as the
 batch lies along none of them. Sorting the rows (mixture-of-experts) gives them an ``order``, which must be undone by its
-inverse. What no rule proves to be independent counts as mixed.
+inverse. An operator without a line
+is tried (:mod:`graphpar.batch_probe`). What nothing proves to be independent counts as mixed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphpar.batch_probe import probe
 from graphpar.batch_rules import SPECIAL
 from graphpar.batch_states import (
     Additive,
@@ -185,7 +187,7 @@ class Analysis:
         if name in ("max", "min") and len(node.args) > 1 and isinstance(node.args[1], fx.Node):  # of two tensors
             return self.located(node, tensors, pure)
         if name not in ALONG:
-            return Coupled(f"graphpar can't tell whether {name} mixes examples", node)
+            return probe(node, tensors, pure) or Coupled(f"graphpar can't tell whether {name} mixes examples", node)
         first = node.args[0]
         if not isinstance(first, fx.Node):
             return Coupled(f"{name} of a list", node)

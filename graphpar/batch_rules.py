@@ -16,6 +16,7 @@ from graphpar.batch_states import (
     Layout,
     Rows,
     State,
+    expression,
     result_coefficients,
     size_factor,
 )
@@ -280,7 +281,7 @@ def _masked(node: fx.Node, state: Rows, mask: fx.Node, context: Context, pure: b
     """x[mask]: the rows (or parts of rows) that a boolean mask of each example's own chooses, in the batch's order."""
     by = context.states[mask]
     if isinstance(by, Rows) and (by.layout, by.dim) == (state.layout, state.dim) and state.dim < value_of(mask).ndim:
-        return Rows(0, pure=pure, order=f"chosen by {mask.name}", chosen=mask)
+        return Rows(0, pure=pure, order=f"chosen by {expression(mask)}", chosen=mask)
     return Coupled("index picks rows of the batch", node)
 
 

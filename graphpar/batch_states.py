@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -116,6 +117,23 @@ def unknown_dims(node: fx.Node) -> list[int]:
 
 def is_unknown(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and any(str(symbol).startswith("u") for symbol in size.node.expr.free_symbols)
+
+
+def expression(node: fx.Node, known: dict[fx.Node, str] | None = None) -> str:
+    """A digest of how ``node`` is computed, the same for equal values: ``labels != -100`` may be written twice."""
+    known = {} if known is None else known
+    if node in known:
+        return known[node]
+    drawn = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    if node.op in ("placeholder", "get_attr") or drawn:
+        text = node.name
+    else:
+        words = [expression(argument, known) for argument in node.all_input_nodes]
+        place = {argument: index for index, argument in enumerate(node.all_input_nodes)}
+        shape = fx.map_arg((node.args, dict(node.kwargs)), lambda n: slice(place[n]))  # type: ignore[arg-type, return-value]
+        text = f"{node.target}{shape}{words}"
+    known[node] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return known[node]
 
 
 # ---- batch sizes as numbers ------------------------------------------------------------------------------------

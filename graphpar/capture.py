@@ -51,10 +51,9 @@ def capture(
     if mode not in (None, "train", "infer"):
         raise GraphparError(f"mode is {mode!r}; it must be 'train' or 'infer'.")
     built, fake, tape = build(model, dtype)
-    if mode is not None:
-        built.train(mode == "train")
     request = make_request(built, fake, tape, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), batch_dims or {})
     request.training = mode != "infer"
+    request.module_mode = mode
     program = _trace(request)
     name = next((key for key, value in _DTYPE_NAMES.items() if value is dtype), None)
     program.source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), name, mode)
@@ -129,19 +128,21 @@ class _Traced(nn.Module):
         feed = iter(tensors)
         leaves = [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in request.leaves]
         args, kwargs, targets = tree_unflatten(leaves, request.arguments_spec)
-        output = self.model(*args, **kwargs)
+        with _assignments_as_writes(request.model):
+            output = self.model(*args, **kwargs)
         if request.training:
             if request.loss_fn is not None:
                 loss = request.loss_fn(output, *targets)
                 if isinstance(loss, Tensor) and loss.numel() != 1:
-                    raise GraphparError(
-                        f"loss_fn returned a tensor of shape {tuple(loss.shape)}; it must return a scalar."
-                    )
+                    shape = ", ".join(str(size) if isinstance(size, int) else "batch" for size in loss.shape)
+                    raise GraphparError(f"loss_fn returned a tensor of shape ({shape}); it must return a scalar.")
             else:
                 loss = own_loss(output)
             if loss is not None:
                 if not isinstance(loss, Tensor):
                     raise GraphparError(f"loss_fn returned a {type(loss).__name__}; it must return a scalar tensor.")
+                if not loss.is_floating_point():
+                    raise GraphparError(f"loss_fn returned a tensor of {loss.dtype}, which has no gradient.")
                 request.output_names[:] = ["loss"]
                 return (loss.reshape(()) if loss.ndim else loss,)
         named = named_outputs(output)
@@ -247,7 +248,7 @@ def _export(request: Request, size: int, *, symbolic: bool) -> tuple[ExportedPro
         dims.append({dim % leaf.ndim: batch} if symbolic and dim is not None else None)
     training = [module.training for module in traced.modules()]
     notes: list[str] = []
-    with warnings.catch_warnings(), _quiet(), _watch_erased_regions(notes, request.training):
+    with warnings.catch_warnings(), _quiet(), _in_mode(request), _watch_erased_regions(notes, request.training):
         warnings.simplefilter("ignore")
         exported = torch.export.export(
             traced, tuple(example), dynamic_shapes={"tensors": tuple(dims)} if symbolic else None, strict=False
@@ -263,6 +264,35 @@ def _example(leaf: Tensor, shape: list[int], mode: FakeTensorMode | None) -> Ten
         return make()
     with mode:
         return make()
+
+
+@contextlib.contextmanager
+def _in_mode(request: Request) -> Iterator[None]:
+    """The modules in training or evaluation mode while they are traced, as the user asked; then all their attributes as they were."""
+    before = [(module, dict(vars(module))) for module in request.model.modules()]
+    if request.module_mode is not None:
+        request.model.train(request.module_mode == "train")
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+@contextlib.contextmanager
+def _assignments_as_writes(model: nn.Module) -> Iterator[None]:
+    """``self.count = self.count + 1`` writes the buffer; a trace would lose it in all modules but the outermost."""
+    before = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items() if buffer is not None]
+    yield
+    for module, name, buffer in before:
+        assigned = module._buffers[name]
+        if assigned is buffer:
+            continue
+        if assigned is None or assigned.shape != buffer.shape or assigned.dtype != buffer.dtype:
+            raise GraphparError(f"The model assigns to the buffer {name!r} of {type(module).__name__} another shape or dtype.")
+        module._buffers[name] = buffer
+        buffer.copy_(assigned.detach())
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 A model of any size is built under ``FakeTensorMode``, where nothing has a value; but the values of its
 non-persistent buffers (rotary tables, masks) belong to the program. The tape records what the constructor
-did, and ``materialize`` replays the few operators that a wanted tensor depends on:
+did, and ``materialize`` replays the few operators that a wanted tensor depends on (``.item()`` in the constructor does too):
 
     with FakeTensorMode(), Tape() as tape: model = build()
     tape.materialize([model.rotary.inv_freq])  ->  real tensors, everything else stays fake
@@ -10,12 +10,13 @@ did, and ``materialize`` replays the few operators that a wanted tensor depends 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 
@@ -37,6 +38,9 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            with contextlib.suppress(KeyError), _disable_current_modes():
+                return self.materialize([args[0]])[0].item()
         result = func(*args, **(kwargs or {}))
         self.entries.append((func, args, kwargs or {}, result))
         return result

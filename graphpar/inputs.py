@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import keyword
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from graphpar.deferred import Tape
 from graphpar.errors import GraphparError, near_match
+
+RESERVED = ("sample_keys", "self")  # names that graphpar gives to inputs of its own
 
 
 @dataclasses.dataclass
@@ -32,6 +35,7 @@ class Request:
     batch: int
     loss_fn: Callable[..., Any] | None
     training: bool
+    module_mode: str | None = None  # train | infer: what the modules are set to while they are traced
     output_names: list[str] = dataclasses.field(default_factory=list)  # filled by the trace
 
 
@@ -104,8 +108,8 @@ def _leaf_names(named: list[tuple[str, Any]], targets: tuple[Any, ...], loss_fn:
     unique: list[str] = []
     for name in names:
         candidate = name if name not in unique else f"{name}_target"
-        while candidate in unique:
-            candidate += "_again"
+        while candidate in unique or candidate in RESERVED or keyword.iskeyword(candidate):
+            candidate += "_again" if candidate in unique else "_input"
         unique.append(candidate)
     return unique
 

@@ -34,7 +34,7 @@ def _is_library(path: str) -> bool:
 def source_of(stack_trace: str) -> Source | None:
     """The innermost frame of ``stack_trace`` that is not torch's own."""
     frames = [(path, int(line)) for path, line, _ in _FRAME.findall(stack_trace)]
-    own = [(path, line) for path, line in frames if not _is_library(path)]
+    own = [(path, line) for path, line in frames if not path.startswith("<") and not _is_library(path)]
     if not own:
         return None
     path, line = own[-1]

@@ -228,6 +228,8 @@ class _Functionalizer:
         assert isinstance(node.target, torch._ops.OpOverload)
         plain = getattr(_aten, f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_"), None)
         overload = getattr(plain, node.target._overloadname or "default", None)
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise random_refused(node)
         if overload is None or not name.endswith("_") or value_of(node).shape != before.shape:
             raise GraphparError(f"The in-place operator {node.target} has no out-of-place form{_line(node)}.")
         result = self._call(node, overload, tuple(args), kwargs)
@@ -297,6 +299,13 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     drops_nothing = operator_name(node) in ("dropout", "feature_dropout") and not (node.args[1] and node.args[2])
     memory = _memory(node)
     return source if memory is not None and (drops_nothing or memory == _memory(source)) else None
+
+
+def random_refused(node: fx.Node) -> GraphparError:
+    return GraphparError(
+        f"The model draws random numbers with {node.target}{_line(node)}. graphpar reproduces dropout for any split; other random "
+        "operators would give other numbers than on one device. Pass the random tensor as an input instead."
+    )
 
 
 def _line(node: fx.Node) -> str:

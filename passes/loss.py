@@ -44,6 +44,8 @@ _ARITHMETIC = {
 
 def share_loss(program: Program) -> Program:
     """Program -> Program whose loss is a microbatch's share; says what mixes examples."""
+    if program.unsplittable is not None:  # it runs whole, so its loss needs no shares
+        return program
     rewriter = _Shares(program)
     couplings = rewriter.rewrite()
     if program.mode != "train" or rewriter.failure is not None:

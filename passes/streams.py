@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from graphpar.batch import Analysis, Rows
 from graphpar.emitted import random_streams
 from graphpar.errors import GraphparError
-from graphpar.passes.functional import infer
+from graphpar.passes.functional import infer, random_refused
 from graphpar.program import Input, Program, operator_name, value_of
 
 _aten = torch.ops.aten
@@ -57,18 +57,13 @@ def _is_random(node: fx.Node) -> bool:
         return False
     name = operator_name(node)
     if name in ("dropout", "feature_dropout"):
-        return bool(node.args[2]) and bool(node.args[1])
+        return bool(node.args[2]) and bool(0.0 < node.args[1] < 1.0)  # type: ignore[operator]  # p = 1 drops everything
     if name == "scaled_dot_product_attention":
         return _attention_dropout(node) > 0.0
     if name.startswith("empty") or _draws_nothing(node):
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags:
-        source = node.meta.get("source")
-        where = f" ({source.file}:{source.line})" if source else ""
-        raise GraphparError(
-            f"The model draws random numbers with {node.target}{where}. graphpar reproduces dropout for any split; other random "
-            "operators would give other numbers than on one device. Pass the random tensor as an input instead."
-        )
+        raise random_refused(node)
     return False
 
 
@@ -119,6 +114,10 @@ def _replace(graph: fx.Graph, node: fx.Node, keys: fx.Node, number: int, analysi
             own = infer(graph.call_function(_aten.repeat.default, (own, [state.outer])), node)
             analysis.states[own] = Rows(0, state.outer, state.inner)
         if name == "scaled_dot_product_attention":
+            if state.dim != 0:
+                raise GraphparError(
+                    f"Attention with dropout needs the batch on dim 0 of the query, but it is on dim {state.dim}."
+                )
             new = graph.call_function(random_streams.dropout_attention, *_attention_arguments(node, own))
         else:
             target = random_streams.dropout if name == "dropout" else random_streams.channel_dropout
