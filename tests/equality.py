@@ -42,9 +42,7 @@ class Case:
     batch_dims: Mapping[str, int | None] | None = None
 
     def export(self, **options: Any) -> Program:
-        return gp.export(
-            self.model, self.args, self.kwargs, self.loss_fn, self.targets, self.batch_dims, **options
-        )
+        return gp.export(self.model, self.args, self.kwargs, self.loss_fn, self.targets, self.batch_dims, **options)
 
     def leaves(self) -> list[Tensor]:
         flat = tree_leaves((tuple(self.args), dict(self.kwargs), tuple(self.targets)))
@@ -129,12 +127,18 @@ def global_counts(
 
 
 def assert_same(found: Result, expected: Result, rtol: float = 1e-5, atol: float = 2e-6, what: str = "") -> None:
-    torch.testing.assert_close(found.loss.double(), expected.loss.double(), rtol=rtol, atol=atol, msg=lambda m: f"loss {what}: {m}")
+    torch.testing.assert_close(
+        found.loss.double(), expected.loss.double(), rtol=rtol, atol=atol, msg=lambda m: f"loss {what}: {m}"
+    )
     largest = max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=1.0)
     assert found.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
         torch.testing.assert_close(
-            found.gradients[name], gradient, rtol=rtol * 10, atol=max(atol, atol * largest), msg=lambda m: f"gradient of {name} {what}: {m}"
+            found.gradients[name],
+            gradient,
+            rtol=rtol * 10,
+            atol=max(atol, atol * largest),
+            msg=lambda m, name=name: f"gradient of {name} {what}: {m}",
         )
 
 
@@ -153,7 +157,9 @@ def assert_exact(
             found = run(step, case)
             assert_same(found, expected, tolerance, tolerance / 5, f"after {name}")
             for buffer, value in expected.buffers.items():
-                torch.testing.assert_close(found.buffers[buffer], value, msg=lambda m: f"{buffer} after {name}: {m}")
+                torch.testing.assert_close(
+                    found.buffers[buffer], value, msg=lambda m, buffer=buffer, name=name: f"{buffer} after {name}: {m}"
+                )
     assert not program.couplings, program.couplings
     assert program.unsplittable is None, program.unsplittable
     whole = run(program, case, keys=keys)
