@@ -32,7 +32,7 @@ _SEQ2SEQ = {
 }  # fmt: skip
 _IMAGES = {"num_channels": 3, "image_size": 32, "num_labels": 5}
 
-# name -> (model class, configuration class, options beyond the common ones)
+# name -> (model class, configuration class, options beyond the common ones; None takes a common one away)
 _TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}),
     "opt": ("OPTForCausalLM", "OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
@@ -67,7 +67,7 @@ _TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
         "num_layers": 4, "num_heads": 4, "window_size": 4, "attention_types": [[["global", "local"], 2]],
         "resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0,
     }),
-    "xlnet": ("XLNetLMHeadModel", "XLNetConfig", {"d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 64, "dropout": 0.0}),
+    "xlnet": ("XLNetLMHeadModel", "XLNetConfig", {"d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 64, "dropout": 0.0, "max_position_embeddings": None}),
     "rwkv": ("RwkvForCausalLM", "RwkvConfig", {"attention_hidden_size": 32, "context_length": 32}),
     "albert": ("AlbertForMaskedLM", "AlbertConfig", {**_BERT, "embedding_size": 16}),
     "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", {
@@ -113,7 +113,7 @@ def _class(output: Any, label: Tensor) -> Tensor:
 def _built(model: str, config: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
     import transformers
 
-    described = getattr(transformers, config)(**options)
+    described = getattr(transformers, config)(**{key: item for key, item in options.items() if item is not None})
     return lambda: getattr(transformers, model)(described)  # type: ignore[no-any-return]
 
 
