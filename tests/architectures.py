@@ -67,7 +67,9 @@ _TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
         "num_layers": 4, "num_heads": 4, "window_size": 4, "attention_types": [[["global", "local"], 2]],
         "resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0,
     }),
-    "xlnet": ("XLNetLMHeadModel", "XLNetConfig", {"d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 64, "dropout": 0.0, "max_position_embeddings": None}),
+    "xlnet": ("XLNetLMHeadModel", "XLNetConfig", {
+        "d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 64, "dropout": 0.0, "max_position_embeddings": None,
+    }),
     "rwkv": ("RwkvForCausalLM", "RwkvConfig", {"attention_hidden_size": 32, "context_length": 32}),
     "albert": ("AlbertForMaskedLM", "AlbertConfig", {**_BERT, "embedding_size": 16}),
     "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", {
