@@ -1,0 +1,338 @@
+"""Regions, in-place writes and clutter go out of the program; what it computes, and the buffers it leaves, stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import graphpar as gp
+from graphpar.passes.functional import is_inplace
+from graphpar.program import Program, operator_name
+from tests.equality import Case, assert_exact, assert_same, eager, near, run
+
+Function = Callable[["Layered", Tensor], Tensor]
+
+_draw = torch.Generator().manual_seed(2)
+X, T = torch.randn(4, 6, 8, generator=_draw), torch.randn(4, 6, 8, generator=_draw)
+
+
+class Layered(nn.Module):
+    """A function between two linear layers, so that its values have a past and a future."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self, torch.tanh(self.first(x))))
+
+
+def case(function: Function) -> Case:
+    return Case(Layered(function), (X,), {}, F.mse_loss, (T,))
+
+
+# ---- in-place operators ----------------------------------------------------------------------------------------
+# Each writes to ``h``, a value of its own ([batch, 6, 8]), and returns what it left.
+
+
+def _indexed(h: Tensor) -> Tensor:
+    h[:, torch.tensor([0, 2])] = h[:, [1, 3]] * 2
+    h[:, :, torch.tensor([1])] = 0.5
+    return h
+
+
+def _stale(h: Tensor) -> Tensor:
+    before, view = h[:, 0] * 2, h[:, 0]
+    h.mul_(3.0)
+    return h + view[:, None] + before[:, None]
+
+
+def _two_views(h: Tensor) -> Tensor:
+    rows, turned = h.view(-1, 8), h.transpose(1, 2)
+    turned[:, 0] = 1.0
+    return h + rows.view_as(h)
+
+
+def _copied(h: Tensor) -> Tensor:
+    flat = h.transpose(1, 2).reshape(h.size(0), -1)  # a copy, although reshape often is a view
+    flat.add_(1.0)
+    return h + flat.view(h.size(0), 8, 6).transpose(1, 2)
+
+
+def _dtypes(h: Tensor) -> Tensor:
+    whole = torch.zeros(h.shape[:2], dtype=torch.int64)
+    whole[:, 1] = 2.7
+    half = h.bfloat16()
+    half.mul_(torch.ones(8) * 1.3)
+    return h * (whole.add_(1))[..., None] + half.float() * 0.0
+
+
+def _shifted(h: Tensor) -> Tensor:
+    moved = h.new_zeros(h.shape)
+    moved[:, 1:] = h[:, :-1]
+    moved[:, 0] = 1.0
+    return moved.masked_fill_(moved > 0.9, 0.0)
+
+
+def _booleans(h: Tensor) -> Tensor:
+    mask = h > 0
+    mask |= h < -0.5
+    mask &= h < 2
+    return h * mask
+
+
+def _scattered(h: Tensor) -> Tensor:
+    chosen = torch.zeros_like(h)
+    chosen.scatter_(2, h.argmax(-1, keepdim=True), 1.0)
+    return h * chosen
+
+
+def _filled(h: Tensor) -> Tensor:
+    sums = torch.empty_like(h)
+    sums.fill_(3.0)
+    sums.zero_()
+    sums += h
+    return sums
+
+
+def _no_drop(h: Tensor) -> Tensor:
+    same = F.dropout(h, 0.0)  # the very tensor
+    same.add_(1.0)
+    return h
+
+
+def _bits(h: Tensor) -> Tensor:
+    return h + h.view(torch.int32).view(torch.float32) * 2  # no gradient passes through the integers
+
+
+INPLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "add_": lambda h: h.add_(1),
+    "relu": lambda h: F.relu(h, inplace=True),
+    "slices": lambda h: (h[:, ::2].copy_(h[:, 1::2] * 2), h)[1],
+    "indices": _indexed,
+    "mask": lambda h: (h.masked_fill_(h > 0.3, 0.0), h)[1],
+    "view of a view": lambda h: (h[:, 1:].transpose(1, 2)[:, 2].add_(3.0), h)[1],
+    "permuted": lambda h: (h.permute(2, 0, 1)[3].zero_(), h)[1],
+    "moved": lambda h: (h.movedim(2, 1)[:, 3].zero_(), h)[1],
+    "narrowed": lambda h: (h.narrow(1, 1, 2).fill_(2.0), h)[1],
+    "squeezed": lambda h: (h.unsqueeze(1).squeeze(1).mul_(2), h)[1],
+    "a chain": lambda h: h.add_(1).mul_(2).view(h.size(0), -1).sub_(1).view(h.shape),
+    "overlapping rows": lambda h: (h[:, 1:].copy_(h[:, :-1].clone()), h)[1],
+    "index_add": lambda h: h.index_add_(1, torch.tensor([1, 2]), h[:, :2] * 2),
+    "stale view": _stale,
+    "two views": _two_views,
+    "copy, not view": _copied,
+    "dtypes": _dtypes,
+    "shifted": _shifted,
+    "booleans": _booleans,
+    "scattered": _scattered,
+    "filled": _filled,
+    "dropout of nothing": _no_drop,
+    "bits": _bits,
+}
+
+
+@pytest.mark.parametrize("name", INPLACE)
+def test_inplace_writes(name: str) -> None:
+    program = assert_exact(case(lambda _, h: INPLACE[name](h * 1)), [1, 3])
+
+    assert not any(is_inplace(node) for node in program.graph.nodes)
+
+
+REFUSED: dict[str, tuple[Function, str]] = {
+    "detached": (lambda _, h: (h.detach().mul_(2), h)[1], "detached tensor"),
+    "parameter": (lambda model, h: (model.first.weight.detach().clamp_(-1, 1), h)[1], "writes the parameter 'first.weight'"),
+    "bits": (lambda _, h: ((h * 1).view(torch.int32).add_(1), h)[1], "view made by 'view'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_writes_that_would_lose_their_meaning_are_refused(name: str) -> None:
+    function, why = REFUSED[name]
+
+    with pytest.raises(gp.GraphparError, match=why) as caught:
+        case(function).export()
+    assert "test_normalize.py:" in str(caught.value)
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda v: v.transpose(0, -1) if v.ndim > 1 else v,
+    lambda v: v[..., 1:] if v.size(-1) > 1 else v,
+    lambda v: v.select(-1, 0) if v.ndim > 1 else v,
+    lambda v: v.unsqueeze(0),
+    lambda v: v[..., ::2],
+    lambda v: v.reshape(-1),
+    lambda v: v.flatten(0, 1) if v.ndim > 1 else v,
+    lambda v: v.movedim(0, -1),
+]
+WRITES: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda v, other: v.add_(0.5),
+    lambda v, other: v.mul_(0.5),
+    lambda v, other: v.copy_(other.sum() * 0.01 + torch.zeros_like(v)),
+    lambda v, other: v.fill_(0.3),
+    lambda v, other: v.masked_fill_(v.detach() > 0.2, 0.1),
+]
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.lists(st.sampled_from(range(len(VIEWS))), max_size=3), st.sampled_from(range(len(WRITES)))),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_random_programs_of_views_and_writes(steps: list[tuple[int, list[int], int]]) -> None:
+    def function(_: Layered, h: Tensor) -> Tensor:
+        base = h.clone()  # not the batch's business here: the batch is an outer loop that nothing below touches
+        tensors = [base[0], base[0]]
+        for start, views, write in steps:
+            view = tensors[start % len(tensors)]
+            for index in views:
+                view = VIEWS[index](view)
+            tensors.append(WRITES[write](view, tensors[0]))
+            tensors.append(view)
+        return base + sum(tensor.sum() for tensor in tensors)
+
+    found: dict[str, Program] = {}
+    example = case(function)
+    example.export(after_pass=lambda row, program: found.setdefault(row.name, program))
+
+    expected = eager(example)
+    for name in ("functionalize", "simplify"):
+        assert_same(run(found[name], example), expected, what=f"after {name}")
+
+
+# ---- buffers ---------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Buffers written every way: in place, under no_grad, through a view, by assignment; one inside another module."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps = self.steps + 1
+            return x * self.steps
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.inner = nn.Linear(8, 8), Counting.Inner()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("table", torch.zeros(3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        h = self.linear(self.inner(x))
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(h.mean((0, 1)), alpha=0.1)
+            self.table[1] = self.average * 2
+        return h + self.average + self.table[1] * self.calls
+
+
+def test_written_buffers_keep_their_values_and_order() -> None:
+    example = Case(Counting(), (X,), {}, F.mse_loss, (T,))
+    programs: list[Program] = []
+    last = example.export(after_pass=lambda _, program: programs.append(program))
+
+    expected = eager(example)
+    for program in programs:
+        found = run(program, example)
+        assert_same(found, expected)
+        for name, value in expected.buffers.items():
+            near(found.buffers[name], value, 1e-6, name)
+    for name in ("calls", "average", "inner.steps"):
+        assert any(f"{name!r} once a microbatch" in line for line in last.couplings)
+
+
+# ---- regions ---------------------------------------------------------------------------------------------------
+
+
+def _nested(model: Layered, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = h.mean(-1, keepdim=True)
+        with torch.enable_grad():
+            kept = h * scale
+        double = h * 2
+    return h - scale + kept + double
+
+
+def _parameters_inside(model: Layered, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        norm, other = model.first.weight.norm(), model.second(h)
+    return h / norm + other
+
+
+def _itself(model: Layered, h: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        same = h.float()  # h itself, whose gradient must survive
+        other = model.first(same)
+    return same + other
+
+
+def _autocast(model: Layered, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        a = model.first(h)
+        assert a.dtype == torch.bfloat16
+        mixed = torch.cat([a, h], -1)[..., :8]
+        attended = F.scaled_dot_product_attention(a[:, None], a[:, None], a[:, None])[:, 0]
+        with torch.autocast("cpu", enabled=False):
+            exact = model.first(a.float())
+        normal = F.layer_norm(a, (8,))
+    return mixed.float() + attended.float() + exact + normal.float()
+
+
+REGIONS: dict[str, tuple[Function, float]] = {
+    "no_grad": (lambda _, h: h - torch.no_grad()(lambda: h.mean(-1, keepdim=True))(), 1e-5),
+    "nested": (_nested, 1e-5),
+    "parameters inside": (_parameters_inside, 1e-5),
+    "the same tensor": (_itself, 1e-5),
+    "autocast": (_autocast, 2e-2),
+    "casts by hand": (lambda _, h: (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-5)).to(h.dtype), 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions(name: str) -> None:
+    function, tolerance = REGIONS[name]
+
+    program = assert_exact(case(function), [1, 3], tolerance=tolerance)
+
+    assert not any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in program.graph.nodes)
+
+
+def test_control_flow_is_refused_with_its_place() -> None:
+    def branches(_: Layered, h: Tensor) -> Tensor:
+        return torch.cond(h.sum() > 0, lambda v: v * 2, lambda v: v * 3, (h,))
+
+    with pytest.raises(gp.GraphparError, match=r"control-flow region 'cond' \(test_normalize.py:\d+\)"):
+        case(branches).export()
+
+
+# ---- clutter ---------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_would_write_goes_out() -> None:
+    def cluttered(_: Layered, h: Tensor) -> Tensor:
+        unused = h * 7  # noqa: F841
+        h = F.dropout(h.to(h.dtype).contiguous()[:, :], 0.0) * 1 + 0
+        return torch.cat([torch.tensor([]), h.view(h.shape)], 1).expand(-1, -1, 8)
+
+    program = assert_exact(case(cluttered), [1, 3])
+
+    names = [operator_name(node) for node in program.graph.nodes if node.op == "call_function"]
+    assert names[:3] == ["linear", "tanh", "linear"], names
+    assert not program.constants
