@@ -90,14 +90,21 @@ class Analysis:
             written = any(self._written_buffer(user) is node for user in node.users)
             return Fixed(pure=str(node.target) not in self.parameters and not written)
         operands = self.operands(node)
-        shaped = operator_name(node) in ("expand_as", "view_as", "type_as")  # the second operand's values play no part
+        shaped = operator_name(node) in (
+            "expand_as",
+            "view_as",
+            "reshape_as",
+            "type_as",
+        )  # the second operand's values play no part
         pure = all(state.pure for _, state in (operands[:1] if shaped else operands))
         coupled = next((state for _, state in operands if isinstance(state, Coupled)), None)
         if coupled is not None:
             return coupled
         if is_size(node):
             return Fixed() if size_factor(node) == 0 else Additive()
-        tensors: Operands = [(a, s) for a, s in operands if not isinstance(s, Fixed) and isinstance(value_of(a), Tensor | list | tuple)]
+        tensors: Operands = [
+            (a, s) for a, s in operands if not isinstance(s, Fixed) and isinstance(value_of(a), Tensor | list | tuple)
+        ]
         numbers = [argument for _, argument in number_arguments(node) if size_factor(argument) != 0]
         if numbers or not tensors:
             return self._sized(node, numbers, bool(tensors), pure)
@@ -117,7 +124,7 @@ class Analysis:
         if name == "arange" and len(dims) == 1:
             plain = len(node.args) == 1 or (node.args[0] == 0 and (len(node.args) < 3 or node.args[2] == 1))
             return Rows(0, 1, coefficient, pure, "position") if plain else Coupled(f"{name} numbers the rows", node)
-        if name in FACTORIES | {"expand", "expand_as", "repeat"} and len(dims) == 1:
+        if name in FACTORIES | {"expand", "broadcast_to", "expand_as", "repeat"} and len(dims) == 1:
             return Rows(dims[0], 1, coefficient, pure)
         return Coupled(f"{name} uses the batch size as a number", node)
 
@@ -139,12 +146,20 @@ class Analysis:
     def _made_like(self, node: fx.Node, pure: bool) -> State:
         """``new_zeros`` and ``zeros_like`` take the dtype, and perhaps the shape; values are one number."""
         dims = batch_dims_of(node)
-        filled = [a for a in node.all_input_nodes[1:] if isinstance(value_of(a), Tensor) and not isinstance(self.states[a], Fixed)]
+        filled = [
+            a
+            for a in node.all_input_nodes[1:]
+            if isinstance(value_of(a), Tensor) and not isinstance(self.states[a], Fixed)
+        ]
         if len(dims) > 1 or filled:
             return Coupled(f"{operator_name(node)} mixes examples", node)
         first = self.states[node.all_input_nodes[0]]
         if not dims:
-            return Fixed() if not unknown_dims(node) or not isinstance(first, Rows) else replace(first, kind="values", pure=True)
+            return (
+                Fixed()
+                if not unknown_dims(node) or not isinstance(first, Rows)
+                else replace(first, kind="values", pure=True)
+            )
         if isinstance(first, Rows) and batch_coefficients(node) == batch_coefficients(node.all_input_nodes[0]):
             return replace(first, kind="values", divided=1, pure=True)
         return Rows(dims[0], 1, result_coefficients(node)[dims[0]] or 1)
@@ -173,7 +188,9 @@ class Analysis:
             name == "to" and isinstance(value, Tensor) and not value.is_floating_point()
         )
         if not rest and not rounds:
-            divisor = name == "div" and isinstance(node.args[1], fx.Node) and isinstance(self.states[node.args[1]], Additive)
+            divisor = (
+                name == "div" and isinstance(node.args[1], fx.Node) and isinstance(self.states[node.args[1]], Additive)
+            )
             if name in LINEAR and len(sums) == 1 and not divisor and (name not in SUMS or len(states) == 1):
                 return Additive(pure)
             literals = [a for a in node.args[:2] if isinstance(a, int | float)] if name in ("add", "sub") else []
@@ -194,16 +211,22 @@ class Analysis:
         own = self.states[first]
         for argument, state in tensors:
             value = value_of(argument)
-            mixed = {dim % value.ndim for dim in ALONG[name](node, value)} if argument is first and value.ndim else set()
+            mixed = (
+                {dim % value.ndim for dim in ALONG[name](node, value)} if argument is first and value.ndim else set()
+            )
             if name == "scaled_dot_product_attention" and argument is not first:
                 mixed = {value.ndim - 2, value.ndim - 1}
             if isinstance(state, Rows) and state.dim in mixed:
                 return Coupled(f"{name} mixes examples", node)
         if name in SAME_DIM:
-            operands = [self.states[a] for a in node.all_input_nodes if isinstance(value_of(a), Tensor) and value_of(a).ndim]
+            operands = [
+                self.states[a] for a in node.all_input_nodes if isinstance(value_of(a), Tensor) and value_of(a).ndim
+            ]
             if name == "select_scatter" and isinstance(own, Rows):  # the source lacks the selected dim
                 removed = int(node.args[2]) % value_of(first).ndim  # type: ignore[arg-type]
-                operands[1:] = [replace(s, dim=s.dim + (s.dim >= removed)) if isinstance(s, Rows) else s for s in operands[1:]]
+                operands[1:] = [
+                    replace(s, dim=s.dim + (s.dim >= removed)) if isinstance(s, Rows) else s for s in operands[1:]
+                ]
             if not isinstance(own, Rows) or any(not isinstance(s, Rows) or s.dim != own.dim for s in operands):
                 return Coupled(f"{name} picks places by the rows' numbers", node)
         return self.located(node, tensors, pure)
@@ -236,13 +259,21 @@ class Analysis:
         if not floors:
             return (first.kind, first.divided) if len(rows) == 1 and name != "div" else ("something else", 1)
         divisor = node.args[1]
-        return (first.kind, first.divided * divisor) if isinstance(divisor, int) and len(rows) == 1 else ("something else", 1)
+        return (
+            (first.kind, first.divided * divisor)
+            if isinstance(divisor, int) and len(rows) == 1
+            else ("something else", 1)
+        )
 
     # ---- buffers ----
 
     def _written_buffer(self, node: fx.Node) -> fx.Node | None:
         """The buffer that ``node`` writes in place, if it does."""
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        if (
+            node.op != "call_function"
+            or not isinstance(node.target, torch._ops.OpOverload)
+            or not node.target._schema.is_mutable
+        ):
             return None
         source = node.args[0] if node.args else None
         while isinstance(source, fx.Node) and source.op == "call_function" and operator_name(source) != "batch_norm":

@@ -103,7 +103,12 @@ def _interleaved(node: fx.Node, context: Context, pure: bool) -> State | None:
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
     if dim is None and value.ndim == 1:
         dim = 0
-    if not isinstance(state, Rows) or not isinstance(dim, int) or not isinstance(count, int) or state.chosen is not None:
+    if (
+        not isinstance(state, Rows)
+        or not isinstance(dim, int)
+        or not isinstance(count, int)
+        or state.chosen is not None
+    ):
         return None
     if dim % value.ndim != state.dim:
         return context.located(node, [(source, state)], pure)
@@ -239,7 +244,9 @@ def _index(node: fx.Node, context: Context, pure: bool) -> State | None:
     source, indices = node.args[0], node.args[1]
     assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
     state = context.states[source]
-    moving = [(i, context.states[i]) for i in indices if isinstance(i, fx.Node) and not isinstance(context.states[i], Fixed)]
+    moving = [
+        (i, context.states[i]) for i in indices if isinstance(i, fx.Node) and not isinstance(context.states[i], Fixed)
+    ]
     if any(not isinstance(s, Rows) for _, s in moving):
         return None
     if not isinstance(state, Rows):
@@ -322,7 +329,11 @@ def _counts(node: fx.Node, context: Context, pure: bool) -> State | None:
     if isinstance(state, Rows) and state.order is not None and state.chosen is None:
         return Layout(state.order, pure)
     bounds = [*node.args, 0, 0][2:4]
-    return Additive(pure) if isinstance(state, Rows) and operator_name(node) == "histc" and bounds[0] != bounds[1] else None
+    return (
+        Additive(pure)
+        if isinstance(state, Rows) and operator_name(node) == "histc" and bounds[0] != bounds[1]
+        else None
+    )
 
 
 def _by_index(node: fx.Node, context: Context, pure: bool) -> State | None:
@@ -331,7 +342,9 @@ def _by_index(node: fx.Node, context: Context, pure: bool) -> State | None:
     assert isinstance(target, fx.Node) and isinstance(index, fx.Node)
     state, ndim = context.states[target], value_of(target).ndim
     given = [context.states[a] for a in source if isinstance(a, fx.Node)]
-    fixed = isinstance(context.states[index], Fixed) and int(dim) % ndim != (state.dim if isinstance(state, Rows) else -1)  # type: ignore[arg-type]
+    fixed = isinstance(context.states[index], Fixed) and int(dim) % ndim != (
+        state.dim if isinstance(state, Rows) else -1
+    )  # type: ignore[arg-type]
     if not isinstance(state, Rows) or not fixed:
         return Coupled(f"{operator_name(node)} picks rows of the batch", node)
     alike = all(isinstance(s, Rows) and (s.dim, s.layout) == (state.dim, state.layout) for s in given)
@@ -388,7 +401,10 @@ def _written(node: fx.Node, state: Rows, indices: Any, context: Context, pure: b
     if own is None:
         return replace(state, pure=pure) if all(isinstance(s, Fixed) for s in others) else None
     numbers = isinstance(own, Rows) and own.kind == "position" and own.divided == 1 and own.layout == state.layout
-    plain = all(isinstance(s, Fixed) or (isinstance(s, Rows) and s.kind == "values" and s.layout == state.layout) for s in others)
+    plain = all(
+        isinstance(s, Fixed) or (isinstance(s, Rows) and s.kind == "values" and s.layout == state.layout)
+        for s in others
+    )
     return replace(state, pure=pure) if numbers and plain else None
 
 
@@ -404,7 +420,9 @@ def _class_loss(node: fx.Node, context: Context, pure: bool) -> State | None:
     others = [a for a in node.all_input_nodes if a not in (source, target)]
     if isinstance(state, Rows) and state.dim != (1 if value.ndim > 1 else 0):
         rows = [(a, s) for a, s in states if isinstance(s, Rows)]
-        settled = all(isinstance(s, Rows) for _, s in states) and all(isinstance(context.states[a], Fixed) for a in others)
+        settled = all(isinstance(s, Rows) for _, s in states) and all(
+            isinstance(context.states[a], Fixed) for a in others
+        )
         if settled:
             return context.located(node, list(rows), pure)
     return Coupled(f"{operator_name(node)} mixes examples", node)
@@ -424,6 +442,7 @@ SPECIAL: dict[str, Rule] = {
     "flatten": _reshape,
     "unflatten": _reshape,
     "view_as": _reshape,
+    "reshape_as": _reshape,
     "cat": _concatenation,
     "stack": _concatenation,
     "repeat": _repeated,

@@ -170,14 +170,14 @@ ALONG: dict[str, Dims] = {
 
 # Operators that only move dims: the batch is wherever the result's shape shows it.
 MOVES = {
-    "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "t", "mT", "movedim", "moveaxis", "swapaxes",
+    "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "t", "mT", "movedim", "moveaxis", "swapaxes",
     "swapdims", "detach", "alias", "contiguous", "clone", "to", "type_as", "_to_copy", "dropout", "feature_dropout",
     "channel_dropout", "one_hot", "numpy_T", "adjoint", "lift_fresh_copy", "view_as_real", "view_as_complex", "resolve_conj",
 }  # fmt: skip
 
 # Row numbers stay row numbers under these. Anything else that computes with them would tell microbatches apart.
 KEEPS_NUMBERS = {
-    "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "detach", "alias", "contiguous", "clone", "to",
+    "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "detach", "alias", "contiguous", "clone", "to",
     "view", "reshape", "slice", "floor_divide", "index", "index_put", "getitem", "div", "sym_size",
 }  # fmt: skip
 

@@ -137,6 +137,14 @@ def test_autocast_regions_keep_their_dtypes() -> None:
     assert_exact(_case(_cross_entropy, body), [3, 3], tolerance=2e-2)
 
 
+def test_shapes_taken_from_another_tensor() -> None:
+    def body(x: Tensor) -> Tensor:
+        flat = x.flatten(1).reshape_as(x)
+        return flat + x[:, :1].broadcast_to(x.shape)
+
+    assert_exact(_case(_cross_entropy, body), [3, 3])
+
+
 def _noisy(p: float) -> Case:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(p), nn.Linear(16, 16), nn.Dropout(p), nn.Linear(16, 4))
