@@ -339,12 +339,10 @@ def _counts(node: fx.Node, context: Context, pure: bool) -> State | None:
 def _by_index(node: fx.Node, context: Context, pure: bool) -> State | None:
     """index_add, index_copy, index_fill: the same places of every row, along another dim."""
     target, dim, index, *source = node.args
-    assert isinstance(target, fx.Node) and isinstance(index, fx.Node)
+    assert isinstance(target, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
     state, ndim = context.states[target], value_of(target).ndim
     given = [context.states[a] for a in source if isinstance(a, fx.Node)]
-    fixed = isinstance(context.states[index], Fixed) and int(dim) % ndim != (
-        state.dim if isinstance(state, Rows) else -1
-    )  # type: ignore[arg-type]
+    fixed = isinstance(context.states[index], Fixed) and dim % ndim != (state.dim if isinstance(state, Rows) else -1)
     if not isinstance(state, Rows) or not fixed:
         return Coupled(f"{operator_name(node)} picks rows of the batch", node)
     alike = all(isinstance(s, Rows) and (s.dim, s.layout) == (state.dim, state.layout) for s in given)
