@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from graphpar.errors import GraphparError
-from graphpar.fixed_size import NUMBERS
+from graphpar.fixed_size import NUMBERS, TWIN
 from graphpar.inputs import Request
 from graphpar.program import Input, Output, Program, TensorInfo, size_coefficient
 from graphpar.source import source_of
@@ -239,7 +239,7 @@ def _alias_used_by(user: fx.Node, names: tuple[str, ...]) -> str:
 
 def _kept_meta(node: fx.Node, stacks: dict[tuple[str, ...], tuple[tuple[str, str, str], ...]]) -> dict[str, Any]:
     """The metadata that passes use: the value, the module stack as (path, class, call) and the user's source line."""
-    meta: dict[str, Any] = {key: node.meta[key] for key in ("val", "batch_coefficients") if key in node.meta}
+    meta: dict[str, Any] = {key: node.meta[key] for key in ("val", "batch_coefficients", TWIN) if key in node.meta}
     stack = node.meta.get("nn_module_stack") or {}
     key = tuple(stack)
     if key not in stacks:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from torch.export import ExportedProgram
 from graphpar.batch_states import scalar_arguments
 
 NUMBERS = "batch_numbers"  # node metadata: {argument: c} for numbers that are c * batch
+TWIN = "twin"  # node metadata: the node's value in the other trace, from which those of new nodes follow
+
+
+@dataclass(frozen=True)
+class Twin:
+    value: Tensor
+    size: int
+    other_size: int
 
 
 def mark_batch(exported: ExportedProgram, other: ExportedProgram, size: int, other_size: int) -> str | None:
@@ -30,8 +39,9 @@ def mark_batch(exported: ExportedProgram, other: ExportedProgram, size: int, oth
     for node, twin in zip(nodes, others):
         value, moved = node.meta.get("val"), twin.meta.get("val")
         if isinstance(value, Tensor) and isinstance(moved, Tensor):
-            coefficients = [_coefficient(int(a), int(b), size, other_size) for a, b in zip(value.shape, moved.shape)]
+            coefficients = coefficients_of(value, moved, size, other_size)
             node.meta["batch_coefficients"] = tuple(c or None for c in coefficients)
+            node.meta[TWIN] = Twin(moved, size, other_size)
             if None in coefficients:
                 reason = reason or (
                     f"{node.name} has the shape {tuple(value.shape)} for a batch of {size} and {tuple(moved.shape)} for {other_size}"
@@ -46,6 +56,11 @@ def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
     for _, child in module.named_children():
         if isinstance(child, fx.GraphModule):
             yield from _nodes(child)
+
+
+def coefficients_of(value: Tensor, moved: Tensor, size: int, other_size: int) -> list[int | None]:
+    """For each dim: ``c`` where its size is ``c`` times the batch, 0 where it is fixed, None where it is neither."""
+    return [_coefficient(int(a), int(b), size, other_size) for a, b in zip(value.shape, moved.shape)]
 
 
 def _coefficient(here: int, there: int, size: int, other_size: int) -> int | None:

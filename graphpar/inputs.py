@@ -86,11 +86,8 @@ def _bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         parameters = list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    named: list[tuple[str, Any]] = []
-    for index, value in enumerate(args):
-        positional = parameters[index] if index < len(parameters) else None
-        plain = positional is not None and positional.kind is not inspect.Parameter.VAR_POSITIONAL
-        named.append((positional.name if plain and positional else f"input_{index}", value))
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [(positional[index] if index < len(positional) else f"input_{index}", value) for index, value in enumerate(args)]
     return named + list(kwargs.items())
 
 

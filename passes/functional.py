@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
+from graphpar.fixed_size import TWIN, Twin, coefficients_of
 from graphpar.program import Program, operator_name, value_of
 
 _aten = torch.ops.aten
@@ -67,8 +68,11 @@ def written_buffers(graph: fx.Graph) -> set[fx.Node]:
     return written
 
 
-def infer(node: fx.Node, like: fx.Node) -> fx.Node:
-    """Gives ``node`` (new in its graph) the metadata of ``like`` and the fake value of its own operator."""
+def infer(node: fx.Node, like: fx.Node, same: bool = False) -> fx.Node:
+    """Gives ``node`` (new in its graph) the metadata of ``like`` and the fake value of its own operator.
+
+    ``same``: its value is that of ``like``, so its dims follow the batch where those of ``like`` do.
+    """
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     mode = next(v.fake_mode for v in (value_of(n) for n in node.all_input_nodes) if hasattr(v, "fake_mode"))
     assert callable(node.target)
@@ -76,23 +80,41 @@ def infer(node: fx.Node, like: fx.Node) -> fx.Node:
         value = node.target(*args, **kwargs)
     node.meta = {key: item for key, item in like.meta.items() if key in ("module_stack", "source")}
     node.meta["val"] = value
-    if isinstance(value, Tensor):
+    if same:
+        node.meta |= {key: like.meta[key] for key in ("batch_coefficients", TWIN) if key in like.meta}
+    elif isinstance(value, Tensor):
         _infer_coefficients(node, value, like)
     return node
 
 
 def _infer_coefficients(node: fx.Node, value: Tensor, like: fx.Node) -> None:
-    """Which dims follow the batch, in a fixed-size trace: those of a value of the same shape, or of the same first dims."""
-    known = [n for n in (like, *node.all_input_nodes) if "batch_coefficients" in n.meta and isinstance(value_of(n), Tensor)]
-    for other in known:
-        if value_of(other).shape == value.shape:
-            node.meta["batch_coefficients"] = other.meta["batch_coefficients"]
-            return
-    for other in known:
-        first = value_of(other).ndim
-        if first and value.shape[:first] == value_of(other).shape:
-            node.meta["batch_coefficients"] = (*other.meta["batch_coefficients"], *[None] * (value.ndim - first))
-            return
+    """Which dims follow the batch, in a fixed-size trace: the operator is run on the values of the other trace too."""
+    twins = [n.meta[TWIN] for n in node.all_input_nodes if TWIN in n.meta]
+    if not twins:
+        return
+    size, other_size, mode = twins[0].size, twins[0].other_size, twins[0].value.fake_mode
+    assert callable(node.target)
+    try:
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _moved(n, mode))
+        with mode:
+            moved = node.target(*args, **kwargs)
+        coefficients = coefficients_of(value, moved, size, other_size)
+    except (RuntimeError, KeyError):  # a literal size among its arguments
+        if "batch_coefficients" in like.meta and value_of(like).shape == value.shape:
+            node.meta |= {key: like.meta[key] for key in ("batch_coefficients", TWIN) if key in like.meta}
+        return
+    node.meta["batch_coefficients"] = tuple(coefficient or None for coefficient in coefficients)
+    node.meta[TWIN] = Twin(moved, size, other_size)
+
+
+def _moved(node: fx.Node, mode: Any) -> Any:
+    value = value_of(node)
+    if TWIN in node.meta or not isinstance(value, Tensor):
+        return node.meta[TWIN].value if TWIN in node.meta else value
+    if value.ndim:
+        raise KeyError(node.name)
+    with mode:
+        return torch.empty((), dtype=value.dtype)
 
 
 class _Functionalizer:
@@ -173,7 +195,7 @@ class _Functionalizer:
             args = tuple(self._read(a) if a is parent else a for a in alias.maker.args)
             args = fx.map_arg(args, lambda n: self.env.get(n, n))
             copy = self.graph.call_function(alias.maker.target, args, dict(alias.maker.kwargs))  # type: ignore[arg-type]
-            self.refreshed[key] = infer(copy, node)
+            self.refreshed[key] = infer(copy, node, same=True)
         return self.refreshed[key]
 
     def _write(self, node: fx.Node) -> None:
@@ -232,7 +254,7 @@ class _Functionalizer:
             raise random_refused(node)
         if overload is None or not name.endswith("_") or value_of(node).shape != before.shape:
             raise GraphparError(f"The in-place operator {node.target} has no out-of-place form{_line(node)}.")
-        result = self._call(node, overload, tuple(args), kwargs)
+        result = infer(self.graph.call_function(overload, tuple(args), kwargs), node, same=True)
         if value_of(result).dtype != before.dtype:
             result = self._call(node, _aten.to.dtype, (result, before.dtype))
         return result

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from graphpar.errors import GraphparError
+from graphpar.fixed_size import TWIN
 from graphpar.program import Program, operator_name, value_of
 from graphpar.source import source_of
 
@@ -139,8 +140,7 @@ def _where(node: fx.Node) -> str:
 
 def _meta_like(child: fx.Node, region: fx.Node) -> dict[str, Any]:
     meta = {"val": child.meta.get("val"), "module_stack": region.meta.get("module_stack", ())}
-    if "batch_coefficients" in child.meta:
-        meta["batch_coefficients"] = child.meta["batch_coefficients"]
+    meta |= {key: child.meta[key] for key in ("batch_coefficients", TWIN) if key in child.meta}
     trace = child.meta.get("stack_trace")
     meta["source"] = source_of(trace) if trace else region.meta.get("source")
     return meta

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from graphpar.batch import Analysis, Rows
 from graphpar.emitted import random_streams
 from graphpar.errors import GraphparError
+from graphpar.fixed_size import TWIN, Twin
 from graphpar.passes.functional import infer, random_refused
 from graphpar.program import Input, Program, operator_name, value_of
 
@@ -93,6 +94,11 @@ def _keys_input(program: Program, graph: fx.Graph) -> fx.Node:
         keys.meta["val"] = torch.empty(value.shape[entry.batch_dim], dtype=torch.int64)
     if not program.symbolic:
         keys.meta["batch_coefficients"] = (1,)
+        twin = example.meta.get(TWIN)
+        if twin is not None:
+            with twin.value.fake_mode:
+                moved = torch.empty(twin.value.shape[entry.batch_dim], dtype=torch.int64)
+            keys.meta[TWIN] = Twin(moved, twin.size, twin.other_size)
     keys.meta["module_stack"] = ()
     return keys
 

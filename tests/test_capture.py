@@ -1,0 +1,387 @@
+"""Capture: what the user gives is what the program holds, and the user's model is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import graphpar as gp
+from tests.equality import Case, assert_exact, assert_same, eager, run
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+TARGET = torch.randn(4, 8, generator=torch.Generator().manual_seed(4))
+IDS = torch.randint(0, 9, (4, 3), generator=torch.Generator().manual_seed(5))
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.a(x) + torch.tanh(self.b(y))
+
+
+class Around(nn.Module):
+    """A linear layer, and a function of the module and its result."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, self.a(x))
+
+
+def square(output: Tensor) -> Tensor:
+    return output.pow(2).mean()
+
+
+def attributes(program: gp.Program) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes if node.op == "get_attr"]
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------
+
+
+def test_one_tensor_given_twice_is_two_inputs() -> None:
+    program = assert_exact(Case(Two(), (X, X), {}, F.mse_loss, (X,)), [1, 3])
+
+    assert [entry.name for entry in program.inputs] == ["x", "y", "target"]
+
+
+def test_nested_inputs_are_named_by_their_path() -> None:
+    class Nested(Two):
+        def forward(self, d: Any, pair: Any, *rest: Tensor, scale: float = 1.0, flag: bool = True, none: Any = None,
+                    n: int = 2, **more: Any) -> Tensor:  # fmt: skip
+            h = self.a(d["x"]) + pair[0] * pair[1][0] + sum(rest)
+            h = h * scale if flag else h
+            return h + n + more["extra"]["z"] if none is None else h
+
+    options = {"scale": 0.5, "flag": True, "none": None, "n": 3, "extra": {"z": X}}
+    case = Case(Nested(), ({"x": X, "y": None}, (X + 1, [X + 2]), X, X), options, F.mse_loss, (X,))
+
+    program = assert_exact(case, [1, 3])
+
+    names = ["d_x", "pair_0", "pair_1_0", "input_2", "input_3", "extra_z", "target"]
+    assert [entry.name for entry in program.inputs] == names
+
+
+def test_inputs_may_have_names_that_graphpar_uses() -> None:
+    class Odd(Two):
+        def forward(self, rows: Tensor, sample_keys: Tensor) -> Tensor:
+            return F.dropout(self.a(rows), 0.5) + sample_keys
+
+    program = assert_exact(Case(Odd(), (), {"rows": X, "sample_keys": X}, square), [1, 3], stages=False)
+
+    assert [entry.name for entry in program.inputs] == ["rows", "sample_keys_input", "sample_keys"]
+    assert program.count_names == ("rows_2",)
+
+
+def test_batch_on_another_dim_or_on_none() -> None:
+    class Second(Two):
+        def forward(self, x: Tensor, position: Tensor) -> Tensor:
+            return self.a(x) + position
+
+    case = Case(Second(), (torch.randn(5, 4, 8), torch.randn(5, 1, 8)), {}, F.mse_loss, (torch.randn(5, 4, 8),),
+                {"x": -2, "position": None, "target": 1})  # fmt: skip
+
+    program = assert_exact(case, [1, 3])
+
+    assert [entry.batch_dim for entry in program.inputs] == [1, None, 1]
+
+
+@pytest.mark.parametrize(
+    ("dims", "why"),
+    [
+        ({"z": 1}, "names 'z', which is no input"),
+        ({"x": 7}, "gives dim 7 for 'x'"),
+        ({"x": 1}, "'y' has 4 rows on dim 0, but the batch is 8"),
+    ],
+)
+def test_wrong_batch_dims(dims: dict[str, int], why: str) -> None:
+    given = {"y": 0, **dims} if "x" in dims else dims
+    with pytest.raises(gp.GraphparError, match=why):
+        gp.export(Two(), (X, X), loss_fn=square, batch_dims=dict(reversed(given.items())))
+
+
+def test_a_batch_of_one_example_traces_any_batch() -> None:
+    program = gp.export(Two(), (X[:1], X[:1]), loss_fn=square)
+
+    assert program.symbolic and program.batch == 1
+    assert_same(run(program, Case(Two(), (X, X), {}, square), [3, 1]), eager(Case(Two(), (X, X), {}, square)))
+
+
+# ---- outputs and losses ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    hidden: Tensor
+    extra: tuple[Tensor, ...] = ()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda loss, h: Output(loss, h), lambda loss, h: {"loss": loss, "hidden": (h, [h * 2])}, lambda loss, h: loss.view(1).sum()],
+    ids=["dataclass", "dictionary", "tensor"],
+)
+def test_the_models_own_loss(wrap: Callable[[Tensor, Tensor], Any]) -> None:
+    assert_exact(Case(Around(lambda _, h: wrap(square(h), h)), (X,)), [1, 3])
+
+
+def test_outputs_of_inference_are_named() -> None:
+    program = gp.export(Around(lambda _, h: {"logits": h, "hidden": (h, [h * 2])}), (X,), mode="infer")
+
+    assert [(entry.name, entry.batch_dim) for entry in program.outputs] == [("logits", 0), ("hidden_0", 0), ("hidden_1_0", 0)]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "why"),
+    [
+        (lambda o: o.mean(-1), r"shape \(batch\)"),
+        (lambda o: (o.mean(), 1), "returned a tuple"),
+        (lambda o: (o > 0).sum(), "torch.int64, which has no gradient"),
+    ],
+)
+def test_losses_that_are_none(loss_fn: Callable[[Tensor], Any], why: str) -> None:
+    with pytest.raises(gp.GraphparError, match=why):
+        gp.export(Two(), (X, X), loss_fn=loss_fn)
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shared = nn.Linear(4, 4)
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.first, self.second = shared, shared
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.second(torch.tanh(self.first(self.embed(ids)))))
+
+
+def test_tied_parameters_are_used_under_the_name_of_each_module() -> None:
+    def loss_fn(o: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(o.flatten(0, 1), y.flatten())
+
+    program = assert_exact(Case(Tied(), (IDS,), {}, loss_fn, (IDS,)), [1, 3])
+
+    ties = {("embed.weight", "head.weight"), ("first.weight", "second.weight"), ("first.bias", "second.bias")}
+    assert set(program.ties) == ties
+    assert [name for name in attributes(program) if "weight" in name] == [
+        "embed.weight", "first.weight", "second.weight", "head.weight",
+    ]  # fmt: skip
+    assert gp.export(Tied, (IDS,), loss_fn=loss_fn, targets=(IDS,)).ties == program.ties
+
+
+def test_frozen_and_unused_parameters() -> None:
+    model = Two()
+    model.a.requires_grad_(False)
+    model.unused = nn.Linear(3, 3)
+
+    program = assert_exact(Case(model, (X, X), {}, square), [1, 3])
+
+    assert not program.parameters["a.weight"].requires_grad and "unused.weight" in program.parameters
+
+
+def test_parameters_that_share_memory_without_being_one() -> None:
+    model = Two()
+    model.b.weight = nn.Parameter(model.a.weight.data)
+
+    with pytest.raises(gp.GraphparError, match=r"'a.weight' and 'b.weight' share memory"):
+        gp.export(model, (X, X), loss_fn=square)
+
+
+# ---- factories -------------------------------------------------------------------------------------------------
+
+
+class Tables(nn.Module):
+    """Values that are in no state_dict: buffers, attributes, literals, and numbers read while it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("inverse", 1.0 / (10000 ** (torch.arange(0, 8, 2).float() / 8)), persistent=False)
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8)).bool(), persistent=False)
+        written = torch.zeros(9)
+        written[1:3] = 2.0
+        written.mul_(3)
+        self.register_buffer("written", written[1:], persistent=False)
+        self.plain = torch.outer(torch.arange(3.0), torch.ones(8))
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+        self.any = bool((torch.linspace(0, 1, 3) > 0.5).any())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * torch.cat([self.inverse, self.inverse]) + self.plain[2] + self.mask.float()[3]
+        return h + self.written * self.rates[1] + torch.tensor(2.5) + (1.0 if self.any else 0.0)
+
+
+def test_values_of_a_model_that_was_never_built() -> None:
+    program = gp.export(Tables, (X,), loss_fn=square)
+    case = Case(Tables(), (X,), {}, square)
+
+    assert_same(run(program, case), eager(case))
+    assert {"inverse", "mask", "written"} <= set(program.constants)
+
+
+def test_dtype_of_a_factory() -> None:
+    program = gp.export(Two, (X.bfloat16(), X.bfloat16()), loss_fn=square, dtype="bf16")
+
+    assert program.parameters["a.weight"].dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+
+
+# ---- traces at a fixed size ------------------------------------------------------------------------------------
+
+
+class Literal(nn.Module):
+    """``len`` makes the batch a literal of the trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = len(x)
+        h = F.dropout(self.a(x).view(batch * 2, 4), 0.4, self.training).view(batch, 2, 4)
+        return h.transpose(0, 1).reshape(2 * batch, 4).view(2, batch, 4).transpose(0, 1) + torch.zeros(batch, 1, 1)
+
+
+def test_a_model_with_a_literal_batch_is_traced_for_each_size() -> None:
+    labels = torch.randint(0, 4, (6, 2), generator=torch.Generator().manual_seed(0))
+    labels[0], labels[1, 0] = -100, -100
+    weight = torch.rand(4) + 0.5
+
+    def loss_fn(o: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(o.reshape(-1, 4), y.view(-1), weight=weight) + o.pow(2).sum() / len(o) + 0.5
+
+    case = Case(Literal(), (torch.randn(6, 2, 4),), {}, loss_fn, (labels,))
+    program = assert_exact(case, [1, 5], [2, 2, 2], stages=False)
+    assert not program.symbolic and "fixed" in program.warnings[0]
+
+    case.model.eval()
+    assert_exact(case, [1, 5])
+
+
+def test_a_model_of_one_batch_size_runs_whole() -> None:
+    class OneSize(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position = nn.Parameter(torch.randn(4, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.position
+
+    case = Case(OneSize(), (X,), {}, square)
+    program = case.export()
+
+    assert program.unsplittable is not None and "only with 4 rows" in program.unsplittable
+    assert_same(run(program, case), eager(case))
+
+
+# ---- what a trace would lose -----------------------------------------------------------------------------------
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3.0
+
+
+def test_custom_autograd_functions_are_refused_where_there_is_a_backward() -> None:
+    before = vars(torch.autograd.Function)["apply"]
+    model = Around(lambda _, h: Tripled.apply(h))
+
+    with pytest.raises(gp.GraphparError, match=r"custom autograd.Function .*Tripled"):
+        gp.export(model, (X,), loss_fn=square)
+    assert gp.export(model, (X,), mode="infer").outputs
+
+    assert vars(torch.autograd.Function)["apply"] is before
+    model(X).sum().backward()
+    assert model.a.bias.grad is not None and model.a.bias.grad[0] == 12.0
+
+
+def test_custom_operators_keep_their_backward() -> None:
+    @torch.library.custom_op("graphpar_test::squared", mutates_args=())
+    def squared(x: Tensor) -> Tensor:
+        return x * x
+
+    squared.register_fake(torch.empty_like)
+    squared.register_autograd(
+        lambda ctx, gradient: 2 * gradient * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+
+    assert_exact(Case(Around(lambda _, h: squared(h)), (X,), {}, lambda o: o.mean()), [1, 3])
+
+
+def test_checkpoint_regions_are_kept_in_value_and_warned_of() -> None:
+    model = Around(lambda module, h: checkpoint(module.a, h, use_reentrant=False))
+
+    program = assert_exact(Case(model, (X,), {}, square), [1, 3])
+
+    assert any("1 activation-checkpoint regions are ignored" in line for line in program.warnings)
+
+
+def test_control_flow_on_values_is_refused_with_its_place(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Around(lambda _, h: h * 2 if h.sum() > 0 else h)
+
+    with pytest.raises(gp.GraphparError, match=r"depends on values of tensors.*torch.where.*test_capture.py"):
+        gp.export(model, (X,), loss_fn=square)
+    assert capfd.readouterr().err == ""
+
+
+# ---- the user's model ------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.calls = nn.Linear(8, 8), nn.BatchNorm1d(8), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.last = self.norm(self.a(x))
+            return self.last
+
+    model = nn.Sequential(Remembering(), nn.Dropout(0.3), nn.Linear(8, 8))
+    model[1].eval()
+    model[2].requires_grad_(False)
+    state, seed = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    attributes_before = [dict(vars(module)) for module in model.modules()]
+
+    gp.export(model, (X,), loss_fn=square)
+    gp.export(model, (X,), mode="infer")
+
+    assert [dict(vars(module)) for module in model.modules()] == attributes_before
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert [parameter.requires_grad for parameter in model.parameters()] == [True] * 4 + [False] * 2
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_wrapped_models_keep_the_inner_names() -> None:
+    assert list(gp.export(nn.DataParallel(Two()), (X, X), loss_fn=square).parameters)[:2] == ["a.weight", "a.bias"]
