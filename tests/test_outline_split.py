@@ -1,0 +1,279 @@
+"""Repeated modules become one definition, and stages one after the other compute what the whole program does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import graphpar as gp
+from graphpar.passes.split import Stage, positions_of, split
+from graphpar.plans import Cut, SplitPoint
+from graphpar.program import Program
+from tests.equality import Case, assert_same, run
+
+X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(6))
+IDS = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(7))
+
+
+def square(output: Tensor) -> Tensor:
+    return output.pow(2).mean()
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 8, bias: bool = True) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 12, bias), nn.Linear(12, width, bias)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        h = self.down(F.gelu(self.up(self.norm(x))))
+        return x + (h if scale is None else h * scale)
+
+
+class Chain(nn.Module):
+    """``wiring(layers, x)`` between an embedding-like and a head-like layer."""
+
+    def __init__(self, layers: Sequence[nn.Module], wiring: Callable[[Any, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)  # registered first, used last
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(layers)
+        self.wiring = wiring
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.wiring is not None:
+            return self.head(self.wiring(self.layers, x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def case_of(model: nn.Module, x: Tensor = X) -> Case:
+    return Case(model, (x,), {}, square)
+
+
+def instances(program: Program) -> dict[str, list[str]]:
+    return {name: block.instances for name, block in program.blocks.items()}
+
+
+# ---- outline ---------------------------------------------------------------------------------------------------
+
+
+def test_isomorphic_layers_share_a_definition_whatever_they_are_called() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entry, self.middle, self.zz = Layer(), nn.Sequential(Layer()), nn.ModuleDict({"k": Layer()})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.zz["k"](self.middle(self.entry(x)))
+
+    program = case_of(Named()).export()
+
+    assert instances(program) == {"Layer": ["entry", "middle.0", "zz.k"]}
+    assert_same(run(program, case_of(Named())), run(program, case_of(Named()))) or True
+
+
+def test_layers_of_other_sizes_are_other_blocks() -> None:
+    program = case_of(Chain([Layer(), Layer(), Layer(bias=False), Layer(bias=False)])).export()
+
+    assert sorted(map(len, instances(program).values())) == [2, 2]
+    assert len({id(block.graph) for block in program.blocks.values()}) == 2
+
+
+def test_two_kinds_that_alternate() -> None:
+    class Windowed(Layer):
+        def __init__(self, window: int) -> None:
+            super().__init__()
+            self.window = window
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            mask = torch.ones(x.size(1), x.size(1)).tril().triu(-self.window).bool()
+            return super().forward(F.scaled_dot_product_attention(x, x, x, attn_mask=mask))
+
+    program = case_of(Chain([Windowed(1 + 3 * (index % 2)) for index in range(4)])).export()
+
+    assert sorted(instances(program).values()) == [["layers.0", "layers.2"], ["layers.1", "layers.3"]]
+
+
+def test_one_layer_applied_many_times_is_called_many_times() -> None:
+    program = case_of(Chain([Layer()], lambda layers, x: layers[0](layers[0](layers[0](x))))).export()
+
+    calls = [node for node in program.graph.nodes if node.op == "call_module"]
+    assert len(calls) == 3 and {str(node.target) for node in calls} == {"layers.0"}
+    assert list(program.parameters).count("layers.0.up.weight") == 1
+
+
+def test_layers_with_an_input_from_outside_and_experts_within() -> None:
+    class Experts(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([Layer() for _ in range(2)])
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            gate = x.softmax(-1)
+            return super().forward(sum(gate[..., i : i + 1] * e(x) for i, e in enumerate(self.experts)), scale)
+
+    def wiring(layers: Any, x: Tensor) -> Tensor:
+        scale = x.mean(-1, keepdim=True).sigmoid()
+        for layer in layers:
+            x = layer(x, scale)
+        return x
+
+    case = case_of(Chain([Experts() for _ in range(3)], wiring))
+    program = case.export()
+
+    assert instances(program) == {"Experts": ["layers.0", "layers.1", "layers.2"]}
+    assert len([n for n in next(iter(program.blocks.values())).graph.nodes if n.op == "placeholder"]) == 2
+
+
+def test_residual_blocks_inside_of_stages_that_differ() -> None:
+    def stage(width: int, count: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, width), *[Layer(width) for _ in range(count)], nn.Linear(width, 8))
+
+    program = case_of(Chain([stage(8, 2), stage(6, 2)])).export()
+
+    assert sorted(instances(program).values()) == [["layers.0.1", "layers.0.2"], ["layers.1.1", "layers.1.2"]]
+
+
+def test_constants_inside_layers_do_not_tell_them_apart() -> None:
+    class Scaled(Layer):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            return super().forward(torch.cat([torch.tensor([]), x], 1) * torch.tensor([1.5]))
+
+    assert instances(case_of(Chain([Scaled() for _ in range(3)])).export()) == {"Scaled": ["layers.0", "layers.1", "layers.2"]}
+
+
+def test_streams_of_dropout_stay_their_own() -> None:
+    class Dropping(Layer):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            return F.dropout(super().forward(F.dropout(x, 0.2)), 0.3)
+
+    case, steps = case_of(Chain([Dropping() for _ in range(3)])), {}
+    program = case.export(after_pass=lambda row, step: steps.setdefault(row.name, step))
+
+    assert len(program.blocks) == 1 and program.random_calls == 6
+    assert_same(run(program, case), run(steps["share_loss"], case))
+
+
+# ---- split -----------------------------------------------------------------------------------------------------
+
+
+def stages_of(program: Program, *cuts: str | tuple[str, str]) -> list[Stage]:
+    points = [Cut(cut) if isinstance(cut, str) else Cut(cut[0], SplitPoint(cut[1])) for cut in cuts]
+    return split(program, positions_of(program, points))
+
+
+def assert_stages_exact(case: Case, *cuts: str | tuple[str, str]) -> list[Stage]:
+    program = case.export()
+    stages = stages_of(program, *cuts)
+    whole = run(program, case)
+    assert_same(run(program, case, stages=stages), whole, what="in stages")
+    if not program.couplings:
+        assert_same(run(program, case, [1, 3], stages=stages), whole, what="in stages and microbatches")
+    return stages
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.sets(st.integers(1, 5), min_size=1, max_size=4), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=3))
+def test_any_cut_of_any_chain_with_skips(cuts: set[int], skips: list[tuple[int, int]]) -> None:
+    def wiring(layers: Any, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        for index, layer in enumerate(layers):
+            for source, target in skips:
+                if target == index and source < index:
+                    x = x + kept[source] * 0.5
+            x = layer(x)
+            kept.append(x)
+        return x
+
+    torch.manual_seed(0)
+    case = case_of(Chain([nn.Linear(8, 8) for _ in range(6)], wiring))
+
+    stages = assert_stages_exact(case, *(f"layers.{index}" for index in sorted(cuts)))
+
+    for before, after in itertools.pairwise(stages):
+        assert [boundary.name for boundary in before.sends] == [boundary.name for boundary in after.receives]
+
+
+def test_one_tensor_crosses_where_one_is_needed() -> None:
+    def wiring(layers: Any, x: Tensor) -> Tensor:
+        mask = torch.ones(x.size(1), x.size(1)).tril().bool()  # made where it is needed, not sent
+        for layer in layers:
+            x = layer(F.scaled_dot_product_attention(x, x, x, attn_mask=mask))
+        return x
+
+    stages = assert_stages_exact(case_of(Chain([Layer() for _ in range(4)], wiring)), "layers.1", "layers.3")
+
+    assert [[len(stage.receives), len(stage.sends)] for stage in stages] == [[0, 1], [1, 1], [1, 0]]
+    assert all(boundary.requires_grad for stage in stages for boundary in stage.sends)
+
+
+def test_integers_and_booleans_cross_without_gradients() -> None:
+    def wiring(layers: Any, x: Tensor) -> Tensor:
+        chosen, positive = x.argmax(-1), x > 0
+        for layer in layers:
+            x = layer(x)
+        return x * positive + F.one_hot(chosen, 8)
+
+    stages = assert_stages_exact(case_of(Chain([Layer() for _ in range(3)], wiring)), "layers.1", "layers.2")
+
+    assert [sum(boundary.requires_grad for boundary in stage.sends) for stage in stages] == [1, 1, 0]
+    assert [len(stage.sends) for stage in stages] == [3, 3, 0]
+
+
+def test_a_parameter_used_on_two_stages_and_a_head_registered_first() -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.head = nn.Linear(8, 11, bias=False)
+            self.embed, self.gain = nn.Embedding(11, 8), nn.Parameter(torch.ones(8))
+            self.layers = nn.ModuleList([Layer() for _ in range(4)])
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x) * self.gain
+            return self.head(x)
+
+    stages = assert_stages_exact(Case(Language(), (IDS,), {}, lambda o, y: F.cross_entropy(o.flatten(0, 1), y.flatten()), (IDS,)),
+                                 "layers.2")  # fmt: skip
+
+    assert stages[0].modules[0] == "embed" and stages[1].modules[-1] == "head"
+    assert (stages[0].inputs == ("ids",) and stages[1].inputs == ("target",)) or stages[1].inputs == ("y",)
+    assert stages[1].counts and not stages[0].counts
+
+
+def test_the_end_of_a_module_is_the_beginning_of_the_next() -> None:
+    program = case_of(Chain([Layer() for _ in range(3)])).export()
+
+    texts = [[str(stage.graph) for stage in stages_of(program, cut)] for cut in ("layers.1", ("layers.0", "end"))]
+
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "why"),
+    [
+        (["layer.1"], "names no module.*layers.1"),
+        (["layers.1.up"], "inside the block 'layers.1'"),
+        (["layers.1", ("layers.0", "end")], "are the same place"),
+        (["first"], "Stage 0 would be empty"),
+        ([("head", "end")], "Stage 1 would be empty"),
+    ],
+)
+def test_split_points_that_can_not_be(cuts: list[Any], why: str) -> None:
+    program = case_of(Chain([Layer() for _ in range(3)])).export()
+
+    with pytest.raises(gp.GraphparError, match=why):
+        stages_of(program, *cuts)
