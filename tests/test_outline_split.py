@@ -17,7 +17,7 @@ import graphpar as gp
 from graphpar.passes.split import Stage, positions_of, split
 from graphpar.plans import Cut, SplitPoint
 from graphpar.program import Program
-from tests.equality import Case, assert_same, run
+from tests.equality import Case, assert_same, eager, run
 
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(6))
 IDS = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(7))
@@ -76,10 +76,11 @@ def test_isomorphic_layers_share_a_definition_whatever_they_are_called() -> None
         def forward(self, x: Tensor) -> Tensor:
             return self.zz["k"](self.middle(self.entry(x)))
 
-    program = case_of(Named()).export()
+    case = case_of(Named())
+    program = case.export()
 
     assert instances(program) == {"Layer": ["entry", "middle.0", "zz.k"]}
-    assert_same(run(program, case_of(Named())), run(program, case_of(Named()))) or True
+    assert_same(run(program, case), eager(case))
 
 
 def test_layers_of_other_sizes_are_other_blocks() -> None:
@@ -250,7 +251,7 @@ def test_a_parameter_used_on_two_stages_and_a_head_registered_first() -> None:
                                  "layers.2")  # fmt: skip
 
     assert stages[0].modules[0] == "embed" and stages[1].modules[-1] == "head"
-    assert (stages[0].inputs == ("ids",) and stages[1].inputs == ("target",)) or stages[1].inputs == ("y",)
+    assert [stage.inputs for stage in stages] == [("ids",), ("y",)]
     assert stages[1].counts and not stages[0].counts
 
 
