@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphpar.errors import GraphparError, near_match
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+from graphpar.runtime.layout import AXES
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,15 @@ class Mesh:
         for axis, degree in self.degrees().items():
             if degree < 1:
                 raise GraphparError(f"Mesh axis {axis} has degree {degree}; it must be at least 1.")
-        unsupported = {axis: degree for axis, degree in self.degrees().items() if axis != "pp" and degree > 1}
-        if unsupported:
-            shown = ", ".join(f"{axis}={degree}" for axis, degree in unsupported.items())
-            raise GraphparError(f"Mesh {shown}: only the pp axis can be larger than 1 in this version.")
+        if self.dp_shard > 1:
+            raise GraphparError(
+                f"Mesh dp_shard={self.dp_shard}: cutting optimizer state over dp_shard comes in a later version."
+            )
+
+    @property
+    def compute(self) -> dict[str, int]:
+        """The axes of several ranks on which operators are cut."""
+        return {axis: degree for axis, degree in self.degrees().items() if axis in ("cp", "ep", "tp") and degree > 1}
 
     def degrees(self) -> dict[str, int]:
         return {axis: int(getattr(self, axis)) for axis in AXES}

@@ -5,7 +5,7 @@ the key, its own stream number and the position in the example, by a counter-bas
 the same for any number of stages and microbatches, and when a block is recomputed.
 """
 
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,29 +27,60 @@ def _hash(counter: Tensor) -> Tensor:
     return counter ^ ((counter >> 31) & 0x1FFFFFFFF)
 
 
-def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int) -> Tensor:
-    """True with probability ``1 - p``, for a tensor of ``shape`` whose dim ``batch_dim`` holds the examples of ``keys``."""
-    inner = [size for dim, size in enumerate(shape) if dim != batch_dim]
-    position = torch.arange(math.prod(inner), device=keys.device).view(inner).unsqueeze(batch_dim)
+Cut = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]]
+"""A dim that is cut: (dim, this rank, ranks), and the parts of a period that are cut each by itself."""
+
+
+def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int, cut: Sequence[Cut] = ()) -> Tensor:
+    """True with probability ``1 - p``, for a tensor of ``shape`` whose dim ``batch_dim`` holds the examples of ``keys``.
+
+    ``cut``: the dims of which this is a rank's piece; every element's number is that of the whole tensor.
+    """
+    position = torch.zeros([1] * len(shape), dtype=torch.int64, device=keys.device)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        if dim == batch_dim:
+            continue
+        index, size = torch.arange(shape[dim], device=keys.device), shape[dim]
+        for _, rank, ranks, *parts in (entry for entry in cut if entry[0] == dim):
+            index, size = _whole_index(index, size, rank, ranks, parts[0] if parts else ()), size * ranks
+        position = position + (index * stride).view([-1 if d == dim else 1 for d in range(len(shape))])
+        stride *= size
     along = [1] * len(shape)
     along[batch_dim] = -1
     bits = _hash(_hash(keys).view(along) + position * _GOLDEN)
     return ((bits >> 40) & 0xFFFFFF) >= round(p * 0x1000000)
 
 
-def dropout(x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True) -> Tensor:
+def _whole_index(index: Tensor, size: int, rank: int, ranks: int, parts: tuple[int, ...]) -> Tensor:
+    """Where the elements ``index`` of a piece of ``size`` lie in the whole dim, a run of periods of ``parts``."""
+    if not parts:
+        return index + rank * size
+    begins = [sum(parts[:number]) for number in range(len(parts))]
+    pieces = [begin + rank * (part // ranks) + torch.arange(part // ranks) for begin, part in zip(begins, parts)]
+    period = torch.cat(pieces).to(index.device)
+    return index // len(period) * sum(parts) + period[index % len(period)]
+
+
+def dropout(
+    x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True, cut: Sequence[Cut] = ()
+) -> Tensor:
     """``F.dropout`` with masks from ``keys`` [b], one for each index of ``x``'s dim ``batch_dim``."""
     if not training or p == 0.0:
         return x
-    keep = keep_mask(list(x.shape), p, keys, batch_dim)
+    keep = keep_mask(list(x.shape), p, keys, batch_dim, cut)
     return torch.where(keep, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def channel_dropout(x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True) -> Tensor:
+def channel_dropout(
+    x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True, cut: Sequence[Cut] = ()
+) -> Tensor:
     """``F.dropout2d`` and its kin: whole channels, for ``x`` [b, channels, ...]."""
     if not training or p == 0.0:
         return x
-    keep = keep_mask(list(x.shape[:2]), p, keys, batch_dim).view(list(x.shape[:2]) + [1] * (x.ndim - 2))
+    keep = keep_mask(list(x.shape[:2]), p, keys, batch_dim, [c for c in cut if c[0] < 2]).view(
+        list(x.shape[:2]) + [1] * (x.ndim - 2)
+    )
     return torch.where(keep, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -64,6 +95,7 @@ def dropout_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     training: bool = True,
+    cut: Sequence[Cut] = (),
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` with dropout from ``keys``: query [b, h, q, e], key [b, h, k, e] -> [b, h, q, e]."""
     if enable_gqa:
@@ -75,4 +107,4 @@ def dropout_attention(
         scores = scores.masked_fill(torch.arange(key.size(-2), device=query.device) > rows, float("-inf"))
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return dropout(scores.softmax(-1), dropout_p, keys, 0, training) @ value
+    return dropout(scores.softmax(-1), dropout_p, keys, 0, training, cut) @ value

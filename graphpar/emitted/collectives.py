@@ -1,0 +1,284 @@
+"""The collectives of this program: each turns one type of tensor into another, and has exactly one gradient.
+
+    R      the same value on every rank, used differently on each      its gradient is P
+    I      the same value on every rank, used the same way on each     its gradient is I
+    S(d)   dim d is cut over the ranks                                 its gradient is S(d)
+    P      a pending sum over the ranks                                its gradient is R
+
+A dim of n elements is cut over k ranks into pieces of ceil(n / k), the last ones padded with zeros. With ``parts``, the dim
+is a run of periods of ``sum(parts)`` elements, and each part of each period is cut by itself: ``parts=(q, k, v)`` for the
+rows of a fused projection. ``dim`` counts from 0, and an axis of one rank makes every function the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the operators below
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+_operators = torch.ops._c10d_functional
+
+_axes: dict[str, tuple[str, int, int]] = {}
+"""The group's name, its size and this rank in it. Compiled code takes a group by its name."""
+
+
+def bind(groups: Mapping[str, ProcessGroup | None]) -> None:
+    """Give every axis its process group (``None``: one rank), in place of what was bound before."""
+    _axes.clear()
+    for axis, group in groups.items():
+        _axes[axis] = ("", 1, 0) if group is None else (group.group_name, group.size(), group.rank())
+
+
+def size(axis: str) -> int:
+    """The number of ranks on an axis."""
+    return _axes[axis][1]
+
+
+def rank(axis: str) -> int:
+    """The place of this rank on an axis."""
+    return _axes[axis][2]
+
+
+# Transitions: forward, backward.
+
+
+def all_reduce(x: Tensor, axis: str) -> Tensor:
+    """P -> I: the sum over the ranks; backward nothing. [...] -> [...]"""
+    return _apply(x, lambda x: _all_reduce(x, axis), lambda g: g)
+
+
+def all_reduce_both(x: Tensor, axis: str) -> Tensor:
+    """P -> R: the sum over the ranks; backward the same. [...] -> [...]"""
+    return _apply(x, lambda x: _all_reduce(x, axis), lambda g: _all_reduce(g, axis))
+
+
+def sum_gradient(x: Tensor, axis: str) -> Tensor:
+    """I -> R: nothing; backward sums the gradients of the ranks. [...] -> [...]"""
+    return _apply(x, lambda x: x.view_as(x), lambda g: _all_reduce(g, axis))
+
+
+def reduce_scatter(x: Tensor, axis: str, dim: int, parts: Sequence[int] = ()) -> Tensor:
+    """P -> S(dim): this rank's piece of the sum; backward gathers. [.., n, ..] -> [.., ceil(n / k), ..]"""
+    whole = x.size(dim)
+    return _apply(x, lambda x: _sum_piece(x, axis, dim, parts), lambda g: _gather(g, axis, dim, parts, whole))
+
+
+def all_gather(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), size: int | None = None) -> Tensor:
+    """S(dim) -> R: all pieces; backward sums and keeps its piece. [.., n, ..] -> [.., size or n * k, ..]"""
+    return _apply(x, lambda x: _gather(x, axis, dim, parts, size), lambda g: _sum_piece(g, axis, dim, parts))
+
+
+def all_gather_invariant(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), size: int | None = None) -> Tensor:
+    """S(dim) -> I: all pieces; backward keeps its piece. [.., n, ..] -> [.., size or n * k, ..]"""
+    return _apply(x, lambda x: _gather(x, axis, dim, parts, size), lambda g: _piece(g, axis, dim, parts))
+
+
+def shard(x: Tensor, axis: str, dim: int, parts: Sequence[int] = ()) -> Tensor:
+    """R -> S(dim): this rank's piece; backward pads with zeros. [.., n, ..] -> [.., ceil(n / k), ..]"""
+    return _piece(x, axis, dim, parts)
+
+
+def shard_invariant(x: Tensor, axis: str, dim: int, parts: Sequence[int] = ()) -> Tensor:
+    """I -> S(dim): this rank's piece; backward gathers. [.., n, ..] -> [.., ceil(n / k), ..]"""
+    whole = x.size(dim)
+    return _apply(x, lambda x: _piece(x, axis, dim, parts), lambda g: _gather(g, axis, dim, parts, whole))
+
+
+def all_to_all(
+    x: Tensor,
+    axis: str,
+    from_dim: int,
+    to_dim: int,
+    from_parts: Sequence[int] = (),
+    to_parts: Sequence[int] = (),
+    size: int | None = None,
+) -> Tensor:
+    """S(from_dim) -> S(to_dim), two dims: all-to-all both ways. [.., a, .., b, ..] -> [.., size or a * k, .., ceil(b / k), ..]"""
+    whole = x.size(to_dim)
+    return _apply(
+        x,
+        lambda x: _exchange(x, axis, to_dim, to_parts, from_dim, from_parts, size),
+        lambda g: _exchange(g, axis, from_dim, from_parts, to_dim, to_parts, whole),
+    )
+
+
+def first_only(x: Tensor, axis: str) -> Tensor:
+    """R -> P: zero on all ranks but the first; backward the same. [...] -> [...]"""
+    # A mask rather than a branch: every rank compiles the same graph, else their collectives fall out of order.
+    return x.masked_fill(torch.full((), rank(axis) != 0, device=x.device), 0)
+
+
+# Operators whose vocabulary is cut.
+
+
+def vocab_embedding(ids: Tensor, weight: Tensor, axis: str, padding_idx: int | None = None) -> Tensor:
+    """weight S(0), ids R -> P: the rows that this rank has, else zeros. ids [...], weight [ceil(vocab / k), d] -> [..., d]
+
+    The row ``padding_idx`` gets no gradient.
+    """
+    row = ids - rank(axis) * weight.size(0)
+    elsewhere = (row < 0) | (row >= weight.size(0))
+    rows = F.embedding(row.masked_fill(elsewhere, 0), weight)
+    if padding_idx is not None:
+        rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def vocab_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    axis: str,
+    vocab: int,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
+    """logits S(1), target R -> I: ``F.cross_entropy`` by two small all-reduces; backward is local.
+
+    logits [n, ceil(vocab / k), ...], target [n, ...], weight [vocab] -> [], or [n, ...] for the reduction "none"
+    """
+    dim = min(1, logits.ndim - 1)
+    width = logits.size(dim)
+    first = rank(axis) * width
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if width * size(axis) > vocab:
+        column = torch.arange(first, first + width, device=logits.device)
+        padding = (column >= vocab).view(-1, *[1] * (logits.ndim - dim - 1))
+        scores = scores.masked_fill(padding, float("-inf"))
+    scores = scores - _all_reduce(scores.detach().amax(dim, keepdim=True), axis, "max")
+
+    counted = target != ignore_index
+    label = target - first
+    here = counted & (label >= 0) & (label < width)
+    label = label.masked_fill(~here, 0).unsqueeze(dim)
+    picked = scores.gather(dim, label).squeeze(dim).masked_fill(~here, 0)
+    total, picked = all_reduce(torch.stack([scores.exp().sum(dim), picked]), axis).unbind(0)
+    losses = (total.log() - picked).masked_fill(~counted, 0)
+
+    factor = counted.to(losses.dtype)
+    if weight is not None:
+        factor = factor * weight.to(losses.dtype)[target.masked_fill(~counted, 0)]
+        losses = losses * factor
+    if reduction == "sum":
+        losses = losses.sum()
+    elif reduction == "mean":
+        losses = losses.sum() / factor.sum()
+    return losses.to(logits.dtype)
+
+
+def global_index(size: int, axis: str, parts: Sequence[int] = (), device: torch.device | None = None) -> Tensor:
+    """Where the ``size`` elements of this rank's piece are in the whole dim: int64 [size]."""
+    return _piece(torch.arange(size * _axes[axis][1], device=device), axis, 0, parts)
+
+
+# How they work: a whole tensor is cut into stacked pieces [k, *piece], which the operators of torch send.
+
+
+class _Transition(torch.autograd.Function):
+    """One function for the value, one for the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.turn_back = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.turn_back(gradient), None, None
+
+
+def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    result: Tensor = _Transition.apply(x, forward, backward)
+    return result
+
+
+def _all_reduce(x: Tensor, axis: str, operation: str = "sum") -> Tensor:
+    group, count, _ = _axes[axis]
+    return x if count == 1 else _done(_operators.all_reduce(x.contiguous(), operation, group))
+
+
+def _all_gather(x: Tensor, axis: str) -> Tensor:
+    """[1, ...] -> [k, ...]"""
+    group, count, _ = _axes[axis]
+    return x if count == 1 else _done(_operators.all_gather_into_tensor(x.contiguous(), count, group))
+
+
+def _reduce_scatter(x: Tensor, axis: str) -> Tensor:
+    """[k, ...] -> [1, ...]"""
+    group, count, _ = _axes[axis]
+    return x if count == 1 else _done(_operators.reduce_scatter_tensor(x.contiguous(), "sum", count, group))
+
+
+def _all_to_all(x: Tensor, axis: str) -> Tensor:
+    """[k, ...] for each rank -> [k, ...] from each rank"""
+    group, count, _ = _axes[axis]
+    if count == 1:
+        return x
+    return _done(_operators.all_to_all_single(x.contiguous(), [1] * count, [1] * count, group))
+
+
+def _done(x: Tensor) -> Tensor:
+    result: Tensor = _operators.wait_tensor(x)
+    return result
+
+
+def _gather(x: Tensor, axis: str, dim: int, parts: Sequence[int], size: int | None) -> Tensor:
+    return _joined(_all_gather(x.unsqueeze(0), axis), dim, parts, size)
+
+
+def _sum_piece(x: Tensor, axis: str, dim: int, parts: Sequence[int]) -> Tensor:
+    return _reduce_scatter(_pieces(x, dim, parts, size(axis)), axis).squeeze(0)
+
+
+def _exchange(
+    x: Tensor,
+    axis: str,
+    cut_dim: int,
+    cut_parts: Sequence[int],
+    joined_dim: int,
+    joined_parts: Sequence[int],
+    joined_size: int | None,
+) -> Tensor:
+    pieces = _all_to_all(_pieces(x, cut_dim, cut_parts, size(axis)), axis)
+    return _joined(pieces, joined_dim, joined_parts, joined_size)
+
+
+def _piece(x: Tensor, axis: str, dim: int, parts: Sequence[int]) -> Tensor:
+    return _cut(x, dim, parts, size(axis)).select(dim + 1, rank(axis)).flatten(dim, dim + 1).contiguous()
+
+
+def _cut(x: Tensor, dim: int, parts: Sequence[int], count: int) -> Tensor:
+    """[.., n, ..] -> [.., periods, count, what a rank has of a period, ..]"""
+    periods = x.size(dim) // sum(parts) if parts else 1
+    if not parts:
+        parts = [-(-x.size(dim) // count) * count]
+        missing = parts[0] - x.size(dim)
+        x = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
+    columns = x.unflatten(dim, (periods, sum(parts))).split(list(parts), dim + 1)
+    return _cat([column.unflatten(dim + 1, (count, column.size(dim + 1) // count)) for column in columns], dim + 2)
+
+
+def _pieces(x: Tensor, dim: int, parts: Sequence[int], count: int) -> Tensor:
+    """[.., n, ..] -> [count, .., ceil(n / count), ..]"""
+    return _cut(x, dim, parts, count).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+
+
+def _joined(pieces: Tensor, dim: int, parts: Sequence[int], size: int | None) -> Tensor:
+    """The pieces together, without their padding: [k, .., n, ..] -> [.., size or n * k, ..]"""
+    local = [part // pieces.size(0) for part in parts] or [pieces.size(dim + 1)]
+    periods = pieces.size(dim + 1) // sum(local) if parts else 1
+    columns = pieces.unflatten(dim + 1, (periods, sum(local))).split(local, dim + 2)
+    whole = _cat([column.movedim(0, dim + 1).flatten(dim + 1, dim + 2) for column in columns], dim + 1)
+    whole = whole.flatten(dim, dim + 1)
+    return (whole if size is None else whole.narrow(dim, 0, size)).contiguous()
+
+
+def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

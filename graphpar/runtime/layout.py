@@ -1,0 +1,179 @@
+"""How a tensor lies on a mesh axis: the four types, cutting a tensor, and putting its pieces together.
+
+    weight [n, k]   S(0) over 2 ranks            rank 0: rows [0, n/2)      rank 1: rows [n/2, n)
+    fused  [3m, k]  S(0:m) over 2 ranks          each rank: its half of every period of m rows (q, k and v)
+    fused  [n, k]   S(0:q+k+v) over 2 ranks      each rank: its half of the q rows, of the k rows, of the v rows
+    table  [7, d]   S(0) over 2 ranks, uneven    4 rows each; the last rank's last row is padding
+
+``plan.json`` holds these as text. The compiler uses the same functions, so there is one definition of a cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+"""The mesh axes, outermost first: neighbouring ranks share a tp group."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A type under which every rank holds a tensor of the full shape: ``R``, ``I`` or ``P``."""
+
+    letter: str
+
+    def __str__(self) -> str:
+        return self.letter
+
+    __repr__ = __str__
+
+
+R = Whole("R")
+"""Replicate: the same value on every rank, used differently on each. Its gradient is P."""
+I = Whole("I")  # noqa: E741 (the type's name)
+"""Invariant: the same value on every rank, used the same way on each. Its gradient is I."""
+P = Whole("P")
+"""Partial: a pending sum over the axis. Its gradient is R."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """``S(dim)``: the tensor's ``dim`` is cut over the axis. Its gradient is cut alike.
+
+    ``parts``: the dim is a run of periods of ``sum(parts)`` elements, and each part of each period is cut by itself (fused
+    projections, a sequence dim that was flattened into the rows). Empty: the whole dim is one part. A whole dim that the degree
+    does not divide is cut into pieces of ``ceil(size / degree)``; the last ones are padded with zeros.
+    """
+
+    dim: int
+    parts: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"S({self.dim}{':' + '+'.join(map(str, self.parts)) if self.parts else ''})"
+
+    __repr__ = __str__
+
+
+Type = Whole | Shard
+_LETTERS = {"R": R, "I": I, "P": P}
+_SHARD = re.compile(r"S\((\d+)(?::(\d+(?:\+\d+)*))?\)")
+
+
+def parse_type(text: str) -> Type:
+    """``R``, ``I``, ``P``, ``S(0)``, ``S(0:768)`` or ``S(0:4096+1024+1024)``.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
+    if text in _LETTERS:
+        return _LETTERS[text]
+    found = _SHARD.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no type of a tensor on an axis; they are R, I, P and S(dim)")
+    parts = tuple(int(part) for part in found[2].split("+")) if found[2] else ()
+    return Shard(int(found[1]), parts)
+
+
+def local_size(size: int, shard: Shard, degree: int) -> int:
+    """How many of ``size`` elements a rank holds, padding included."""
+    if not shard.parts:
+        return -(-size // degree)
+    period = sum(shard.parts)
+    assert size % period == 0 and all(part % degree == 0 for part in shard.parts), (size, shard, degree)
+    return size // degree
+
+
+def local_shape(shape: Sequence[int], spec: Mapping[str, Type], degrees: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a rank's piece of a tensor of ``shape``."""
+    sizes = list(shape)
+    for axis in AXES:
+        kind = spec.get(axis)
+        if isinstance(kind, Shard):
+            sizes[kind.dim] = local_size(sizes[kind.dim], kind, degrees[axis])
+    return tuple(sizes)
+
+
+def cut(tensor: Tensor, shard: Shard, degree: int, index: int) -> Tensor:
+    """Piece ``index`` of ``degree`` of a whole tensor; padded with zeros where the degree does not divide the dim."""
+    size = tensor.shape[shard.dim]
+    if not shard.parts:
+        each = -(-size // degree)
+        begin = min(index * each, size)
+        piece = tensor.narrow(shard.dim, begin, min(each, size - begin))
+        missing = each - piece.shape[shard.dim]
+        if missing:
+            filler = list(piece.shape)
+            filler[shard.dim] = missing
+            piece = torch.cat([piece, piece.new_zeros(filler)], shard.dim)
+        return piece
+    periods = tensor.unflatten(shard.dim, (-1, sum(shard.parts)))
+    pieces = [part.narrow(shard.dim + 1, index * (part.shape[shard.dim + 1] // degree), part.shape[shard.dim + 1] // degree)
+              for part in periods.split(list(shard.parts), shard.dim + 1)]  # fmt: skip
+    return torch.cat(pieces, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
+
+
+def joined(pieces: Sequence[Tensor], shard: Shard, size: int) -> Tensor:
+    """The whole tensor of ``size`` along the cut dim, of all its pieces in order; padding is dropped."""
+    degree = len(pieces)
+    if not shard.parts:
+        return torch.cat(list(pieces), shard.dim).narrow(shard.dim, 0, size)
+    local = [part // degree for part in shard.parts]
+    split = [piece.unflatten(shard.dim, (-1, sum(local))).split(local, shard.dim + 1) for piece in pieces]
+    columns = [split[rank][part] for part in range(len(local)) for rank in range(degree)]
+    return torch.cat(columns, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
+
+
+def cut_all(tensor: Tensor, spec: Mapping[str, Type], degrees: Mapping[str, int], place: Mapping[str, int]) -> Tensor:
+    """The piece of ``tensor`` at the mesh coordinates ``place``: outer axes cut first."""
+    for axis in AXES:
+        kind = spec.get(axis)
+        if isinstance(kind, Shard):
+            tensor = cut(tensor, kind, degrees[axis], place[axis])
+    return tensor
+
+
+def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
+    """The place of a rank on each axis; the last axis varies fastest."""
+    place = {}
+    for axis in reversed(AXES):
+        place[axis] = rank % degrees.get(axis, 1)
+        rank //= degrees.get(axis, 1)
+    return place
+
+
+def rank_at(place: Mapping[str, int], degrees: Mapping[str, int]) -> int:
+    """The rank at mesh coordinates; an axis that ``place`` leaves out counts as 0. The inverse of ``coordinates``."""
+    rank = 0
+    for axis in AXES:
+        rank = rank * degrees.get(axis, 1) + place.get(axis, 0)
+    return rank
+
+
+def cut_places(spec: Mapping[str, Type], degrees: Mapping[str, int]) -> list[dict[str, int]]:
+    """The coordinates on the cut axes of every piece of a tensor, in order: the last axis varies fastest."""
+    axes = [axis for axis in AXES if isinstance(spec.get(axis), Shard)]
+    return [dict(zip(axes, at)) for at in itertools.product(*(range(degrees[axis]) for axis in axes))]
+
+
+def joined_all(
+    pieces: Sequence[Tensor], shape: Sequence[int], spec: Mapping[str, Type], degrees: Mapping[str, int]
+) -> Tensor:
+    """The whole tensor of ``shape`` of its pieces in the order of ``cut_places``: the inverse of ``cut_all``."""
+    before: list[tuple[Shard, int, int]] = []  # each cut, its degree, and the size of its dim before it
+    sizes = list(shape)
+    for axis in AXES:
+        kind = spec.get(axis)
+        if isinstance(kind, Shard):
+            before.append((kind, degrees[axis], sizes[kind.dim]))
+            sizes[kind.dim] = local_size(sizes[kind.dim], kind, degrees[axis])
+    found = list(pieces)
+    for kind, degree, size in reversed(before):
+        found = [joined(found[i : i + degree], kind, size) for i in range(0, len(found), degree)]
+    (whole,) = found
+    return whole

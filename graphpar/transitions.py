@@ -1,0 +1,193 @@
+"""Transitions between the types of a tensor on one mesh axis: which functions exist, what they send, and the cheapest path.
+
+    path(P, S(0))     reduce_scatter(x, axis, dim=0)
+    path(I, P)        sum_gradient(x, axis), then first_only(x, axis)
+    path(R, I)        None: a value that the ranks use differently never becomes one that they use alike
+
+The functions are those of ``graphpar.emitted.collectives``. The gradient of R is P, of I is I, of S is S, of P is R, so each
+transition has one backward, and each path is right in both directions by construction.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from graphpar.runtime.layout import I, R, Shard, Type
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank sends: bytes, and how many messages one after the other."""
+
+    bytes_sent: float = 0.0
+    messages: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes_sent + other.bytes_sent, self.messages + other.messages)
+
+
+def collective_cost(collective: str | None, whole: float, degree: int) -> Cost:
+    """A ring's cost, for a tensor whose whole has ``whole`` bytes, over ``degree`` ranks. ``None`` sends nothing."""
+    if collective is None:
+        return Cost()
+    once = whole * (degree - 1) / degree
+    return {
+        "all-reduce": Cost(2 * once, 2 * (degree - 1)),
+        "all-gather": Cost(once, degree - 1),
+        "reduce-scatter": Cost(once, degree - 1),
+        "all-to-all": Cost(once / degree, degree - 1),
+    }[collective]
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A function from one kind of type (R, I, S or P) to another: what it does forward and backward, by which collective."""
+
+    source: str
+    target: str
+    function: str | None
+    """Its name in ``collectives.py``; ``None`` where there is nothing to do."""
+    forward: str
+    backward: str
+    forward_collective: str | None = None
+    backward_collective: str | None = None
+
+
+TABLE = (
+    Transition("I", "R", "sum_gradient", "nothing", "all-reduce", None, "all-reduce"),
+    Transition("P", "I", "all_reduce", "all-reduce", "nothing", "all-reduce", None),
+    Transition("P", "R", "all_reduce_both", "all-reduce", "all-reduce", "all-reduce", "all-reduce"),
+    Transition("P", "S", "reduce_scatter", "reduce-scatter", "all-gather", "reduce-scatter", "all-gather"),
+    Transition("S", "R", "all_gather", "all-gather", "reduce-scatter", "all-gather", "reduce-scatter"),
+    Transition("S", "I", "all_gather_invariant", "all-gather", "slice", "all-gather", None),
+    Transition("R", "S", "shard", "slice", "pad with zeros"),
+    Transition("I", "S", "shard_invariant", "slice", "all-gather", None, "all-gather"),
+    Transition("S", "S", "all_to_all", "all-to-all", "all-to-all", "all-to-all", "all-to-all"),
+    Transition("R", "P", "first_only", "zero on all ranks but the first", "zero on all ranks but the first"),
+)
+"""Every transition of a tensor that has a gradient."""
+
+WITHOUT_GRADIENT = (
+    Transition("R", "I", None, "nothing", "nothing"),
+    Transition("I", "R", None, "nothing", "nothing"),
+    *(row for row in TABLE if row.function in ("all_reduce", "reduce_scatter", "all_gather", "shard", "all_to_all", "first_only")),
+)  # fmt: skip
+"""Every transition of a tensor that has none: R and I are the same."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One transition between two given types."""
+
+    transition: Transition
+    source: Type
+    target: Type
+
+    @property
+    def function(self) -> str | None:
+        """The function in ``collectives.py``; ``None`` where there is nothing to do."""
+        return self.transition.function
+
+    def options(self, shape: Sequence[int], degree: int) -> dict[str, Any]:
+        """The keyword arguments of the function.
+
+        Args:
+            shape: of the tensor where it is whole on this axis (a dim that an outer axis cuts too counts as cut by that one).
+        """
+        options: dict[str, Any] = {}
+        cuts = [kind for kind in (self.source, self.target) if isinstance(kind, Shard)]
+        for kind, prefix in zip(cuts, ("from_", "to_") if len(cuts) == 2 else ("",)):
+            options[f"{prefix}dim"] = kind.dim
+            if kind.parts:
+                options[f"{prefix}parts"] = kind.parts
+        if isinstance(self.source, Shard) and not self.source.parts and shape[self.source.dim] % degree:
+            options["size"] = int(shape[self.source.dim])
+        return options
+
+    def bytes_moved(self, whole: float, degree: int) -> tuple[Cost, Cost]:
+        """What the forward and the backward send, for a tensor of ``whole`` bytes where it is whole on this axis."""
+        row = self.transition
+        return tuple(  # type: ignore[return-value]
+            collective_cost(name, whole, degree) for name in (row.forward_collective, row.backward_collective)
+        )
+
+    def cost(self, whole: float, degree: int, train: bool = True) -> Cost:
+        """What the forward sends, and with ``train`` the backward too."""
+        forward, backward = self.bytes_moved(whole, degree)
+        return forward + backward if train else forward
+
+
+@cache
+def path(source: Type, target: Type, differentiable: bool = True) -> tuple[Step, ...] | None:
+    """The cheapest steps from one type to another, ``()`` between equal ones, or ``None`` where there are none.
+
+    It goes through R and I only: a tensor may have no dim to cut on the way, and a sum that is not finished is no resting place.
+    So there is none from R to I, unless the tensor has no gradient. The order of costs is the same for every size and degree.
+    """
+    if source == target:
+        return ()
+    found: list[tuple[Step, ...]] = []
+    for count in range(3):
+        for between in itertools.permutations((R, I), count):
+            steps = _steps((source, *between, target), differentiable)
+            if steps is not None:
+                found.append(steps)
+    return min(found, key=lambda steps: _order(steps, differentiable), default=None)
+
+
+@cache
+def moves(
+    source: tuple[Type, ...], target: tuple[Type, ...], differentiable: bool = True
+) -> tuple[tuple[int, Step], ...] | None:
+    """Steps on several axes, outermost first in ``source`` and ``target``: (place of the axis, step) in the order to take them.
+
+    What makes a tensor smaller comes first. Where two axes cut one dim the inner one lies within the outer's pieces, so an outer
+    cut can only be made or undone while no inner one is there; where that is in the way there is no path (``None``).
+    """
+    now, found = list(source), []
+    while now != list(target):
+        places = [place for place in range(len(now)) if now[place] != target[place] and _is_free(now, target[place], place)]
+        if not places:
+            return None
+        place = min(places, key=lambda i: (isinstance(now[i], Shard) or not isinstance(target[i], Shard), i))
+        steps = path(now[place], target[place], differentiable)
+        if steps is None:
+            return None
+        found += [(place, step) for step in steps]
+        now[place] = target[place]
+    return tuple(found)
+
+
+def _is_free(now: Sequence[Type], target: Type, place: int) -> bool:
+    """Whether no axis inside of ``place`` cuts a dim that the axis cuts, or is about to cut."""
+    dims = {kind.dim for kind in (now[place], target) if isinstance(kind, Shard)}
+    return not any(isinstance(kind, Shard) and kind.dim in dims for kind in now[place + 1 :])
+
+
+def _steps(types: tuple[Type, ...], differentiable: bool) -> tuple[Step, ...] | None:
+    steps = tuple(_step(a, b, differentiable) for a, b in itertools.pairwise(types))
+    return None if None in steps else steps  # type: ignore[return-value]
+
+
+def _step(source: Type, target: Type, differentiable: bool) -> Step | None:
+    if isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim:
+        return None  # all-to-all is between two dims; it can't cut one dim anew
+    if source == target:
+        return None
+    kinds = _kind(source), _kind(target)
+    rows = TABLE if differentiable else WITHOUT_GRADIENT
+    row = next((row for row in rows if (row.source, row.target) == kinds), None)
+    return None if row is None else Step(row, source, target)
+
+
+def _kind(kind: Type) -> str:
+    return "S" if isinstance(kind, Shard) else kind.letter
+
+
+def _order(steps: tuple[Step, ...], differentiable: bool) -> tuple[float, int, int]:
+    total = sum((step.cost(1.0, 2, differentiable) for step in steps), Cost())
+    return total.bytes_sent, total.messages, len(steps)
