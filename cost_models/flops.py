@@ -16,9 +16,11 @@ from graphpar.program import Program, batch_coefficients, operator_name, value_o
 
 def node_flops(program: Program, batch: int) -> dict[fx.Node, float]:
     """Forward flops of each node of the root graph for a batch of ``batch`` rows; a block's are its graph's sum."""
-    blocks = {name: sum(_flops(node, batch) for node in block.graph.nodes) for name, block in program.blocks.items()}
+    blocks = {
+        name: sum(operator_flops(node, batch) for node in block.graph.nodes) for name, block in program.blocks.items()
+    }
     return {
-        node: blocks[node.meta["block"]] if node.op == "call_module" else _flops(node, batch)
+        node: blocks[node.meta["block"]] if node.op == "call_module" else operator_flops(node, batch)
         for node in program.graph.nodes
     }
 
@@ -32,7 +34,7 @@ def _shape(node: Any, batch: int) -> list[int]:
     ]
 
 
-def _flops(node: fx.Node, batch: int) -> float:
+def operator_flops(node: fx.Node, batch: int) -> float:
     """Flops of one operator: matrix products and convolutions exactly, the rest one an element."""
     if node.op != "call_function":
         return 0.0

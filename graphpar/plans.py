@@ -11,6 +11,7 @@ from typing import Any
 
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
+from graphpar.sharding import Sharding
 
 VERSION = 1
 
@@ -56,11 +57,21 @@ class Plan:
     zero: int = 0
     recompute: str = "none"
     allow_batch_coupling: bool = False
+    sharding: Sharding = field(default_factory=Sharding)
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def microbatches(self) -> int:
-        return self.global_batch // self.microbatch_size
+        """How many microbatches each rank runs in a step."""
+        return self.global_batch // (self.microbatch_size * self.mesh.dp_replicate)
+
+    def parameters(self) -> dict[str, dict[str, str]]:
+        """Types of parameters by name, on every axis of several ranks but pp. Not listed: R on dp_replicate, I elsewhere."""
+        replicated = {"dp_replicate": "R"} if self.mesh.dp_replicate > 1 else {}
+        return {
+            name: replicated | {axis: str(kind) for axis, kind in spec.items()}
+            for name, spec in self.sharding.parameters.items()
+        }
 
     @property
     def stages_per_rank(self) -> int:
@@ -83,7 +94,8 @@ class Plan:
             "allow_batch_coupling": self.allow_batch_coupling,
             "split": [{"path": cut.path, "where": cut.where.value} for cut in self.cuts],
             "stages": [asdict(stage) | {"modules": list(stage.modules)} for stage in self.stages],
-            "parameters": {},
+            "parameters": self.parameters(),
+            "sharding": self.sharding.to_json(),
             "actions": None
             if self.actions is None
             else {str(rank): [cell or None for cell in row] for rank, row in enumerate(self.actions)},
@@ -115,6 +127,7 @@ class Plan:
                 zero=data.get("zero", 0),
                 recompute=data.get("recompute", "none"),
                 allow_batch_coupling=data.get("allow_batch_coupling", False),
+                sharding=Sharding.from_json(data["sharding"], data["parameters"]) if "sharding" in data else Sharding(),
             )
         except KeyError as error:
             raise GraphparError(f"The plan lacks the field {error.args[0]!r}.") from error

@@ -6,12 +6,18 @@ Whatever the user pinned is taken as it is, or refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from graphpar.annotations import names_of, resolve
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
+from graphpar.passes.candidates import build_problem
 from graphpar.passes.cuts import balanced_cuts, cuts_by_layers, cuts_from_lists, even_cuts, marked_cuts
+from graphpar.passes.functional import written_buffers
+from graphpar.passes.pins import pin_nodes, points_of, prepared, variants_of
+from graphpar.passes.search import SearchPins, Workload, search, sharding_of, undivided_work
 from graphpar.passes.split import positions_of, split
 from graphpar.plans import Cut, Plan, StagePlan
 from graphpar.program import Program
@@ -26,6 +32,7 @@ from graphpar.schedule import (
     stage_ranks,
     validate_table,
 )
+from graphpar.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Pins:
     dtype: str = "fp32"
     layers_per_stage: int | None = None
     edge_layers: tuple[int, int] | None = None  # what comes before and after the layers, counted in layers
+    shard_plan: Mapping[str, Any] | None = None
 
 
 def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
@@ -49,6 +57,10 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     batch = pins.global_batch or program.batch
     if batch < 1:
         raise GraphparError(f"The global batch is {batch}; it must be at least 1.")
+    if batch % mesh.dp_replicate:
+        raise GraphparError(
+            f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows."
+        )
     cuts = _pinned_cuts(program, mesh, pins)
     if cuts:
         positions_of(program, cuts)  # a misspelt name is the first thing to hear of
@@ -108,20 +120,39 @@ def _plan(
     actions: tuple[tuple[str, ...], ...] | None = None,
 ) -> Plan:
     stages = split(program, positions_of(program, cuts))
+    size = batch // (microbatches * mesh.dp_replicate)
+    sharding = choose_sharding(program, mesh, size, microbatches, pins.shard_plan)
     return Plan(
         model=program.name,
         mode=program.mode,
         mesh=mesh,
         schedule=schedule,
         global_batch=batch,
-        microbatch_size=batch // microbatches,
+        microbatch_size=size,
         cuts=tuple(cuts),
         stages=tuple(StagePlan(stage.index, ranks[stage.index], stage.modules) for stage in stages),
         dtype=pins.dtype,
         actions=actions,
         allow_batch_coupling=pins.allow_batch_coupling,
-        warnings=program.warnings + (program.couplings if microbatches > 1 else ()),
+        sharding=sharding,
+        warnings=program.warnings + (program.couplings if microbatches > 1 else ()) + sharding.undivided,
     )
+
+
+def choose_sharding(
+    program: Program, mesh: Mesh, microbatch: int, microbatches: int, shard_plan: Mapping[str, Any] | None = None
+) -> Sharding:
+    """How every tensor lies on the compute axes of ``mesh``; nothing is decided where there are none."""
+    if not mesh.compute:
+        return Sharding()
+    pins = resolve(shard_plan or {}, names_of(program), mesh.compute)
+    variants, points = variants_of(program, pins), points_of(pins)
+    ready = prepared(program, variants, points)
+    problem = build_problem(ready, mesh.compute)
+    workload = Workload(microbatch, microbatches, program.mode == "train")
+    solution = search(problem, workload, pins=SearchPins(pins.parameters, pin_nodes(ready, pins, points)))
+    undivided = undivided_work(solution, workload)
+    return replace(sharding_of(solution), variants=variants, points=tuple(points), undivided=undivided)
 
 
 def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[Cut] | None) -> int:
@@ -137,23 +168,30 @@ def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[Cut] | None) -> i
 
 
 def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, batch: int, pins: Pins) -> int:
-    """The number of microbatches: as pinned, or about two a stage, or one where the batch can't be cut."""
+    """The number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be cut."""
+    rows = batch // mesh.dp_replicate
     reason = program.unsplittable
     if program.couplings and not pins.allow_batch_coupling and reason is None:
         reason = "examples depend on each other: " + "; ".join(program.couplings[:3])
+    if mesh.dp_replicate > 1:
+        if reason is None and program.couplings and _writes_buffers(program):
+            reason = "each replica would keep its own running statistics: " + "; ".join(program.couplings[:3])
+        if reason is not None:
+            raise GraphparError(_refusal(program, batch, mesh.dp_replicate, reason))
     if pins.microbatch_size is not None:
         size = pins.microbatch_size
-        if size < 1 or batch % size:
-            divisors = [str(d) for d in range(1, batch + 1) if batch % d == 0]
+        if size < 1 or rows % size:
+            divisors = [str(d) for d in range(1, rows + 1) if rows % d == 0]
+            whose = f"The {rows} rows of a replica do" if mesh.dp_replicate > 1 else f"A global batch of {batch} does"
             raise GraphparError(
-                f"A global batch of {batch} does not divide into microbatches of {size}; sizes that do: {', '.join(divisors)}."
+                f"{whose} not divide into microbatches of {size}; sizes that do: {', '.join(divisors)}."
             )
-        if reason is not None and batch // size > 1:
-            raise GraphparError(_refusal(program, batch, batch // size, reason))
-        return batch // size
+        if reason is not None and rows // size > 1:
+            raise GraphparError(_refusal(program, batch, rows // size, reason))
+        return rows // size
     if mesh.pp == 1:
         return 1
-    legal = legal_microbatches(schedule, mesh.pp, per_rank, batch)
+    legal = legal_microbatches(schedule, mesh.pp, per_rank, rows)
     if reason is not None:
         if 1 not in legal:
             raise GraphparError(_refusal(program, batch, min(legal, default=2), reason))
@@ -161,21 +199,26 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
     if not legal:
         raise GraphparError(
             f"Schedule {schedule} over {mesh.pp} ranks with {per_rank} stages each has no legal number of microbatches that divides "
-            f"the global batch of {batch}; use --batch with a multiple of {mesh.pp * per_rank}."
+            f"the {rows} rows of {'a replica' if mesh.dp_replicate > 1 else 'the global batch'}; use --batch with a multiple of "
+            f"{mesh.pp * per_rank * mesh.dp_replicate}."
         )
     wanted = 2 * mesh.pp * per_rank
     enough = [count for count in legal if count >= wanted]
     return min(enough) if enough else max(legal)
 
 
+def _writes_buffers(program: Program) -> bool:
+    return any(written_buffers(graph) for graph in (program.graph, *(block.graph for block in program.blocks.values())))
+
+
 def _refusal(program: Program, batch: int, microbatches: int, reason: str) -> str:
     allow = ""
     if program.unsplittable is None:
         allow = (
-            " Use one microbatch (GPipe with --microbatch-size equal to the batch), make the operator independent of the batch "
-            "(eval statistics, GroupNorm), or pass --allow-batch-coupling to accept statistics of each microbatch."
+            " Use one microbatch of one replica (GPipe with --microbatch-size equal to the batch), make the operator independent of the "
+            "batch (eval statistics, GroupNorm), or pass --allow-batch-coupling to accept statistics of each microbatch."
         )
-    return f"The batch of {batch} can't be cut into {microbatches} microbatches: {reason}.{allow}"
+    return f"The batch of {batch} can't be cut into {microbatches} pieces: {reason}.{allow}"
 
 
 def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | None, batch: int) -> Plan:
@@ -186,18 +229,18 @@ def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | 
         raise GraphparError(
             f"The schedule table has {table.ranks} rows, but the mesh has pp={mesh.pp}: one row a rank."
         )
-    microbatches = table.microbatches
-    if batch % microbatches:
+    microbatches, rows = table.microbatches, batch // mesh.dp_replicate
+    if rows % microbatches:
         raise GraphparError(
-            f"The schedule table has {microbatches} microbatches, which don't divide the global batch of {batch}."
+            f"The schedule table has {microbatches} microbatches, which don't divide the global batch of {rows}."
         )
-    if pins.microbatch_size is not None and pins.microbatch_size * microbatches != batch:
+    if pins.microbatch_size is not None and pins.microbatch_size * microbatches != rows:
         raise GraphparError(
-            f"The schedule table has {microbatches} microbatches; with a global batch of {batch} each has {batch // microbatches} rows, "
+            f"The schedule table has {microbatches} microbatches; with a global batch of {batch} each has {rows // microbatches} rows, "
             f"not {pins.microbatch_size}."
         )
     reason = program.unsplittable or ("; ".join(program.couplings[:3]) if not pins.allow_batch_coupling else "")
-    if reason and microbatches > 1:
+    if reason and microbatches * mesh.dp_replicate > 1:
         raise GraphparError(_refusal(program, batch, microbatches, reason))
     stages = table.stages
     if cuts is not None and len(cuts) + 1 != stages:

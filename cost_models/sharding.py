@@ -1,0 +1,40 @@
+"""Prices for the sharding search: seconds of an operator and of a transition, by roofline and by latency and bandwidth.
+
+operator     max(flops / peak, bytes / memory bandwidth) + launch, forward and backward
+transition   messages * latency + bytes / link bandwidth, forward and backward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the ranks of an axis: seconds a message, bytes a second and rank in one direction."""
+
+    latency_s: float = 8e-6
+    bytes_per_s: float = 200e9
+
+
+@dataclass(frozen=True)
+class ShardingCosts:
+    """A device and its links. The default is of the class of an A100 with NVLink; ratios matter here more than seconds."""
+
+    flops_per_s: float = 150e12
+    memory_bytes_per_s: float = 1.5e12
+    launch_s: float = 2e-6
+    links: dict[str, Link] = field(default_factory=dict)
+
+    def operator_s(self, flops: float, nbytes: float) -> float:
+        """One forward of an operator."""
+        return max(flops / self.flops_per_s, nbytes / self.memory_bytes_per_s) + self.launch_s
+
+    def transition_s(self, axis: str, messages: float, nbytes: float) -> float:
+        """One collective over ``axis``: how many messages in a row, how many bytes each rank sends; starting it costs one more."""
+        link = self.links.get(axis, Link())
+        return (messages + 1) * link.latency_s + nbytes / link.bytes_per_s if messages else 0.0
+
+    def transition_rate(self, axis: str) -> float:
+        """Bytes a second over ``axis``, where latency does not count."""
+        return self.links.get(axis, Link()).bytes_per_s

@@ -1,0 +1,111 @@
+"""``Sharding``: what the search decided, as plain data: the types of every tensor around every operator.
+
+    decisions["LlamaDecoderLayer"]["linear"]  =  x R, weight S(0) -> S(2)        (on each compute axis)
+    parameters["model.layers.0.mlp.up_proj.weight"]  =  {"tp": S(0)}
+
+It is part of the plan, so plan and program alone determine the emitted text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphpar.errors import GraphparError
+from graphpar.runtime.layout import Type, parse_type
+
+Types = tuple[Type, ...]
+"""The types of one tensor, one an axis of the sharding."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one operator runs: types of its tensor operands and results, and how it is rewritten, on each axis."""
+
+    operands: tuple[Types, ...]
+    results: tuple[Types, ...]
+    rewrites: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """``R, S(0) -> S(2)``; axes are separated by ``|``, rewritings follow a ``;``."""
+        sides = [", ".join("|".join(map(str, types)) for types in side) for side in (self.operands, self.results)]
+        rewrites = "|".join(self.rewrites)
+        return f"{sides[0]} -> {sides[1]}".strip() + (f" ; {rewrites}" if rewrites.strip("|") else "")
+
+    @staticmethod
+    def from_json(text: str, axes: int) -> Decision:
+        body, _, rewrites = text.partition(" ; ")
+        left, arrow, right = body.partition("->")
+        try:
+            if not arrow:
+                raise ValueError("no ->")
+            sides = [
+                tuple(tuple(parse_type(kind) for kind in tensor.split("|")) for tensor in _split(side))
+                for side in (left, right)
+            ]
+        except ValueError as error:
+            raise GraphparError(f"The plan's sharding has a decision that can't be read, {text!r}: {error}.") from error
+        names = tuple(rewrites.split("|")) if rewrites else ("",) * axes
+        return Decision(sides[0], sides[1], names)
+
+
+def _split(side: str) -> list[str]:
+    return [part.strip() for part in side.split(",") if part.strip()]
+
+
+@dataclass(frozen=True)
+class Point:
+    """An input or output of a module that the user pinned."""
+
+    path: str
+    kind: str  # input | output
+    position: int
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Decisions by scope ("" is the root, else a block's name) and node name; types of parameters by name, on each axis."""
+
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    decisions: Mapping[str, Mapping[str, Decision]] = field(default_factory=dict)
+    parameters: Mapping[str, Mapping[str, Type]] = field(default_factory=dict)
+    variants: Mapping[str, str] = field(default_factory=dict)  # block instances with a definition of their own
+    points: tuple[Point, ...] = ()
+    cost: Mapping[str, float] = field(default_factory=dict)  # seconds a microbatch: compute, transitions, gradients
+    gap: float = 0.0
+    undivided: tuple[str, ...] = ()  # warnings: work that every rank of an axis does
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "axes": dict(self.degrees),
+            "gap": self.gap,
+            "undivided": list(self.undivided),
+            "cost": dict(self.cost),
+            "variants": dict(self.variants),
+            "points": [[point.path, point.kind, point.position] for point in self.points],
+            "decisions": {
+                scope: {name: decision.to_json() for name, decision in rows.items()}
+                for scope, rows in self.decisions.items()
+            },
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], parameters: Mapping[str, Mapping[str, str]]) -> Sharding:
+        degrees = {axis: int(degree) for axis, degree in data["axes"].items()}
+        return Sharding(
+            degrees,
+            {
+                scope: {name: Decision.from_json(text, len(degrees)) for name, text in rows.items()}
+                for scope, rows in data["decisions"].items()
+            },
+            {
+                name: {axis: parse_type(kind) for axis, kind in spec.items() if axis in degrees}
+                for name, spec in parameters.items()
+            },
+            dict(data.get("variants", {})),
+            tuple(Point(path, kind, position) for path, kind, position in data.get("points", [])),
+            dict(data.get("cost", {})),
+            float(data.get("gap", 0.0)),
+            tuple(data.get("undivided", ())),
+        )

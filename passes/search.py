@@ -1,0 +1,618 @@
+"""The sharding search: an integer program over the placements of a program's distinct operators.
+
+    Problem ──prices──► x[operator, choice] in {0, 1}, flow[edge, from, to] >= 0 ──HiGHS──► Solution
+
+Constraints, by category:
+
+    1  one choice      each operator takes one of its placements
+    2  flow            on every edge what the maker gives is turned into what the user takes
+    3  shared          a value that several users want in the same type is turned into it once
+    4  ties            names of one tied parameter lie alike
+    5  pins            what the user decided
+    6  meaning         on tp weights are cut wherever a rule allows; on cp weights are whole
+    7  memory          parameters, their gradients and optimizer state, and activations, fit
+
+Category 6 is a constraint where it can be fulfilled, and else an objective that goes before time, so it never makes a program
+infeasible. Time is compute, transitions forward and backward, and the gradients that are finished once a step. Only choices that
+no solution can take are dropped before the program is written down, so its optimum is that of all combinations. The linear
+relaxation is solved first; branching is only needed where its solution is fractional. Instances of a block share their decision
+because they share their class, so nothing grows with the number of layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+from torch import fx
+
+from graphpar.annotation_values import Spec, allows, spec_text
+from graphpar.cost_models.flops import operator_flops
+from graphpar.cost_models.sharding import ShardingCosts
+from graphpar.errors import GraphparError
+from graphpar.passes.candidates import Choice, Edge, Operator, Problem, Types, Value
+from graphpar.program import module_path, operator_name, value_of
+from graphpar.rules.placement import sizes_of
+from graphpar.runtime.layout import P, R, Shard, Type
+from graphpar.sharding import Decision, Sharding
+from graphpar.transitions import moves
+
+MATMULS = {
+    "linear",
+    "addmm",
+    "mm",
+    "bmm",
+    "matmul",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "grouped_mm",
+    "scaled_dot_product_attention",
+}
+FREE = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "t", "mT", "numpy_T", "adjoint",
+        "movedim", "swapaxes", "swapdims", "_unsafe_view", "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "detach",
+        "alias", "split", "chunk", "split_with_sizes", "unbind", "select", "slice", "narrow", "contiguous"}  # fmt: skip
+_TIE_BREAK = 1e-12  # seconds: below what any two prices differ by, above what the solver sees
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the prices depend on besides the program."""
+
+    microbatch: int
+    microbatches: int
+    train: bool = True
+    state_bytes: float = 4.0  # bytes of parameter, gradient and optimizer state for each byte of a parameter
+    memory_limit: float | None = None  # bytes of one device
+
+
+@dataclass
+class Solution:
+    """The chosen placement of every operator, and what it costs a microbatch (seconds, on the model of the search)."""
+
+    problem: Problem
+    choices: dict[Operator, Choice]
+    seconds: float
+    uncut_bytes: float
+    gap: float
+    parts: dict[str, float] = field(default_factory=dict)  # compute, transitions, gradients
+
+    def types(self, operator: Operator, index: int = 0) -> Types:
+        return self.choices[operator].results[index]
+
+
+@dataclass(frozen=True)
+class SearchPins:
+    """What the user decided: allowed types by axis, of parameters by name, and of the results of operators."""
+
+    parameters: Mapping[str, Spec] = field(default_factory=dict)
+    values: Mapping[fx.Node, Spec] = field(default_factory=dict)
+
+
+def search(
+    problem: Problem, workload: Workload, costs: ShardingCosts | None = None, pins: SearchPins | None = None
+) -> Solution:
+    """The cheapest placements.
+
+    Raises:
+        GraphparError: no placement fulfils the pins or fits the memory; the message says which.
+    """
+    return _Search(problem, workload, costs or ShardingCosts(), pins or SearchPins()).solve()
+
+
+class Prices:
+    """Seconds of choices and transitions, for one instance and one microbatch."""
+
+    def __init__(self, problem: Problem, workload: Workload, costs: ShardingCosts) -> None:
+        self.problem, self.workload, self.costs = problem, workload, costs
+        self._elements: dict[tuple[fx.Node, int], float] = {}
+        self._whole: dict[tuple[fx.Node, int], float] = {}
+        self._collectives: dict[tuple[Types, Types, bool], list[tuple[str, int, float]] | None] = {}
+
+    def elements(self, node: fx.Node, index: int = 0) -> float:
+        """Elements of the whole tensor."""
+        if (node, index) not in self._elements:
+            self._elements[node, index] = self._counted(node, index)
+        return self._elements[node, index]
+
+    def _counted(self, node: fx.Node, index: int) -> float:
+        value = value_of(node)
+        if isinstance(value, tuple | list):
+            user = next((u for u in node.users if operator_name(u) == "getitem" and u.args[1] == index), None)
+            return self.elements(user) if user is not None else 0.0
+        return float(math.prod(n * (self.workload.microbatch if power else 1) for n, power in sizes_of(node)))
+
+    def nbytes(self, node: fx.Node, types: Types, index: int = 0) -> float:
+        """Bytes of a rank's piece."""
+        value = value_of(node)
+        tensor = value[index] if isinstance(value, tuple | list) else value
+        return float(self.elements(node, index) * tensor.dtype.itemsize / self._pieces(types))
+
+    def _pieces(self, types: Types) -> int:
+        return math.prod(
+            self.problem.degrees[axis] for axis, kind in zip(self.problem.axes, types) if isinstance(kind, Shard)
+        )
+
+    def compute(self, operator: Operator, choice: Choice) -> float:
+        node, name = operator.node, operator_name(operator.node)
+        if operator.kind != "operator" or name in FREE:
+            return 0.0
+        backward = node in self.problem.differentiable and self.workload.train
+        flops = operator_flops(node, self.workload.microbatch) / choice.share
+        moved = sum(self.nbytes(n, types) for n, types in zip(operator.operands, choice.operands))
+        moved += sum(self.nbytes(node, types, index) for index, types in enumerate(choice.results))
+        times = 1 + (2 if name in MATMULS else 1) * backward
+        inside = sum(
+            self.costs.transition_s(axis, 3 * 2, 12.0 * self.elements(operator.operands[1]))
+            for axis, rewrite in zip(self.problem.axes, choice.rewrites)
+            if rewrite == "vocab_cross_entropy"
+        )
+        return times * self.costs.operator_s(flops, moved) + inside
+
+    def transition(self, value: Value, source: Types, target: Types) -> float | None:
+        """Forward and backward of the path from one tuple of types to another; None where there is none."""
+        key = (source, target, value.differentiable)
+        if key not in self._collectives:
+            self._collectives[key] = self._path(*key)
+        path = self._collectives[key]
+        if not path:
+            return None if path is None else 0.0
+        place = (value.maker.node, value.index)
+        if place not in self._whole:
+            self._whole[place] = self.nbytes(value.maker.node, (), value.index)
+        whole = self._whole[place]
+        return sum(self.costs.transition_s(axis, messages, part * whole) for axis, messages, part in path)
+
+    def _path(self, source: Types, target: Types, differentiable: bool) -> list[tuple[str, int, float]] | None:
+        """The collectives of a path: axis, messages, and bytes sent for each byte of the whole tensor. Many values share one."""
+        steps = moves(source, target, differentiable)
+        if steps is None:
+            return None
+        found, now = [], list(source)
+        for place, step in steps:
+            axis = self.problem.axes[place]
+            pieces = self._pieces(tuple(R if i == place else kind for i, kind in enumerate(now)))
+            ways = step.bytes_moved(1.0 / pieces, self.problem.degrees[axis])
+            for cost in ways if differentiable and self.workload.train else ways[:1]:
+                if cost.messages:
+                    found.append((axis, cost.messages, cost.bytes_sent))
+            now[place] = step.target
+        return found
+
+    def finishing(self, operator: Operator, types: Types) -> float:
+        """Summing a partial gradient, spread over the microbatches of a step."""
+        node = operator.node
+        if operator.kind != "parameter" or node not in self.problem.differentiable or not self.workload.train:
+            return 0.0
+        seconds = 0.0
+        for axis, kind in zip(self.problem.axes, types):
+            if kind is R:
+                degree = self.problem.degrees[axis]
+                seconds += self.nbytes(node, types) * 2 * (degree - 1) / degree / self.costs.transition_rate(axis)
+        return seconds / self.workload.microbatches
+
+    def memory(self, operator: Operator, choice: Choice) -> float:
+        """Bytes that stay on a device: parameters with their state, and results that the backward needs."""
+        if operator.kind == "parameter":
+            factor = self.workload.state_bytes if operator.node in self.problem.differentiable else 1.0
+            return factor * sum(self.nbytes(operator.node, types) for types in choice.results)
+        saved = operator.kind == "operator" and operator.node in self.problem.differentiable and self.workload.train
+        if not saved or operator_name(operator.node) in FREE:
+            return 0.0
+        return sum(self.nbytes(operator.node, types, index) for index, types in enumerate(choice.results))
+
+
+def _views_of_weights(problem: Problem) -> set[fx.Node]:
+    """Parameters, and what only shows them in another shape: ``weight.T``."""
+    found: set[fx.Node] = set()
+    for operator in problem.operators:
+        view = operator_name(operator.node) in FREE and bool(operator.operands) and found.issuperset(operator.operands)
+        if operator.kind == "parameter" or view:
+            found.add(operator.node)
+    return found
+
+
+def _pending(choice: Choice) -> int:
+    """How many operands are sums still to be finished: where it costs the same, that is done early."""
+    return sum(kind is P for types in choice.operands for kind in types)
+
+
+class _Infeasible(Exception):
+    """No solution without weights that stay whole."""
+
+
+class _Rows:
+    """Sparse rows of the integer program."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = [0]
+        self.columns: list[int] = []
+        self.coefficients: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    def add(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
+        for column, coefficient in terms:
+            self.columns.append(column)
+            self.coefficients.append(coefficient)
+        self.starts.append(len(self.columns))
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+class _Search:
+    def __init__(self, problem: Problem, workload: Workload, costs: ShardingCosts, pins: SearchPins) -> None:
+        self.problem, self.workload = problem, workload
+        self.prices = Prices(problem, workload, costs)
+        self.pins = pins
+        self.options: dict[Operator, list[int]] = {}
+        self._priced: dict[tuple[int, Types, Types], float | None] = {}
+        self.weights = _views_of_weights(problem)
+        self.flops = sum(
+            operator_flops(o.node, workload.microbatch) * o.count for o in problem.operators if operator_name(o.node) in MATMULS
+        ) or 1.0
+
+    def solve(self) -> Solution:
+        self.options = {operator: self._pinned(operator) for operator in self.problem.operators}
+        try:
+            self._prune(strict=True)
+            found = self._solve(limited=False)
+        except _Infeasible:  # some weight can't be cut, or some product can't be divided: as few as possible are not
+            self.options = {operator: self._pinned(operator) for operator in self.problem.operators}
+            self._prune(strict=False)
+            found = self._solve(limited=True)
+        solution = found
+        solution.parts = priced(solution, self.prices)
+        solution.seconds = sum(solution.parts.values())
+        return solution
+
+    def _solve(self, limited: bool) -> Solution:
+        self._clear()
+        self._choose_one()
+        self._flow()
+        self._tie()
+        if self.workload.memory_limit is not None:
+            terms = [(column, nbytes) for column, nbytes in enumerate(self.stored) if nbytes]
+            self.rows.add(terms, -np.inf, self.workload.memory_limit)
+        limit = self._least_uncut() if limited else None
+        values, gap = self._run(self.objective, limit)
+        choices = {}
+        for operator, allowed in self.options.items():
+            best = max(allowed, key=lambda i, o=operator: (values[self.column[o, i]], -i))  # type: ignore[misc]
+            choices[operator] = operator.choices[best]
+        return Solution(self.problem, choices, 0.0, limit or 0.0, gap)
+
+    # ---- what is left to choose from ----
+
+    def _pinned(self, operator: Operator) -> list[int]:
+        """The choices that the pins allow."""
+        allowed = [i for i, choice in enumerate(operator.choices) if self._allowed(operator, choice)]
+        if not allowed:
+            raise GraphparError(self._impossible(operator))
+        return allowed
+
+    def _prune(self, strict: bool) -> None:
+        """Drops choices that no solution can take: whose operands nothing can become, or whose results no user can take.
+
+        ``strict``: also what misses the meaning of an axis, as long as something else is left.
+        """
+        if strict:
+            for operator, allowed in self.options.items():
+                least = min(self._uncut(operator, operator.choices[i]) for i in allowed)
+                self.options[operator] = [i for i in allowed if self._uncut(operator, operator.choices[i]) == least]
+        edges = [(value, edge) for value in self.problem.values for edge in value.edges]
+        changed: set[Operator] | None = None
+        for sweep in range(6):
+            now: set[Operator] = set()
+            for value, edge in edges if sweep % 2 == 0 else reversed(edges):
+                touched = changed is None or not {edge.maker, edge.user}.isdisjoint(changed | now)
+                if touched and self._consistent(value, edge):
+                    now |= {edge.maker, edge.user}
+            changed = now
+            if not changed:
+                break
+
+    def _consistent(self, value: Value, edge: Edge) -> bool:
+        maker, user = value.maker, edge.user
+        made = {maker.choices[i].results[value.index] for i in self.options[maker]}
+        wanted = {self._wanted(edge, user.choices[i]) for i in self.options[user]} if user in self.options else set()
+        if not wanted:
+            return False
+        sources = {s for s in made if s in wanted or any(self._turning(value, edge, s, t) is not None for t in wanted)}
+        targets = {t for t in wanted if t in made or any(self._turning(value, edge, s, t) is not None for s in made)}
+        if len(sources) == len(made) and len(targets) == len(wanted):
+            return False
+        self.options[maker] = [i for i in self.options[maker] if maker.choices[i].results[value.index] in sources]
+        self.options[user] = [i for i in self.options[user] if self._wanted(edge, user.choices[i]) in targets]
+        if not self.options[maker] or not self.options[user]:
+            raise _Infeasible
+        return True
+
+    def _wanted(self, edge: Edge, choice: Choice) -> Types:
+        return choice.results[0] if edge.user.kind == "boundary" else choice.operands[edge.position]
+
+    # ---- variables and constraints ----
+
+    def _new(self, seconds: float, integral: bool = False) -> int:
+        self.objective.append(seconds)
+        self.uncut.append(0.0)
+        self.stored.append(0.0)
+        self.integral.append(integral)
+        return len(self.objective) - 1
+
+    def _clear(self) -> None:
+        self.objective: list[float] = []
+        self.uncut: list[float] = []
+        self.stored: list[float] = []
+        self.integral: list[bool] = []
+        self.rows = _Rows()
+        self.column: dict[tuple[Operator, int], int] = {}
+
+    def _choose_one(self) -> None:
+        for operator, allowed in self.options.items():
+            terms = []
+            for place, i in enumerate(sorted(allowed, key=lambda i, o=operator: (_pending(o.choices[i]), i))):  # type: ignore[misc]
+                choice = operator.choices[i]
+                seconds = self.prices.compute(operator, choice)
+                if operator.kind == "parameter":
+                    seconds += self.prices.finishing(operator, choice.results[0])
+                column = self._new(seconds * operator.count + place * _TIE_BREAK, integral=len(allowed) > 1)
+                self.column[operator, i] = column
+                self.stored[column] = self.prices.memory(operator, choice) * operator.count
+                self.uncut[column] = self._uncut(operator, choice)
+                terms.append((column, 1.0))
+            self.rows.add(terms, 1.0, 1.0)
+
+    def _allowed(self, operator: Operator, choice: Choice) -> bool:
+        pin = self._pin(operator)
+        rank = value_of(operator.node).ndim if pin else 0
+        for place, axis in enumerate(self.problem.axes):
+            if axis in pin and not all(allows(pin[axis], types[place], rank) for types in choice.results):
+                return False
+            cut = operator.kind == "parameter" and isinstance(choice.results[0][place], Shard)
+            if axis == "cp" and cut and axis not in pin:
+                return False
+        return not self._wide_table(operator, choice)
+
+    def _pin(self, operator: Operator) -> Spec:
+        if operator.kind == "parameter":
+            return self.pins.parameters.get(self._name(operator), {})
+        return self.pins.values.get(operator.node, {})
+
+    def _wide_table(self, operator: Operator, choice: Choice) -> bool:
+        """A table is cut over its rows on tp, as the head that it may be tied to, wherever it can be."""
+        if operator_name(operator.node) != "embedding" or "tp" not in self.problem.axes:
+            return False
+        place = self.problem.axes.index("tp")
+        by_rows = any(other.rewrites[place] for other in operator.choices)
+        pinned = "tp" in self.pins.parameters.get(str(operator.operands[0].target), {})
+        return by_rows and not pinned and choice.operands[0][place] == Shard(1)
+
+    def _impossible(self, operator: Operator) -> str:
+        pin = self._pin(operator)
+        name = self._name(operator) if operator.kind == "parameter" else module_path(operator.node) or operator.node.name
+        what = f"of shape {tuple(value_of(operator.node).shape)} " if operator.kind == "parameter" else ""
+        axes = ", ".join(f"{axis}={degree}" for axis, degree in self.problem.degrees.items())
+        offered = dict.fromkeys(str(t) for c in operator.choices for types in c.results for t in types)
+        return (
+            f"{name} {what}can't lie as {spec_text(pin)} with {axes}: its operators allow {', '.join(offered)}. "
+            "A dim is cut where the degree divides its size (heads as well as features)."
+        )
+
+    def _name(self, operator: Operator) -> str:
+        prefix = f"{self.problem.program.blocks[operator.scope].instances[0]}." if operator.scope else ""
+        return f"{prefix}{operator.node.target}"
+
+    def _uncut(self, operator: Operator, choice: Choice) -> float:
+        """What misses the meaning of an axis: the share of the weights that tp leaves whole, of the products that cp repeats."""
+        missed = 0.0
+        for place, axis in enumerate(self.problem.axes):
+            if axis == "tp" and operator.kind == "parameter":
+                whole = not isinstance(choice.results[0][place], Shard) and value_of(operator.node).ndim > 1
+                own = self.prices.elements(operator.node) * operator.count / max(1, self.problem.program.parameter_count())
+                missed += own if whole and own > 1e-3 else 0.0
+            if axis == "cp" and operator_name(operator.node) in MATMULS and not choice.divided[place]:
+                own = operator_flops(operator.node, self.workload.microbatch) * operator.count / self.flops
+                missed += own if own > 1e-3 else 0.0
+        return missed
+
+    def _flow(self) -> None:
+        for value in self.problem.values:
+            made = self._columns(value.maker, lambda choice, v=value: choice.results[v.index])  # type: ignore[misc]
+            shared: dict[tuple[Types, Types], int] = {}
+            several = len(value.edges) > 1
+            for edge in value.edges:
+                self._edge(value, edge, made, shared if several else None)
+
+    def _columns(self, operator: Operator, key: object) -> dict[Types, list[int]]:
+        found: dict[Types, list[int]] = {}
+        for i in self.options.get(operator, ()):
+            found.setdefault(key(operator.choices[i]), []).append(self.column[operator, i])  # type: ignore[operator]
+        return found
+
+    def _edge(
+        self, value: Value, edge: Edge, made: dict[Types, list[int]], shared: dict[tuple[Types, Types], int] | None
+    ) -> None:
+        taken = self._columns(edge.user, lambda choice: self._wanted(edge, choice))
+        out: dict[Types, list[int]] = {types: [] for types in made}
+        into: dict[Types, list[int]] = {types: [] for types in taken}
+        for source in made:
+            for target in taken:
+                seconds = self._turning(value, edge, source, target)
+                if seconds is None:
+                    continue
+                own = seconds * value.count
+                flow = self._new(0.0 if shared is not None else own)
+                out[source].append(flow)
+                into[target].append(flow)
+                if shared is not None and own > 0.0:
+                    if (source, target) not in shared:
+                        shared[source, target] = self._new(own)
+                    self.rows.add([(shared[source, target], 1.0), (flow, -1.0)], 0.0, np.inf)
+        for types, flows in out.items():
+            self.rows.add([*((flow, 1.0) for flow in flows), *((column, -1.0) for column in made[types])], 0.0, 0.0)
+        for types, flows in into.items():
+            self.rows.add([*((flow, 1.0) for flow in flows), *((column, -1.0) for column in taken[types])], 0.0, 0.0)
+
+    def _turning(self, value: Value, edge: Edge, source: Types, target: Types) -> float | None:
+        """The price of a transition. Parameters and views of them are not moved, they are stored as they are used; between two
+        instances of a block nothing is moved, since the block itself can do it before it returns.
+        """
+        if source == target:
+            return 0.0
+        if edge.user.kind == "boundary" and edge.user.scope == value.maker.scope:
+            return None
+        if value.maker.node in self.weights and not all(map(self._stored_for, self.problem.axes, source, target)):
+            return None
+        key = (id(value), source, target)
+        if key not in self._priced:
+            self._priced[key] = self.prices.transition(value, source, target)
+        return self._priced[key]
+
+    @staticmethod
+    def _stored_for(axis: str, stored: Type, used: Type) -> bool:
+        """Whether a parameter may be stored in one type and used in the other; cp stores all whole, so each use takes its piece."""
+        return stored == used or not (isinstance(stored, Shard) or isinstance(used, Shard)) or (axis == "cp" and stored is R)
+
+    def _tie(self) -> None:
+        by_name: dict[str, list[Operator]] = {}
+        for operator in self.problem.operators:
+            if operator.kind == "parameter":
+                by_name.setdefault(self.problem.program.tie_of(self._name(operator))[0], []).append(operator)
+        for first, *others in by_name.values():
+            own = self._columns(first, lambda choice: choice.results[0])
+            for other in others:
+                theirs = self._columns(other, lambda choice: choice.results[0])
+                for types in {**own, **theirs}:
+                    terms = [(c, 1.0) for c in own.get(types, [])] + [(c, -1.0) for c in theirs.get(types, [])]
+                    self.rows.add(terms, 0.0, 0.0)
+
+    # ---- solving ----
+
+    def _least_uncut(self) -> float | None:
+        if not any(self.uncut):
+            return None
+        values, _ = self._run(self.uncut, None)
+        return float(sum(a * b for a, b in zip(self.uncut, values)))
+
+    def _run(self, objective: Sequence[float], limit: float | None) -> tuple[list[float], float]:
+        highs = highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("threads", 1)
+        highs.setOptionValue("random_seed", 1)
+        highs.setOptionValue("mip_rel_gap", 1e-6)
+        highs.setOptionValue("mip_abs_gap", 0.0)
+        scale = max((abs(c) for c in objective), default=1.0) or 1.0
+        model = highspy.HighsLp()
+        count = len(self.objective)
+        model.num_col_, model.num_row_ = count, len(self.rows.lower)
+        model.col_cost_ = np.array(objective) * (1e4 / scale)
+        model.col_lower_, model.col_upper_ = np.zeros(count), np.ones(count)
+        model.row_lower_, model.row_upper_ = np.array(self.rows.lower), np.array(self.rows.upper)
+        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        model.a_matrix_.start_ = np.array(self.rows.starts)
+        model.a_matrix_.index_ = np.array(self.rows.columns)
+        model.a_matrix_.value_ = np.array(self.rows.coefficients)
+        highs.passModel(model)
+        if limit is not None:
+            terms = [(column, amount) for column, amount in enumerate(self.uncut) if amount]
+            unit = max(amount for _, amount in terms)
+            highs.addRow(
+                -highspy.kHighsInf,
+                limit / unit + 1e-7,
+                len(terms),
+                np.array([column for column, _ in terms]),
+                np.array([amount / unit for _, amount in terms]),
+            )
+        highs.setOptionValue("presolve", "off")  # the relaxation is quick as it is, and nearly always integral
+        highs.run()
+        integral = np.flatnonzero(self.integral)
+        fractional = np.array(highs.getSolution().col_value)[integral] if highs.getSolution().value_valid else np.zeros(0)
+        if np.any(np.abs(fractional - np.round(fractional)) > 1e-6):
+            highs.setOptionValue("presolve", "choose")
+            kinds = np.full(len(integral), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
+            highs.changeColsIntegrality(len(integral), integral, kinds)
+            highs.run()
+        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            if limit is None and objective is self.objective:
+                raise _Infeasible
+            raise GraphparError(
+                f"No sharding of {self.problem.program.name} over "
+                f"{', '.join(f'{a}={d}' for a, d in self.problem.degrees.items())} "
+                f"fulfils the shard plan{' and fits the memory' if self.workload.memory_limit is not None else ''}."
+            )
+        gap = highs.getInfo().mip_gap
+        return list(highs.getSolution().col_value), float(gap) if math.isfinite(gap) else 0.0
+
+
+def priced(solution: Solution, prices: Prices) -> dict[str, float]:
+    """Seconds a microbatch of a solution, anew from its choices: compute, transitions, finishing of gradients."""
+    compute = gradients = moved = 0.0
+    for operator, choice in solution.choices.items():
+        compute += operator.count * prices.compute(operator, choice)
+        if operator.kind == "parameter":
+            gradients += operator.count * prices.finishing(operator, choice.results[0])
+    for value in solution.problem.values:
+        source = solution.types(value.maker, value.index)
+        for target in dict.fromkeys(taken(solution, edge) for edge in value.edges):  # in order, since sums round
+            if target == source:
+                continue
+            seconds = prices.transition(value, source, target)
+            assert seconds is not None, (value.node, source, target)
+            moved += seconds * value.count
+    return {"compute": compute, "transitions": moved, "gradients": gradients}
+
+
+def taken(solution: Solution, edge: Edge) -> Types:
+    """The types in which the user of an edge takes the value."""
+    choice = solution.choices[edge.user]
+    return choice.results[0] if edge.user.kind == "boundary" else choice.operands[edge.position]
+
+
+def undivided_work(solution: Solution, workload: Workload) -> tuple[str, ...]:
+    """Warnings: matrix products and attention that every rank of an axis computes whole, with the reason where it is plain."""
+    problem = solution.problem
+    work = {o: operator_flops(o.node, workload.microbatch) * o.count for o in problem.operators if operator_name(o.node) in MATMULS}
+    total = sum(work.values()) or 1.0
+    found: dict[str, float] = {}
+    for operator, flops in work.items():
+        for place, axis in enumerate(problem.axes):
+            if not solution.choices[operator].divided[place] and flops > 0.01 * total:
+                line = _undivided(operator, axis, place, problem.degrees[axis])
+                found[line] = found.get(line, 0.0) + flops / total
+    return tuple(f"{line} ({share:.0%} of the flops of matrix products)." for line, share in found.items())
+
+
+def _undivided(operator: Operator, axis: str, place: int, degree: int) -> str:
+    module = module_path(operator.node) or operator_name(operator.node)
+    if operator.scope:
+        module = f"{operator.scope}, {'.'.join(module.split('.')[-1:])}"
+    if operator_name(operator.node) == "scaled_dot_product_attention" and axis == "tp":
+        heads = sizes_of(operator.operands[0])[-3][0]
+        if heads % degree:
+            return f"{module}: {heads} heads don't divide over tp={degree}, so every rank computes the whole attention"
+    possible = any(choice.divided[place] for choice in operator.choices)
+    why = "what it takes and gives would cost more to move than that saves" if possible else "no rule divides it"
+    return f"{module}: {operator_name(operator.node)} is not divided over {axis}={degree}, since {why}"
+
+
+def sharding_of(solution: Solution) -> Sharding:
+    """The solution as plain data, for the plan."""
+    problem, program = solution.problem, solution.problem.program
+    decisions: dict[str, dict[str, Decision]] = {"": {}}
+    parameters: dict[str, dict[str, Type]] = {}
+    for operator, choice in solution.choices.items():
+        rows = decisions.setdefault(operator.scope, {})
+        rows[operator.node.name] = Decision(choice.operands, choice.results, choice.rewrites)
+        if operator.kind == "parameter":
+            instances = program.blocks[operator.scope].instances if operator.scope else [""]
+            for instance in instances:
+                name = f"{instance}.{operator.node.target}" if instance else str(operator.node.target)
+                for tied in program.tie_of(name):
+                    parameters[tied] = dict(zip(problem.axes, choice.results[0]))
+    return Sharding(
+        dict(problem.degrees), decisions, dict(sorted(parameters.items())), cost=solution.parts, gap=solution.gap
+    )
