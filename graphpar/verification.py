@@ -1,7 +1,7 @@
 """``verify``: the emitted program against the unpartitioned model, on the same global batch.
 
     model, batch ──► reference: eager, one process ──► losses, gradients, parameters, buffers ─┐
-    out/         ──► every rank, gloo processes    ──► the same, by name                       ┴─ compare
+    out/         ──► every rank, gloo processes    ──► the same, pieces joined, every replica  ┴─ compare
 
 SGD with momentum, because Adam hides a gradient that is off by a factor. Everything is compared relative to the largest
 magnitude of the reference tensor (or to 1e-3 of the model's largest, for tensors that are zero but for rounding).
@@ -33,8 +33,10 @@ from graphpar.errors import GraphparError
 from graphpar.modelfile import find_model_file, load_model_file
 from graphpar.plans import Plan
 from graphpar.program import Input, ModelSource
+from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.worker import JobResult, run_jobs
+from graphpar.written import Written, same
 
 # Largest relative error allowed, by the dtype that the model computes in.
 TOLERANCES: dict[torch.dtype, dict[str, float]] = {
@@ -61,6 +63,7 @@ class Reference:
     initial: dict[str, Tensor]  # parameters and all buffers before the first step
     batch: dict[str, Tensor]
     outputs: dict[str, Tensor]  # of an inference program
+    learning_rate: float = LEARNING_RATE
 
 
 @dataclass
@@ -127,7 +130,12 @@ def verify_all(
         for size in sorted({plan.mesh.size for _, plan, _ in prepared}):
             jobs = [job for job, plan, _ in prepared if plan.mesh.size == size]
             results.update(zip(jobs, run_jobs(jobs, size, timeout_s)))
-        return [compare(expected, results[job], plan, steps) for job, plan, expected in prepared]
+        outcomes = []
+        for job, plan, expected in prepared:
+            ran = results[job].error is None
+            manifest = load_manifest(json.loads((job / "job.json").read_text())["program"]) if ran else None
+            outcomes.append(compare(expected, results[job], plan, steps, manifest))
+        return outcomes
 
 
 def _prepare(program: Parts | str | Path, job: Path, steps: int, known: Reference | None) -> tuple[Plan, Reference]:
@@ -144,7 +152,7 @@ def _prepare(program: Parts | str | Path, job: Path, steps: int, known: Referenc
         raise GraphparError(
             "This program does not know its model; compile it from a model file, or verify gp.partition's result."
         )
-    expected = known or run_reference(source, plan, inputs, steps, microbatched=coupled and plan.microbatches > 1)
+    expected = known or run_reference(source, plan, inputs, steps, microbatched=coupled and _pieces(plan) > 1)
     # Every name of a tie with a copy of its own: the program must keep them equal by itself.
     save_file(
         {name: value.contiguous().clone() for name, value in expected.initial.items()}, job / "weights.safetensors"
@@ -153,7 +161,7 @@ def _prepare(program: Parts | str | Path, job: Path, steps: int, known: Referenc
     record = {
         "program": str(folder.resolve()),
         "steps": steps,
-        "optimizer": {"lr": LEARNING_RATE, "momentum": MOMENTUM},
+        "optimizer": {"lr": expected.learning_rate, "momentum": MOMENTUM},
         "seed": SEED,
         "weights": str(job / "weights.safetensors"),
         "batch": str(job / "batch.safetensors"),
@@ -235,11 +243,25 @@ def run_reference(
         reference.dtype = _least_precise([reference.dtype, *watched.dtypes])
         reference.losses.append(float(loss.detach()))
         reference.gradients.append({n: p.grad.detach().clone() for n, p in named.items() if p.grad is not None})
+        if step == 0:
+            reference.learning_rate = optimizer.param_groups[0]["lr"] = _stable_rate(reference.gradients[0].values())
         optimizer.step()
         optimizer.zero_grad()
     reference.parameters = _copied(named)
     reference.buffers = _copied(dict(model.named_buffers(remove_duplicate=False)))
     return reference
+
+
+def _pieces(plan: Plan) -> int:
+    """Into how many microbatches the global batch is cut, on all replicas together."""
+    return plan.global_batch // plan.microbatch_size
+
+
+def _stable_rate(gradients: Iterable[Tensor]) -> float:
+    """A learning rate with which a loss of any scale stays where it is smooth: rounding must not be amplified by divergence."""
+    squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
+    norm = math.sqrt(squares) if math.isfinite(squares) else 1.0
+    return LEARNING_RATE / max(1.0, norm)
 
 
 def _count_microbatches(model: nn.Module, microbatches: int) -> None:
@@ -278,7 +300,7 @@ def _as_planned(plan: Plan, inputs: Sequence[Input], step: int, microbatched: bo
     random = any(entry.role == "sample_keys" for entry in inputs)
     keys = sample_keys(SEED, step, plan.global_batch) if random else None
     dims = {entry.batch_dim for entry in inputs if entry.batch_dim is not None}
-    with _Substituted(keys, plan.microbatches if microbatched else 1, plan.global_batch, dims) as substituted:
+    with _Substituted(keys, _pieces(plan) if microbatched else 1, plan.global_batch, dims) as substituted:
         yield substituted
 
 
@@ -374,8 +396,14 @@ class _Substituted(TorchFunctionMode):
 # ---- the comparison --------------------------------------------------------------------------------------------
 
 
-def compare(reference: Reference, result: JobResult, plan: Plan, steps: int) -> Verification:
-    """Every loss, gradient, parameter and buffer of the parallel run against the reference, and tied copies with each other."""
+def compare(
+    reference: Reference, result: JobResult, plan: Plan, steps: int, program: Manifest | None = None
+) -> Verification:
+    """Every loss, gradient, parameter and buffer of the parallel run against the reference, and copies with each other.
+
+    Args:
+        program: says how tensors are cut; without it none is.
+    """
     kinds = ["output"] if plan.mode == "infer" else ["loss", "gradient", "parameter", "buffer"]
     tolerance = {kind: TOLERANCES[reference.dtype][kind] for kind in kinds}
     outcome = Verification(
@@ -385,35 +413,46 @@ def compare(reference: Reference, result: JobResult, plan: Plan, steps: int) -> 
         outcome.problems.append(result.error)
         outcome.max_error[kinds[0]] = math.inf
         return outcome
-    ranks = [result.tensors(rank) for rank in range(plan.mesh.size)]
+    written = Written(
+        [result.tensors(rank) for rank in range(plan.mesh.size)], plan.mesh.degrees(), program, outcome.problems
+    )
     if plan.mode == "infer":
         for name, expected in reference.outputs.items():
-            _compare_tensor(outcome, "output", name, expected, _found(ranks, f"output/{name}"), 0.0)
+            outputs = [written.ranks[rank][f"output/{name}"] for rank in written.holders(f"output/{name}")]
+            _compare_tensor(outcome, "output", name, expected, outputs, 0.0)
         return outcome
-    _compare_losses(outcome)
+    for losses in result.rank_losses or (result.losses,):
+        _compare_losses(outcome, losses)
+
+    def compared(kind: str, key: str, name: str, expected: Tensor, largest: float) -> list[tuple[int, Tensor]]:
+        copies = written.copies(kind, key, name, expected.shape)
+        if copies or not written.holders(key):  # else what is wrong with them has been said
+            _compare_tensor(outcome, kind, name, expected, [copy for _, copy in copies], largest)
+        return copies
+
     for step, gradients in enumerate(reference.gradients):
         largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
         for name, expected in gradients.items():
-            _compare_tensor(outcome, "gradient", name, expected, _found(ranks, f"grad/{step}/{name}"), largest)
+            compared("gradient", f"grad/{step}/{name}", name, expected, largest)
+            without = set(written.holders(f"param/{name}")) - set(written.holders(f"grad/{step}/{name}"))
+            if without and written.holders(f"grad/{step}/{name}"):
+                outcome.problems.append(f"gradient {name}: has no gradient on rank {min(without)}")
     largest = max((float(p.abs().max()) for p in reference.parameters.values() if p.numel()), default=0.0)
-    for name, expected in reference.parameters.items():
-        _compare_tensor(outcome, "parameter", name, expected, _found(ranks, f"param/{name}"), largest)
+    parameters = {
+        name: compared("parameter", f"param/{name}", name, expected, largest)
+        for name, expected in reference.parameters.items()
+    }
     for name, expected in reference.buffers.items():
-        found = _found(ranks, f"buffer/{name}")
-        if found or name in reference.persistent:
-            _compare_tensor(outcome, "buffer", name, expected, found, 0.0)
-    _compare_ties(outcome, reference, ranks)
+        if written.holders(f"buffer/{name}") or name in reference.persistent:
+            compared("buffer", f"buffer/{name}", name, expected, 0.0)
+    _compare_copies(outcome, reference, parameters)
     return outcome
 
 
-def _found(ranks: Sequence[Mapping[str, Tensor]], key: str) -> list[Tensor]:
-    return [tensors[key] for tensors in ranks if key in tensors]
-
-
-def _compare_losses(outcome: Verification) -> None:
-    if len(outcome.parallel_losses) != len(outcome.reference_losses):
-        outcome.problems.append(f"{len(outcome.parallel_losses)} losses instead of {len(outcome.reference_losses)}")
-    for expected, found in zip(outcome.reference_losses, outcome.parallel_losses):
+def _compare_losses(outcome: Verification, losses: Sequence[float]) -> None:
+    if len(losses) != len(outcome.reference_losses):
+        outcome.problems.append(f"{len(losses)} losses instead of {len(outcome.reference_losses)}")
+    for expected, found in zip(outcome.reference_losses, losses):
         error = abs(expected - found) / max(abs(expected), 1e-12)
         if math.isnan(expected) and math.isnan(found):
             error = 0.0
@@ -428,6 +467,7 @@ def _compare_tensor(
     found: Sequence[Tensor],
     largest: float,
 ) -> None:
+    """The worst of all copies counts."""
     if not found:
         what = "has no gradient" if kind == "gradient" else "is missing"
         outcome.problems.append(f"{kind} {name}: {what} in the parallel program")
@@ -455,24 +495,27 @@ def _relative(expected: Tensor, found: Tensor, largest: float) -> float:
     return worst / scale if scale > 0.0 else worst
 
 
-def _compare_ties(outcome: Verification, reference: Reference, ranks: Sequence[Mapping[str, Tensor]]) -> None:
+def _compare_copies(
+    outcome: Verification, reference: Reference, parameters: Mapping[str, Sequence[tuple[int, Tensor]]]
+) -> None:
     """All copies of one parameter, under whatever name and on whatever rank, must be equal to the bit."""
-    groups = [*reference.ties, *((name,) for name in reference.parameters)]
-    for group in groups:
-        copies = [value for name in group for value in _found(ranks, f"param/{name}")]
-        for value in copies[1:]:
-            if not torch.equal(copies[0], value):
-                drift = float((copies[0].double() - value.double()).abs().max())
-                line = f"tied parameter {' = '.join(group)}: its copies differ by {drift:.3g}"
-                if line not in outcome.problems:
-                    outcome.problems.append(line)
+    reported: set[str] = set()
+    for group in [*reference.ties, *((name,) for name in parameters)]:
+        copies = [copy for name in group for copy in parameters[name]]
+        for rank, value in copies[1:]:
+            first, expected = copies[0]
+            if value.shape == expected.shape and not same(expected, value) and not reported.issuperset(group):
+                reported.update(group)
+                drift = float((expected.double() - value.double()).abs().max())
+                what = f"tied parameter {' = '.join(group)}" if len(group) > 1 else f"parameter {group[0]}"
+                outcome.problems.append(f"{what}: its copies on ranks {first} and {rank} differ by {drift:.3g}")
                 break
 
 
 def reference_for(parts: Parts, steps: int = 3) -> Reference:
     """The reference of ``parts``' model, to be shared by several plans of the same global batch."""
     assert parts.program.source is not None
-    coupled = bool(parts.program.couplings) and parts.plan.microbatches > 1
+    coupled = bool(parts.program.couplings) and _pieces(parts.plan) > 1
     return run_reference(parts.program.source, parts.plan, parts.program.inputs, steps, microbatched=coupled)
 
 

@@ -110,10 +110,10 @@ def main() -> None:
             norm = pipeline.clip_grad_norm_(args.clip)
             optimizer.step()
             pipeline.zero_grad()
-            if loss is not None:  # the rank of the last stage
+            if loss is not None and pipeline.reports:  # one rank of the last stage
                 history.append({"loss": loss.item(), "gradient_norm": norm.item()})
                 print(f"step {step:4}   loss {loss:.6f}   gradient norm {norm:.4f}", flush=True)
-        if args.json and pipeline.has_last_stage:
+        if args.json and pipeline.reports:
             args.json.write_text(json.dumps(history))
         if args.save:
             pipeline.save_weights(args.save)
@@ -189,7 +189,7 @@ def _stage_py(index: int, stages: int, fail: bool, infer: bool) -> str:
     first, last = index == 0, index == stages - 1
     per = BLOCKS // stages
     blocks = [str(i) for i in range(index * per, (index + 1) * per)]
-    init = [f'self.h = nn.ModuleDict({{{", ".join(f"{chr(34)}{i}{chr(34)}: Block()" for i in blocks)}}})']
+    init = [f"self.h = nn.ModuleDict({{{', '.join(f'{chr(34)}{i}{chr(34)}: Block()' for i in blocks)}}})"]
     body = ['raise FloatingPointError("the bearings are too hot")'] if fail else []
     received = [] if first else ["hidden_states", "keep"]
     named = []
@@ -211,10 +211,14 @@ def _stage_py(index: int, stages: int, fail: bool, infer: bool) -> str:
         init += ["self.ln_f = nn.LayerNorm(16)", "self.lm_head = nn.Linear(16, 32, bias=False)"]
         init += ["self.lm_head.weight = self.wte.weight"] if first else []
         body += ["logits = self.lm_head(self.ln_f(hidden_states))"]
-        body += ["return logits"] if infer else [
-            "total = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction='sum')",
-            "return total / valid_labels",
-        ]
+        body += (
+            ["return logits"]
+            if infer
+            else [
+                "total = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction='sum')",
+                "return total / valid_labels",
+            ]
+        )
         counts = "" if infer else "\n\ndef global_counts(target):\n    return ((target != -100).sum(),)\n"
     else:
         body += ["return hidden_states, keep"]
@@ -279,14 +283,15 @@ def emit(
     actions: dict[str, list[str | None]] | None = None,
     fail_in: int | None = None,
     infer: bool = False,
+    replicas: int = 1,
 ) -> Path:
-    """Write the emitted folder of the tied transformer cut into ``stages`` stages on these ranks."""
+    """Write the emitted folder of the tied transformer cut into ``stages`` stages at these pp coordinates."""
     folder.mkdir(parents=True)
     plan = {
         "version": 1,
-        "mesh": {"pp": max(ranks) + 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "ep": 1, "tp": 1},
+        "mesh": {"pp": max(ranks) + 1, "dp_replicate": replicas, "dp_shard": 1, "cp": 1, "ep": 1, "tp": 1},
         "schedule": schedule,
-        "microbatches": MICROBATCHES,
+        "microbatches": MICROBATCHES // replicas,
         "microbatch_size": BATCH // MICROBATCHES,
         "global_batch": BATCH,
         "mode": "infer" if infer else "train",
@@ -337,7 +342,7 @@ def drive(program: str, inference: str, out: Path) -> None:
         reader = Pipeline(inference, ranks.device)
         reader.load_weights(out / "saved.safetensors")
         outputs = reader.infer({"input_ids": batch()["input_ids"]}, step=0)
-        if outputs is not None:
+        if outputs is not None and reader.reports:
             save_file(outputs, str(out / "outputs.safetensors"))
         (out / f"drive_{ranks.rank}.json").write_text(json.dumps(seen))
 

@@ -1,7 +1,8 @@
 """Checks of a batch before any of it is computed or sent.
 
-Every rank is given the whole global batch. A rank that is given another one would wait forever for its
-neighbours, or train on another rank's labels, so the first step also compares what the ranks were given.
+Every rank is given the whole global batch, and takes the rows of its replica from it. A rank that is given another one
+would wait forever for its neighbours, or train on another rank's labels, so the first step also compares what the ranks
+were given.
 """
 
 from __future__ import annotations
@@ -44,12 +45,22 @@ def _check_value(program: Manifest, spec: InputInterface, value: Tensor) -> None
     if dim is not None and value.dim() == len(spec.shape) and value.shape[dim] != spec.shape[dim]:
         raise RuntimeProgramError(
             f"the input {spec.name} has {value.shape[dim]} rows along dim {dim}; the program expects {spec.shape[dim]} "
-            f"({program.microbatches} microbatches of {spec.shape[dim] // program.microbatches}). "
+            f"({program.microbatches} microbatches of {spec.shape[dim] // program.microbatches // program.replicas}"
+            f"{f' on each of {program.replicas} replicas' if program.replicas > 1 else ''}). "
             "Pad or drop rows, or emit the program for another batch."
         )
     raise RuntimeProgramError(
         f"the input {spec.name} has shape {list(value.shape)}; the program expects {list(spec.shape)}"
     )
+
+
+def own_rows(program: Manifest, name: str, value: Tensor, replica: int) -> Tensor:
+    """The rows of an input that replica ``replica`` (a coordinate on dp_replicate) computes."""
+    dim = program.input(name).batch_dim
+    if dim is None or program.replicas == 1:
+        return value
+    rows = value.shape[dim] // program.replicas
+    return value.narrow(dim, replica * rows, rows)
 
 
 def agree_on_batch(program: Manifest, batch: Mapping[str, Tensor]) -> None:

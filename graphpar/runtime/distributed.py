@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError, root_cause
@@ -39,6 +40,9 @@ PEER_LOSS = (
 
 GRACE_S = 20.0
 """How long a rank that lost its peer waits to be ended by torchrun before it reports that itself."""
+
+SHOWN = 4
+"""How many ranks' own messages an error shows before it counts the rest."""
 
 USER_ERROR = 2
 """The exit status when the user must change something."""
@@ -136,13 +140,23 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(cause, RuntimeError) and any(sign in text for sign in PEER_LOSS)
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """``value`` of every rank, in the order of the ranks, on every rank."""
-    if dist.get_world_size() == 1:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """``value`` of every rank (of ``group``), in the order of the ranks, on every one of them."""
+    size = dist.get_world_size(group)
+    if size == 1:
         return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def gather_tensors(value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """``value``, of one shape and dtype on every rank of ``group``, in the order of its ranks; any dtype."""
+    # As bytes: gloo does not know every dtype.
+    flat = value.contiguous().reshape(-1).view(torch.uint8)
+    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, flat, group=group)
+    return [piece.view(value.dtype).view(value.shape) for piece in gathered]
 
 
 def group_timeout(device: torch.device) -> timedelta | None:
@@ -164,8 +178,11 @@ def agree(error: Exception | None) -> None:
     messages = gather_objects(own)
     if not any(message is not None for message in messages):
         return
+    failed = {rank: message for rank, message in enumerate(messages) if message is not None}
     if len(set(messages)) == 1:
         text = str(messages[0])
     else:
-        text = "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None)
+        shown = [f"rank {rank}: {message}" for rank, message in list(failed.items())[:SHOWN]]
+        rest = len(failed) - len(shown)
+        text = "; ".join(shown) + (f"; and {rest} more ranks" if rest else "")
     raise AgreedError(text) from error

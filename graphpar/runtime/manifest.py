@@ -2,22 +2,25 @@
 
     plan.json --load_manifest--> Manifest(stages=(StageInterface, ...), inputs=(InputInterface, ...), ...)
 
-Boundary shapes (``receives``, ``sends``) are those of one microbatch, input shapes those of the global batch.
+Boundary shapes (``receives``, ``sends``) are those of one microbatch on one rank, input shapes those of the global
+batch. A stage's ``rank`` is its coordinate on the pp axis.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.layout import AXES, I, P, R, Shard, Type, parse_type
 
 VERSION = 1
+T = TypeVar("T")
 ROLES = ("input", "target", "sample_keys")
 
 
@@ -29,6 +32,8 @@ class TensorInterface:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    types: Mapping[str, Type] = field(default_factory=dict, hash=False)
+    """Its type on each compute axis; for the type check only, so a plan may leave it out."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class OutputInterface:
 
 @dataclass(frozen=True)
 class StageInterface:
-    """One stage: its class, the rank that holds it, and its inputs and outputs by name."""
+    """One stage: its class, the pp coordinate of the ranks that hold it, and its inputs and outputs by name."""
 
     index: int
     rank: int
@@ -85,6 +90,10 @@ class Manifest:
     count_inputs: tuple[str, ...]
     outputs: tuple[OutputInterface, ...]
     ties: tuple[tuple[str, ...], ...]
+    types: Mapping[str, Mapping[str, Type]]
+    """The types that the plan lists, under every name of a tie; ``spec`` adds those that it leaves out."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Whole shapes of the tensors that some axis cuts, under every name of a tie."""
 
     @property
     def world_size(self) -> int:
@@ -99,12 +108,27 @@ class Manifest:
         """How many ranks the stages lie on."""
         return self.mesh.get("pp", 1)
 
+    @property
+    def replicas(self) -> int:
+        """How many times the pipeline is there, each with its own rows of the batch."""
+        return self.mesh.get("dp_replicate", 1)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of degree above 1 over which a tensor has a type: all but pp."""
+        return tuple(axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1)
+
+    def spec(self, name: str) -> dict[str, Type]:
+        """The type of a parameter or buffer on each of ``axes``."""
+        listed = self.types.get(name, {})
+        return {axis: listed.get(axis, R if axis == "dp_replicate" else I) for axis in self.axes}
+
     def input(self, name: str) -> InputInterface:
         """The input of this name."""
         return next(spec for spec in self.inputs if spec.name == name)
 
     def stages_of(self, rank: int) -> tuple[StageInterface, ...]:
-        """The stages that pipeline rank ``rank`` holds, first to last."""
+        """The stages at the pp coordinate ``rank``, first to last."""
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
 
@@ -166,6 +190,8 @@ def load_manifest(folder: str | Path) -> Manifest:
         raise RuntimeProgramError(f"{path} has version {version}; this runtime reads version {VERSION}. Emit it again.")
     interface = plan.record("interface")
     counts = interface.record("counts")
+    ties = tuple(tuple(group) for group in interface.optional("ties", list, []))
+    shapes = {name: tuple(shape) for name, shape in interface.optional("shapes", dict, {}).items()}
     manifest = Manifest(
         folder=Path(folder).resolve(),
         mode=plan.get("mode", str),
@@ -180,10 +206,31 @@ def load_manifest(folder: str | Path) -> Manifest:
         count_names=counts.strings("names"),
         count_inputs=counts.strings("inputs"),
         outputs=tuple(_output(record) for record in interface.records("outputs")),
-        ties=tuple(tuple(group) for group in interface.optional("ties", list, [])),
+        ties=ties,
+        types=_under_every_name(_types(plan.optional("parameters", dict, {}), str(path)), ties),
+        shapes=_under_every_name(shapes, ties),
     )
     _check(manifest, str(path))
     return manifest
+
+
+def _types(listed: Mapping[str, Mapping[str, str]], where: str) -> dict[str, dict[str, Type]]:
+    found: dict[str, dict[str, Type]] = {}
+    for name, spec in listed.items():
+        try:
+            found[name] = {axis: parse_type(text) for axis, text in spec.items()}
+        except ValueError as error:
+            raise RuntimeProgramError(f"{where}, types of {name}: {error}") from None
+    return found
+
+
+def _under_every_name(values: Mapping[str, T], ties: Sequence[Sequence[str]]) -> dict[str, T]:
+    """``values``, and for a name that it lacks the value of another name of its tie."""
+    found = dict(values)
+    for group in ties:
+        given = [values[name] for name in group if name in values]
+        found.update({name: given[0] for name in group if given and name not in found})
+    return found
 
 
 def _actions(table: dict[str, Sequence[str | None]] | None) -> Mapping[int, tuple[str | None, ...]] | None:
@@ -215,8 +262,13 @@ def _stages(placements: list[_Record], interfaces: list[_Record]) -> tuple[Stage
 
 
 def _tensor(record: _Record) -> TensorInterface:
+    name, types = record.get("name", str), record.optional("types", dict, {})
     return TensorInterface(
-        record.get("name", str), record.shape(), record.dtype(), record.get("requires_grad", bool)
+        name,
+        record.shape(),
+        record.dtype(),
+        record.get("requires_grad", bool),
+        _types({name: types}, record.where)[name],
     )
 
 
@@ -243,9 +295,11 @@ def _check(plan: Manifest, where: str) -> None:
     broken: list[str] = []
     if plan.mode not in ("train", "infer"):
         broken.append(f"mode {plan.mode!r} is neither 'train' nor 'infer'")
-    if plan.microbatches * plan.microbatch_size != plan.global_batch:
+    if plan.microbatches * plan.microbatch_size * plan.replicas != plan.global_batch:
+        replicas = f" on each of {plan.replicas} replicas" if plan.replicas > 1 else ""
         broken.append(
-            f"{plan.microbatches} microbatches of {plan.microbatch_size} are not a global batch of {plan.global_batch}"
+            f"{plan.microbatches} microbatches of {plan.microbatch_size}{replicas} are not a global batch "
+            f"of {plan.global_batch}"
         )
     if used - known:
         broken.append(f"stages use the inputs {sorted(used - known)}, which the program does not have")
@@ -253,16 +307,35 @@ def _check(plan: Manifest, where: str) -> None:
         broken.append("the stages are not numbered 0, 1, 2, ...")
     if {stage.rank for stage in plan.stages} != set(range(plan.pp)):
         broken.append(f"the stages are not placed on each of the {plan.pp} pipeline ranks")
+    if set(plan.mesh) - set(AXES):
+        broken.append(f"the mesh has the axes {sorted(set(plan.mesh) - set(AXES))}; there are {', '.join(AXES)}")
     for spec in plan.inputs:
         if spec.role not in ROLES:
             broken.append(f"the role of input {spec.name!r} is {spec.role!r}, not one of {', '.join(ROLES)}")
-        if spec.batch_dim is not None and spec.shape[spec.batch_dim] % plan.microbatches:
+        pieces = plan.microbatches * plan.replicas
+        if spec.batch_dim is not None and spec.shape[spec.batch_dim] % pieces:
             broken.append(
                 f"input {spec.name!r} has size {spec.shape[spec.batch_dim]} along dim {spec.batch_dim}, "
-                f"which {plan.microbatches} microbatches do not divide"
+                f"which {pieces} microbatches do not divide"
             )
     for before, after in zip(plan.stages, plan.stages[1:]):
         if before.sends != after.receives:
             broken.append(f"stage {after.index} does not receive what stage {before.index} sends")
+    broken += _broken_types(plan)
     if broken:
         raise RuntimeProgramError(f"{where} is broken: " + "; ".join(broken))
+
+
+def _broken_types(plan: Manifest) -> list[str]:
+    broken: list[str] = []
+    for name, listed in plan.types.items():
+        spec = plan.spec(name)
+        if P in listed.values():
+            broken.append(f"{name!r} is stored as a pending sum (P)")
+        if any(isinstance(kind, Shard) for kind in spec.values()) and name not in plan.shapes:
+            broken.append(f"{name!r} is cut, but interface.shapes does not have its whole shape")
+    for group in plan.ties:
+        specs = {str(plan.spec(name)) for name in group}
+        if len(specs) > 1:
+            broken.append(f"the names {', '.join(group)} of one parameter have different types: {sorted(specs)}")
+    return broken

@@ -1,17 +1,18 @@
 """An emitted program on its ranks: build it, load it, run steps.
 
-    pipeline = Pipeline("out", device)            # this rank's stages, torch's schedule, shared parameters
+    pipeline = Pipeline("out", device)            # this rank's stages, process groups, torch's schedule
     pipeline.load_weights("model.safetensors")
     loss = pipeline.step(batch)                   # every .grad is now the single-device gradient
     pipeline.clip_grad_norm_(1.0); optimizer.step(); pipeline.zero_grad()
 
-One step: check the batch -> count the loss denominators (rank of the last stage) -> torch's schedule over the
-microbatches -> sum the gradients of shared parameters.
+One step: check the batch -> take the rows of this replica -> count the loss denominators (ranks of the last stage)
+-> torch's schedule over the microbatches -> finish the gradients -> sum the loss over the replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -20,24 +21,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from graphpar.runtime.batches import agree_on_batch, check_batch
+from graphpar.runtime.batches import agree_on_batch, check_batch, own_rows
 from graphpar.runtime.distributed import agree
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.forward import forward_only
+from graphpar.runtime.gradients import Gradients
+from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.random_streams import sample_keys
+from graphpar.runtime.replicas import check_replicas
 from graphpar.runtime.schedules import Schedule, build_schedule, keyword_names, microbatch
-from graphpar.runtime.shared import SharedParameters
 from graphpar.runtime.split_backward import guard, is_whole
 from graphpar.runtime.stages import (
     StageAdapter,
+    bind_collectives,
     build_stage,
     emitted_package,
     example,
     global_counts_function,
     keywords,
 )
-from graphpar.runtime.weights import load_constants, load_weights, save_weights
+from graphpar.runtime.weights import check_local_shapes, load_constants, load_weights, save_weights
 
 CONSTANTS = "constants.safetensors"
 WEIGHTS = Path("weights") / "model.safetensors"
@@ -63,25 +67,29 @@ class Pipeline:
         self.seed = seed
         self.steps_done = 0
         self.rank = dist.get_rank()
-        error: Exception | None = None
+        with _agreed():
+            self.program = load_manifest(folder)
+            _check_ranks(self.program)
+        self.groups = Groups(self.program.mesh, self.device)
         try:
-            self._build(folder)
-        except Exception as found:
-            error = found
-        agree(error)
-        self._shared = SharedParameters(self.stages, self.program.ties, self.device)
-        self._agreed = False
+            with _agreed():
+                self._build()
+            self._gradients = Gradients(self.stages, self.program, self.groups, self.device)
+        except AgreedError:
+            self.groups.close()
+            raise
+        self._same_batch = False
 
-    def _build(self, folder: str | Path) -> None:
+    def _build(self) -> None:
         """Everything that needs no other rank."""
-        self.program = load_manifest(folder)
-        _check_ranks(self.program)
         self._package = emitted_package(self.program)
+        bind_collectives(self.program, self._package, self.groups)
         train = self.program.mode == "train"
-        self._interfaces = self.program.stages_of(self.rank)
+        self._interfaces = self.program.stages_of(self.groups.place["pp"])
         self.stages = [build_stage(self._package, stage, self.device, train) for stage in self._interfaces]
         for stage in self.stages:
-            load_constants(stage, self.program.folder / CONSTANTS)
+            check_local_shapes(stage, self.program)
+            load_constants(stage, self.program.folder / CONSTANTS, self.program, self.groups.place)
         self._adapters = [StageAdapter(stage, spec) for stage, spec in zip(self.stages, self._interfaces)]
         self._names = keyword_names(self.program, [spec.index for spec in self._interfaces])
         self.has_last_stage = self._interfaces[-1].index == len(self.program.stages) - 1
@@ -102,6 +110,7 @@ class Pipeline:
                 self.device,
                 input_args=tuple(example(tensor, self.device) for tensor in spec.receives),
                 output_args=self._output_example(spec.index),
+                group=self.groups["pp"],
             )
             for adapter, spec in zip(self._adapters, self._interfaces)
         ]
@@ -109,6 +118,12 @@ class Pipeline:
             guard(stage)
         self._torch_stages = stages
         return build_schedule(self.program, stages)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this is the one rank that should print the loss: the first of those that hold the last stage."""
+        others = (index for axis, index in self.groups.place.items() if axis != "pp")
+        return self.has_last_stage and not any(others)
 
     @property
     def whole_backward_stages(self) -> list[int]:
@@ -133,39 +148,38 @@ class Pipeline:
 
     def close(self) -> None:
         """Destroy the process groups that this program created; a collective call."""
-        self._shared.close()
+        self.groups.close()
 
     # Weights
 
     def load_weights(self, path: str | Path | None = None) -> None:
         """Load parameters and persistent buffers from a safetensors file or a folder of shards.
 
-        By default from the program's own ``weights/model.safetensors``. A collective call: all ranks fail if
-        one does.
+        By default from the program's own ``weights/model.safetensors``. The file has whole tensors; each rank takes
+        its piece. A collective call: all ranks fail if one does.
 
         Raises:
-            RuntimeProgramError: the file is not there, or names or shapes do not fit.
+            RuntimeProgramError: the file is not there, names or shapes do not fit, or ranks that should hold the
+                same values loaded different ones.
         """
-        error: Exception | None = None
-        try:
+        with _agreed():
             source = self.program.folder / WEIGHTS if path is None else Path(path)
             if path is None and not source.exists():
                 raise RuntimeProgramError(f"the program has no weights of its own ({source}): name a file of weights")
             for stage in self.stages:
-                load_weights(stage, source, self.program.ties)
-        except Exception as found:
-            error = found
-        agree(error)
+                load_weights(stage, source, self.program, self.groups.place)
+        with _agreed():
+            check_replicas(self.stages, self.program, self.groups)
 
     def save_weights(self, path: str | Path) -> None:
-        """Write all ranks' parameters and persistent buffers into one safetensors file; a collective call.
+        """Write the whole model's parameters and persistent buffers into one safetensors file; a collective call.
 
         The keys are those of the user's model, so ``model.load_state_dict(load_file(path))`` works.
         """
-        save_weights(self.state_dict(), path, self.program.ties)
+        save_weights(self.state_dict(), path, self.program, self.groups)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers, with the user's names."""
+        """This rank's parameters and persistent buffers (its pieces of them), with the user's names."""
         return {name: value for stage in self.stages for name, value in stage.state_dict().items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -190,7 +204,7 @@ class Pipeline:
             broadcast_loss: return the loss on every rank.
 
         Returns:
-            The loss of the global batch on the rank that has the last stage, ``None`` elsewhere.
+            The loss of the global batch on the ranks that have the last stage, ``None`` elsewhere.
 
         Raises:
             RuntimeProgramError: the batch does not fit the program, before anything is sent.
@@ -198,38 +212,47 @@ class Pipeline:
         if self.program.mode != "train":
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
         values = self._prepare(batch, self.steps_done if step is None else step)
-        self._shared.take()
+        self._gradients.take()
         loss = self._run_alone(values) if self._schedule is None else self._run_schedule(values)
-        self._shared.put_back()
+        self._gradients.finish()
+        replicas = self.groups["dp_replicate"]
+        if loss is not None and replicas is not None:
+            dist.all_reduce(loss, group=replicas)
         self.steps_done += 1
         return self._broadcast(loss) if broadcast_loss else loss
 
     def _prepare(self, batch: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """The checked inputs that this rank's stages name, on the device, with counts and sample keys."""
-        if self._agreed:
+        """The inputs that this rank's stages name, checked, this replica's rows, on the device, with counts and keys."""
+        if self._same_batch:
             check_batch(self.program, batch)
         else:
             agree_on_batch(self.program, batch)
-            self._agreed = True
+            self._same_batch = True
         given = dict(batch)
         for spec in self.program.inputs:
             if spec.role == "sample_keys" and spec.name not in given:
                 given[spec.name] = sample_keys(self.seed, step, spec.shape[0])
         wanted = set(self._names) | (set(self.program.count_inputs) if self._count is not None else set())
-        values = {name: given[name].to(self.device, non_blocking=True) for name in given if name in wanted}
+        replica = self.groups.place["dp_replicate"]
+        values = {
+            name: own_rows(self.program, name, value, replica).to(self.device, non_blocking=True)
+            for name, value in given.items()
+            if name in wanted
+        }
         counts = self._global_counts(values)
         return {name: counts[name] if name in counts else values[name] for name in self._names}
 
     def _global_counts(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The denominators of the loss over the whole batch; emitted code takes one microbatch at a time."""
+        """The denominators of the loss over the whole global batch; emitted code counts one microbatch at a time."""
         if self._count is None:
             return {}
         inputs = {name: values[name] for name in self.program.count_inputs}
         with torch.no_grad():
-            parts = [
-                self._count(**microbatch(self.program, inputs, i)) for i in range(self.program.microbatches)
-            ]
+            parts = [self._count(**microbatch(self.program, inputs, i)) for i in range(self.program.microbatches)]
             totals = [torch.stack(shares).sum(0) for shares in zip(*parts)]
+        replicas = self.groups["dp_replicate"]
+        for total in totals if replicas is not None else ():
+            dist.all_reduce(total, group=replicas)
         return dict(zip(self.program.count_names, totals))
 
     def _run_alone(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -255,7 +278,8 @@ class Pipeline:
     def _broadcast(self, value: Tensor | None) -> Tensor:
         spec = self.program.outputs[0]
         shared = torch.empty(spec.shape, dtype=spec.dtype, device=self.device) if value is None else value
-        dist.broadcast(shared, src=self.program.stages[-1].rank)
+        if (group := self.groups["pp"]) is not None:
+            dist.broadcast(shared, src=self.groups.rank_at(pp=self.program.stages[-1].rank), group=group)
         return shared
 
     def zero_grad(self) -> None:
@@ -266,13 +290,13 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``.
 
-        A collective call. Shared parameters count once, as on a single device.
+        A collective call. Every element of the model counts once, however many ranks hold it, as on a single device.
 
         Returns:
             The norm before.
         """
         squares = torch.zeros((), device=self.device)
-        for parameter in self._shared.owned:
+        for parameter in self._gradients.counted:
             if parameter.grad is not None:
                 squares += torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) ** 2
         dist.all_reduce(squares)
@@ -286,13 +310,24 @@ class Pipeline:
     # Inference
 
     def infer(self, batch: Mapping[str, Tensor], *, step: int | None = None) -> dict[str, Tensor] | None:
-        """Forward only, without gradients: the outputs by name on the rank of the last stage, else ``None``.
+        """Forward only, without gradients: the outputs by name on the ranks of the last stage, else ``None``.
 
-        Of a program that was emitted for training this is the loss.
+        They are those of the whole global batch. Of a program that was emitted for training this is the loss.
         """
         values = self._prepare(batch, self.steps_done if step is None else step)
         with torch.no_grad():
-            return forward_only(self.program, self._adapters, values)
+            return forward_only(self.program, self._adapters, values, self.groups)
+
+
+@contextmanager
+def _agreed() -> Iterator[None]:
+    """If the block raises on any rank, every rank raises ``AgreedError``."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    agree(error)
 
 
 def _check_ranks(program: Manifest) -> None:
@@ -304,9 +339,11 @@ def _check_ranks(program: Manifest) -> None:
             f"but {found} {'were' if found > 1 else 'was'} started. "
             f"Start it with: torchrun --nproc-per-node {expected} {program.folder.name}/train.py"
         )
-    others = {axis: degree for axis, degree in program.mesh.items() if axis != "pp" and degree > 1}
-    if others:
-        raise RuntimeProgramError(f"this runtime runs pipelines only; the plan also has {others}")
+    if program.mesh.get("dp_shard", 1) > 1:
+        raise RuntimeProgramError(
+            f"the plan has dp_shard={program.mesh['dp_shard']}; this runtime shards no data parallelism yet. "
+            "Use dp_replicate."
+        )
     old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
     silent = [tensor.name for stage in program.stages for tensor in stage.sends if not tensor.requires_grad]
     if old and silent and program.pp > 1 and program.mode == "train":

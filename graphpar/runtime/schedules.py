@@ -104,7 +104,7 @@ def keyword_names(program: Manifest, stage_indices: list[int]) -> list[str]:
 
 
 def microbatch(program: Manifest, values: dict[str, Tensor], index: int) -> dict[str, Tensor]:
-    """The part of the program's inputs ``values`` that microbatch ``index`` sees."""
+    """The part of the inputs ``values`` (a replica's rows of them) that its microbatch ``index`` sees."""
     parts: dict[str, Tensor] = {}
     for name, value in values.items():
         dim = program.input(name).batch_dim

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.groups import Groups
+from graphpar.runtime.layout import AXES
 from graphpar.runtime.manifest import Manifest, StageInterface, TensorInterface
 
 KEYWORD = "graphpar:"
@@ -61,6 +63,13 @@ def _no_bytecode() -> Iterator[None]:
         yield
     finally:
         sys.dont_write_bytecode = before
+
+
+def bind_collectives(program: Manifest, package: str, groups: Groups) -> None:
+    """Tell the emitted ``collectives.py``, if there is one, the process groups of the mesh axes."""
+    if (program.folder / "collectives.py").is_file():
+        with _no_bytecode():
+            importlib.import_module(f"{package}.collectives").bind({axis: groups[axis] for axis in AXES})
 
 
 def build_stage(package: str, stage: StageInterface, device: torch.device, train: bool) -> nn.Module:

@@ -1,7 +1,7 @@
-"""Weights in safetensors files: each rank reads only what its stages hold, rank 0 writes the union.
+"""Weights in safetensors files of whole tensors: each rank takes its piece, rank 0 writes the pieces joined.
 
-    model.safetensors --by key, or by any name of its tie--> parameters, persistent buffers
-    constants.safetensors --by full name--> non-persistent buffers
+    model.safetensors --by key, or by any name of its tie--> whole tensor --cut_all--> parameters, persistent buffers
+    constants.safetensors --by full name--> whole tensor --cut_all--> non-persistent buffers
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from graphpar.runtime.distributed import gather_objects
 from graphpar.runtime.errors import RuntimeProgramError, near_match
+from graphpar.runtime.groups import Groups
+from graphpar.runtime.layout import Shard, cut_all, cut_places, joined_all, local_shape, rank_at
+from graphpar.runtime.manifest import Manifest
 
 LISTED = 8
 """How many names an error lists before it counts the rest."""
@@ -56,6 +58,10 @@ class WeightFile:
         """The tensor of this name, read from the disk now."""
         tensor: Tensor = self._open(self._shard_of[name]).get_tensor(name)
         return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor of this name; its values are not read."""
+        return tuple(self._open(self._shard_of[name]).get_slice(name).get_shape())
 
     def _read_folder(self) -> None:
         indices = sorted(self.path.glob("*.safetensors.index.json"))
@@ -98,13 +104,13 @@ def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: b for name, b in module.named_buffers(remove_duplicate=False) if name not in persistent}
 
 
-def load_weights(module: nn.Module, path: str | Path, ties: Sequence[Sequence[str]]) -> None:
-    """Copy a stage's parameters and persistent buffers from ``path``.
+def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: Mapping[str, int]) -> None:
+    """Copy a stage's parameters and persistent buffers from ``path``, cut for the mesh coordinates ``place``.
 
     Raises:
         RuntimeProgramError: a name is missing (under every name of its tie) or a shape differs.
     """
-    tied = names_by_tie(ties)
+    tied = names_by_tie(program.ties)
     with WeightFile(path) as file:
         found: dict[str, str] = {}
         missing: list[str] = []
@@ -118,11 +124,11 @@ def load_weights(module: nn.Module, path: str | Path, ties: Sequence[Sequence[st
         if missing:
             hint = near_match(missing[0], (name for name in file.keys() if name not in wanted))  # noqa: SIM118
             raise RuntimeProgramError(f"{path} has no value for {_listed(missing)}.{hint}")
-        _copy({name: wanted[name] for name in found}, {name: file.read(key) for name, key in found.items()}, path)
+        _copy(wanted, found, file, program, place)
 
 
-def load_constants(module: nn.Module, path: Path) -> None:
-    """Copy a stage's non-persistent buffers from ``constants.safetensors``."""
+def load_constants(module: nn.Module, path: Path, program: Manifest, place: Mapping[str, int]) -> None:
+    """Copy a stage's non-persistent buffers from ``constants.safetensors``, cut for ``place``."""
     wanted = non_persistent_buffers(module)
     if not wanted:
         return
@@ -130,48 +136,79 @@ def load_constants(module: nn.Module, path: Path) -> None:
         missing = [name for name in wanted if name not in file]
         if missing:
             raise RuntimeProgramError(f"{path} has no value for {_listed(missing)}. Emit the program again.")
-        _copy(wanted, {name: file.read(name) for name in wanted}, path)
+        _copy(wanted, {name: name for name in wanted}, file, program, place)
 
 
-def _copy(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], path: str | Path) -> None:
+def whole_shape(program: Manifest, name: str, local: Tensor) -> tuple[int, ...]:
+    """The shape that a stage's tensor has in the weight file."""
+    cut = any(isinstance(kind, Shard) for kind in program.spec(name).values())
+    return program.shapes[name] if cut else tuple(local.shape)
+
+
+def check_local_shapes(module: nn.Module, program: Manifest) -> None:
+    """The stage's tensors against what the plan cuts.
+
+    Raises:
+        RuntimeProgramError: the stage file and ``plan.json`` disagree.
+    """
+    held = {**module.state_dict(keep_vars=True), **non_persistent_buffers(module)}
+    for name, tensor in held.items():
+        whole = whole_shape(program, name, tensor)
+        expected = local_shape(whole, program.spec(name), program.mesh)
+        if tuple(tensor.shape) != expected:
+            raise RuntimeProgramError(
+                f"the stage holds {name} as {list(tensor.shape)}; plan.json cuts {list(whole)} into {list(expected)}"
+            )
+
+
+def _copy(
+    targets: Mapping[str, Tensor],
+    keys: Mapping[str, str],
+    file: WeightFile,
+    program: Manifest,
+    place: Mapping[str, int],
+) -> None:
+    """Fill each target with its piece of the tensor ``keys[name]``; one tensor is in memory at a time."""
+    shapes = {name: whole_shape(program, name, target) for name, target in targets.items()}
     wrong = [
-        f"{name} (expected {tuple(target.shape)}, found {tuple(values[name].shape)})"
-        for name, target in targets.items()
-        if target.shape != values[name].shape
+        f"{name} (expected {shape}, found {file.shape(keys[name])})"
+        for name, shape in shapes.items()
+        if shape != file.shape(keys[name])
     ]
     if wrong:
-        raise RuntimeProgramError(f"{path} has values of other shapes: {_listed(wrong)}")
+        raise RuntimeProgramError(f"{file.path} has values of other shapes: {_listed(wrong)}")
     with torch.no_grad():
         for name, target in targets.items():
-            target.copy_(values[name])
+            target.copy_(cut_all(file.read(keys[name]), program.spec(name), program.mesh, place))
 
 
-def save_weights(state: Mapping[str, Tensor], path: str | Path, ties: Sequence[Sequence[str]]) -> None:
-    """Write the union of every rank's ``state`` into one file, on rank 0; a collective call.
+def save_weights(state: Mapping[str, Tensor], path: str | Path, program: Manifest, groups: Groups) -> None:
+    """Write the whole tensors of every stage's ``state`` into one file, on rank 0; a collective call.
 
-    A tied parameter is stored under every name of its tie, as ``nn.Module.state_dict`` does. The file
-    appears at ``path`` only when it is complete.
+    Rank 0 gets the pieces of one tensor after the other, of a replicated tensor from one rank only. A tied parameter
+    is stored under every name of its tie, as ``nn.Module.state_dict`` does. The file appears at ``path`` only when it
+    is complete.
     """
-    rank = dist.get_rank()
-    described = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
-    everyone = gather_objects(described)
+    described = {name: (tuple(t.shape), t.dtype, whole_shape(program, name, t)) for name, t in state.items()}
+    everyone = groups.gather("pp", described)
     owners: dict[str, int] = {}
-    for owner, names in enumerate(everyone):
+    for stage, names in enumerate(everyone):
         for name in names:
-            owners.setdefault(name, owner)
+            owners.setdefault(name, stage)
     union: dict[str, Tensor] = {}
-    for name, owner in owners.items():
-        shape, dtype = everyone[owner][name]
-        if owner == rank == 0:
-            union[name] = state[name].detach().cpu().clone().contiguous()
-        elif owner == rank:
+    for name, stage in owners.items():
+        shape, dtype, whole = everyone[stage][name]
+        spec = program.spec(name)
+        ranks = [rank_at({**at, "pp": stage}, groups.degrees) for at in cut_places(spec, groups.degrees)]
+        if groups.rank == 0:
+            pieces = [
+                (state[name].detach() if rank == 0 else _received(shape, dtype, rank, state)).cpu() for rank in ranks
+            ]
+            union[name] = joined_all(pieces, whole, spec, groups.degrees).clone(memory_format=torch.contiguous_format)
+        elif groups.rank in ranks:
             dist.send(state[name].detach().contiguous(), dst=0)
-        elif rank == 0:
-            received = torch.empty(shape, dtype=dtype, device=_wire_device(state))
-            dist.recv(received, src=owner)
-            union[name] = received.cpu()
-    if rank == 0:
-        for group in ties:
+    if groups.rank == 0:
+        for group in program.ties:
             value = next((union[name] for name in group if name in union), None)
             if value is not None:
                 union.update({name: value.clone() for name in group if name not in union})
@@ -182,6 +219,12 @@ def save_weights(state: Mapping[str, Tensor], path: str | Path, ties: Sequence[S
         part.replace(target)
     if dist.get_world_size() > 1:
         dist.barrier()
+
+
+def _received(shape: Sequence[int], dtype: torch.dtype, rank: int, state: Mapping[str, Tensor]) -> Tensor:
+    received = torch.empty(shape, dtype=dtype, device=_wire_device(state))
+    dist.recv(received, src=rank)
+    return received
 
 
 def _wire_device(state: Mapping[str, Tensor]) -> torch.device:

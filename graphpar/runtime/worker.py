@@ -4,7 +4,8 @@
     ranks:  python -m graphpar.runtime.worker TIMEOUT job_0 job_1      (under torchrun)
 
     job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentum"}, "seed", "weights", "batch"}
-    job/rank_0.safetensors    out: grad/{step}/{name}, param/{name}, buffer/{name}; of an inference program output/{name}
+    job/rank_0.safetensors    out: grad/{step}/{name}, param/{name}, buffer/{name}, as the rank holds them (its pieces);
+                                   of an inference program output/{name}
     job/rank_0.json           out: {"losses", "missing_gradients", "whole_backward_stages", "error", "fatal"}
 """
 
@@ -43,6 +44,8 @@ class JobResult:
     """For each rank, the parameters that got no gradient in some step."""
     whole_backward_stages: tuple[int, ...] = ()
     """Stages whose backward a zero-bubble schedule could not split."""
+    rank_losses: tuple[tuple[float, ...], ...] = ()
+    """The losses as each rank of the last stage saw them; ``losses`` are the first one's."""
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """What rank ``rank`` wrote."""
@@ -88,16 +91,14 @@ def _reports(folder: Path, world_size: int) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) if path.is_file() else {} for path in paths]
 
 
-def _result(
-    folder: Path, world_size: int, reports: list[dict[str, Any]], failure: LaunchError | None
-) -> JobResult:
+def _result(folder: Path, world_size: int, reports: list[dict[str, Any]], failure: LaunchError | None) -> JobResult:
     error = next((report["error"] for report in reports if report.get("error")), None)
     if error is None and not all(reports):
         error = str(failure) if failure is not None else "a rank wrote no report"
-    losses = next((tuple(report["losses"]) for report in reports if report.get("losses")), ())
+    losses = tuple(tuple(report["losses"]) for report in reports if report.get("losses"))
     missing = tuple(tuple(report.get("missing_gradients", ())) for report in reports)
-    whole = tuple(sorted(index for report in reports for index in report.get("whole_backward_stages", ())))
-    return JobResult(folder, world_size, error, losses, missing, whole)
+    whole = tuple(sorted({index for report in reports for index in report.get("whole_backward_stages", ())}))
+    return JobResult(folder, world_size, error, losses[0] if losses else (), missing, whole, losses)
 
 
 def main(arguments: Sequence[str]) -> None:

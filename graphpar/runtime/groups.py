@@ -1,0 +1,96 @@
+"""The process groups of a program's mesh: one for every axis, and those over which gradients are summed.
+
+    rank 5 of pp=2 x dp_replicate=2 x tp=2 is at pp=1, dp_replicate=0, tp=1
+    groups["tp"]                               ranks 4, 5         they agree on every other axis
+    groups.over(("dp_replicate", "tp"))        ranks 4 to 7       partial on two axes
+    groups.over(("dp_replicate",), (0, 1))     ranks 1, 3, 5, 7   ... of a parameter that both stages hold
+
+A group of one is ``None``: there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphpar.runtime.distributed import gather_objects, group_timeout
+from graphpar.runtime.layout import AXES, coordinates, rank_at
+
+
+class Groups:
+    """The groups that this rank is in. Building it, and asking for a group for the first time, are collective calls."""
+
+    def __init__(self, degrees: Mapping[str, int], device: torch.device) -> None:
+        self.degrees = {axis: degrees.get(axis, 1) for axis in AXES}
+        self.rank = dist.get_rank()
+        self.place = coordinates(self.rank, self.degrees)
+        self._timeout = group_timeout(device)
+        self._made: dict[tuple[tuple[str, ...], tuple[int, ...] | None], dist.ProcessGroup | None] = {}
+        self._owned: list[dist.ProcessGroup] = []
+        self.axes = {axis: group for axis in AXES if (group := self._of_axis(axis)) is not None}
+
+    def __getitem__(self, axis: str) -> dist.ProcessGroup | None:
+        """The group of one axis; ``None`` where its degree is 1."""
+        return self.axes.get(axis)
+
+    def rank_at(self, **changed: int) -> int:
+        """The rank whose coordinates are this rank's but for ``changed``."""
+        return rank_at({**self.place, **changed}, self.degrees)
+
+    def gather(self, axis: str, value: Any) -> list[Any]:
+        """``value`` of every rank of an axis, by coordinate; a collective call of that axis."""
+        group = self[axis]
+        return [value] if group is None else gather_objects(value, group)
+
+    def over(self, axes: Sequence[str], stages: tuple[int, ...] | None = None) -> dist.ProcessGroup | None:
+        """The group of all ranks that agree on every axis but ``axes``, none of them pp.
+
+        With ``stages``: of all ranks at these pp coordinates. All ranks ask in the same order, also those outside.
+
+        Returns:
+            ``None`` when this rank would be alone, or is at another pp coordinate.
+        """
+        key = tuple(axis for axis in AXES if axis in axes), stages
+        if key not in self._made:
+            own: dist.ProcessGroup | None = None
+            for ranks in self._cosets(*key):
+                group = self._new(ranks) if len(ranks) > 1 else None
+                own = group if self.rank in ranks else own
+            self._made[key] = own
+        return self._made[key]
+
+    def _of_axis(self, axis: str) -> dist.ProcessGroup | None:
+        if axis == "pp":
+            return self.over((), tuple(range(self.degrees["pp"])))
+        return self.over((axis,)) if self.degrees[axis] > 1 else None
+
+    def _cosets(self, axes: tuple[str, ...], stages: tuple[int, ...] | None) -> Iterator[list[int]]:
+        """The ranks of every such group of the mesh."""
+        fixed = [axis for axis in AXES if axis not in axes and not (axis == "pp" and stages is not None)]
+        varying = {axis: range(self.degrees[axis]) for axis in axes}
+        inside: dict[str, Sequence[int]] = {**({} if stages is None else {"pp": stages}), **varying}
+        for outer in itertools.product(*(range(self.degrees[axis]) for axis in fixed)):
+            place = dict(zip(fixed, outer))
+            inner = itertools.product(*inside.values())
+            yield sorted(rank_at({**place, **dict(zip(inside, at))}, self.degrees) for at in inner)
+
+    def _new(self, ranks: list[int]) -> dist.ProcessGroup | None:
+        if len(ranks) == dist.get_world_size():
+            return dist.group.WORLD
+        group = dist.new_group(ranks, timeout=self._timeout)
+        if not isinstance(group, dist.ProcessGroup):
+            return None
+        self._owned.append(group)
+        return group
+
+    def close(self) -> None:
+        """Destroy the groups that were created for this program."""
+        for group in self._owned:
+            dist.destroy_process_group(group)
+        self._owned.clear()
+        self._made.clear()
+        self.axes.clear()

@@ -1,0 +1,79 @@
+"""The check, once weights are loaded, that ranks which should hold the same tensors do.
+
+A node with another weight file would train on silently: its gradients are summed with everyone's, and the replicas
+never meet again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from graphpar.runtime.distributed import gather_tensors
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.groups import Groups
+from graphpar.runtime.layout import Shard
+from graphpar.runtime.manifest import Manifest
+
+_CHUNK = 1 << 22
+
+
+def check_replicas(stages: Sequence[nn.Module], program: Manifest, groups: Groups) -> None:
+    """Compare checksums of parameters and buffers over every axis on which they are not cut; a collective call.
+
+    Raises:
+        RuntimeProgramError: on the ranks that see a difference, with the tensor, the axis and the ranks.
+    """
+    if not program.axes:
+        return
+    held = {
+        (i, name): tensor.detach()
+        for i, stage in enumerate(stages)
+        for name, tensor in [
+            *stage.named_parameters(remove_duplicate=False),
+            *stage.named_buffers(remove_duplicate=False),
+        ]
+    }
+    if not held:
+        return
+    sums = torch.stack([checksum(tensor) for tensor in held.values()])
+    found: str | None = None
+    for axis in program.axes:
+        gathered = gather_tensors(sums, groups.axes[axis])
+        for place, theirs in enumerate(gathered):
+            differing = (gathered[0] != theirs).tolist()
+            names = [
+                name for (_, name), differs in zip(held, differing) if differs and _is_equal_on(program, name, axis)
+            ]
+            if names and found is None:
+                ranks = groups.rank_at(**{axis: 0}), groups.rank_at(**{axis: place})
+                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+                found = (
+                    f"{names[0]}{more} should be the same on all ranks of the {axis} axis, but ranks {ranks[0]} and "
+                    f"{ranks[1]} loaded different values. Give every node the same weight file and program."
+                )
+    if found is not None:
+        raise RuntimeProgramError(found)
+
+
+def _is_equal_on(program: Manifest, name: str, axis: str) -> bool:
+    return not isinstance(program.spec(name)[axis], Shard)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """An int64 scalar of the tensor's bits: another value in any one place gives another sum.
+
+    The sum, modulo 2^64, of the elements as integers times odd numbers of their own: an odd factor is invertible.
+    """
+    flat = tensor.contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    flat = flat.view(integers)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for begin in range(0, flat.numel(), _CHUNK):
+        piece = flat[begin : begin + _CHUNK].to(torch.int64)
+        total += (piece * (2 * torch.arange(begin, begin + piece.numel(), device=piece.device) + 1)).sum()
+    return total
