@@ -22,14 +22,17 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from graphpar.codegen.operators import check_function
 from graphpar.deferred import Tape
 from graphpar.errors import GraphparError
 from graphpar.exported import to_program
 from graphpar.fixed_size import mark_batch
+from graphpar.functions import opaque_apply, plain_apply, refusal
 from graphpar.inputs import Request, check_batch, leaf_paths, make_request
 from graphpar.program import ModelSource, Program
 
@@ -313,31 +316,45 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
-    """Notices what a trace would silently lose: custom backwards and the user's own checkpoint regions."""
-    function_apply: Any = vars(torch.autograd.Function)["apply"]  # the descriptor: a bound method would fix the class
+    """Keeps what a trace would silently lose, custom backwards, and notices the user's own checkpoint regions."""
+    inside = False  # of a custom function
+    functions: Any = torch.autograd.function
+    transformed = functions.custom_function_call
     checkpoint_regions = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
         if cls is torch.utils.checkpoint.CheckpointFunction:
             notes.append("checkpoint")
-        elif training and not cls.__module__.startswith("torch."):
-            raise GraphparError(
-                f"The model uses the custom autograd.Function {cls.__module__}.{cls.__qualname__}, whose backward a "
-                "trace would lose. Register it as an operator instead: torch.library.custom_op for the forward, and "
-                "register_autograd for the backward."
-            )
-        return function_apply.__func__(cls, *args, **kwargs)
+        if inside or not training or cls.__module__.startswith("torch."):
+            return plain_apply(cls, *args, **kwargs)
+        if kwargs:
+            raise refusal(cls, f"has keyword-only arguments ({', '.join(kwargs)})")
+        check_function(cls)
+        inside = True
+        try:
+            return opaque_apply(cls, args)
+        finally:
+            inside = False
+
+    def under_transforms(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if training and isinstance(cls, type) and not cls.__module__.startswith("torch."):
+            raise refusal(cls, "is called under torch.func or torch.vmap, where a trace would lose its backward")
+        return transformed(cls, *args, **kwargs)
 
     def regions(*args: Any, **kwargs: Any) -> Any:
         notes.append("checkpoint")
         return checkpoint_regions(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    # One class above Function: a method bound long ago, ``scaled = Scaled.apply``, comes by here, too.
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    functions.custom_function_call = under_transforms
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = regions
     try:
         yield
     finally:
-        torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+        functions.custom_function_call = transformed
         torch.utils.checkpoint._checkpoint_without_reentrant_generator = checkpoint_regions
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import sys
@@ -16,6 +17,10 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.codegen.layout import commented
+from graphpar.codegen.printer import describe_shape, describe_types
+from graphpar.report import report_data
+from graphpar.transitions import TABLE
 from tests.programs import SMALL, example, example_file
 
 
@@ -65,7 +70,7 @@ def test_text_is_the_same_every_time_and_imports_torch_alone(name: str) -> None:
             if isinstance(node, ast.ImportFrom) and node.level == 0
         }
         allowed = (
-            {"torch", "math"}
+            {"torch", "math", "collections"}
             if file != "train.py"
             else {
                 "torch",
@@ -243,3 +248,96 @@ def test_an_input_whose_name_the_emitted_code_needs_is_refused() -> None:
     program = gp.export(Named(), (torch.randn(4, 4),))
     with pytest.raises(gp.GraphparError, match="input is named 'torch'"):
         gp.partition(program, gp.plan(program, 1))
+
+
+# ---- what the text says of a program that is cut ---------------------------------------------------------------
+
+
+@functools.cache
+def _cut(name: str, **degrees: int) -> gp.Parts:
+    program = example(name)
+    return gp.partition(program, gp.plan(program, mesh=degrees))
+
+
+_CALL = re.compile(rf"(?<![\w.])({'|'.join(row.function for row in TABLE if row.function)})\(")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_dropout"])
+def test_every_transition_with_room_says_what_it_does(name: str) -> None:
+    """A comment behind a call of a collective names the types that the function turns into each other."""
+    kinds = {row.function: (row.source, row.target) for row in TABLE}
+    noted = missed = 0
+    for file, text in _sources(_cut(name, tp=2)).items():
+        if not file.startswith(("blocks", "stage")):
+            continue
+        assert max(map(len, text.splitlines())) <= 120
+        for line in text.splitlines():
+            code, _, comment = line.partition("  # ")
+            called = _CALL.findall(code)
+            found = re.findall(r"(\w)\S* -> (\w)", comment) if called else []
+            assert not called or not comment or found == [kinds[function] for function in called], line
+            noted, missed = noted + bool(found), missed + (bool(called) and not comment and len(line) < 100)
+    assert noted > 2 and not missed
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_dropout"])
+def test_init_says_how_parameters_lie(name: str) -> None:
+    """Each parameter's comment says what the plan does."""
+    parts = _cut(name, tp=2)
+    comments = {}
+    for line in "\n".join(_sources(parts).values()).splitlines():
+        match = re.match(r" +self\.(\S+) = .*?  # (.*\b[RS]\b.*@tp.*)", line)
+        if match:
+            comments[re.sub(r"\W+", ".", match[1]).strip(".")] = match[2]
+    block = next(iter(parts.program.blocks.values()))
+    prefix = f"{block.instances[0]}."
+    seen = 0
+    for fqn, spec in parts.plan.parameters().items():
+        owner, _, leaf = fqn.removeprefix(prefix).rpartition(".")
+        if not fqn.startswith(prefix) or owner not in comments:
+            assert not fqn.startswith(prefix) or spec["tp"] == "I"
+            continue
+        own = [part for part in comments[owner].split("; ") if re.match(rf"[\w, ]*\b{leaf}\b", part)]
+        assert len(own) == (spec["tp"] != "I") and all(f" {spec['tp']}@tp" in part for part in own), (fqn, own)
+        whole = list(example(name).parameters[fqn].shape)
+        assert all(part.endswith(f"of {whole}") == (spec["tp"][0] == "S") for part in own)
+        assert all(part.endswith("summed once a step") == (spec["tp"] == "R") for part in own)
+        seen += 1
+    assert seen > 4
+
+
+def test_docstrings_say_how_values_and_weights_lie() -> None:
+    parts = _cut("llama", tp=2, pp=2)
+    documented = {
+        node.name: " ".join((ast.get_docstring(node) or "").split())
+        for text in _sources(parts).values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+    }
+    (sent,) = parts.stages[0].sends[:1]
+    lying = describe_types(sent.node)
+    assert "@tp" in lying
+    assert f"{describe_shape(sent.node)} {lying}" in documented["Stage0"].partition("->")[2]
+    assert f"hidden_states {describe_shape(sent.node)} {lying}" in documented["Stage1"]
+    cut = documented["LlamaDecoderLayer"].partition("Cut: ")[2].split("; ")
+    spec = parts.plan.parameters()["model.layers.0.self_attn.q_proj.weight"]["tp"]
+    assert any("q" in re.split(r",? ", group) and group.endswith(f"{spec}@tp") for group in cut)
+
+
+def test_a_comment_without_room_stands_above() -> None:
+    long = f"self.x = nn.Linear({'1' * 90}, 1)"
+    assert commented("self.x = 1", "    ", "short", 20) == ["    self.x = 1        # short"]
+    assert commented(long, "    ", "weight S(0)@tp") == ["    # weight S(0)@tp", f"    {long}"]
+    assert len(commented(f"f({', '.join(['argument'] * 20)})", "    ", "why")) > 2
+
+
+def test_a_definition_of_its_own_names_its_own_modules() -> None:
+    """Comments of a variant, whose graph was made of another instance, name modules as the block's do."""
+    program = example("head_first")
+    pins = {"body.3.up.weight": "S(1)@tp", "body.3.down": "replicate"}
+    parts = gp.partition(program, gp.plan(program, mesh={"tp": 2}, shard_plan=pins))
+    first, _, second = parts.files["blocks.py"].partition("class Block_2(")
+    shown = [set(re.findall(r"^ +# ([\w.]+)", text, re.MULTILINE)) for text in (first, second)]
+    assert shown[0] <= {"up", "down"} and shown[1] <= {"up", "down"} and shown[1]
+    rows = report_data(parts.program, parts.plan, parts.stages)["sharding"]["scopes"]
+    assert {row["label"] for row in rows[0]["rows"] + rows[1]["rows"]} <= {"up", "down", "up, down", "the block itself"}

@@ -1,7 +1,8 @@
 """``__init__``: a module's parameters, buffers and blocks, under the names that they have in the user's model.
 
 Names with numbers become ``nn.ModuleDict`` entries, so a stage that holds layers 4 to 7 has the keys ``layers.4`` to
-``layers.7``. Everything is built without values; the runtime allocates and loads it.
+``layers.7``. Everything is built without values; the runtime allocates and loads it. A comment says how a tensor is cut, and
+whether its gradient is still to be summed over ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from graphpar.codegen.spelling import literal
 from graphpar.program import TensorInfo
+from graphpar.runtime.layout import R, Shard, Type
 
 
 @dataclass
@@ -80,21 +82,26 @@ def reference(tree: Tree, name: str) -> str:
 class InitPrinter:
     """Prints the body of ``__init__`` of one class."""
 
-    def __init__(self, tree: Tree, classes: Mapping[str, str], prefix: str = "") -> None:
+    def __init__(self, tree: Tree, classes: Mapping[str, str], prefix: str = "", *, train: bool = True) -> None:
         self.tree = tree
+        self.train = train
         self.classes = classes  # module path -> the user's class
         self.prefix = prefix
-        self.lines: list[str] = []
+        self.lines: list[tuple[str, str]] = []
         self.needs_parameters = False
 
-    def print(self, ties: Sequence[tuple[str, ...]] = ()) -> list[str]:
+    def print(self, ties: Sequence[tuple[str, ...]] = ()) -> list[tuple[str, str]]:
+        """The statements, each with a comment or with none."""
         self._tensors("self", self.tree.tensors)
         for name, child in self.tree.children.items():
             self._child("self", self.tree, name, child, name)
         for group in ties:
             for other in group[1:]:
-                self.lines.append(f"{reference(self.tree, other)} = {reference(self.tree, group[0])}  # tied")
+                self._line(f"{reference(self.tree, other)} = {reference(self.tree, group[0])}", "tied")
         return self.lines
+
+    def _line(self, text: str, comment: str = "") -> None:
+        self.lines.append((text, comment))
 
     def _child(self, owner: str, parent: Tree, name: str, child: Tree, path: str) -> None:
         plain = name.isidentifier() and not keyword.iskeyword(name)
@@ -106,10 +113,12 @@ class InitPrinter:
             else f"getattr({owner}, {literal(name)})"
         )
         made = self._constructor(child, path)
+        built = made not in ("nn.Module()", "nn.ModuleDict()") and child.block is None
+        comment = self._lying({n: i for n, i in child.tensors.items() if _is_parameter(i)}) if built else ""
         if plain or parent.keyed():
-            self.lines.append(f"{target} = {made}")
+            self._line(f"{target} = {made}", comment)
         else:
-            self.lines.append(f"{owner}.add_module({literal(name)}, {made})")
+            self._line(f"{owner}.add_module({literal(name)}, {made})", comment)
         self._frozen(target, child, made)
         if child.block is not None:
             return
@@ -154,24 +163,47 @@ class InitPrinter:
             return
         frozen = [name for name, info in child.tensors.items() if _is_parameter(info) and not info.requires_grad]
         if frozen and len(frozen) == sum(_is_parameter(info) for info in child.tensors.values()):
-            self.lines.append(f"{target}.requires_grad_(False)")
+            self._line(f"{target}.requires_grad_(False)")
             return
-        self.lines += [f"{target}.{name}.requires_grad_(False)" for name in frozen]
+        for name in frozen:
+            self._line(f"{target}.{name}.requires_grad_(False)")
 
     def _tensors(self, target: str, tensors: Mapping[str, TensorInfo]) -> None:
         for name, info in tensors.items():
             made = f"torch.empty({_shape(info)}{'' if info.dtype is torch.float32 else f', dtype={info.dtype}'})"
             if not _is_parameter(info):
                 persistent = "" if info.persistent else ", persistent=False"
-                self.lines.append(f"{target}.register_buffer({literal(name)}, {made}{persistent})")
+                self._line(f"{target}.register_buffer({literal(name)}, {made}{persistent})")
                 continue
             parameter = f"nn.Parameter({made}{'' if info.requires_grad else ', requires_grad=False'})"
             plain = name.isidentifier() and not keyword.iskeyword(name)
-            self.lines.append(
+            text = (
                 f"{target}.{name} = {parameter}"
                 if plain
                 else f"{target}.register_parameter({literal(name)}, {parameter})"
             )
+            self._line(text, self._lying({"": info}))
+
+    def _lying(self, tensors: Mapping[str, TensorInfo]) -> str:
+        """``weight S(0)@tp of [4096, 4096]; bias R@tp: its gradient is summed once a step``"""
+        groups: dict[str, list[str]] = {}
+        for name, info in tensors.items():
+            kinds = [
+                f"{kind}@{axis}" for axis, kind in info.spec if isinstance(kind, Shard) or self._summed(info, kind)
+            ]
+            whole = f" of {list(info.whole)}" if info.whole not in (None, info.shape) else ""
+            if kinds:
+                groups.setdefault(f"{', '.join(kinds)}{whole}", []).append(name)
+        shown = []
+        for text, names in groups.items():
+            summed = any(self._summed(tensors[name], kind) for name in names for _, kind in tensors[name].spec)
+            which = "its gradient is" if len(names) == 1 else "their gradients are"
+            shown.append(f"{', '.join(names)} {text}{f': {which} summed once a step' if summed else ''}".strip())
+        return "; ".join(shown)
+
+    def _summed(self, info: TensorInfo, kind: Type) -> bool:
+        """Whether each rank has only its own part of the gradient until the end of a step."""
+        return kind is R and info.requires_grad and self.train
 
 
 def _is_parameter(info: TensorInfo) -> bool:
@@ -216,6 +248,8 @@ def _known_module(module_class: str, parameters: Mapping[str, TensorInfo]) -> st
     if dtype is None or "weight" not in shapes or set(shapes) - {"weight", "bias"}:
         return None
     weight = shapes["weight"]
+    if shapes.get("bias", weight[:1]) != (weight if "LayerNorm" in module_class else weight[:1]):
+        return None
     typed = "" if dtype is torch.float32 else f", dtype={dtype}"
     unbiased = "" if "bias" in shapes else ", bias=False"
     if module_class == "torch.nn.modules.linear.Linear" and len(weight) == 2:

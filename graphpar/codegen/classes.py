@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
 from graphpar.codegen.attributes import InitPrinter, build_tree, reference
-from graphpar.codegen.layout import wrapped
-from graphpar.codegen.printer import GraphPrinter, Printed, describe_shape
+from graphpar.codegen.layout import WIDTH, commented, wrapped
+from graphpar.codegen.printer import GraphPrinter, Printed, describe_shape, describe_types
 from graphpar.codegen.stage_printer import StagePrinter
 from graphpar.passes.split import Stage
 from graphpar.program import Block, Helper, Program, TensorInfo, value_of
-from graphpar.report_text import numbered_runs
+from graphpar.report_text import numbered_runs, short_names
+from graphpar.runtime.layout import Shard
 
 _INDENT = "    "
+_COLUMN = 84  # where comments about types begin
 
 
 def block_class(program: Program, block: Block) -> tuple[str, bool]:
@@ -26,14 +29,14 @@ def block_class(program: Program, block: Block) -> tuple[str, bool]:
     tree = build_tree(
         infos, {}, [name.removeprefix(prefix) for name in program.module_classes if name.startswith(prefix)]
     )
-    init = InitPrinter(tree, program.module_classes, prefix)
+    init = InitPrinter(tree, program.module_classes, prefix, train=program.mode == "train")
     body = init.print(_inner_ties(program, infos, prefix))
-    printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=instance)
+    printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=block.path)
     printed = printer.print()
     where = ", ".join(numbered_runs(list(dict.fromkeys(block.instances))))
-    lines = [f"class {block.name}(nn.Module):", *docstring(f"{where}: {_flow(block.graph, printed)}")]
+    lines = [f"class {block.name}(nn.Module):", *docstring(f"{where}: {_flow(block.graph, printed)}{_cuts(infos)}")]
     lines += _init_lines(body)
-    lines += _forward_lines(printed, block.graph, printer, base=instance)
+    lines += _forward_lines(printed, block.graph, printer, base=block.path)
     return "\n".join(lines) + "\n", init.needs_parameters
 
 
@@ -45,7 +48,7 @@ def stage_class(
     ``infos``: its tensors outside of blocks; ``blocks``: path -> class of its instances.
     """
     tree = build_tree(infos, blocks, list(program.module_classes))
-    init = InitPrinter(tree, program.module_classes)
+    init = InitPrinter(tree, program.module_classes, train=program.mode == "train")
     body = init.print(stage_ties(program, infos, blocks))
     printer = StagePrinter(stage.graph, tree, (*stage.inputs, *stage.counts))
     printed = printer.print()
@@ -141,11 +144,31 @@ def docstring(text: str, indent: str = _INDENT) -> list[str]:
 
 def _flow(graph: fx.Graph, printed: Printed) -> str:
     """``hidden [b, 16, 64], mask [b, 1, 16, 16] -> [b, 16, 64]``"""
-    takes = [f"{name} {describe_shape(node)}".strip() for name, node in _parameters(printed, graph)]
+    takes = [f"{name} {_lying(node)}".strip() for name, node in _parameters(printed, graph)]
     output = next(node for node in graph.nodes if node.op == "output").args[0]
     results = output if isinstance(output, tuple | list) else [output]
-    gives = [describe_shape(node) or "int" for node in results if isinstance(node, fx.Node)]
+    gives = [_lying(node) or "int" for node in results if isinstance(node, fx.Node)]
     return f"{', '.join(takes)} -> {', '.join(gives)}"
+
+
+def _lying(node: fx.Node) -> str:
+    """``[b, 8, 64] S(1)@tp``"""
+    shape = describe_shape(node)
+    return shape if shape in ("", "scalar") else f"{shape} {describe_types(node)}".strip()
+
+
+def _cuts(infos: Mapping[str, TensorInfo]) -> str:
+    """``. Cut: q, k, v S(0)@tp; o S(1)@tp``; other weights are whole."""
+    names = short_names([name for name, info in infos.items() if _cut(info) and len(info.shape) > 1])
+    groups: dict[str, list[str]] = {}
+    for name, shown in names.items():
+        groups.setdefault(_cut(infos[name]), []).append(shown)
+    listed = [f"{', '.join(group)} {spec}" for spec, group in groups.items()]
+    return f". Cut: {'; '.join(listed)}" if groups else ""
+
+
+def _cut(info: TensorInfo) -> str:
+    return ", ".join(f"{kind}@{axis}" for axis, kind in info.spec if isinstance(kind, Shard))
 
 
 def _parameters(printed: Printed, graph: fx.Graph) -> list[tuple[str, fx.Node]]:
@@ -163,10 +186,16 @@ def _result_type(graph: fx.Graph) -> str:
     return "Tensor"
 
 
-def _init_lines(body: Sequence[str]) -> list[str]:
+def _init_lines(body: Sequence[tuple[str, str]]) -> list[str]:
     lines = ["", f"{_INDENT}def __init__(self) -> None:", f"{_INDENT * 2}super().__init__()"]
-    for line in body:
-        lines += wrapped(line, _INDENT * 2)
+    beside = [
+        len(line) + 8
+        for line, comment in body
+        if len(line) + len(comment) + 12 <= WIDTH and comment not in ("", "tied")
+    ]
+    column = min(max(beside, default=0), _COLUMN)
+    for line, comment in body:
+        lines += commented(line, _INDENT * 2, comment, 0 if comment == "tied" else column)
     return lines
 
 
@@ -181,7 +210,7 @@ def _forward_lines(
         "",
         *wrapped(header, _INDENT),
         *_statement_lines(printed, _INDENT * 2, base),
-        *wrapped(f"return {printed.returned}", _INDENT * 2),
+        *_noted(wrapped(f"return {printed.returned}", _INDENT * 2), printed.notes),
     ]
 
 
@@ -197,7 +226,8 @@ def _statement_lines(printed: Printed, indent: str, base: str, *, fold: bool = T
         and "\n" not in statements[-1].text
     ):
         # `x = f(...)` directly before `return x` is `return f(...)`.
-        printed.returned = statements.pop().text.partition(" = ")[2]
+        last = statements.pop()
+        printed.returned, printed.notes = last.text.partition(" = ")[2], last.notes
     for statement in statements:
         part = _module_part(statement.path, base) if statement.path else shown
         if part != shown and part:
@@ -206,13 +236,31 @@ def _statement_lines(printed: Printed, indent: str, base: str, *, fold: bool = T
         shown = part
         for line in statement.text.split("\n"):
             spaces = len(line) - len(line.lstrip())
-            lines += wrapped(line.lstrip(), indent + " " * spaces)
+            lines += _noted(wrapped(line.lstrip(), indent + " " * spaces), statement.notes)
     return lines
+
+
+def _noted(lines: list[str], notes: Sequence[tuple[str, str]]) -> list[str]:
+    """The lines of a statement, with what its transitions do behind those that call them, where there is room."""
+    noted, left = [], list(notes)
+    for line in lines:
+        own = []
+        for call in re.findall(r"(?<![\w.])\w+\(", line):
+            note = next((note for note in left if note[0] == call), None)
+            if note is not None:
+                left.remove(note)
+                own.append(note[1])
+        full = f"{line:<{_COLUMN}}  # {'; '.join(own)}"
+        short = f"{line}  # {'; '.join(text.partition('  ')[0] for text in own)}"
+        noted.append(line if not own else next((text for text in (full, short) if len(text) <= WIDTH), line))
+    return noted
 
 
 def _module_part(path: str, base: str) -> str:
     """The child of ``base`` that ``path`` lies in."""
     if not base:
         return path
-    inner = path.removeprefix(base).lstrip(".")
-    return inner.split(".")[0]
+    inner = (
+        path.removeprefix(base) if path == base or path.startswith(f"{base}.") else ""
+    )  # what comes in is from elsewhere
+    return inner.lstrip(".").split(".")[0]

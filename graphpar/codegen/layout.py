@@ -5,6 +5,17 @@ from __future__ import annotations
 WIDTH = 120
 
 
+def commented(line: str, indent: str, comment: str, column: int = 0) -> list[str]:
+    """``line`` with a comment behind it from ``column`` on, or above it where there is no room."""
+    if not comment:
+        return wrapped(line, indent)
+    code = wrapped(line, indent)
+    text = f"{code[0]:<{column}}  # {comment}"
+    if len(code) == 1 and len(text) <= WIDTH:
+        return [text]
+    return [f"{indent}# {comment}", *code]
+
+
 def wrapped(line: str, indent: str) -> list[str]:
     """``indent + line``, broken inside its outermost brackets where it is too long."""
     if len(indent) + len(line) <= WIDTH:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpar.codegen.classes import block_class, counts_function, docstring, helper_function, stage_class
-from graphpar.codegen.printer import FUNCTIONS
+from graphpar.codegen.operators import OperatorsFile, operators_file
+from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
 from graphpar.codegen.train_script import train_script
-from graphpar.emitted import random_streams
+from graphpar.emitted import collectives, random_streams
 from graphpar.passes.split import Boundary, Stage
 from graphpar.plans import Plan
 from graphpar.program import Helper, Program, TensorInfo, concrete_shape, value_of
@@ -52,14 +53,21 @@ def emit_package(program: Program, plan: Plan, stages: Sequence[Stage], model_fi
     """Print ``program``, cut into ``stages``, as a package."""
     tensors, instances = stage_contents(program, stages)
     files = {"__init__.py": f'"""{program.name}, cut into {len(stages)} stages by graphpar."""\n'}
-    blocks, exported = _blocks_file(program, plan, stages)
+    operators = operators_file(_graphs(program, stages), program.name, _taken(program, stages))
+    if operators is not None:
+        files["operators.py"] = operators.text
+    blocks, exported = _blocks_file(program, plan, stages, operators)
     if blocks:
         files["blocks.py"] = blocks
     shown = [", ".join(names) or "no parameters" for names in compressed([stage.modules for stage in stages])]
     for stage, modules, infos, calls in zip(stages, shown, tensors, instances):
-        files[f"stage_{stage.index}.py"] = _stage_file(program, plan, stage, modules, infos, calls, exported)
+        files[f"stage_{stage.index}.py"] = _stage_file(
+            program, plan, stage, modules, infos, calls, exported, operators
+        )
     if program.random_calls:
         files["random_streams.py"] = inspect.getsource(random_streams)
+    if plan.sharding.degrees:
+        files["collectives.py"] = inspect.getsource(collectives)
     data = report_data(program, plan, stages)
     record = plan.to_json() | {
         "interface": interface(program, plan, stages),
@@ -127,7 +135,24 @@ def _home(
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
-def _blocks_file(program: Program, plan: Plan, stages: Sequence[Stage]) -> tuple[str, set[str]]:
+def _graphs(program: Program, stages: Sequence[Stage]) -> list[fx.Graph]:
+    """All graphs that are printed."""
+    graphs = [stage.graph for stage in stages]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    graphs += [node.target.graph for node in nodes if isinstance(node.target, Helper)]
+    graphs += [program.blocks[name].graph for name in {str(n.meta["block"]) for n in nodes if n.op == "call_module"}]
+    return [*graphs, *([program.counts] if program.counts is not None else [])]
+
+
+def _taken(program: Program, stages: Sequence[Stage]) -> set[str]:
+    """The names that the package defines."""
+    helpers = {node.target.name for stage in stages for node in stage.graph.nodes if isinstance(node.target, Helper)}
+    return {*program.blocks, *helpers, *(f"Stage{stage.index}" for stage in stages), "global_counts"}
+
+
+def _blocks_file(
+    program: Program, plan: Plan, stages: Sequence[Stage], operators: OperatorsFile | None
+) -> tuple[str, set[str]]:
     """``blocks.py`` and the names that it defines."""
     nodes = [node for stage in stages for node in stage.graph.nodes]
     helpers = {node.target.name: node.target for node in nodes if isinstance(node.target, Helper)}
@@ -146,7 +171,7 @@ def _blocks_file(program: Program, plan: Plan, stages: Sequence[Stage]) -> tuple
     )
     title = "\n".join(docstring(summary, "")) + "\n"
     exported = {*helpers, *(block.name for block in blocks), *(["parameters"] if parts[0] is _PARAMETERS else [])}
-    return _assembled(title, parts, ()), exported
+    return _assembled(title, parts, (), operators), exported
 
 
 def _stage_file(
@@ -157,6 +182,7 @@ def _stage_file(
     infos: Mapping[str, TensorInfo],
     calls: Mapping[str, str],
     exported: set[str],
+    operators: OperatorsFile | None,
 ) -> str:
     text, needs_parameters = stage_class(program, stage, modules, infos, calls)
     parts = [text]
@@ -168,10 +194,12 @@ def _stage_file(
         parts.insert(0, _PARAMETERS)
     rank = plan.stages[stage.index].rank
     title = "\n".join(docstring(f"Stage {stage.index} of {len(plan.stages)}, on pp rank {rank}: {modules}.", "")) + "\n"
-    return _assembled(title, parts, names)
+    return _assembled(title, parts, names, operators)
 
 
-def _assembled(title: str, parts: Sequence[str], blocks: Sequence[str] | set[str]) -> str:
+def _assembled(
+    title: str, parts: Sequence[str], blocks: Sequence[str] | set[str], operators: OperatorsFile | None = None
+) -> str:
     """A file: docstring, the imports that its text needs, and its parts."""
     text = "\n\n".join(parts)
     words = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", re.sub(r'"""[\s\S]*?"""', "", text)))
@@ -185,9 +213,18 @@ def _assembled(title: str, parts: Sequence[str], blocks: Sequence[str] | set[str
     shared = sorted(name for name in blocks if name in words)
     if shared:
         local.append(f"from .blocks import {', '.join(shared)}")
-    streams = sorted(name for name in FUNCTIONS if re.search(rf"(?<![.\w]){name}\(", text))
-    if streams:
-        local.append(f"from .random_streams import {', '.join(streams)}")
+    for module, functions in (("collectives", COLLECTIVES), ("random_streams", FUNCTIONS)):
+        called = sorted(name for name in functions if re.search(rf"(?<![.\w]){name}\(", text))
+        if called:
+            local.append(f"from .{module} import {', '.join(called)}")
+    if operators is not None:
+        classes = [name for name in operators.classes if name in words]
+        if classes:
+            local.append(f"from .operators import {', '.join(classes)}")
+        registered = [name for name in operators.registers if f"torch.ops.{name.replace('::', '.')}" in text]
+        if registered and not classes:
+            local.append(f"from . import operators  # noqa: F401  registers {', '.join(registered)}")
+    local.sort()
     header = "\n".join(imports) + ("\n\n" + "\n".join(local) if local else "")
     return f"{title}\n{header}\n\n\n{text}"
 
@@ -215,6 +252,7 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
             for stage in stages
         ],
         "outputs": _outputs(program, plan),
+        "shapes": {name: list(info.whole) for name, info in program.parameters.items() if info.whole not in (None, info.shape)},
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,
     }
@@ -243,6 +281,7 @@ def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:
         "shape": list(concrete_shape(boundary.node, plan.microbatch_size)),
         "dtype": _dtype(value_of(boundary.node).dtype),
         "requires_grad": boundary.requires_grad,
+        "types": {axis: str(kind) for axis, kind in boundary.node.meta.get("types", {}).items()},
     }
 
 

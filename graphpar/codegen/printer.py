@@ -9,6 +9,7 @@ re-used when its old value is dead, so ``hidden_states = ...`` can follow ``hidd
 from __future__ import annotations
 
 import builtins
+import itertools
 import keyword
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,23 +19,36 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.codegen.spelling import Expression, literal, spell
+from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
-from graphpar.program import Helper, batch_coefficients, operator_name, value_of
+from graphpar.functions import OPERATORS
+from graphpar.program import Helper, batch_coefficients, operator_name, short_name, value_of
+from graphpar.runtime.layout import R
 from graphpar.source import variable_names
 
 _INLINE = 88
 # Functions of the emitted package, which no variable may hide.
 FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
+COLLECTIVES = (
+    "all_gather", "all_gather_invariant", "all_reduce", "all_reduce_both", "all_to_all", "first_only", "rank", "reduce_scatter",
+    "shard", "shard_invariant", "size", "sum_gradient", "vocab_cross_entropy", "vocab_embedding",
+)  # fmt: skip
+# Names that mean something in every emitted file.
+RESERVED = ("F", "Tensor", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES)
 
 
 @dataclass
 class Statement:
-    """One line (or a loop) of a forward. ``path`` is the module that it belongs to, for the comments."""
+    """One line (or a loop) of a forward. ``path`` is the module that it belongs to, for the comments.
+
+    ``notes``: of each transition in it, the call as the text has it and what it does to the types.
+    """
 
     node: fx.Node
     text: str
     path: str = ""
     line: str = ""
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
@@ -45,6 +59,19 @@ class Printed:
     statements: list[Statement]
     returned: str
     names: dict[fx.Node, str] = field(default_factory=dict)
+    notes: tuple[tuple[str, str], ...] = ()  # of what is returned
+
+
+def _is_cut(node: fx.Node) -> bool:
+    return "cut" in node.kwargs or getattr(node.target, "__module__", None) == collectives.__name__
+
+
+def _line_of(node: fx.Node) -> tuple[str, int, str] | None:
+    """The line that calls a module of torch's, and the call that it stands in."""
+    source, stack = node.meta.get("source"), node.meta.get("module_stack", ())
+    if source is None or len(stack) < 2 or not stack[-1][1].startswith("torch.nn.modules"):
+        return None
+    return source.file, source.line, stack[-2][2]
 
 
 def describe_shape(node: fx.Node) -> str:
@@ -56,6 +83,18 @@ def describe_shape(node: fx.Node) -> str:
     for size, coefficient in zip(value.shape, batch_coefficients(node)):
         parts.append(str(int(size)) if coefficient is None else "b" if coefficient == 1 else f"{coefficient} b")
     return f"[{', '.join(parts)}]" if parts else "scalar"
+
+
+def describe_types(node: fx.Node) -> str:
+    """``S(1)@tp``: how a value lies on the axes on which it is not R."""
+    types = node.meta.get("types", {})
+    return ", ".join(f"{kind}@{axis}" for axis, kind in types.items() if kind is not R)
+
+
+def note_of(node: fx.Node) -> tuple[str, str]:
+    """A transition as its statement's comment tells it: the call, and ``S(1) -> R  [b, 16, 64]``."""
+    source, target = node.meta["transition"]
+    return f"{operator_name(node)}(", f"{source} -> {target}  {describe_shape(node)}"
 
 
 _BUILTINS_USED = {"bool", "enumerate", "float", "getattr", "int", "range", "str", "super", "tuple"}
@@ -82,6 +121,10 @@ class GraphPrinter:
         self.call = call
         self.base = base
         self.reserved = set(reserved) | {"F", "torch", "self", "nn", "parameters", *FUNCTIONS}
+        self.reserved |= {
+            OPERATORS[n.target].function.__qualname__.split(".")[0] for n in graph.nodes if n.target in OPERATORS
+        }
+        self.reserved |= set(COLLECTIVES) if any(_is_cut(node) for node in graph.nodes) else set()
         self.reserved |= {node.target.name for node in graph.nodes if isinstance(node.target, Helper)}
         self.keywords = set(keywords)
         self.nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]
@@ -90,6 +133,10 @@ class GraphPrinter:
         self.names: dict[fx.Node, str] = {}
         self.skipped: set[fx.Node] = set()  # printed as part of another statement
         self._lengths: dict[fx.Node, int] = {}
+        self._last: dict[Any, fx.Node] = {}  # the operator of torch's modules that a line of the user's ends with
+        for node in self.nodes:
+            if _line_of(node) is not None:
+                self._last[_line_of(node)] = node
 
     # ---- which nodes get a statement ----
 
@@ -255,6 +302,8 @@ class GraphPrinter:
         """Candidate names: the user's variable at this line or at a caller's, the module's, the operator's."""
         if isinstance(value_of(node), int | torch.SymInt):
             return ["batch" if operator_name(node) == "sym_size" else "rows"]
+        if "name" in node.meta:
+            return [_identifier(str(node.meta["name"]))]
         source = node.meta.get("source")
         part = operator_name(node) == "getitem"
         position = node.args[1] if part else 0
@@ -272,7 +321,9 @@ class GraphPrinter:
             candidates.append(parts[-1])
             if candidates[0] != parts[-1]:
                 candidates.append(f"{parts[-1]}_{candidates[0]}")
-        candidates.append(operator_name(node).strip("_") if node.op == "call_function" else "hidden")
+            if self._last.get(_line_of(node), node) is not node:
+                candidates.insert(0, parts[-1])  # down(act(gate(x)) * up(x)): what is not the line's result is named by its module
+        candidates.append(short_name(node) if node.op == "call_function" else "hidden")
         return [_identifier(candidate) for candidate in candidates]
 
     def _operand_names(self, node: fx.Node) -> list[str]:
@@ -335,7 +386,7 @@ class GraphPrinter:
         if isinstance(returned, tuple | list):
             text = text[1:-1].rstrip(",") if all("(" not in self.expression(r).text for r in returned) else text
         parameters = [self.names[node] for node in self.nodes if node.op == "placeholder"]
-        return Printed(parameters, statements, text, self.names)
+        return Printed(parameters, statements, text, self.names, tuple(self._notes(self.output)))
 
     def statement(self, node: fx.Node) -> Statement:
         parts = self.unpacked(node)
@@ -350,7 +401,14 @@ class GraphPrinter:
             return Statement(node, text)
         source = node.meta.get("source")
         stack = node.meta.get("module_stack", ())
-        return Statement(node, text, stack[-1][0] if stack else "", f"{source.file}:{source.line}" if source else "")
+        line = f"{source.file}:{source.line}" if source else ""
+        return Statement(node, text, stack[-1][0] if stack else "", line, tuple(self._notes(node)))
+
+    def _notes(self, node: fx.Node) -> list[tuple[str, str]]:
+        """The transitions in a statement, in the order of their calls."""
+        own = [note_of(node)] if "transition" in node.meta else []
+        inner = (self._notes(argument) for argument in node.all_input_nodes if argument in self.inlined)
+        return [*own, *itertools.chain.from_iterable(inner)]
 
 
 def _writes(node: fx.Node) -> bool:

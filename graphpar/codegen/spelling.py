@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from graphpar.emitted import collectives
+from graphpar.functions import OPERATORS, FunctionOperator
 from graphpar.program import operator_name, value_of
 
 ATOM, UNARY, POWER, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE, LOWEST = 100, 80, 85, 70, 60, 55, 50, 48, 46, 40, 0
@@ -40,6 +42,8 @@ Printed = Callable[[Any], Expression]
 def spell(node: fx.Node, shown: Printed, anchor: str) -> Expression:
     """The Python expression of a ``call_function`` node. ``anchor`` is an expression whose ``.device`` factories use."""
     name = operator_name(node)
+    if getattr(node.target, "__module__", None) == collectives.__name__:
+        return _collective(node, shown)  # type: ignore[return-value]
     row = _ROWS.get(name)
     if row is not None:
         spelled = row(node, shown)
@@ -129,7 +133,10 @@ def _by_rule(node: fx.Node, name: str, shown: Printed, anchor: str) -> Expressio
         module = getattr(target, "__module__", "")
         prefix = "F." if module == "torch.nn.functional" or getattr(F, name, None) is target else ""
         return _call(_RENAMED.get(name, f"{prefix}{name}"), texts, options)
+    if target in OPERATORS:
+        return _function(OPERATORS[target], node, shown)
     if target.namespace != "aten":
+        name = target._schema.name.partition("::")[2]
         return _call(f"torch.ops.{target.namespace}.{name}", texts, options)
     if name in _FACTORIES:
         options["device"] = f"{anchor}.device"
@@ -148,6 +155,13 @@ def _by_rule(node: fx.Node, name: str, shown: Printed, anchor: str) -> Expressio
     if own and callable(getattr(Tensor, name, None)):
         return _method(arguments[0], name, texts[1:], options)
     return _call(f"torch.ops.aten.{name}.{target._overloadname}", texts, options)
+
+
+def _function(operator: FunctionOperator, node: fx.Node, shown: Printed) -> Expression:
+    """``Scaled.apply(x, 2.0)``"""
+    arguments = [shown(argument).text for argument in operator.given(node.args)]
+    call = _call(f"{operator.function.__qualname__}.apply", arguments, {})
+    return Expression(f"{call.text}[0]") if operator.alone else call
 
 
 def _functions(name: str) -> list[tuple[Any, str]]:
@@ -343,6 +357,8 @@ def _view(node: fx.Node, shown: Printed) -> Expression | None:
     behind = 0
     while behind < min(len(old), len(new)) - ahead and old[-1 - behind] == new[-1 - behind]:
         behind += 1
+    if behind and len(old) == ahead + behind < len(new):  # a dim of size 1 came in: take it with its neighbour
+        behind -= 1
     merged, made = old[ahead : len(old) - behind], new[ahead : len(new) - behind]
     owner = shown(source).at(ATOM)
     if len(made) == 1 and len(merged) > 1:
@@ -418,16 +434,37 @@ def _own_dropout(function: str) -> Any:
         if isinstance(node.target, torch._ops.OpOverload):
             return None
         arguments = [shown(argument).text for argument in node.args]
-        options = {key: shown(item).text for key, item in node.kwargs.items() if key != "training"}
+        options = {key: shown(item).text for key, item in node.kwargs.items() if key not in ("training", "cut")}
         if function != "dropout_attention":
             if len(arguments) > 4:
                 arguments, options["training"] = arguments[:4], "self.training"
             if arguments[3] == "0":
                 del arguments[3]
         options["training"] = "self.training"
+        if "cut" in node.kwargs:
+            options["cut"] = _cut_dims(node.kwargs["cut"])
         return _call(function, arguments, options)
 
     return row
+
+
+def _cut_dims(cuts: Any) -> str:
+    """Which dims of a tensor are a rank's piece: ``[(1, rank("tp"), size("tp"))]``."""
+    shown = [
+        f'({dim}, rank("{axis}"), size("{axis}"){f", {literal(tuple(parts))}" if parts else ""})' for dim, axis, parts in cuts
+    ]
+    return f"[{', '.join(shown)}]"
+
+
+def _collective(node: fx.Node, shown: Printed) -> Expression | None:
+    """A transition: ``all_gather(hidden, "tp", dim=1)``."""
+    arguments = [f'"{item}"' if isinstance(item, str) else shown(item).text for item in node.args]
+    options = {
+        key: f'"{item}"' if isinstance(item, str) else shown(item).text
+        for key, item in node.kwargs.items()
+        if item is not None and item != ()
+    }
+    return _call(operator_name(node), arguments, options)
 
 
 def _layer_norm(node: fx.Node, shown: Printed) -> Expression | None:

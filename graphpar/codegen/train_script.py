@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from graphpar.plans import Plan
 from graphpar.program import Input, Program
+from graphpar.runtime.layout import AXES
 
 _TEMPLATE = '''"""{title}
 
@@ -75,10 +77,10 @@ _TRAIN = """        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args
             norm = pipeline.clip_grad_norm_(args.clip)
             optimizer.step()
             pipeline.zero_grad()
-            if loss is not None:  # the rank of the last stage
+            if loss is not None and pipeline.reports:  # one rank of the last stage
                 history.append({"loss": loss.item(), "gradient_norm": norm.item()})
                 print(f"step {step:4}   loss {loss:.6f}   gradient norm {norm:.4f}", flush=True)
-        if args.json and pipeline.has_last_stage:
+        if args.json and pipeline.reports:
             args.json.write_text(json.dumps(history))
         if args.save:
             pipeline.save_weights(args.save)
@@ -86,7 +88,7 @@ _TRAIN = """        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args
 
 _INFER = """        for step, batch in zip(range(args.steps), batches(args.seed, args.batch)):
             outputs = pipeline.infer(batch, step=step)
-            if outputs is not None:  # the rank of the last stage
+            if outputs is not None and pipeline.reports:  # one rank of the last stage
                 shapes = {name: list(value.shape) for name, value in outputs.items()}
                 print(f"step {step:4}   {shapes}", flush=True)
                 if args.json:
@@ -98,12 +100,16 @@ _INFER = """        for step, batch in zip(range(args.steps), batches(args.seed,
 
 def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
     """The text of ``train.py`` for this plan; ``stages`` says what each stage holds."""
-    count, per_rank = len(stages), plan.mesh.size
+    count, devices = len(stages), plan.mesh.size
+    degrees = {axis: degree for axis, degree in plan.mesh.degrees().items() if degree > 1}
+    mesh = f" ({' x '.join(f'{axis}={degree}' for axis, degree in degrees.items())})" if set(degrees) - {"pp"} else ""
+    replicas = " on each replica" if plan.mesh.dp_replicate > 1 else ""
     what = f"{count} pipeline stage{'s' if count > 1 else ''}, {plan.schedule}" if count > 1 else "one stage"
     verb = "Train" if program.mode == "train" else "Run"
+    size = plan.microbatch_size
     title = (
-        f"{verb} {program.name} on {per_rank} device{'s' if per_rank > 1 else ''}: {what}, {plan.microbatches} "
-        f"microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch_size} example{'s' if plan.microbatch_size > 1 else ''}."
+        f"{verb} {program.name} on {devices} device{'s' if devices > 1 else ''}{mesh}: {what}, {plan.microbatches} "
+        f"microbatch{'es' if plan.microbatches > 1 else ''} of {size} example{'s' if size > 1 else ''}{replicas}."
     )
     inputs = [
         f'            "{entry.name}": {_random(entry, plan)},'
@@ -127,11 +133,30 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
     return text if program.mode == "train" else text.replace("import load_file\n", "import load_file, save_file\n")
 
 
+_SHARED = {
+    "dp_replicate": "hold the same weights and take other rows of the batch",
+    "cp": "hold the same weights and take other parts of the sequence",
+    "ep": "hold other experts of the same layers",
+    "tp": "hold pieces of the same layers",
+}
+
+
 def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
+    """What each rank holds: a line a stage, and one for each other axis, by its ranks that are first in the others."""
+    degrees = plan.mesh.degrees()
+    inside = plan.mesh.size // plan.mesh.pp  # ranks at one pp coordinate: pp is the outermost axis
     lines = []
     for stage, modules in zip(plan.stages, stages):
-        line = f"    rank {stage.rank}   stage {stage.index}   {modules}"
+        first = stage.rank * inside
+        ranks = f"ranks {first}-{first + inside - 1}" if inside > 1 else f"rank {first}"
+        line = f"    {ranks}   stage {stage.index}   {modules}"
         lines.append(line if len(line) <= 118 else line[:117] + "…")
+    for axis, what in _SHARED.items():
+        inside = math.prod(degrees[inner] for inner in AXES[AXES.index(axis) + 1 :])
+        alike = [str(index * inside) for index in range(degrees[axis])]
+        shown = ", ".join(alike if len(alike) <= 4 else [*alike[:3], "…", alike[-1]])
+        if len(alike) > 1:
+            lines.append(f"    {axis}={len(alike)}   such as ranks {shown}: they {what}")
     return lines
 
 
