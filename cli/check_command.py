@@ -1,0 +1,34 @@
+"""``graphpar check``: the types of an emitted program, proven in one process at the real world size."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from graphpar.cli.output import CHECK_FAILED, DONE, Result, program_folder, progress
+from graphpar.report_text import plural
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run(options: argparse.Namespace) -> Result:
+    folder = program_folder(options.out)
+    with progress("checking the types of every stage"):
+        from graphpar.type_check import check_folder
+
+        result = check_folder(folder)
+    data: dict[str, Any] = result.to_json()
+    return Result(data, lambda console: show(data, console), DONE if result.ok else CHECK_FAILED)
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    """What was checked, what was not and why, what is wrong, and the verdict."""
+    lines = [
+        f" {plural(data['stages'], 'stage')} for {plural(data['devices'], 'device')} under spmd_types: "
+        f"{plural(data['checked'], 'operator')} checked, {len(data['unchecked'])} kinds unchecked"
+    ]
+    lines += [f"   unchecked: {name}: {reason}" for name, reason in data["unchecked"].items()]
+    lines += ["", *(f" {problem}" for problem in data["problems"])] if data["problems"] else []
+    lines += ["", f" {'PASS' if data['ok'] else 'FAIL'}"]
+    console.out("\n".join(lines), highlight=False)
