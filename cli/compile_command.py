@@ -8,24 +8,28 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar import api
+from graphpar.annotations import names_of, resolve
 from graphpar.cli import run_command
 from graphpar.cli.explain import explain
+from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, progress, write_text
-from graphpar.cli.plan_file import read_plan, read_record
+from graphpar.cli.plan_file import check_sharding, read_plan, read_record
 from graphpar.errors import GraphparError, near_match
 from graphpar.mesh import Mesh
 from graphpar.modelfile import ModelFile, initial_weights, load_model_file
+from graphpar.passes.shard import shard
 from graphpar.passes.split import Stage, positions_of, split
 from graphpar.passes.table import PASSES, Pass
 from graphpar.plans import Plan
 from graphpar.program import Program
 from graphpar.report import compile_json, html, render, report_data
 from graphpar.schedule import load_table
+from graphpar.shard_plans import load_shard_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +45,7 @@ _PLAN_DECIDES = (
     "split",
     "layers_per_stage",
     "edge_layers",
+    "shard_plan",
     "batch",
 )
 
@@ -73,6 +78,7 @@ def run(options: argparse.Namespace) -> Result:
     clock = _Clock()
     _check_options(options)
     table = _schedule_table(options.schedule_table)
+    wishes = load_shard_plan(options.shard_plan) if options.shard_plan else None
     given = read_plan(*read_record(options.plan)) if options.plan else None
     if given is not None:
         _check_beside_plan(options)
@@ -81,22 +87,22 @@ def run(options: argparse.Namespace) -> Result:
     with progress("tracing the model"):
         program = _export(file, options, given)
     clock.phase("capture")
+    if wishes is None and given is None:
+        wishes = file.shard_plan
     with progress("planning"):
-        plan = _plan(file, program, options, table) if given is None else replan(program, given)
+        plan = _plan(file, program, options, table, wishes) if given is None else replan(program, given)
     clock.phase("plan")
     folder = None if options.no_emit else Path(options.out or default_folder(file, plan))
     compiled = _compiled(file, program, plan, folder)
-    explanation = explain(compiled.program, plan, compiled.stages, options.explain) if options.explain else []
+    explanation = _explanation(compiled, program, options.explain, wishes) if options.explain else []
     if folder is not None:
         _save(compiled, file, folder, options.weights or options.run)
     clock.phase("emit")
     out = None if folder is None else str(folder)
     data = compile_json(compiled.program, plan, compiled.stages, clock.seconds, out)
-    data["warnings"] = [*file.warnings, *data["warnings"]]
     if options.explain:
         data["explain"] = explanation
     report = report_data(compiled.program, plan, compiled.stages)
-    report["warnings"] = data["warnings"]
     if options.html:
         write_text(options.html, html(report))
     ran = run_command.launch(folder, options.steps or 10) if options.run and folder is not None else None
@@ -204,9 +210,16 @@ def _edge_layers(text: str | None) -> tuple[int, int] | None:
         raise GraphparError(f"--edge-layers wants two whole numbers such as 1,2; got {text!r}.") from None
 
 
-def _plan(file: ModelFile, program: Program, options: argparse.Namespace, table: str | None) -> Plan:
+def _plan(
+    file: ModelFile,
+    program: Program,
+    options: argparse.Namespace,
+    table: str | None,
+    shard_plan: Mapping[str, Any] | None,
+) -> Plan:
     mesh = Mesh.parse(options.mesh) if options.mesh else None
     devices = _devices(options, table, mesh)
+    resolve(shard_plan or {}, names_of(program), {})  # what is wrong in it is wrong on any mesh
     by_layers = options.layers_per_stage is not None or options.edge_layers is not None
     pipelined = Mesh.resolve(mesh, devices if devices or mesh else 1).pp > 1
     own_split = file.split_points if pipelined and not by_layers else None
@@ -221,6 +234,7 @@ def _plan(file: ModelFile, program: Program, options: argparse.Namespace, table:
         layers_per_stage=options.layers_per_stage,
         edge_layers=_edge_layers(options.edge_layers),
         table=table,
+        shard_plan=shard_plan,
         allow_batch_coupling=options.allow_batch_coupling,
         dtype=options.dtype or "fp32",
     )
@@ -228,6 +242,8 @@ def _plan(file: ModelFile, program: Program, options: argparse.Namespace, table:
 
 def replan(program: Program, given: Plan) -> Plan:
     """The plan ``given`` with every decision pinned, so that one that was edited is checked as options are.
+
+    Its sharding is not searched again: the pins that it was made under are not in the plan. It is checked against the rules.
 
     Raises:
         GraphparError: the plan is not legal for ``program``, or contradicts itself.
@@ -238,7 +254,7 @@ def replan(program: Program, given: Plan) -> Plan:
     plan = api.plan(
         program,
         global_batch=given.global_batch,
-        mesh=given.mesh.degrees(),
+        mesh=given.mesh.degrees() | dict.fromkeys(given.mesh.compute, 1),
         schedule=None if custom else given.schedule,
         microbatch_size=given.microbatch_size,
         split=[{cut.path: cut.where.value} for cut in given.cuts],
@@ -246,6 +262,8 @@ def replan(program: Program, given: Plan) -> Plan:
         allow_batch_coupling=given.allow_batch_coupling,
         dtype=given.dtype,
     )
+    plan = replace(plan, mesh=given.mesh, sharding=given.sharding)
+    check_sharding(program, plan)
     if plan != given:
         ours, theirs = plan.to_json(), given.to_json()
         name = next(key for key in ours if ours[key] != theirs[key])
@@ -264,12 +282,22 @@ def _compiled(file: ModelFile, program: Program, plan: Plan, folder: Path | None
     """The stages, and unless ``folder`` is None the package that is to go there, in memory."""
     if folder is None:
         with progress("splitting"):
-            sized = program.at_batch(plan.microbatch_size)
+            sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
             return _Compiled(sized, plan, split(sized, positions_of(sized, plan.cuts)), None)
     reference = file.reference or os.path.relpath(file.path.resolve(), folder.resolve())
     with progress("printing the stages"):
         parts = api.partition(program, plan, model_file=reference)
     return _Compiled(parts.program, plan, parts.stages, parts)
+
+
+def _explanation(
+    compiled: _Compiled, program: Program, pattern: str, shard_plan: Mapping[str, Any] | None
+) -> list[str]:
+    plan = compiled.plan
+    explainer = None
+    if plan.sharding.degrees:
+        explainer = ShardingExplainer(program.at_batch(plan.microbatch_size), plan, shard_plan)
+    return explain(compiled.program, plan, compiled.stages, pattern, explainer.lines if explainer else None)
 
 
 def _save(compiled: _Compiled, file: ModelFile, folder: Path, weights: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.passes.split import Stage
@@ -13,8 +13,17 @@ from graphpar.report_data import stage_parameters
 from graphpar.report_text import indices_text
 
 
-def explain(program: Program, plan: Plan, stages: Sequence[Stage], pattern: str) -> list[str]:
+def explain(
+    program: Program,
+    plan: Plan,
+    stages: Sequence[Stage],
+    pattern: str,
+    more: Callable[[str], list[str]] | None = None,
+) -> list[str]:
     """Lines about everything whose name matches ``pattern``: ``*`` within one level, ``**`` over levels.
+
+    Args:
+        more: further lines about a name.
 
     Raises:
         GraphparError: nothing matches.
@@ -28,7 +37,10 @@ def explain(program: Program, plan: Plan, stages: Sequence[Stage], pattern: str)
     ]
     parts = (re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("**"))
     wanted = re.compile(".*".join(parts))
-    lines = [f" {name}: {text}" for name, text in about if wanted.fullmatch(name)]
+    lines = []
+    for name, text in about:
+        if wanted.fullmatch(name):
+            lines += [f" {name}: {text}", *(f"     {line}" for line in (more(name) if more else ()))]
     if not lines:
         hint = near_match(pattern, dict(about))
         raise GraphparError(f"--explain {pattern!r} matches no module, parameter or value.{hint}")
@@ -77,7 +89,8 @@ def _parameters(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
         where = f"on stage {indices_text(found)}" if found else "used by no operator"
         tied = f", tied: {' = '.join(group)}" if len(group) > 1 else ""
         summed = "; its gradient is summed over these stages" if len(found) > 1 and program.mode == "train" else ""
-        about[name] = f"a parameter {list(info.shape)} {where}{tied}{summed}"
+        piece = "" if info.whole in (None, info.shape) else f" of {list(info.whole)}"
+        about[name] = f"a parameter {list(info.shape)}{piece} {where}{tied}{summed}"
     return about
 
 

@@ -1,6 +1,6 @@
 """The terminal: parse, call the command's module, print.
 
-    graphpar compile | run | verify | report | passes
+    graphpar compile | run | verify | check | report | passes
 
 Exit codes: 0 done, 1 a check failed, 2 the user must change something (message, no traceback), 3 our bug (traceback).
 Nothing here imports torch, so that ``graphpar --help`` answers at once; each command is a module of its own.
@@ -26,6 +26,7 @@ from graphpar.errors import GraphparError
 _COMPILE_EXAMPLES = """examples:
   graphpar compile model.py --devices 4
   graphpar compile model.py --mesh pp=2 --schedule zbv --batch 64 --microbatch-size 4 -o out
+  graphpar compile model.py --mesh tp=2,dp_replicate=2 --shard-plan plan.toml
   graphpar compile model.py --devices 2 --split layers.12 --run --steps 5
   graphpar compile package.module --devices 8 --no-emit --json
 """
@@ -47,6 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("out", metavar="OUT", help="the emitted folder")
     verify.add_argument("--steps", type=int, default=3, help="optimizer steps (default: 3)")
     verify.add_argument("--json", action="store_true", help="print one JSON object")
+    check = commands.add_parser(
+        "check", help="check the types of an emitted program, at its world size, in one process"
+    )
+    check.add_argument("out", metavar="OUT", help="the emitted folder")
+    check.add_argument("--json", action="store_true", help="print one JSON object")
     report = commands.add_parser("report", help="print the report of an emitted program or a plan")
     report.add_argument("out", metavar="OUT|PLAN.json", help="the emitted folder, or a plan.json")
     report.add_argument("--html", metavar="FILE", help="write the report as a page instead")
@@ -71,7 +77,7 @@ def _compile_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     size.add_argument("--devices", type=int, metavar="N", help="how many devices (default: 1)")
     size.add_argument("--cluster", metavar="NxKIND", help="the same, e.g. 2xCPU")
     pins = parser.add_argument_group("pins (what is left out is chosen)")
-    pins.add_argument("--mesh", metavar="pp=2", help="degrees of mesh axes; alone, they give the device count")
+    pins.add_argument("--mesh", metavar="pp=2,tp=2", help="degrees of mesh axes; alone, they give the device count")
     pins.add_argument("--schedule", metavar="NAME", help="1F1B, GPipe, Interleaved1F1B, ZBVZeroBubble, ...")
     pins.add_argument(
         "--schedule-table", metavar="FILE.csv", help="a schedule of your own, a row a rank: 0F0,0F1,0B0,0B1"
@@ -84,6 +90,9 @@ def _compile_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     )
     pins.add_argument("--layers-per-stage", type=int, metavar="N", help="cut by number of layers")
     pins.add_argument("--edge-layers", metavar="IN,OUT", help="what the parts around the layers count as (default 1,1)")
+    pins.add_argument(
+        "--shard-plan", metavar="FILE", help="how weights and activations lie: patterns in a .json, .toml or .py file"
+    )
     pins.add_argument("--plan", metavar="PLAN.json", help="take every decision from this plan")
     pins.add_argument(
         "--allow-batch-coupling", action="store_true", help="accept operators that mix examples, such as BatchNorm"

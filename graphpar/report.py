@@ -10,6 +10,7 @@ Reading a report needs no torch.
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from graphpar.report_data import compile_json, decisions, report_data, timeline_of
 from graphpar.report_html import html
+from graphpar.report_layout import layout_text, sharding_lines, sharding_sections
 from graphpar.report_text import bytes_text, compressed, count_text, flops_text, indices_text, listed, plural
 from graphpar.schedule_table import draw
 
@@ -37,16 +39,25 @@ def render(data: Mapping[str, Any], console: Console, out: str | None = None) ->
     width = min(console.width, WIDTH)
     closing = [("Warning", line) for line in data["warnings"]]
     closing += [("Next", line) for line in next_commands(out, data["mode"])] if out is not None else []
-    table = _stage_table(data["stages"])
+    table = _stage_table(data["stages"], data["devices"] // data["mesh"]["pp"])
     sections = [
         [_header(data)],
         _fields(_plan_lines(data), width),
         _lines_of(table, width),
+        *sharding_sections(data.get("sharding"), width),
         _fields(_notes(data), width),
-        [f" {line}" for line in draw(timeline_of(data), width - 1)],
+        [f" {line}" for line in _timeline(data, width - 1)],
         _fields(closing, width),
     ]
     console.out("\n\n".join("\n".join(lines) for lines in sections if lines), highlight=False)
+
+
+def _timeline(data: Mapping[str, Any], width: int) -> list[str]:
+    """The schedule, a line a pp rank."""
+    lines = draw(timeline_of(data), width)
+    if data["devices"] == data["mesh"]["pp"]:
+        return lines
+    return [re.sub("^rank", "pp  ", line) for line in lines]
 
 
 def next_commands(out: str, mode: str) -> list[str]:
@@ -68,7 +79,7 @@ def _plan_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     microbatches = plural(count, "microbatch", "microbatches")
     plan = f"{' · '.join(degrees)}   {data['schedule']}, {microbatches} of {size} (global batch {data['global_batch']})"
     lines = [("Plan", plan)]
-    if "bubble_fraction" in data and data["devices"] > 1:
+    if "bubble_fraction" in data and data["mesh"]["pp"] > 1:
         flops = [stage["flops"] for stage in data["stages"]]
         mean = sum(flops) / len(flops)
         largest = max(range(len(flops)), key=flops.__getitem__)
@@ -79,6 +90,8 @@ def _plan_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("Simulated", simulated))
         lines.append(("In flight", f"at most {_in_flight(data)}"))
         lines.append(("Traffic", _traffic(data)))
+    if data.get("sharding"):
+        lines += sharding_lines(data["sharding"], data["mode"])
     if data["model"]["blocks"]:
         lines.append(("Blocks", " · ".join(f"{block['name']} x {block['count']}" for block in data["model"]["blocks"])))
     return lines
@@ -88,7 +101,8 @@ def _in_flight(data: Mapping[str, Any]) -> str:
     peaks = data["in_flight"]
     if len(peaks) > 16:
         return f"{max(peaks)} activations of a stage on a rank, {min(peaks)} on the least loaded"
-    return f"{', '.join(map(str, peaks))} microbatches' activations on ranks 0 to {len(peaks) - 1}"
+    ranks = "ranks" if data["devices"] == len(peaks) else "pp ranks"
+    return f"{', '.join(map(str, peaks))} microbatches' activations on {ranks} 0 to {len(peaks) - 1}"
 
 
 def _traffic(data: Mapping[str, Any]) -> str:
@@ -101,10 +115,11 @@ def _traffic(data: Mapping[str, Any]) -> str:
     return f"activations {bytes_text(forward)}{gradients} a step, over all boundaries"
 
 
-def _stage_table(stages: Sequence[Mapping[str, Any]]) -> Table:
+def _stage_table(stages: Sequence[Mapping[str, Any]], together: int) -> Table:
+    """``together``: how many ranks hold a stage, each its pieces."""
     table = Table(box=None, padding=(0, 1))
     table.add_column("Stage", justify="right", no_wrap=True)
-    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("rank" if together == 1 else "ranks", justify="right", no_wrap=True)
     table.add_column("modules", overflow="fold", ratio=1)
     table.add_column("params", justify="right", no_wrap=True)
     table.add_column("forward", justify="right", no_wrap=True)
@@ -114,7 +129,7 @@ def _stage_table(stages: Sequence[Mapping[str, Any]]) -> Table:
     for stage in stages:
         cells = [
             str(stage["index"]),
-            str(stage["rank"]),
+            indices_text(range(stage["rank"] * together, (stage["rank"] + 1) * together)),
             ", ".join(stage["modules"]),
             count_text(stage["parameters"]),
             flops_text(stage["flops"]),
@@ -161,7 +176,9 @@ def _notes(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     last = data["stages"][-1]
     if len(data["stages"]) > 1:
         what = "Loss" if data["mode"] == "train" else "Outputs"
-        lines.append((what, f"on rank {last['rank']}, from stage {last['index']}"))
+        together = data["devices"] // data["mesh"]["pp"]
+        ranks = indices_text(range(last["rank"] * together, (last["rank"] + 1) * together))
+        lines.append((what, f"on rank{'s' if together > 1 else ''} {ranks}, from stage {last['index']}"))
     return lines
 
 
@@ -204,6 +221,7 @@ def plan_text(plan: Plan) -> str:
         [f" graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {plural(plan.mesh.size, 'device')}"],
         _fields(_plan_lines({**decisions(plan), "model": {"blocks": []}}), WIDTH),
         _lines_of(table, WIDTH),
+        _fields(layout_text(plan), WIDTH),
         _fields([("Warning", line) for line in plan.warnings], WIDTH),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)

@@ -6,9 +6,11 @@ flops as cost, twice as much backward, and free transfers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from graphpar.report_sharding import sharding_data
 from graphpar.report_text import compressed
 from graphpar.schedule_table import Action, ActionTable, Timeline, format_table, make_table, parse_table, simulate
 
@@ -36,7 +38,7 @@ def report_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[s
     data: dict[str, Any] = {
         "model": {
             "name": program.name,
-            "parameters": program.parameter_count(),
+            "parameters": _whole_count(program),
             "blocks": [{"name": block.name, "count": len(block.instances)} for block in program.blocks.values()],
         },
         **decisions(plan),
@@ -47,12 +49,22 @@ def report_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[s
         "backward_cost": BACKWARD,
         "warnings": list(dict.fromkeys((*plan.warnings, *program.warnings))),
     }
+    sharding = sharding_data(program, plan)
+    if sharding is not None:
+        data["sharding"] = sharding
     for row in rows:
         del row["names"]
     timeline = timeline_of(data)
     data["bubble_fraction"] = round(timeline.bubble, 6)
     data["in_flight"] = list(timeline.peak_in_flight)
     return data
+
+
+def _whole_count(program: Program) -> int:
+    """Parameters of the user's model, each tied one once, whatever piece of it a rank holds."""
+    skipped = {name for group in program.ties for name in group[1:]}
+    infos = [info for name, info in program.parameters.items() if name not in skipped]
+    return sum(math.prod(info.shape if info.whole is None else info.whole) for info in infos)
 
 
 def decisions(plan: Plan) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from html import escape
 from typing import Any
 
 from graphpar.report_data import timeline_of
-from graphpar.report_text import bytes_text, count_text, flops_text, indices_text, plural
+from graphpar.report_layout import cost_text, turn_text
+from graphpar.report_text import bytes_text, count_text, flops_text, indices_text, plural, seconds_text
 from graphpar.schedule_table import KINDS, Span, Timeline
 
 COLORS = {"F": "#3b82c4", "B": "#e08a3c", "I": "#c9a227", "W": "#5a9e6f"}
@@ -47,6 +48,7 @@ def html(data: Mapping[str, Any]) -> str:
         _facts(data),
         "<h2>Stages</h2>",
         _stages(data),
+        *_sharding(data.get("sharding")),
         "<h2>Schedule</h2>",
         _schedule(data),
         _notes(data),
@@ -103,6 +105,46 @@ def _sent(value: Mapping[str, Any]) -> str:
         notes.append("no gradient")
     shape = "x".join(map(str, value["shape"])) or "scalar"
     return f'<code>{escape(value["name"])}</code> {shape} {value["dtype"]} <span class="soft">{", ".join(notes)}</span>'
+
+
+# ---- cut operators ---------------------------------------------------------------------------------------------
+
+
+def _sharding(sharding: Mapping[str, Any] | None) -> list[str]:
+    """A table a distinct block, and one of the root's own operators."""
+    if sharding is None:
+        return []
+    sent = ", ".join(f"{bytes_text(amount)} over {axis}" for axis, amount in sharding["bytes"].items())
+    lines = [
+        f"{plural(sharding['transitions'], 'transition')} a microbatch, {seconds_text(sharding['transitions_s'])}; a rank sends {sent}.",
+        f"Priced: {cost_text(sharding['cost'], sharding['gap'])}.",
+        *sharding["notes"],
+        *(
+            f"{operator} has no rule of its own: {'; '.join(rules) or 'it runs on whole tensors'}"
+            for operator, rules in sharding["discovered"].items()
+        ),
+    ]
+    tables = [_scope(scope, len(sharding["axes"]) > 1) for scope in sharding["scopes"] if scope["rows"]]
+    return ["<h2>How tensors are cut</h2>", *(f'<p class="soft">{escape(line)}</p>' for line in lines), *tables]
+
+
+def _scope(scope: Mapping[str, Any], several: bool) -> str:
+    title = f"{scope['name']} x {scope['count']}" if scope["name"] else "Outside of blocks"
+    ends = " · ".join(f"{end} {scope[end]}" for end in ("in", "out") if scope[end])
+    rows = []
+    for row in scope["rows"]:
+        cells = "".join(f"<td>{cell}</td>" for cell in (escape(row["label"]), escape(row["spec"]), "", "", "", ""))
+        rows.append(f'<tr class="mono">{cells}</tr>')
+        for entry in row["transitions"]:
+            sent = [
+                f"{entry[way]} {bytes_text(entry[f'{way}_bytes'])}" if entry[f"{way}_bytes"] else entry[way]
+                for way in ("forward", "backward")
+            ]
+            texts = ("", "", f"{entry['name']} {turn_text(entry, several)}", *sent, seconds_text(entry["seconds"]))
+            rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in texts)}</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("Module", "Weight", "Transition", "Forward", "Backward", "Priced"))
+    note = f' <span class="soft">{escape(ends)}</span>' if ends else ""
+    return f'<h3>{escape(title)}{note}</h3><div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
 # ---- the timeline ----------------------------------------------------------------------------------------------

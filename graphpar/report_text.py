@@ -28,6 +28,11 @@ def bytes_text(value: int) -> str:
     return " ".join(_scaled(value, ("B", "kB", "MB", "GB", "TB", "PB")))
 
 
+def seconds_text(value: float) -> str:
+    """``612 ms``, ``0.09 ms``, ``8.2 us``."""
+    return " ".join(_scaled(value * 1e9, ("ns", "us", "ms", "s"))) if value else "0 s"
+
+
 def flops_text(value: float) -> str:
     return " ".join(_scaled(value, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")))
 
@@ -67,6 +72,29 @@ def compressed(stages: Sequence[Sequence[str]]) -> list[list[str]]:
         whole = [next((a for a in _ancestors(path) if len(holders[a]) == 1), path) for path in paths]
         shortened.append(numbered_runs(list(dict.fromkeys(whole))))
     return shortened
+
+
+def short_names(parameters: Sequence[str]) -> dict[str, str]:
+    """What a few parameters are called among themselves: ``q, k, o`` for ``self_attn.q_proj.weight`` and its like.
+
+    An ending that three of them share is left out.
+    """
+
+    def last(name: str) -> str:
+        parts = name.split(".")
+        parts = parts[:-1] if len(parts) > 1 and parts[-1] == "weight" else parts
+        return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+
+    shown = {name: last(name) for name in parameters}
+    taken = list(shown.values())
+    shown = {name: short if taken.count(short) == 1 else name.removesuffix(".weight") for name, short in shown.items()}
+    endings = [short.rpartition("_")[2] for short in shown.values()]
+    bare = {
+        name: short.rpartition("_")[0] for name, short in shown.items() if endings.count(short.rpartition("_")[2]) > 2
+    }
+    bare = {name: short for name, short in bare.items() if short and not short.endswith(".")}
+    taken = [*bare.values(), *shown.values()]
+    return shown | {name: short for name, short in bare.items() if taken.count(short) == 1}
 
 
 def _ancestors(path: str) -> list[str]:

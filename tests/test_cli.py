@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graphpar.cli.main import main
+from graphpar.report_text import seconds_text
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GPT, HEAD_FIRST = str(EXAMPLES / "gpt.py"), str(EXAMPLES / "head_first.py")
@@ -131,6 +134,68 @@ def test_a_plan_is_reused(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert (folder / "first" / name).read_bytes() == (folder / "again" / name).read_bytes(), name
 
 
+def test_a_sharded_plan_is_reused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the pins of a shard plan, which the plan itself does not hold, and a block that has two definitions."""
+    (folder / "wishes.toml").write_text('"body.*.up" = "rowwise"\n"body.3.down.weight" = "S(0)@tp"\n')
+    pins = ["--devices", "4", "--mesh", "tp=2,dp_replicate=2", "--shard-plan", "wishes.toml"]
+    first = compiled(capsys, HEAD_FIRST, *pins, "-o", "first")
+    parameters = first["plan"]["parameters"]
+    assert parameters["body.0.up.weight"] == {"dp_replicate": "R", "tp": "S(1)"}
+    assert parameters["body.3.down.weight"]["tp"] == "S(0)"
+    assert first["plan"]["sharding"]["cost"]["transitions"] > 0
+    again = compiled(capsys, HEAD_FIRST, "--plan", "first/plan.json", "-o", "again")
+    assert again["plan"] == first["plan"]
+    for path in (folder / "first").iterdir():
+        assert path.read_bytes() == (folder / "again" / path.name).read_bytes(), path.name
+
+
+def test_a_sharded_plan_that_was_edited(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = compiled(capsys, HEAD_FIRST, "--mesh", "tp=2", "--no-emit")["plan"]
+
+    def edited(change: Callable[[dict[str, Any]], None]) -> str:
+        copy = json.loads(json.dumps(plan))
+        change(copy)
+        (folder / "plan.json").write_text(json.dumps(copy))
+        return message(capsys, "compile", HEAD_FIRST, "--plan", "plan.json")
+
+    def decided(text: str, scope: str = "Block", name: str = "relu") -> Callable[[dict[str, Any]], None]:
+        return lambda copy: copy["sharding"]["decisions"][scope].update({name: text})
+
+    assert "Block: relu, which no rule allows" in edited(decided("R -> S(0)"))
+    assert "can't be read" in edited(decided("R"))
+    assert "no decision for Block: relu" in edited(lambda copy: copy["sharding"]["decisions"]["Block"].pop("relu"))
+    stored = {"body.2.up.weight": {"tp": "R"}}
+    assert "body.2.up.weight is stored as R@tp" in edited(lambda copy: copy["parameters"].update(stored))
+    assert "no transition leads there" in edited(decided("R, R -> R", "", "add_tensor_1"))
+    assert "its mesh has no axis" in edited(lambda copy: copy.update(mesh={"pp": 1}))
+
+
+def test_shard_plans_of_the_model_file_and_of_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command's replaces the model file's; a mesh without tp has no use for either."""
+    (folder / "model.py").write_text(LINEAR + "shard_plan = {'0.weight': 'S(0)@tp', '1.weight': 'S(1)@tp'}\n")
+    (folder / "own.py").write_text("shard_plan = {'0': 'replicate'}\n")
+
+    def cut(*arguments: str) -> dict[str, Any]:
+        parameters = compiled(capsys, "model.py", "--no-emit", "--batch", "4", *arguments)["plan"]["parameters"]
+        return {name: spec["tp"] for name, spec in parameters.items() if name in ("0.weight", "1.weight")}
+
+    assert cut("--mesh", "tp=2") == {"0.weight": "S(0)", "1.weight": "S(1)"}
+    assert cut("--mesh", "tp=2", "--shard-plan", "own.py")["0.weight"] in ("R", "I")
+    assert cut("--devices", "2") == {}
+    (folder / "bad.json").write_text('{"7.weight": "colwise"}')
+    for mesh in ("tp=2", "pp=2"):
+        said = message(capsys, "compile", "model.py", "--no-emit", "--mesh", mesh, "--shard-plan", "bad.json")
+        assert "matches no module and no parameter" in said
+
+
+def test_the_package_exports_what_shard_plans_need() -> None:
+    import graphpar as gp
+
+    assert gp.merge_plans({"encoder": {"q": "colwise"}}) == {"encoder.q": "colwise"}
+    with pytest.raises(gp.GraphparError, match="has no '->'"):
+        gp.register_rule("mylib::op", "b s d")
+
+
 def test_a_schedule_table_gives_the_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "own.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     data = compiled(capsys, HEAD_FIRST, "--schedule-table", "own.csv", "--no-emit")
@@ -151,6 +216,31 @@ def test_explain_and_dump(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     captured = capsys.readouterr()
     assert "tokens.weight: a parameter [211, 64] on stage 0-1, tied: tokens.weight = head.weight" in captured.out
     assert "# after outline" in captured.err
+
+
+def test_explain_says_how_tensors_lie_and_what_the_next_best_costs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next best costs what a plan does that is pinned to it."""
+    arguments = [HEAD_FIRST, "--mesh", "tp=2", "--no-emit"]
+    found = compiled(capsys, *arguments, "--explain", "body.*.down.weight")
+    spec = found["plan"]["parameters"]["body.0.down.weight"]["tp"]
+    lines = found["explain"]
+    assert lines[1].startswith(f"     lies as {spec}@tp; next best ")
+    assert lines[3] == "     lies as body.0.down.weight does"
+    other, total = re.search(r"next best (\S+)@tp: ([\d.]+ \w+) a microbatch", lines[1]).groups()  # type: ignore[union-attr]
+    assert other != spec
+    (folder / "other.json").write_text(json.dumps({"body.*.down.weight": f"{other}@tp"}))
+    pinned = compiled(capsys, *arguments, "--shard-plan", "other.json", "--explain", "body.2.down.weight")
+    assert seconds_text(sum(pinned["plan"]["sharding"]["cost"].values())) == total
+    assert pinned["explain"][1] == f"     lies as {other}@tp; pinned by the shard plan: 'body.*.down.weight'"
+
+
+def test_explain_a_module_of_a_cut_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = output(capsys, "compile", HEAD_FIRST, "--mesh", "tp=2", "--no-emit", "--explain", "body.1.up")
+    lines = [line.split() for line in printed.splitlines() if line.startswith("     ") and " as " in line]
+    assert [line[0] for line in lines[-4:]] == ["takes", "holds", "holds", "gives"]
+    assert all(re.search(r" as [RIPS]\S*@tp", " ".join(line)) for line in lines[-4:])
 
 
 # ---- what the user must change ---------------------------------------------------------------------------------
@@ -191,7 +281,8 @@ def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
         (["--devices", "2", "--split", "bodi.4"], "Did you mean 'body.4'"),
         (["--devices", "16", "--batch", "16"], "16 stages were asked for, but HeadFirst has only 8 blocks"),
         (["--devices", "2", "--microbatch-size", "3"], "sizes that do: 1, 2, 4, 8"),
-        (["--mesh", "tp=2"], "tp=2"),
+        (["--mesh", "tq=2"], "There is no mesh axis 'tq'"),
+        (["--mesh", "tp=2", "--shard-plan", "nope.toml"], "There is no shard plan nope.toml"),
         (["--devices", "4", "--mesh", "pp=2"], "pp(2) = 2 != 4 devices"),
         (["--devices", "2", "--schedule", "gpip"], "Did you mean 'GPipe'?"),
         (["--cluster", "some"], "--cluster 'some'"),
@@ -262,7 +353,7 @@ def test_a_file_is_imported_once(folder: Path) -> None:
     assert first.model is second.model
     assert (folder / "count").read_text() == "."
     assert list(first.kwargs) == ["input"] and first.args == () and first.targets == ()
-    assert "shard_plan is ignored" in first.warnings[0]
+    assert first.shard_plan == {"weight": "colwise"}
     assert str(folder) not in sys.path
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.modelfile import load_model_file
 from graphpar.report import compile_json, html, plan_text, render, report_data, timeline_of
-from graphpar.report_text import bytes_text, compressed, count_text, flops_text, indices_text
+from graphpar.report_text import bytes_text, compressed, count_text, flops_text, indices_text, seconds_text, short_names
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -147,3 +149,82 @@ def test_modules_are_compressed() -> None:
         ["rotary", "layers.2-3", "up.0.conv1"],
         ["rotary", "layers.5", "up.0.norm", "norm", "head"],
     ]
+
+
+# ---- programs that are cut -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> gp.Parts:
+    return made("llama", mesh={"tp": 2, "dp_replicate": 2})
+
+
+def test_transitions_cost_what_the_search_said(llama: gp.Parts) -> None:
+    """Read off the emitted program, priced anew, and added up over all instances of the block."""
+    sharding = report_data(llama.program, llama.plan, llama.stages)["sharding"]
+    assert sharding["transitions_s"] == pytest.approx(llama.plan.sharding.cost["transitions"])
+    calls = "\n".join(text for name, text in llama.files.items() if name.startswith(("blocks", "stage")))
+    printed = sum(calls.count(f"{name}(") for name in ("all_gather", "all_gather_invariant", "reduce_scatter", "shard"))
+    block, root = sharding["scopes"]
+    inside, outside = (sum(len(row["transitions"]) for row in scope["rows"]) for scope in (block, root))
+    assert block["count"] == 8 and inside + outside == printed
+    assert sharding["transitions"] == 8 * inside + outside
+
+
+def test_a_transition_s_bytes(llama: gp.Parts) -> None:
+    """A ring sends half of the whole tensor from each of two ranks."""
+    data = report_data(llama.program, llama.plan, llama.stages)
+    entries = [entry for row in data["sharding"]["scopes"][0]["rows"] for entry in row["transitions"]]
+    assert entries and {entry["axis"] for entry in entries} == {"tp"}
+    for entry in entries:
+        assert entry["forward_bytes"] == llama.plan.microbatch_size * 16 * 64 * 4 / 2
+        assert {entry["from"][0], entry["to"][0]} <= set("RISP") and entry["seconds"] > 0
+
+
+def test_text_of_a_cut_program(llama: gp.Parts) -> None:
+    data = report_data(llama.program, llama.plan, llama.stages)
+    assert json.loads(json.dumps(data)) == data
+    text = text_of(data)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "dp_replicate 2 · tp 2" in text and "Simulated" not in text
+    whole = sum(info.numel for info in made("llama", devices=1).program.parameters.values())
+    assert data["model"]["parameters"] == whole
+    assert "LlamaDecoderLayer x 8" in text and "Outside of blocks" in text and "under this model of costs" in text
+    spec = llama.plan.parameters()["model.layers.0.self_attn.q_proj.weight"]["tp"]
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("q, k, v ")]
+    assert line.split()[-1] == f"{spec}@tp"
+    assert "S(1) -> R" in text and "0-3" in text
+    page = html(data)
+    assert "How tensors are cut" in page and "S(1) -&gt; R" in page
+    assert f"{spec}@tp:" in str(llama.plan) and "model.layers.*.self_attn.q_proj.weight" in str(llama.plan)
+
+
+def test_logits_that_are_gathered_are_noted() -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.head = nn.Linear(16, 32), nn.Linear(32, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.up(x).relu())
+
+    def notes(**options: float) -> list[str]:
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits, labels, **options)
+
+        program = gp.export(Classifier(), (torch.randn(4, 16),), loss_fn=loss, targets=(torch.arange(4),))
+        plan = gp.plan(program, mesh={"tp": 2}, shard_plan={"head.weight": "S(0)@tp"})
+        parts = gp.partition(program, plan)
+        return report_data(parts.program, plan, parts.stages)["sharding"]["notes"]  # type: ignore[no-any-return]
+
+    why = "label smoothing needs every class's logit"
+    assert notes(label_smoothing=0.1) == [f"The logits are cut over tp, but gathered before the loss: {why}."]
+    assert all("priced" in note for note in notes())
+
+
+def test_names_among_themselves() -> None:
+    names = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
+    assert list(short_names([*names, "norm.weight"]).values()) == ["q", "k", "v", "o", "norm"]
+    assert list(short_names(["mlp.0.weight", "mlp.2.weight", "gate"]).values()) == ["mlp.0", "mlp.2", "gate"]
+    assert list(short_names(["a.q.weight", "b.q.weight"]).values()) == ["a.q", "b.q"]
+    assert seconds_text(1.6e-5) == "16.0 us" and seconds_text(0) == "0 s"

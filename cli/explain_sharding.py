@@ -1,0 +1,206 @@
+"""``--explain`` of a program that is cut: how each tensor around a module lies, what that costs, and what the next best would.
+
+tensor ──its type forbidden, searched again──► next best type, and what all would cost then
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from graphpar.annotation_values import Choice, Spec
+from graphpar.annotations import ShardPins, names_of, resolve
+from graphpar.codegen.printer import describe_shape
+from graphpar.cost_models.sharding import ShardingCosts
+from graphpar.errors import GraphparError
+from graphpar.passes.candidates import Operator, build_problem
+from graphpar.passes.pins import pin_nodes, prepared
+from graphpar.passes.search import Prices, SearchPins, Solution, Workload, search
+from graphpar.plans import Plan
+from graphpar.program import Block, Program, module_path, value_name
+from graphpar.report_text import seconds_text
+from graphpar.runtime.layout import Shard, Type
+from graphpar.sharding import Types
+
+MOST = 12
+"""So many tensors are searched again, each once for every axis; a pattern may match more."""
+
+
+class ShardingExplainer:
+    """Explains tensors of ``program`` (before it is cut, for one microbatch) under the sharding of ``plan``.
+
+    ``shard_plan``: the user's, whose pins hold in every alternative; None where it is not known.
+    """
+
+    def __init__(self, program: Program, plan: Plan, shard_plan: Mapping[str, Any] | None) -> None:
+        self.plan, self.sharding = plan, plan.sharding
+        self.program = prepared(program, plan.sharding.variants, plan.sharding.points)
+        self.problem = build_problem(self.program, plan.sharding.degrees)
+        self.axes = self.problem.axes
+        self.pins = resolve(shard_plan or {}, names_of(program), plan.sharding.degrees) if shard_plan else ShardPins()
+        points = plan.sharding.points if shard_plan else ()
+        self.given = SearchPins(self.pins.parameters, pin_nodes(self.program, self.pins, points))
+        self.workload = Workload(plan.microbatch_size, plan.microbatches, plan.mode == "train")
+        self.prices = Prices(self.problem, self.workload, ShardingCosts())
+        self.total = sum(plan.sharding.cost.values())
+        self.parameters = dict(self._parameters())
+        self._next: dict[Operator, str] = {}
+        self._told: dict[tuple[str, str], str] = {}  # of what several instances share, the name under which it was said
+
+    def lines(self, name: str) -> list[str]:
+        """What there is to say of the parameter or the module ``name``; nothing of anything else."""
+        if name in self.parameters:
+            operator = self.parameters[name]
+            told = self._told.setdefault((operator.scope, str(operator.node.target)), name)
+            return [f"lies as {self._tensor(operator)}"] if told == name else [f"lies as {told} does"]
+        if name not in self.program.module_classes:
+            return []
+        block, own = self._place(name)
+        told = self._told.setdefault((block.name if block else "", own), name)
+        if told != name:
+            return [f"lies as {told} does"]
+        return [f"{what} {label} as {self._tensor(operator)}" for what, label, operator in self._around(block, own)]
+
+    # ---- which tensors ----
+
+    def _parameters(self) -> Iterator[tuple[str, Operator]]:
+        for operator in self.problem.operators:
+            if operator.kind == "parameter":
+                for prefix in self._prefixes(operator.scope):
+                    yield f"{prefix}{operator.node.target}", operator
+
+    def _prefixes(self, scope: str) -> list[str]:
+        return [f"{path}." for path in self.program.blocks[scope].instances] if scope else [""]
+
+    def _place(self, path: str) -> tuple[Block | None, str]:
+        """The block that a module lies in, and the module's path in the instance that the block's graph was made of."""
+        for block in self.program.blocks.values():
+            for instance in block.instances:
+                if _within(path, instance):
+                    return block, block.path + path.removeprefix(instance)
+        return None, path
+
+    def _around(self, block: Block | None, own: str) -> list[tuple[str, str, Operator]]:
+        """What comes into a module, the parameters that it uses, and what goes out of it."""
+        scope = "" if block is None else block.name
+        region = {
+            operator.node: operator
+            for operator in self.problem.operators
+            if operator.kind == "operator" and operator.scope == scope and _within(module_path(operator.node), own)
+        }
+        found: dict[tuple[str, Operator], str] = {}
+        for value in self.problem.values:
+            maker = value.maker
+            users = [edge.user for edge in value.edges]
+            if maker.node in region and any(user.node not in region for user in users):
+                found["gives", maker] = self._label(maker)
+            elif maker.node not in region and any(user.node in region for user in users):
+                parameter = maker.kind == "parameter"
+                found["holds" if parameter else "takes", maker] = self._label(maker)
+        order = ("takes", "holds", "gives")
+        rows = [(what, label, operator) for (what, operator), label in found.items()]
+        return sorted(rows, key=lambda row: order.index(row[0]))
+
+    def _label(self, operator: Operator) -> str:
+        if operator.kind == "parameter":
+            return str(operator.node.target)
+        return f"{value_name(operator.node)} {describe_shape(operator.node)}".rstrip()
+
+    # ---- what is said of one ----
+
+    def _tensor(self, operator: Operator) -> str:
+        """Its types, what it is turned into and for how much, and the next best."""
+        types = self._chosen(operator)
+        turned = "".join(f", turned into {text}" for text in self._turned(operator, types))
+        return f"{self._spec(types)}{turned}; {self._alternative(operator, types)}"
+
+    def _chosen(self, operator: Operator) -> Types:
+        return self.sharding.decisions[operator.scope][operator.node.name].results[0]
+
+    def _spec(self, types: Types) -> str:
+        return ", ".join(f"{kind}@{axis}" for axis, kind in zip(self.axes, types))
+
+    def _turned(self, operator: Operator, types: Types) -> list[str]:
+        """The transitions of a value, for one instance and microbatch."""
+        found: dict[Types, str] = {}
+        for value in self.problem.values:
+            if value.maker is not operator or value.index:
+                continue
+            for edge in value.edges:
+                decision = self.sharding.decisions[edge.user.scope][edge.user.node.name]
+                wanted = decision.results[0] if edge.user.kind == "boundary" else decision.operands[edge.position]
+                seconds = self.prices.transition(value, types, wanted) if wanted != types else None
+                if seconds is not None:
+                    found[wanted] = f"{self._spec(wanted)} ({seconds_text(seconds)})"
+        return list(found.values())
+
+    def _alternative(self, operator: Operator, types: Types) -> str:
+        if operator not in self._next:
+            if len(self._next) >= MOST:
+                return f"the next best was searched for the first {MOST} tensors only; give a narrower pattern"
+            self._next[operator] = self._next_best(operator, types)
+        return self._next[operator]
+
+    def _next_best(self, operator: Operator, types: Types) -> str:
+        pinned = self._pinned(operator)
+        best: Solution | None = None
+        possible = False
+        for place, axis in enumerate(self.axes):
+            others = frozenset(
+                c.results[0][place] for c in operator.choices if not _alike(c.results[0][place], types[place])
+            )
+            if not others or axis in pinned:
+                continue
+            possible = True
+            try:
+                solution = search(self.problem, self.workload, pins=self._with(operator, axis, others))
+            except GraphparError:  # nothing else goes with the rest
+                continue
+            if best is None or solution.seconds < best.seconds:
+                best = solution
+        if best is None:
+            if pinned:
+                return f"pinned by the shard plan: {', '.join(map(repr, self._origins(operator)))}"
+            return "no rule lets it lie otherwise" if not possible else "nothing else goes with the rest of the program"
+        change = best.seconds / self.total - 1 if self.total else 0.0
+        cheaper = ", with more weights whole or more work repeated" if change < -1e-6 else ""
+        return (
+            f"next best {self._spec(best.types(operator))}: {seconds_text(best.seconds)} a microbatch in all instead of "
+            f"{seconds_text(self.total)} ({change:+.1%}{cheaper})"
+        )
+
+    def _pinned(self, operator: Operator) -> Spec:
+        if operator.kind == "parameter":
+            return self.given.parameters.get(self._first_name(operator), {})
+        return self.given.values.get(operator.node, {})
+
+    def _origins(self, operator: Operator) -> tuple[str, ...]:
+        name = self._first_name(operator) if operator.kind == "parameter" else module_path(operator.node)
+        return self.pins.origins.get(name, ("a module's input or output",))
+
+    def _first_name(self, operator: Operator) -> str:
+        return f"{self._prefixes(operator.scope)[0]}{operator.node.target}"
+
+    def _with(self, operator: Operator, axis: str, allowed: Choice) -> SearchPins:
+        """The user's pins, and ``operator`` with a type of ``allowed``."""
+        if operator.kind == "parameter":
+            name = self._first_name(operator)
+            return replace(
+                self.given, parameters={**self.given.parameters, name: {**self._pinned(operator), axis: allowed}}
+            )
+        values: dict[fx.Node, Spec] = {**self.given.values, operator.node: {**self._pinned(operator), axis: allowed}}
+        return replace(self.given, values=values)
+
+
+def _within(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
+
+
+def _alike(one: Type, other: Type) -> bool:
+    """Whether two types are the same but for parts, which a pin does not tell apart."""
+    if isinstance(one, Shard) and isinstance(other, Shard):
+        return one.dim == other.dim
+    return one == other
