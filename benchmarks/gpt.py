@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCAB, WIDTH, HEADS, LAYERS, LENGTH = 4096, 256, 4, 8, 128
+VOCAB, WIDTH, HEAD, LAYERS, LENGTH = 4096, 256, 64, 8, 128
 IGNORED = -100
 
 
@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def attention(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (part.unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         projected: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
         return projected

@@ -1,9 +1,10 @@
-"""Seconds and peak memory of ``graphpar compile``, each model in a process of its own.
+"""Seconds and peak memory of ``graphpar compile``, each model in a process of its own; then seconds of the sharding search.
 
-    python -m benchmarks.planning [--json] [--model gpt2 --model llama3_8b]
+    python -m benchmarks.planning [--json] [--only 'compile gpt2'] [--only 'search*'] [--repetitions 7]
 
 No weight is allocated: the models are built under fake tensors. "process" is the whole command, imports included; peak
-memory is that process's largest resident set, as the operating system counts it.
+memory is that process's largest resident set, as the operating system counts it. For the search see
+:mod:`benchmarks.search_times`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks import search_times
+from benchmarks.search_times import Ratio, SearchTime
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -56,14 +61,29 @@ class Measurement:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.planning", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--model", action="append", choices=[case.model for case in CASES], help="default: all")
+    names = [*(f"compile {case.model}" for case in CASES), *(f"search {model.label}" for model in search_times.MODELS)]
+    parser.add_argument("--only", action="append", metavar="PATTERN", help=f"of {', '.join(names)}; default: all")
+    parser.add_argument("--repetitions", type=int, default=7, help="of each search (default: 7)")
     options = parser.parse_args(arguments)
-    chosen = [case for case in CASES if options.model is None or case.model in options.model]
-    measured = [_measure(case, emit) for case in chosen for emit in (False, True)]
+    wanted = {name for name in names if any(fnmatch(name, pattern) for pattern in options.only or ["*"])}
+    if not wanted:
+        parser.error(f"--only {' '.join(options.only)} fits none of: {'; '.join(names)}")
+    measured = [_measure(case, emit) for case in CASES if f"compile {case.model}" in wanted for emit in (False, True)]
+    models = [model for model in search_times.MODELS if f"search {model.label}" in wanted]
+    times, ratios = search_times.measure(models, options.repetitions)
     if options.json:
-        print(json.dumps({"measurements": [asdict(measurement) for measurement in measured]}))
-    else:
-        Console(highlight=False, width=None if sys.stdout.isatty() else 100).print(_table(measured))
+        found = {
+            "measurements": [asdict(row) for row in measured],
+            "searches": [asdict(row) for row in times],
+            "ratios": [asdict(row) for row in ratios],
+        }
+        print(json.dumps(found))
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    tables = [_table(measured)] if measured else []
+    tables += [_search_table(times), _ratio_table(ratios)] if times else []
+    for i, table in enumerate(tables):
+        console.print(*[""] * (i > 0), table, sep="\n")
 
 
 def _measure(case: Case, emit: bool) -> Measurement:
@@ -114,6 +134,26 @@ def _table(measured: Sequence[Measurement]) -> Table:
             *(f"{seconds:.1f} s" for seconds in (row.capture_s, row.plan_s, row.emit_s, row.process_s)),
             f"{row.peak_memory_bytes / 1e9:.2f} GB",
         )
+    return table
+
+
+def _search_table(times: Sequence[SearchTime]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("sharding search", "mesh", "capture", "build", "solve", "read", "plan", "lower"):
+        table.add_column(heading, justify="left" if len(table.columns) < 2 else "right", no_wrap=True)
+    for row in times:
+        seconds = (row.build_s, row.solve_s, row.read_s, row.plan_s, row.lower_s)
+        mesh = " x ".join(f"{axis} {degree}" for axis, degree in row.mesh.items())
+        table.add_row(row.model, mesh, f"{row.capture_s:.1f} s", *(f"{s:.3f} s" for s in seconds))
+    return table
+
+
+def _ratio_table(ratios: Sequence[Ratio]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("ratio", "plan", "lower"):
+        table.add_column(heading, justify="left" if heading == "ratio" else "right", no_wrap=True)
+    for row in ratios:
+        table.add_row(row.what, f"{row.plan:.2f}", f"{row.lower:.2f}")
     return table
 
 

@@ -1,11 +1,16 @@
-"""Step time of an emitted pipeline over that of one written by hand with torch's ``PipelineStage``.
+"""Step time of emitted programs over that of the same model written by hand, on two local processes.
 
-    python -m benchmarks.runtime [--json] [--rounds 20] [--schedule 1F1B --schedule GPipe]
+    python -m benchmarks.runtime [--json] [--rounds 20] [--only PATTERN]
 
-Both pipelines hold the same model and weights, cut at the same block, with the same schedule, microbatches and
-optimizer. They live in the same two gloo processes (one thread each) and take steps in turn, so that whatever else the
-machine does falls on both. A step is forward, backward and AdamW; it is timed from barrier to barrier. That both give
-the same loss in every step shows that they do the same work.
+    pipeline 1F1B, GPipe     against torch's PipelineStage: the same cut, schedule and microbatches
+    tensor                   against Megatron-style layers with the sequence cut between them, as the search has it (benchmarks.megatron)
+    tensor, whole sequence   against the same with all-reduces, for which the search is pinned
+    tensor                   against torch's DTensor and parallelize_module (benchmarks.dtensor)
+
+Both sides of a row hold the same weights and optimizer. They live in the same two gloo processes (one thread each) and take
+steps in turn, so that whatever else the machine does falls on both. A step is forward, backward and AdamW; it is timed from
+barrier to barrier. "cpu" compares the processor time of the process instead, which waiting is no part of: the figure to trust
+where others use the machine. That both give the same loss in every step shows that they do the same work.
 """
 
 from __future__ import annotations
@@ -17,8 +22,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +35,56 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import graphpar as gp
-from benchmarks import gpt
+from benchmarks import dtensor, gpt, megatron
 from graphpar.runtime import Pipeline, Ranks, start
 from graphpar.runtime.launch import torchrun
 
-DEVICES, BATCH, MICROBATCHES, WARM_UP, TIMEOUT_S = 2, 8, 8, 3, 600
+DEVICES, BATCH, MICROBATCHES, WARM_UP, TIMEOUT_S = 2, 8, 8, 3, 900
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 LEARNING_RATE = 1e-4
+WHOLE_SEQUENCE = {
+    "blocks.*.norm*": {"inputs": ["I@tp"]},
+    "norm": {"inputs": ["I@tp"]},
+    "positions": "replicate",
+}
+Step = Callable[[], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row: an emitted program and what it is compared with. Cases of one ``launch`` run in the same processes."""
+
+    name: str
+    against: str
+    launch: str
+    program: Mapping[str, Any] = field(default_factory=dict)  # of gp.plan
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} / {self.against}"
+
+
+def _pipeline(schedule: str) -> Case:
+    pins = {
+        "devices": DEVICES,
+        "schedule": schedule,
+        "microbatch_size": BATCH // MICROBATCHES,
+        "split": [f"blocks.{gpt.LAYERS // 2}"],
+    }
+    return Case(f"pipeline {schedule}", "PipelineStage", schedule, pins)
+
+
+_CUT = {"mesh": {"tp": DEVICES}}
+CASES = (
+    *map(_pipeline, SCHEDULES),
+    Case("tensor", "Megatron", "tensor", _CUT),
+    Case("tensor, whole sequence", "Megatron all-reduce", "tensor", {**_CUT, "shard_plan": WHOLE_SEQUENCE}),
+    Case("tensor", "DTensor", "tensor", _CUT),
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +94,14 @@ class Comparison:
     The two steps of a round see the same machine; the medians of two samples that drift together need not.
     """
 
-    schedule: str
+    name: str
+    against: str
     rounds: int
     handwritten_s: float
     emitted_s: float
     ratio: float
     middle_half: tuple[float, float]
+    cpu_ratio: float
     loss_difference: float
 
 
@@ -61,14 +109,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.runtime", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each (default: 20)")
-    parser.add_argument("--schedule", action="append", choices=SCHEDULES, help="default: all")
+    parser.add_argument(
+        "--only", metavar="PATTERN", default="*", help="rows such as 'tensor*' or '*DTensor'; default: all"
+    )
     parser.add_argument("--rank", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)  # one process of a launch
     options = parser.parse_args(arguments)
+    chosen = [case for case in CASES if fnmatch(case.label, options.only)]
+    if not chosen:
+        parser.error(f"--only {options.only!r} fits none of: {', '.join(case.label for case in CASES)}")
     if options.rank is not None:
         with start(TIMEOUT_S) as ranks:
             _measure(options.rank, options.rounds, ranks)
         return
-    comparisons = [_compare(schedule, options.rounds) for schedule in options.schedule or SCHEDULES]
+    launches = dict.fromkeys(case.launch for case in chosen)
+    comparisons = [
+        comparison
+        for launch in launches
+        for comparison in _compare([case for case in chosen if case.launch == launch], options.rounds)
+    ]
     if options.json:
         print(json.dumps({**_setting(), "comparisons": [asdict(comparison) for comparison in comparisons]}))
     else:
@@ -78,33 +136,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # ---- the parent: emit, launch, sum up --------------------------------------------------------------------------
 
 
-def _compare(schedule: str, rounds: int) -> Comparison:
+def _compare(cases: Sequence[Case], rounds: int) -> list[Comparison]:
     torch.manual_seed(0)
     model, batch = gpt.GPT(), gpt.example_batch(BATCH)
     program = gp.export(model, args=(batch["ids"],), loss_fn=gpt.loss_fn, targets=(batch["labels"],))
-    plan = gp.plan(
-        program,
-        devices=DEVICES,
-        schedule=schedule,
-        microbatch_size=BATCH // MICROBATCHES,
-        split=[f"blocks.{gpt.LAYERS // 2}"],
-    )
     with tempfile.TemporaryDirectory(prefix="graphpar_benchmark_") as scratch:
-        folder = gp.partition(program, plan).save(Path(scratch) / "out", weights=model.state_dict())
-        save_file(batch, str(folder / "batch.safetensors"))
-        arguments = ["--rank", str(folder), "--rounds", str(rounds), "--schedule", schedule]
+        folder = Path(scratch)
+        save_file({**batch}, str(folder / "batch.safetensors"))
+        save_file(model.state_dict(), str(folder / "weights.safetensors"))
+        contestants = []
+        for name, pins in {case.name: case.program for case in cases}.items():
+            gp.partition(program, gp.plan(program, **pins)).save(folder / name)
+            contestants.append(name)
+        contestants += [case.against for case in cases]
+        (folder / "contestants.json").write_text(json.dumps(contestants))
+        arguments = ["--rank", str(folder), "--rounds", str(rounds)]
         torchrun("benchmarks.runtime", arguments, nproc=DEVICES, timeout_s=TIMEOUT_S, module=True)
         steps = json.loads((folder / "steps.json").read_text())
-    handwritten, emitted = steps["handwritten"], steps["emitted"]
+    return [_compared(case, steps[case.name], steps[case.against]) for case in cases]
+
+
+def _compared(case: Case, emitted: Mapping[str, list[float]], handwritten: Mapping[str, list[float]]) -> Comparison:
     ratios = [ours / theirs for ours, theirs in zip(emitted["seconds"], handwritten["seconds"])]
     first, middle, third = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return Comparison(
-        schedule=schedule,
-        rounds=rounds,
+        name=case.name,
+        against=case.against,
+        rounds=len(ratios),
         handwritten_s=statistics.median(handwritten["seconds"]),
         emitted_s=statistics.median(emitted["seconds"]),
         ratio=middle,
         middle_half=(first, third),
+        cpu_ratio=statistics.median(a / b for a, b in zip(emitted["cpu"], handwritten["cpu"])),
         loss_difference=max(abs(a - b) / abs(b) for a, b in zip(emitted["losses"], handwritten["losses"])),
     )
 
@@ -116,67 +179,81 @@ def _setting() -> dict[str, Any]:
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads in all, 1 a process",
         "model": f"GPT of {parameters / 1e6:.1f} M parameters: {gpt.LAYERS} layers of {gpt.WIDTH}",
-        "batch": f"{BATCH} x {gpt.LENGTH} in {MICROBATCHES} microbatches",
+        "batch": f"{BATCH} x {gpt.LENGTH}; pipelines in {MICROBATCHES} microbatches",
         "devices": DEVICES,
     }
 
 
 def _show(comparisons: Sequence[Comparison]) -> None:
     setting = _setting()
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     console.print(f"{setting['model']}, batch {setting['batch']}")
     console.print(f"{DEVICES} gloo processes, torch {setting['torch']}, {comparisons[0].rounds} rounds\n")
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("schedule", "by hand", "emitted", "ratio", "middle half", "losses differ by"):
-        table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
+    for heading in ("emitted", "against", "by hand", "emitted", "ratio", "middle half", "cpu", "losses differ by"):
+        table.add_column(heading, justify="left" if len(table.columns) < 2 else "right", no_wrap=True)
     for row in comparisons:
         table.add_row(
-            row.schedule,
+            row.name,
+            row.against,
             f"{row.handwritten_s * 1e3:.1f} ms",
             f"{row.emitted_s * 1e3:.1f} ms",
             f"{row.ratio:.3f}",
             f"{row.middle_half[0]:.3f} to {row.middle_half[1]:.3f}",
+            f"{row.cpu_ratio:.3f}",
             f"{row.loss_difference:.1e}",
         )
     console.print(table)
 
 
-# ---- one rank: both pipelines, step by step --------------------------------------------------------------------
+# ---- one rank: all contestants, step by step -------------------------------------------------------------------
 
 
 @dataclass
 class _Contestant:
-    """One of the two pipelines: a step that returns the loss where the last stage is, and what it took so far."""
+    """A step that returns the loss where the last stage is, and what it took so far."""
 
-    step: Callable[[], Tensor | None]
-    seconds: list[float]
-    losses: list[float]
+    step: Step
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
 
 def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
     """Steps in turn, each round in the other order; the last rank writes what it saw."""
-    batch = load_file(folder / "batch.safetensors")
-    emitted = _Contestant(_emitted_step(folder, batch, ranks), [], [])
-    handwritten = _Contestant(_handwritten_step(folder, batch, ranks), [], [])
+    batch, weights = load_file(folder / "batch.safetensors"), load_file(folder / "weights.safetensors")
+    contestants: dict[str, _Contestant] = {}
+    for name in json.loads((folder / "contestants.json").read_text()):
+        if name == "PipelineStage":
+            schedule = json.loads((folder / next(iter(contestants)) / "plan.json").read_text())["schedule"]
+            step = _pipeline_step(schedule, weights, batch, ranks)
+        elif name == "DTensor":
+            step = _dtensor_step(weights, batch, ranks)
+        elif name.startswith("Megatron"):
+            step = _megatron_step(name == "Megatron", weights, batch)
+        else:
+            step = _emitted_step(folder / name, folder / "weights.safetensors", batch, ranks)
+        contestants[name] = _Contestant(step)
     for turn in range(WARM_UP + rounds):
-        for contestant in (emitted, handwritten) if turn % 2 else (handwritten, emitted):
+        for contestant in list(contestants.values())[:: 1 if turn % 2 else -1]:
             dist.barrier()
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             loss = contestant.step()
+            worked = time.process_time() - worked
             dist.barrier()
             if turn >= WARM_UP:
                 contestant.seconds.append(time.perf_counter() - began)
+                contestant.cpu.append(worked)
             if loss is not None:
                 contestant.losses.append(loss.item())
     if ranks.rank == DEVICES - 1:
-        found = {"emitted": emitted, "handwritten": handwritten}
-        record = {name: {"seconds": c.seconds, "losses": c.losses} for name, c in found.items()}
+        record = {name: {"seconds": c.seconds, "cpu": c.cpu, "losses": c.losses} for name, c in contestants.items()}
         (folder / "steps.json").write_text(json.dumps(record))
 
 
-def _emitted_step(folder: Path, batch: dict[str, Tensor], ranks: Ranks) -> Callable[[], Tensor | None]:
+def _emitted_step(folder: Path, weights: Path, batch: dict[str, Tensor], ranks: Ranks) -> Step:
     pipeline = Pipeline(folder, ranks.device)
-    pipeline.load_weights()
+    pipeline.load_weights(weights)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=LEARNING_RATE)
 
     def step() -> Tensor | None:
@@ -188,10 +265,41 @@ def _emitted_step(folder: Path, batch: dict[str, Tensor], ranks: Ranks) -> Calla
     return step
 
 
-def _handwritten_step(folder: Path, batch: dict[str, Tensor], ranks: Ranks) -> Callable[[], Tensor | None]:
+def _megatron_step(sequence: bool, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> Step:
+    group = dist.group.WORLD
+    assert group is not None
+    model = megatron.MegatronGPT(group, sequence)
+    megatron.load(model, weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+    def step() -> Tensor | None:
+        loss: Tensor = model(batch["ids"], batch["labels"])
+        loss.backward()  # type: ignore[no-untyped-call]
+        megatron.finish_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _dtensor_step(weights: dict[str, Tensor], batch: dict[str, Tensor], ranks: Ranks) -> Step:
+    model = dtensor.parallelized(init_device_mesh(ranks.device.type, (DEVICES,)), weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+    def step() -> Tensor | None:
+        loss = dtensor.loss_and_backward(model, batch["ids"], batch["labels"])
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def _pipeline_step(name: str, weights: dict[str, Tensor], batch: dict[str, Tensor], ranks: Ranks) -> Step:
     """What torch's documentation shows, with a loss that is a sum over the microbatches, as a masked mean needs."""
     model = gpt.GPT()
-    model.load_state_dict(load_file(folder / "weights" / "model.safetensors"))
+    model.load_state_dict(weights)
     rows = BATCH // MICROBATCHES
     hidden = torch.empty(rows, gpt.LENGTH, gpt.WIDTH, requires_grad=True)
     logits = torch.empty(rows, gpt.LENGTH, gpt.VOCAB, requires_grad=True)
@@ -211,8 +319,7 @@ def _handwritten_step(folder: Path, batch: dict[str, Tensor], ranks: Ranks) -> C
         total = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=gpt.IGNORED, reduction="sum")
         return total / valid
 
-    plan = json.loads((folder / "plan.json").read_text())
-    schedule = SCHEDULES[plan["schedule"]](stage, MICROBATCHES, loss_fn=loss_share, scale_grads=False)
+    schedule = SCHEDULES[name](stage, MICROBATCHES, loss_fn=loss_share, scale_grads=False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
 
     def step() -> Tensor | None:

@@ -34,6 +34,8 @@ _IMAGES = {"num_channels": 3, "image_size": 32, "num_labels": 5}
 
 # name -> (model class, configuration class, options beyond the common ones; None takes a common one away)
 _TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}),
     "opt": ("OPTForCausalLM", "OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "opt_dropout": ("OPTForCausalLM", "OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.1}),
@@ -44,6 +46,14 @@ _TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {
         **_HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     }),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {
+        **_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
+    }),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", _GROUPED),
+    "nemotron": ("NemotronForCausalLM", "NemotronConfig", _HEADS),
+    "mpt": ("MptForCausalLM", "MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 4, "expansion_ratio": 2, "max_seq_len": 32}),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", _HEADS),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_HEADS, "sliding_window": 4}),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_HEADS, "sliding_window": 4}),
@@ -71,6 +81,7 @@ _TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
         "d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 64, "dropout": 0.0, "max_position_embeddings": None,
     }),
     "rwkv": ("RwkvForCausalLM", "RwkvConfig", {"attention_hidden_size": 32, "context_length": 32}),
+    "bert": ("BertForMaskedLM", "BertConfig", _BERT),
     "albert": ("AlbertForMaskedLM", "AlbertConfig", {**_BERT, "embedding_size": 16}),
     "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", {
         "dim": 32, "n_layers": 4, "n_heads": 4, "hidden_dim": 64, "dropout": 0.0, "attention_dropout": 0.0,
@@ -90,12 +101,24 @@ _VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
         "drop_path_rate": 0.0,
     }),
+    "vit": ("ViTForImageClassification", "ViTConfig", {
+        "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64, "patch_size": 8,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }),
+    "resnet": ("ResNetForImageClassification", "ResNetConfig", {
+        "embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "layer_type": "basic",
+    }),
     "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", {
         "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "mlp_ratio": 2, "patch_size": 8,
     }),
 }  # fmt: skip
-REFUSED_ARCHITECTURES = {"bloom": "GeLUFunction, whose backward a trace would lose", "clip": "matmul mixes examples"}
-ARCHITECTURES = [*(name for name in (*_TEXT, *_VISION) if name not in REFUSED_ARCHITECTURES), "bart", "whisper"]
+ALL = [*_TEXT, *_VISION, "bart", "t5", "whisper", "clip"]
+# Those that can't be split into stages and microbatches, and the words that say why.
+REFUSED_ARCHITECTURES = {
+    "clip": "matmul mixes examples",
+    "resnet": "batch_norm mixes examples",
+}
+ARCHITECTURES = [name for name in ALL if name not in REFUSED_ARCHITECTURES]
 
 _Example = tuple[Callable[[], nn.Module], dict[str, Tensor], Callable[..., Tensor] | None, tuple[Tensor, ...]]
 
@@ -130,6 +153,18 @@ def _example(name: str) -> _Example:
     if name == "bart":
         made = _built("BartForConditionalGeneration", "BartConfig", _COMMON | _SEQ2SEQ | {"forced_eos_token_id": None})
         return made, {"input_ids": _words(), "decoder_input_ids": _words()}, _next_word, (_words(),)
+    if name == "t5":
+        sizes = {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        }
+        made = _built("T5ForConditionalGeneration", "T5Config", {**_COMMON, **sizes, "feed_forward_proj": "gated-gelu"})
+        return made, {"input_ids": _words(), "decoder_input_ids": _words()}, _next_word, (_words(),)
     if name == "whisper":
         audio = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
         made = _built("WhisperForConditionalGeneration", "WhisperConfig", _COMMON | _SEQ2SEQ | audio)
@@ -149,9 +184,17 @@ def _contrastive(output: Any) -> Tensor:
     return F.cross_entropy(logits, torch.arange(logits.shape[0]))
 
 
+def program_of(name: str, *, double: bool = False) -> gp.Program:
+    """``name``, traced with its loss; ``double``: in fp64, where rounding does not hide or look like an error."""
+    model, kwargs, loss_fn, targets = _example(name)
+    if double:
+        kwargs = {key: item.double() if item.is_floating_point() else item for key, item in kwargs.items()}
+        return gp.export(lambda: model().double(), (), kwargs, loss_fn, targets)
+    return gp.export(model, (), kwargs, loss_fn, targets)
+
+
 @functools.cache
 def architecture(name: str) -> gp.Parts:
     """``name`` in two stages."""
-    model, kwargs, loss_fn, targets = _example(name)
-    program = gp.export(model, (), kwargs, loss_fn, targets)
+    program = program_of(name)
     return gp.partition(program, gp.plan(program, 2, schedule="1F1B"))

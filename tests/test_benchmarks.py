@@ -1,4 +1,4 @@
-"""The benchmarks run, and both sides of the comparison do the same work."""
+"""The benchmarks run, and both sides of a comparison do the same work."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing import assert_close
 
-from benchmarks import gpt, planning, runtime
+from benchmarks import gpt, megatron, planning, runtime, search_times
 
 
 def test_the_handwritten_split_is_the_model() -> None:
@@ -18,17 +20,63 @@ def test_the_handwritten_split_is_the_model() -> None:
         assert torch.equal(split, model(batch["ids"]))
 
 
+@pytest.fixture
+def alone() -> dist.ProcessGroup:  # type: ignore[misc]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD  # type: ignore[misc]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_megatron_style_model_is_the_model(alone: dist.ProcessGroup, sequence: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = gpt.GPT(), gpt.example_batch(2)
+    by_hand = megatron.MegatronGPT(alone, sequence)
+    megatron.load(by_hand, model.state_dict())
+    loss = gpt.loss_fn(model(batch["ids"]), batch["labels"])
+    loss.backward()
+    own = by_hand(batch["ids"], batch["labels"])
+    own.backward()
+    megatron.finish_gradients(by_hand)
+    assert_close(own, loss)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_close({name: parameter.grad for name, parameter in by_hand.named_parameters()}, expected)
+
+
 @pytest.mark.slow
-def test_runtime_compares_equal_losses(capsys: pytest.CaptureFixture[str]) -> None:
-    runtime.main(["--json", "--rounds", "2", "--schedule", "1F1B"])
-    (found,) = json.loads(capsys.readouterr().out)["comparisons"]
-    assert found["loss_difference"] < 1e-5
-    assert 0.3 < found["ratio"] < 3
+@pytest.mark.parametrize(("only", "rows"), [("pipeline 1F1B*", 1), ("tensor*", 3)])
+def test_runtime_compares_equal_losses(capsys: pytest.CaptureFixture[str], only: str, rows: int) -> None:
+    runtime.main(["--json", "--rounds", "1", "--only", only])
+    found = json.loads(capsys.readouterr().out)["comparisons"]
+    assert len(found) == rows
+    for row in found:
+        assert row["loss_difference"] < 1e-5
+        assert row["ratio"] > 0 and row["cpu_ratio"] > 0
+
+
+def test_patterns_that_fit_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for main, name in ((runtime.main, "tensor / DTensor"), (planning.main, "search llama3_8b")):
+        with pytest.raises(SystemExit):
+            main(["--only", "no such row"])
+        assert name in capsys.readouterr().err
+
+
+def test_searches_are_timed_at_any_depth() -> None:
+    shallow, deep = search_times.Model("llama3_405b", 2), search_times.Model("llama3_405b", 3)
+    times, ratios = search_times.measure([shallow, deep], repetitions=1)
+    assert [(time.layers, time.mesh) for time in times] == [(n, mesh) for n in (2, 3) for mesh in search_times.MESHES]
+    assert all(time.plan_s >= max(time.build_s, time.solve_s, time.read_s) > 0 and time.lower_s > 0 for time in times)
+    assert times[0].operators == times[2].operators  # instances share their decision
+    assert [ratio.what for ratio in ratios] == [f"{model.label}: two axes over one" for model in (shallow, deep)]
 
 
 @pytest.mark.slow
 def test_planning_measures(capsys: pytest.CaptureFixture[str]) -> None:
-    planning.main(["--json", "--model", "gpt2"])
-    found = json.loads(capsys.readouterr().out)["measurements"]
-    assert [row["emitted"] for row in found] == [False, True]
-    assert all(row["process_s"] > row["capture_s"] > 0 and row["peak_memory_bytes"] > 1e8 for row in found)
+    planning.main(["--json", "--only", "* gpt2", "--repetitions", "1"])
+    found = json.loads(capsys.readouterr().out)
+    assert [row["emitted"] for row in found["measurements"]] == [False, True]
+    assert all(
+        row["process_s"] > row["capture_s"] > 0 and row["peak_memory_bytes"] > 1e8 for row in found["measurements"]
+    )
+    assert [row["mesh"] for row in found["searches"]] == list(search_times.MESHES)
+    assert len(found["ratios"]) == 1
