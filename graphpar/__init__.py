@@ -18,18 +18,23 @@ _EXPORTS = {
     "Plan": "graphpar.plans",
     "Program": "graphpar.program",
     "SplitPoint": "graphpar.plans",
+    "check": "graphpar.api",
     "export": "graphpar.api",
+    "merge_plans": "graphpar.shard_plans",
     "partition": "graphpar.api",
     "plan": "graphpar.api",
+    "register_rule": "graphpar.rules.table",
     "verify": "graphpar.api",
 }
 
 if TYPE_CHECKING:
-    from graphpar.api import Parts, export, partition, plan, verify
+    from graphpar.api import Parts, check, export, partition, plan, verify
     from graphpar.errors import GraphparError
     from graphpar.mesh import Mesh
     from graphpar.plans import Plan, SplitPoint
     from graphpar.program import Program
+    from graphpar.rules.table import register_rule
+    from graphpar.shard_plans import merge_plans
 
 __all__ = [
     "GraphparError",
@@ -39,9 +44,12 @@ __all__ = [
     "Program",
     "SplitPoint",
     "__version__",
+    "check",
     "export",
+    "merge_plans",
     "partition",
     "plan",
+    "register_rule",
     "verify",
 ]
 

@@ -1,9 +1,9 @@
-"""The Python API: export, plan, partition, verify.
+"""The Python API: export, plan, partition, verify, check.
 
 program = export(model, args, kwargs, loss_fn, targets)     trace and normalize
 plan    = plan(program, devices, mesh=..., schedule=...)    decide
 parts   = partition(program, plan)                          the emitted package, in memory
-parts.save("out/");  verify(parts)
+parts.save("out/");  verify(parts);  check(parts)
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from graphpar.codegen.package import emit_package, import_stage
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.passes.choose import Pins, choose
+from graphpar.passes.shard import shard
 from graphpar.passes.split import Stage, positions_of, split
 from graphpar.passes.table import Pass, run_passes
 from graphpar.plans import Plan, cuts_of
@@ -99,6 +100,7 @@ def plan(
     layers_per_stage: int | None = None,
     edge_layers: tuple[int, int] | None = None,
     table: str | None = None,
+    shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
     dtype: str = "fp32",
 ) -> Plan:
@@ -115,6 +117,7 @@ def plan(
         layers_per_stage, edge_layers: instead, how many layers a stage has, and how many layers the parts before and after
             them count as.
         table: a schedule of one's own as CSV text, one row a rank: ``0F0,0F1,0B0,0B1``.
+        shard_plan: how parameters, inputs and outputs of modules lie, by pattern; see :mod:`graphpar.annotations`.
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
     """
     count = devices if devices is not None else cluster
@@ -131,6 +134,7 @@ def plan(
         dtype=dtype,
         layers_per_stage=layers_per_stage,
         edge_layers=edge_layers,
+        shard_plan=shard_plan,
     )
     return choose(program, Mesh.resolve(mesh, count), pins)
 
@@ -212,7 +216,7 @@ def partition(program: Program, plan: Plan, *, model_file: str | None = None) ->
         raise GraphparError(f"The plan is for {plan.model!r}, but the program is {program.name!r}.")
     if plan.mode != program.mode:
         raise GraphparError(f"The plan is for mode {plan.mode!r}, but the program was traced for {program.mode!r}.")
-    sized = program.at_batch(plan.microbatch_size)
+    sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
     stages = split(sized, positions_of(sized, plan.cuts))
     package = emit_package(sized, plan, stages, model_file)
     return Parts(sized, plan, stages, package.files, package.constants, model_file)
@@ -223,3 +227,10 @@ def verify(parts: Parts | str | Path, steps: int = 3, **options: Any) -> Any:
     from graphpar.verification import verify_parts
 
     return verify_parts(parts, steps=steps, **options)
+
+
+def check(parts: Parts | str | Path) -> Any:
+    """Check the types of the emitted program in this process, at its world size. See :mod:`graphpar.type_check`."""
+    from graphpar.type_check import check_folder
+
+    return check_folder(parts.folder if isinstance(parts, Parts) else parts)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpar.batch_probe import probe
+from graphpar.batch_probe import probe, sums_gradients
 from graphpar.batch_rules import SPECIAL
 from graphpar.batch_states import (
     Additive,
@@ -119,6 +119,8 @@ class Analysis:
                 return Additive(pure)
             return Coupled(f"{name} uses the batch size as a number", node)
         if not dims:
+            if not pure and not moving and not sums_gradients(node):
+                return Coupled(f"{name} has a backward that is not linear in the gradient", node)
             return Fixed(pure)
         coefficient = result_coefficients(node)[dims[0]] or 1
         if name == "arange" and len(dims) == 1:

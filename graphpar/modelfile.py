@@ -66,7 +66,6 @@ class ModelFile:
     optimizer: Callable[..., Any] | None
     path: Path
     reference: str | None = None
-    warnings: tuple[str, ...] = ()
 
 
 def load_model_file(path_or_module: str | Path) -> ModelFile:
@@ -79,7 +78,7 @@ def load_model_file(path_or_module: str | Path) -> ModelFile:
     named_as_file = isinstance(path_or_module, Path) or text.endswith(".py") or "/" in text or Path(text).is_file()
     if named_as_file:
         path = Path(text)
-        module, reference = _import_file(path), None
+        module, reference = import_file(path), None
     elif _DOTTED.fullmatch(text):
         module, reference = _import_dotted(text), text
         path = Path(cast(str, module.__file__))
@@ -104,7 +103,8 @@ def find_model_file(folder: Path, reference: str) -> Path | str:
 # ---- importing -------------------------------------------------------------------------------------------------
 
 
-def _import_file(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
+    """A Python file as a module, executed once a process unless it changes; what it raises is a ``GraphparError``."""
     if not path.is_file():
         raise GraphparError(_no_such_file(path))
     resolved = path.resolve()
@@ -211,7 +211,6 @@ def _read(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
     split = _typed(found["split_points"], list | tuple, shown, "split_points", "a list of module paths")
     for name in ("loss_fn", "optimizer"):
         _require(found[name] is None or callable(found[name]), shown, name, found[name], "a function")
-    later = "shard_plan is ignored: cutting tensors over tp comes with a later version; the plan is a pipeline."
     return ModelFile(
         model=model,
         args=args,
@@ -224,7 +223,6 @@ def _read(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
         optimizer=found["optimizer"],
         path=path,
         reference=reference,
-        warnings=(later,) if shard_plan else (),
     )
 
 

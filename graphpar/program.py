@@ -12,6 +12,9 @@ Every program is runnable on one device (:meth:`Program.run`), before and after 
 
 from __future__ import annotations
 
+import functools
+import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
+from graphpar.runtime.layout import Type
 from graphpar.source import variable_names
 
 
@@ -32,6 +36,8 @@ class TensorInfo:
     requires_grad: bool = False
     persistent: bool = True
     kind: str = "parameter"  # parameter | buffer
+    whole: tuple[int, ...] | None = None  # the whole shape, where ``shape`` is that of a rank's piece
+    spec: tuple[tuple[str, Type], ...] = ()  # its type on each compute axis
 
     @property
     def numel(self) -> int:
@@ -76,6 +82,13 @@ class Block:
     module_class: str
     graph: fx.Graph
     instances: list[str] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        """The path of the instance that the graph was made of, which its operators' module stacks name."""
+        stacks = (node.meta.get("module_stack", ()) for node in self.graph.nodes if node.op == "call_function")
+        paths = (str(path) for stack in stacks for path, module_class, _ in stack if module_class == self.module_class)
+        return next(paths, self.instances[0])
 
 
 @dataclass(frozen=True)
@@ -298,13 +311,64 @@ def concrete_shape(node: fx.Node, batch: int) -> tuple[int, ...]:
     )
 
 
+FUNCTION_OPERATORS = "graphpar_functions"
+"""Namespace of the operators that stand for custom autograd functions."""
+_OF_TORCH = frozenset(
+    (
+        "aten",
+        "prims",
+        "prim",
+        "quantized",
+        "mkldnn",
+        "sparse",
+        "inductor",
+        "higher_order",
+        "c10d",
+        "_c10d_functional",
+        "c10d_functional",
+    )
+    + ("_dtensor", "dist_inductor", "pipelining", "profiler")
+)
+
+
+def is_of_torch(target: Any) -> bool:
+    """Whether ``target`` is an operator of torch's, and none of a user's or of another library."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in _OF_TORCH
+
+
 def operator_name(node: fx.Node) -> str:
-    """The operator without its overload, e.g. ``linear``; for a block ``call_module``."""
+    """The operator without its overload: ``linear``, ``mylib::op``, ``Scaled.apply``; for a block ``call_module``."""
     if node.op != "call_function":
         return node.op
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[-1]
+        return _overload_name(node.target)
     return str(getattr(node.target, "__name__", node.target))
+
+
+@functools.cache
+def _overload_name(target: torch._ops.OpOverload) -> str:
+    namespace, _, name = target._schema.name.partition("::")
+    if namespace == FUNCTION_OPERATORS:
+        return f"{name}.apply"
+    # mylib::relu is not torch's relu; but transformers' operators are torch's newer ones, for older torch.
+    return name if is_of_torch(target) or namespace == "transformers" else f"{namespace}::{name}"
+
+
+def short_name(node: fx.Node) -> str:
+    """The operator as a variable is called after it."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if (
+        isinstance(source, fx.Node)
+        and isinstance(source.target, torch._ops.OpOverload)
+        and not is_of_torch(source.target)
+    ):
+        return short_name(source)
+    name = operator_name(node).rpartition("::")[2]
+    return (
+        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix(".apply")).lower()
+        if ".apply" in name
+        else name.strip("_")
+    )
 
 
 def value_name(node: fx.Node) -> str:
@@ -318,7 +382,7 @@ def value_name(node: fx.Node) -> str:
     if names:
         return names[0]
     parts = [part for part in module_path(node).split(".") if part and not part.isdigit()]
-    return parts[-1] if parts else operator_name(node).strip("_")
+    return parts[-1] if parts else short_name(node)
 
 
 def unique_names(nodes: Sequence[fx.Node], reserved: Iterable[str] = ()) -> dict[fx.Node, str]:
