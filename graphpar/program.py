@@ -327,7 +327,7 @@ _OF_TORCH = frozenset(
         "_c10d_functional",
         "c10d_functional",
     )
-    + ("_dtensor", "dist_inductor", "pipelining", "profiler")
+    + ("_dtensor", "dist_inductor", "pipelining", "pippy", "profiler")
 )
 
 

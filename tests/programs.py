@@ -47,3 +47,11 @@ def example_in_double(name: str) -> Program:
 
 def _doubled(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def norms_pinned(program: Program, kind: str) -> dict[str, object]:
+    """A shard plan that pins the input of every normalisation on tp, ``S(1)`` being sequence parallelism; none for ``""``."""
+    if not kind:
+        return {}
+    classes = program.module_classes.items()
+    return {path: {"inputs": [f"{kind}@tp"]} for path, name in classes if name.rpartition(".")[2].endswith("Norm")}

@@ -11,7 +11,7 @@ import pytest
 import graphpar as gp
 from graphpar.mesh import Mesh
 from graphpar.verification import Reference, Verification, reference_for, verify_all
-from tests.programs import SMALL, example, example_in_double
+from tests.programs import SMALL, example, example_in_double, norms_pinned
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,6 @@ SLOW = [
 ]
 
 
-def _norms(program: gp.Program, kind: str) -> dict[str, object]:
-    """A shard plan that pins the input of every normalisation on tp."""
-    if not kind:
-        return {}
-    classes = program.module_classes.items()
-    return {path: {"inputs": [f"{kind}@tp"]} for path, name in classes if name.rpartition(".")[2].endswith("Norm")}
-
-
 def _program(name: str, double: bool) -> gp.Program:
     return example_in_double(name) if double else example(name)
 
@@ -106,7 +98,7 @@ def _verified(slow: bool, world_size: int) -> dict[Case, Verification | Exceptio
                 program,
                 mesh=Mesh.parse(case.mesh),
                 schedule=case.schedule,
-                shard_plan=_norms(program, case.norms),
+                shard_plan=norms_pinned(program, case.norms),
                 allow_batch_coupling=True,
             )
             coupled = plan.microbatches if program.couplings else None

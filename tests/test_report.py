@@ -16,6 +16,7 @@ import graphpar as gp
 from graphpar.modelfile import load_model_file
 from graphpar.report import compile_json, html, plan_text, render, report_data, timeline_of
 from graphpar.report_text import bytes_text, compressed, count_text, flops_text, indices_text, seconds_text, short_names
+from tests.programs import example, norms_pinned
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -156,7 +157,9 @@ def test_modules_are_compressed() -> None:
 
 @pytest.fixture(scope="module")
 def llama() -> gp.Parts:
-    return made("llama", mesh={"tp": 2, "dp_replicate": 2})
+    program = example("llama")
+    norms = norms_pinned(program, "S(1)")
+    return gp.partition(program, gp.plan(program, mesh={"tp": 2, "dp_replicate": 2}, shard_plan=norms))
 
 
 def test_transitions_cost_what_the_search_said(llama: gp.Parts) -> None:

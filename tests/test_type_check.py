@@ -25,7 +25,7 @@ from graphpar.passes.check_types import check_types
 from graphpar.passes.shard import lower
 from graphpar.program import Program, operator_name
 from graphpar.type_check import CheckResult, check_folder
-from tests.programs import example
+from tests.programs import example, norms_pinned
 
 Emit = Callable[..., Path]
 
@@ -368,7 +368,7 @@ def test_a_cut_of_the_batch_has_the_same_type_and_only_the_graph_shows_it(tmp_pa
     swapped = 'all_gather_invariant(reduce_scatter(x, "tp", dim=0), "tp", dim=1).unflatten(1, (2, 5)).sum(1)'
     assert _faulty(tmp_path / "out", ('all_reduce(x, "tp")', f"{swapped}.repeat(2, 1, 1)")).ok
 
-    assert _graph_problems("gpt", _another_dim("reduce_scatter"))
+    assert _graph_problems("gpt", "S(1)", _another_dim("reduce_scatter"))
 
 
 # ---- faults in the graph ---------------------------------------------------------------------------------------
@@ -379,9 +379,9 @@ def _transition(local: Program, name: str, fits: Callable[[fx.Node], bool] = lam
     return next(node for graph in graphs for node in graph.nodes if operator_name(node) == name and fits(node))
 
 
-def _graph_problems(name: str, plant: Callable[[Program], Any]) -> list[str]:
+def _graph_problems(name: str, norms: str, plant: Callable[[Program], Any]) -> list[str]:
     program = example(name)
-    plan = gp.plan(program, mesh={"tp": 2})
+    plan = gp.plan(program, mesh={"tp": 2}, shard_plan=norms_pinned(program, norms))
     separated = separate_biases(program.at_batch(plan.microbatch_size))
     local = lower(separated, plan.sharding)
     assert check_types(separated, local, plan.sharding.degrees) == []
@@ -414,20 +414,20 @@ def _another_dim(name: str) -> Callable[[Program], None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "plant"),
+    ("name", "norms", "plant"),
     [
-        pytest.param("mixtral", _drop("all_reduce"), id="an all-reduce is dropped"),
-        pytest.param("mixtral", _drop("sum_gradient"), id="an I is taken for an R"),
-        pytest.param("mixtral", _swap("all_reduce_both", "all_reduce"), id="no all-reduce of the gradient"),
-        pytest.param("mixtral", _swap("all_reduce", "all_reduce_both"), id="one all-reduce too many"),
-        pytest.param("gpt", _drop("reduce_scatter"), id="a reduce-scatter is dropped"),
-        pytest.param("gpt", _another_dim("reduce_scatter"), id="reduce-scatter of another dim"),
-        pytest.param("gpt", _another_dim("all_gather"), id="all-gather of another dim"),
-        pytest.param("bert", _another_dim("shard"), id="slice of another dim"),
+        pytest.param("mixtral", "", _drop("all_reduce"), id="an all-reduce is dropped"),
+        pytest.param("mixtral", "", _drop("sum_gradient"), id="an I is taken for an R"),
+        pytest.param("bert", "R", _swap("all_reduce_both", "all_reduce"), id="no all-reduce of the gradient"),
+        pytest.param("mixtral", "", _swap("all_reduce", "all_reduce_both"), id="one all-reduce too many"),
+        pytest.param("gpt", "S(1)", _drop("reduce_scatter"), id="a reduce-scatter is dropped"),
+        pytest.param("gpt", "S(1)", _another_dim("reduce_scatter"), id="reduce-scatter of another dim"),
+        pytest.param("gpt", "S(1)", _another_dim("all_gather"), id="all-gather of another dim"),
+        pytest.param("bert", "S(1)", _another_dim("shard"), id="slice of another dim"),
     ],
 )
-def test_faults_in_the_graph_are_found(name: str, plant: Callable[[Program], Any]) -> None:
-    assert _graph_problems(name, plant)
+def test_faults_in_the_graph_are_found(name: str, norms: str, plant: Callable[[Program], Any]) -> None:
+    assert _graph_problems(name, norms, plant)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------
