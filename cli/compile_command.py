@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar import api
-from graphpar.annotations import names_of, resolve
 from graphpar.cli import run_command
 from graphpar.cli.explain import explain
 from graphpar.cli.explain_sharding import ShardingExplainer
@@ -219,7 +218,6 @@ def _plan(
 ) -> Plan:
     mesh = Mesh.parse(options.mesh) if options.mesh else None
     devices = _devices(options, table, mesh)
-    resolve(shard_plan or {}, names_of(program), {})  # what is wrong in it is wrong on any mesh
     by_layers = options.layers_per_stage is not None or options.edge_layers is not None
     pipelined = Mesh.resolve(mesh, devices if devices or mesh else 1).pp > 1
     own_split = file.split_points if pipelined and not by_layers else None

@@ -143,9 +143,9 @@ def choose_sharding(
     program: Program, mesh: Mesh, microbatch: int, microbatches: int, shard_plan: Mapping[str, Any] | None = None
 ) -> Sharding:
     """How every tensor lies on the compute axes of ``mesh``; nothing is decided where there are none."""
+    pins = resolve(shard_plan or {}, names_of(program), mesh.compute)  # what is wrong in it is wrong on any mesh
     if not mesh.compute:
         return Sharding()
-    pins = resolve(shard_plan or {}, names_of(program), mesh.compute)
     variants, points = variants_of(program, pins), points_of(pins)
     ready = prepared(program, variants, points)
     problem = build_problem(ready, mesh.compute)

@@ -49,7 +49,7 @@ def _doubled(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def norms_pinned(program: Program, kind: str) -> dict[str, object]:
+def norms_pinned(program: Program, kind: str) -> dict[str, dict[str, list[str]]]:
     """A shard plan that pins the input of every normalisation on tp, ``S(1)`` being sequence parallelism; none for ``""``."""
     if not kind:
         return {}

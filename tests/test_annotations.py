@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+import graphpar as gp
 from graphpar.annotation_values import WHOLE, Spec, allows, read_value, spec_text
 from graphpar.annotations import ModelNames, ShardPins, matching, names_of, resolve
 from graphpar.capture import capture
@@ -323,6 +324,9 @@ def test_what_is_refused_and_how_it_is_said(plan: Any, message: str) -> None:
 def test_a_wrong_plan_is_wrong_on_one_device_too() -> None:
     with pytest.raises(GraphparError, match="disagrees"):
         pins({"output": "colwise", "output.weight": "R@tp"}, {})
+    program = gp.export(nn.Linear(4, 4), (torch.zeros(2, 4),))
+    with pytest.raises(GraphparError, match=r"weigth.*weight"):
+        gp.plan(program, devices=1, shard_plan={"weigth": "S(0)@tp"})
 
 
 def test_tied_parameters_share_their_pins() -> None:

@@ -1,0 +1,176 @@
+"""Where things lie at real sizes, and what is said about sizes that do not divide."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import graphpar as gp
+from graphpar.cost_models.sharding import ShardingCosts
+from graphpar.errors import GraphparError
+from graphpar.passes.biases import separate_biases
+from graphpar.passes.candidates import build_problem
+from graphpar.passes.search import Workload, search
+from graphpar.passes.shard import lower
+from graphpar.plans import Plan
+from graphpar.program import Program, operator_name
+from graphpar.transitions import TABLE
+from graphpar.verification import verify_all
+from tests.programs import example, norms_pinned
+
+MOVES = {row.function for row in TABLE}
+
+
+def moved_in(program: Program, plan: Plan) -> dict[str, Counter[str]]:
+    """How often each transition stands in each block of the lowered program, and in the root (``""``)."""
+    local = lower(separate_biases(program.at_batch(plan.microbatch_size)), plan.sharding)
+    graphs = {"": local.graph} | {name: block.graph for name, block in local.blocks.items()}
+    return {
+        name: Counter(operator_name(node) for node in graph.nodes if operator_name(node) in MOVES)
+        for name, graph in graphs.items()
+    }
+
+
+def weights_in(plan: Plan, prefix: str) -> dict[str, str]:
+    """Types on tp of the weights below a module, and of the biases that are cut."""
+    found = {name.removeprefix(prefix): str(spec["tp"]) for name, spec in plan.parameters().items() if name.startswith(prefix)}
+    return {name: kind for name, kind in found.items() if kind.startswith("S") or "norm" in name or "ln_" in name}
+
+
+# ---- Megatron's placement, unasked -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+def test_llama_3_8b(degree: int) -> None:
+    program = example("llama3_8b")
+    plan = gp.plan(program, mesh={"tp": degree})
+    assert weights_in(plan, "model.layers.17.") == {
+        **{f"self_attn.{name}_proj.weight": "S(0)" for name in "qkv"},
+        "self_attn.o_proj.weight": "S(1)",
+        "mlp.gate_proj.weight": "S(0)",
+        "mlp.up_proj.weight": "S(0)",
+        "mlp.down_proj.weight": "S(1)",
+        "input_layernorm.weight": "R",
+        "post_attention_layernorm.weight": "R",
+    }
+    assert str(plan.parameters()["model.embed_tokens.weight"]["tp"]) == "S(0)"
+    assert str(plan.parameters()["lm_head.weight"]["tp"]) == "S(0)"
+    moved = moved_in(program, plan)
+    assert moved["LlamaDecoderLayer"] == {"all_gather": 2, "reduce_scatter": 2}
+    assert moved[""] == {"all_gather": 1, "reduce_scatter": 1}  # and the loss over cut classes
+    assert plan.sharding.gap <= 1e-6
+
+
+def test_without_sequence_parallelism_a_block_has_two_all_reduces() -> None:
+    program = example("llama3_8b")
+    pins = {path: {**pin, "outputs": ["I@tp"]} for path, pin in norms_pinned(program, "I").items()}
+    plan = gp.plan(program, mesh={"tp": 8}, shard_plan=pins)
+    assert moved_in(program, plan)["LlamaDecoderLayer"] == {"all_reduce": 2, "sum_gradient": 2}
+
+
+@pytest.mark.parametrize(
+    ("batch", "norm", "moved"),
+    [(4, "I", {"all_reduce": 2, "sum_gradient": 2}), (64, "R", {"all_gather": 2, "reduce_scatter": 2})],
+)
+def test_gpt_2_with_few_tokens_and_with_many(batch: int, norm: str, moved: Mapping[str, int]) -> None:
+    program = example("gpt2")
+    plan = gp.plan(program, mesh={"tp": 2}, global_batch=batch)
+    assert weights_in(plan, "transformer.h.3.") == {
+        "attn.c_attn.weight": "S(1:768)",  # [in, q + k + v]: each rank has its heads of each
+        "attn.c_attn.bias": "S(0:768)",
+        "attn.c_proj.weight": "S(0)",
+        "mlp.c_fc.weight": "S(1)",
+        "mlp.c_fc.bias": "S(0)",
+        "mlp.c_proj.weight": "S(0)",
+        **{f"ln_{i}.{what}": norm for i in (1, 2) for what in ("weight", "bias")},
+    }
+    assert str(plan.parameters()["transformer.wte.weight"]["tp"]) == "S(0)"
+    assert moved_in(program, plan)["GPT2Block"] == moved
+
+
+# ---- sizes that do not divide ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def llama(heads: int = 6, vocab: int = 96) -> Program:
+    """Two layers of width 48, whose feed-forward part divides by 2, 3, 4 and 6."""
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=heads, max_position_embeddings=16, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(vocab, (4, 16), generator=torch.Generator().manual_seed(0))
+    return gp.export(lambda: LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids})
+
+
+def test_heads_that_do_not_divide_are_named_and_the_rest_is_cut() -> None:
+    plan = gp.plan(llama(), mesh={"tp": 4})
+    (warning,) = plan.sharding.undivided
+    assert "self_attn: 6 heads don't divide over tp=4" in warning and warning in plan.warnings
+    assert weights_in(plan, "model.layers.0.mlp.") == {
+        "gate_proj.weight": "S(0)", "up_proj.weight": "S(0)", "down_proj.weight": "S(1)",
+    }  # fmt: skip
+
+
+def test_uneven_heads_and_vocabularies_are_exact() -> None:
+    for program, mesh in ((llama(), {"tp": 4}), (llama(vocab=97), {"tp": 3}), (llama(vocab=97), {"tp": 2, "dp_replicate": 2})):
+        plan = gp.plan(program, mesh=mesh)
+        (result,) = verify_all([gp.partition(program, plan)])
+        assert not isinstance(result, Exception), result
+        assert result.ok, (mesh, result.max_error)
+
+
+def test_a_vocabulary_of_50257_is_padded_over_three() -> None:
+    program = example("gpt2")
+    plan = gp.plan(program, mesh={"tp": 3})
+    assert str(plan.parameters()["transformer.wte.weight"]["tp"]) == "S(0)"
+    table = gp.partition(program, plan).program.parameters["transformer.wte.weight"]
+    assert table.whole == (50257, 768) and table.shape == (16753, 768)  # 3 * 16753 = 50259
+
+
+@pytest.mark.parametrize(
+    ("degree", "shard_plan", "message"),
+    [
+        (2, {"model.layers.*.self_attn.q_prj": "colwise"}, "Did you mean 'q_proj'"),
+        (2, {"**.up_proj": "colwise", "model.layers.*.mlp.*_proj": "rowwise"}, r"disagrees about .*up_proj\.weight.*'\*\*\.up_proj'"),
+        (5, {"**.up_proj": "colwise"}, r"up_proj\.weight of shape \(96, 48\).*tp=5.*A dim is cut where the degree divides"),
+        (2, {"**.input_layernorm.weight": "S(3)@tp"}, "S\\(3\\)"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(degree: int, shard_plan: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(GraphparError, match=message):
+        gp.plan(llama(), mesh={"tp": degree}, shard_plan=shard_plan)
+
+
+def test_pins_that_fight_cost_transitions_and_no_more() -> None:
+    """A gated product of a column-parallel and a row-parallel linear is odd, but it can be had."""
+    pins = {"**.up_proj": "colwise", "**.gate_proj": "rowwise"}
+    plan = gp.plan(llama(), mesh={"tp": 2}, shard_plan=pins)
+    assert weights_in(plan, "model.layers.1.mlp.") == {
+        "gate_proj.weight": "S(1)", "up_proj.weight": "S(0)", "down_proj.weight": "S(1)",
+    }  # fmt: skip
+    assert sum(plan.sharding.cost.values()) > sum(gp.plan(llama(), mesh={"tp": 2}).sharding.cost.values())
+
+
+def test_a_memory_that_nothing_fits() -> None:
+    problem = build_problem(separate_biases(llama()), {"tp": 2})
+    roomy = search(problem, Workload(4, 1, memory_limit=1e9), ShardingCosts())
+    assert roomy.seconds > 0
+    with pytest.raises(GraphparError, match="fits the memory"):
+        search(problem, Workload(4, 1, memory_limit=1e4), ShardingCosts())
+
+
+def test_a_plan_with_pinned_modules_survives_its_file() -> None:
+    """One instance of the block is pinned in another way, so it has a definition of its own."""
+    pins: dict[str, Any] = {"model.layers.0.input_layernorm": {"inputs": ["S(1)@tp"]}, "model.norm": {"inputs": ["I@tp"]}}
+    plan = gp.plan(llama(), mesh={"tp": 2}, shard_plan=pins)
+    assert plan.sharding.variants and plan.sharding.points
+    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    assert gp.partition(llama(), again).files == gp.partition(llama(), plan).files
