@@ -21,6 +21,7 @@ because they share their class, so nothing grows with the number of layers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ MATMULS = {
 FREE = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "t", "mT", "numpy_T", "adjoint",
         "movedim", "swapaxes", "swapdims", "_unsafe_view", "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "detach",
         "alias", "split", "chunk", "split_with_sizes", "unbind", "select", "slice", "narrow", "contiguous"}  # fmt: skip
-_TIE_BREAK = 1e-12  # seconds: below what any two prices differ by, above what the solver sees
+_TIE_BREAK = 1e-12  # seconds: below what any two prices differ by
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class Prices:
         self.problem, self.workload, self.costs = problem, workload, costs
         self._elements: dict[tuple[fx.Node, int], float] = {}
         self._whole: dict[tuple[fx.Node, int], float] = {}
-        self._collectives: dict[tuple[Types, Types, bool], list[tuple[str, int, float]] | None] = {}
+        self._numbers: dict[Types, int] = {}
+        self._paths: dict[bool, np.ndarray] = {flag: np.full((2, 0, 0), np.nan) for flag in (False, True)}
 
     def elements(self, node: fx.Node, index: int = 0) -> float:
         """Elements of the whole tensor."""
@@ -154,33 +156,52 @@ class Prices:
 
     def transition(self, value: Value, source: Types, target: Types) -> float | None:
         """Forward and backward of the path from one tuple of types to another; None where there is none."""
-        key = (source, target, value.differentiable)
-        if key not in self._collectives:
-            self._collectives[key] = self._path(*key)
-        path = self._collectives[key]
-        if not path:
-            return None if path is None else 0.0
+        seconds = float(self.transitions(value, [self.number(source)], [self.number(target)])[0, 0])
+        return seconds if math.isfinite(seconds) else None
+
+    @property
+    def numbered(self) -> list[Types]:
+        return list(self._numbers)
+
+    def number(self, types: Types) -> int:
+        """A small number for a tuple of types, by which :meth:`transitions` knows it."""
+        return self._numbers.setdefault(types, len(self._numbers))
+
+    def transitions(self, value: Value, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
+        """Seconds of every path from one of ``sources`` to one of ``targets``; infinite where there is none."""
         place = (value.maker.node, value.index)
         if place not in self._whole:
             self._whole[place] = self.nbytes(value.maker.node, (), value.index)
-        whole = self._whole[place]
-        return sum(self.costs.transition_s(axis, messages, part * whole) for axis, messages, part in path)
+        table = self._paths[value.differentiable]
+        if table.shape[1] < len(self._numbers):
+            grown = np.full((2, 2 * len(self._numbers), 2 * len(self._numbers)), np.nan)
+            grown[:, : table.shape[1], : table.shape[2]] = table
+            table = self._paths[value.differentiable] = grown
+        wanted = np.ix_((0, 1), sources, targets)
+        if np.isnan(table[wanted]).any():
+            types = self.numbered
+            for source, target in itertools.product(sources, targets):
+                if np.isnan(table[0, source, target]):
+                    table[:, source, target] = self._path(types[source], types[target], value.differentiable)
+        seconds, seconds_per_byte = table[wanted]
+        return np.asarray(seconds + seconds_per_byte * self._whole[place])
 
-    def _path(self, source: Types, target: Types, differentiable: bool) -> list[tuple[str, int, float]] | None:
-        """The collectives of a path: axis, messages, and bytes sent for each byte of the whole tensor. Many values share one."""
+    def _path(self, source: Types, target: Types, differentiable: bool) -> tuple[float, float]:
+        """Seconds to start the collectives of a path, and seconds for each byte of the whole tensor. Many values share one."""
         steps = moves(source, target, differentiable)
         if steps is None:
-            return None
-        found, now = [], list(source)
+            return math.inf, 0.0
+        seconds, seconds_per_byte, now = 0.0, 0.0, list(source)
         for place, step in steps:
             axis = self.problem.axes[place]
             pieces = self._pieces(tuple(R if i == place else kind for i, kind in enumerate(now)))
             ways = step.bytes_moved(1.0 / pieces, self.problem.degrees[axis])
             for cost in ways if differentiable and self.workload.train else ways[:1]:
                 if cost.messages:
-                    found.append((axis, cost.messages, cost.bytes_sent))
+                    seconds += self.costs.transition_s(axis, cost.messages, 0.0)
+                    seconds_per_byte += cost.bytes_sent / self.costs.transition_rate(axis)
             now[place] = step.target
-        return found
+        return seconds, seconds_per_byte
 
     def finishing(self, operator: Operator, types: Types) -> float:
         """Summing a partial gradient, spread over the microbatches of a step."""
@@ -228,19 +249,30 @@ class _Rows:
     """Sparse rows of the integer program."""
 
     def __init__(self) -> None:
-        self.starts: list[int] = [0]
-        self.columns: list[int] = []
-        self.coefficients: list[float] = []
+        self.count = 0
+        self.entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # rows, columns, coefficients
         self.lower: list[float] = []
         self.upper: list[float] = []
 
     def add(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
-        for column, coefficient in terms:
-            self.columns.append(column)
-            self.coefficients.append(coefficient)
-        self.starts.append(len(self.columns))
-        self.lower.append(lower)
-        self.upper.append(upper)
+        columns, coefficients = zip(*terms) if terms else ((), ())
+        self.add_block(1, np.zeros(len(terms), dtype=int), np.array(columns, dtype=int), np.array(coefficients), lower, upper)
+
+    def add_block(
+        self, count: int, rows: np.ndarray, columns: np.ndarray, coefficients: np.ndarray, lower: float, upper: float
+    ) -> None:
+        """Several rows with equal bounds; ``rows`` counts from the first of them."""
+        self.entries.append((rows + self.count, columns, coefficients))
+        self.count += count
+        self.lower += [lower] * count
+        self.upper += [upper] * count
+
+    def sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where each row starts; columns and coefficients, row by row."""
+        rows, columns, coefficients = (np.concatenate(part) for part in zip(*self.entries))
+        order = np.argsort(rows, kind="stable")
+        starts = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=self.count))))
+        return starts, columns[order], coefficients[order]
 
 
 class _Search:
@@ -249,8 +281,10 @@ class _Search:
         self.prices = Prices(problem, workload, costs)
         self.pins = pins
         self.options: dict[Operator, list[int]] = {}
-        self._priced: dict[tuple[int, Types, Types], float | None] = {}
+        self._given: dict[tuple[Operator, int], list[int]] = {}
+        self._taken: dict[Edge, list[int]] = {}
         self.weights = _views_of_weights(problem)
+        self.parameters = max(1, problem.program.parameter_count())
         self.flops = sum(
             operator_flops(o.node, workload.microbatch) * o.count for o in problem.operators if operator_name(o.node) in MATMULS
         ) or 1.0
@@ -317,35 +351,49 @@ class _Search:
 
     def _consistent(self, value: Value, edge: Edge) -> bool:
         maker, user = value.maker, edge.user
-        made = {maker.choices[i].results[value.index] for i in self.options[maker]}
-        wanted = {self._wanted(edge, user.choices[i]) for i in self.options[user]} if user in self.options else set()
-        if not wanted:
+        if user not in self.options:
             return False
-        sources = {s for s in made if s in wanted or any(self._turning(value, edge, s, t) is not None for t in wanted)}
-        targets = {t for t in wanted if t in made or any(self._turning(value, edge, s, t) is not None for s in made)}
-        if len(sources) == len(made) and len(targets) == len(wanted):
+        given, taken = self._given_by(value), self._taken_by(edge)
+        made = list(dict.fromkeys(given[i] for i in self.options[maker]))
+        wanted = list(dict.fromkeys(taken[i] for i in self.options[user]))
+        possible = np.isfinite(self._turning(value, edge, made, wanted))
+        sources, targets = possible.any(axis=1), possible.any(axis=0)
+        if sources.all() and targets.all():
             return False
-        self.options[maker] = [i for i in self.options[maker] if maker.choices[i].results[value.index] in sources]
-        self.options[user] = [i for i in self.options[user] if self._wanted(edge, user.choices[i]) in targets]
+        kept = {number for number, reached in zip(made, sources) if reached}
+        self.options[maker] = [i for i in self.options[maker] if given[i] in kept]
+        kept = {number for number, reached in zip(wanted, targets) if reached}
+        self.options[user] = [i for i in self.options[user] if taken[i] in kept]
         if not self.options[maker] or not self.options[user]:
             raise _Infeasible
         return True
+
+    def _given_by(self, value: Value) -> list[int]:
+        """By choice of the maker, the number of the types in which the value is made."""
+        key = (value.maker, value.index)
+        if key not in self._given:
+            self._given[key] = [self.prices.number(choice.results[value.index]) for choice in value.maker.choices]
+        return self._given[key]
+
+    def _taken_by(self, edge: Edge) -> list[int]:
+        """By choice of the user, the number of the types in which it takes the value."""
+        if edge not in self._taken:
+            self._taken[edge] = [self.prices.number(self._wanted(edge, choice)) for choice in edge.user.choices]
+        return self._taken[edge]
 
     def _wanted(self, edge: Edge, choice: Choice) -> Types:
         return choice.results[0] if edge.user.kind == "boundary" else choice.operands[edge.position]
 
     # ---- variables and constraints ----
 
-    def _new(self, seconds: float, integral: bool = False) -> int:
-        self.objective.append(seconds)
-        self.uncut.append(0.0)
-        self.stored.append(0.0)
-        self.integral.append(integral)
-        return len(self.objective) - 1
+    def _new_columns(self, seconds: np.ndarray) -> np.ndarray:
+        first = len(self.objective)
+        self.objective.extend(seconds.tolist())
+        return np.arange(first, len(self.objective))
 
     def _clear(self) -> None:
         self.objective: list[float] = []
-        self.uncut: list[float] = []
+        self.uncut: list[float] = []  # of choices, whose columns come first
         self.stored: list[float] = []
         self.integral: list[bool] = []
         self.rows = _Rows()
@@ -359,10 +407,11 @@ class _Search:
                 seconds = self.prices.compute(operator, choice)
                 if operator.kind == "parameter":
                     seconds += self.prices.finishing(operator, choice.results[0])
-                column = self._new(seconds * operator.count + place * _TIE_BREAK, integral=len(allowed) > 1)
-                self.column[operator, i] = column
-                self.stored[column] = self.prices.memory(operator, choice) * operator.count
-                self.uncut[column] = self._uncut(operator, choice)
+                column = self.column[operator, i] = len(self.objective)
+                self.objective.append(seconds * operator.count + place * _TIE_BREAK)
+                self.integral.append(len(allowed) > 1)
+                self.stored.append(self.prices.memory(operator, choice) * operator.count)
+                self.uncut.append(self._uncut(operator, choice))
                 terms.append((column, 1.0))
             self.rows.add(terms, 1.0, 1.0)
 
@@ -412,7 +461,7 @@ class _Search:
         for place, axis in enumerate(self.problem.axes):
             if axis == "tp" and operator.kind == "parameter":
                 whole = not isinstance(choice.results[0][place], Shard) and value_of(operator.node).ndim > 1
-                own = self.prices.elements(operator.node) * operator.count / max(1, self.problem.program.parameter_count())
+                own = self.prices.elements(operator.node) * operator.count / self.parameters
                 missed += own if whole and own > 1e-3 else 0.0
             if axis == "cp" and operator_name(operator.node) in MATMULS and not choice.divided[place]:
                 own = operator_flops(operator.node, self.workload.microbatch) * operator.count / self.flops
@@ -421,56 +470,67 @@ class _Search:
 
     def _flow(self) -> None:
         for value in self.problem.values:
-            made = self._columns(value.maker, lambda choice, v=value: choice.results[v.index])  # type: ignore[misc]
-            shared: dict[tuple[Types, Types], int] = {}
-            several = len(value.edges) > 1
-            for edge in value.edges:
-                self._edge(value, edge, made, shared if several else None)
+            made = self._columns(value.maker, self._given_by(value))
+            taken = [self._columns(edge.user, self._taken_by(edge)) for edge in value.edges]
+            seconds = [self._turning(value, edge, list(made), list(own)) * value.count for edge, own in zip(value.edges, taken)]
+            shared = self._shared(made, taken, seconds)
+            for own, costs in zip(taken, seconds):
+                self._edge(made, own, costs, shared[:, list(own)])
 
-    def _columns(self, operator: Operator, key: object) -> dict[Types, list[int]]:
-        found: dict[Types, list[int]] = {}
+    def _columns(self, operator: Operator, numbers: Sequence[int]) -> dict[int, list[int]]:
+        """The columns of an operator's choices, by the number of the types that each gives or takes."""
+        found: dict[int, list[int]] = {}
         for i in self.options.get(operator, ()):
-            found.setdefault(key(operator.choices[i]), []).append(self.column[operator, i])  # type: ignore[operator]
+            found.setdefault(numbers[i], []).append(self.column[operator, i])
         return found
 
-    def _edge(
-        self, value: Value, edge: Edge, made: dict[Types, list[int]], shared: dict[tuple[Types, Types], int] | None
-    ) -> None:
-        taken = self._columns(edge.user, lambda choice: self._wanted(edge, choice))
-        out: dict[Types, list[int]] = {types: [] for types in made}
-        into: dict[Types, list[int]] = {types: [] for types in taken}
-        for source in made:
-            for target in taken:
-                seconds = self._turning(value, edge, source, target)
-                if seconds is None:
-                    continue
-                own = seconds * value.count
-                flow = self._new(0.0 if shared is not None else own)
-                out[source].append(flow)
-                into[target].append(flow)
-                if shared is not None and own > 0.0:
-                    if (source, target) not in shared:
-                        shared[source, target] = self._new(own)
-                    self.rows.add([(shared[source, target], 1.0), (flow, -1.0)], 0.0, np.inf)
-        for types, flows in out.items():
-            self.rows.add([*((flow, 1.0) for flow in flows), *((column, -1.0) for column in made[types])], 0.0, 0.0)
-        for types, flows in into.items():
-            self.rows.add([*((flow, 1.0) for flow in flows), *((column, -1.0) for column in taken[types])], 0.0, 0.0)
+    def _shared(
+        self, made: Mapping[int, list[int]], taken: Sequence[Mapping[int, list[int]]], seconds: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """The column of each transition that several users of a value can want, by source and number of the target; else -1."""
+        size = 1 + max((number for own in taken for number in own), default=0)
+        users = np.zeros((len(made), size), dtype=int)
+        price = np.zeros((len(made), size))
+        for own, costs in zip(taken, seconds):
+            paid = np.isfinite(costs) & (costs > 0)
+            users[:, list(own)] += paid
+            price[:, list(own)] = np.where(paid, costs, price[:, list(own)])
+        columns = np.full(users.shape, -1)
+        columns[users > 1] = self._new_columns(price[users > 1])
+        return columns
 
-    def _turning(self, value: Value, edge: Edge, source: Types, target: Types) -> float | None:
-        """The price of a transition. Parameters and views of them are not moved, they are stored as they are used; between two
+    def _edge(
+        self, made: Mapping[int, list[int]], taken: Mapping[int, list[int]], seconds: np.ndarray, shared: np.ndarray
+    ) -> None:
+        source, target = np.nonzero(np.isfinite(seconds))
+        paid_by = np.where(seconds[source, target] > 0, shared[source, target], -1)
+        flows = self._new_columns(np.where(paid_by < 0, seconds[source, target], 0.0))
+        rows = [source, target + len(made)]
+        columns, coefficients = [flows, flows], [np.ones(2 * len(flows))]
+        for row, own in enumerate((*made.values(), *taken.values())):
+            rows.append(np.full(len(own), row))
+            columns.append(np.array(own))
+            coefficients.append(np.full(len(own), -1.0))
+        parts = (np.concatenate(rows), np.concatenate(columns), np.concatenate(coefficients))
+        self.rows.add_block(len(made) + len(taken), *parts, 0.0, 0.0)
+        together = np.flatnonzero(paid_by >= 0)
+        links = np.arange(len(together))
+        terms = np.concatenate((links, links)), np.concatenate((paid_by[together], flows[together]))
+        self.rows.add_block(len(together), *terms, np.repeat((1.0, -1.0), len(together)), 0.0, np.inf)
+
+    def _turning(self, value: Value, edge: Edge, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
+        """The prices of transitions. Parameters and views of them are not moved, they are stored as they are used; between two
         instances of a block nothing is moved, since the block itself can do it before it returns.
         """
-        if source == target:
-            return 0.0
+        seconds = self.prices.transitions(value, sources, targets)
         if edge.user.kind == "boundary" and edge.user.scope == value.maker.scope:
-            return None
-        if value.maker.node in self.weights and not all(map(self._stored_for, self.problem.axes, source, target)):
-            return None
-        key = (id(value), source, target)
-        if key not in self._priced:
-            self._priced[key] = self.prices.transition(value, source, target)
-        return self._priced[key]
+            return np.where(np.array(sources)[:, None] == np.array(targets), seconds, np.inf)
+        if value.maker.node in self.weights:
+            types = self.prices.numbered
+            for i, j in itertools.product(range(len(sources)), range(len(targets))):
+                if not all(map(self._stored_for, self.problem.axes, types[sources[i]], types[targets[j]])):
+                    seconds[i, j] = np.inf
+        return seconds
 
     @staticmethod
     def _stored_for(axis: str, stored: Type, used: Type) -> bool:
@@ -483,19 +543,22 @@ class _Search:
             if operator.kind == "parameter":
                 by_name.setdefault(self.problem.program.tie_of(self._name(operator))[0], []).append(operator)
         for first, *others in by_name.values():
-            own = self._columns(first, lambda choice: choice.results[0])
+            own = self._columns(first, self._stored_as(first))
             for other in others:
-                theirs = self._columns(other, lambda choice: choice.results[0])
+                theirs = self._columns(other, self._stored_as(other))
                 for types in {**own, **theirs}:
                     terms = [(c, 1.0) for c in own.get(types, [])] + [(c, -1.0) for c in theirs.get(types, [])]
                     self.rows.add(terms, 0.0, 0.0)
+
+    def _stored_as(self, parameter: Operator) -> list[int]:
+        return [self.prices.number(choice.results[0]) for choice in parameter.choices]
 
     # ---- solving ----
 
     def _least_uncut(self) -> float | None:
         if not any(self.uncut):
             return None
-        values, _ = self._run(self.uncut, None)
+        values, _ = self._run(self.uncut + [0.0] * (len(self.objective) - len(self.uncut)), None)
         return float(sum(a * b for a, b in zip(self.uncut, values)))
 
     def _run(self, objective: Sequence[float], limit: float | None) -> tuple[list[float], float]:
@@ -505,17 +568,16 @@ class _Search:
         highs.setOptionValue("random_seed", 1)
         highs.setOptionValue("mip_rel_gap", 1e-6)
         highs.setOptionValue("mip_abs_gap", 0.0)
+        highs.setOptionValue("dual_feasibility_tolerance", 1e-10)  # else it would not see the order of equal prices
         scale = max((abs(c) for c in objective), default=1.0) or 1.0
         model = highspy.HighsLp()
         count = len(self.objective)
-        model.num_col_, model.num_row_ = count, len(self.rows.lower)
+        model.num_col_, model.num_row_ = count, self.rows.count
         model.col_cost_ = np.array(objective) * (1e4 / scale)
         model.col_lower_, model.col_upper_ = np.zeros(count), np.ones(count)
         model.row_lower_, model.row_upper_ = np.array(self.rows.lower), np.array(self.rows.upper)
         model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.array(self.rows.starts)
-        model.a_matrix_.index_ = np.array(self.rows.columns)
-        model.a_matrix_.value_ = np.array(self.rows.coefficients)
+        model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = self.rows.sorted()
         highs.passModel(model)
         if limit is not None:
             terms = [(column, amount) for column, amount in enumerate(self.uncut) if amount]
