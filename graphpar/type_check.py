@@ -169,7 +169,7 @@ def _declare_collectives(module: ModuleType, axes: Axes) -> None:
         setattr(module, name, _transition(getattr(module, name), rule, axes))
     everywhere = dict.fromkeys(axes, spmd.R)
     rank, index, embedding = module.rank, module.global_index, module.vocab_embedding
-    reduced, piece = module._all_reduce, module._piece
+    piece, losses_of = module._piece, module._vocab_losses
 
     def own_rank(axis: str) -> Any:
         """A number that is another one on each rank."""
@@ -180,14 +180,6 @@ def _declare_collectives(module: ModuleType, axes: Axes) -> None:
         with _untyped():
             value: Tensor = index(size, axis, *arguments, **options)
         return _give(value, everywhere | ({axis: spmd.V} if axis in axes else {}), axes)
-
-    def largest(x: Tensor, axis: str, operation: str = "sum") -> Tensor:
-        """Checked code calls it for the largest value, which is the same on every rank; transitions for their sums."""
-        with _untyped():
-            value: Tensor = reduced(x, axis, operation)
-        if operation == "sum" or axis not in axes:
-            return value
-        return _give(value, _kinds(x, axes) | {axis: spmd.R}, axes)
 
     def own_piece(*arguments: Any) -> Tensor:
         with _untyped():
@@ -205,12 +197,28 @@ def _declare_collectives(module: ModuleType, axes: Axes) -> None:
         rules.reinterpret(value, axes[axis], src=spmd.V, dst=spmd.P, out=value)
         return value
 
+    def vocab_losses(logits: Tensor, target: Tensor, axis: str, vocab: int) -> Tensor:
+        """One operator, as its docstring types it on the axis; on the others as ``F.cross_entropy`` is typed."""
+        kinds = [_kinds(operand, axes) for operand in (logits, target)]
+        if axis in axes and not (kinds[0].get(axis) is spmd.V and kinds[1].get(axis) in (spmd.R, spmd.I)):
+            raise spmd.SpmdTypeError(
+                f"vocab_cross_entropy takes logits that are cut over {axis} and labels that are not, "
+                f"not {_text(logits, axes)} and {_text(target, axes)}"
+            )
+        own: Kinds = {axis: spmd.I} if axis in axes else {}
+        with _untyped():
+            value: Tensor = losses_of(logits, target, axis, vocab)
+            whole = logits.detach().clone(), torch.zeros_like(target)  # any class that the piece has
+        for operand, given in zip(whole, kinds):
+            _give(operand, given | dict.fromkeys(own, spmd.R), axes)
+        return _give(value, _kinds(F.cross_entropy(*whole, reduction="none"), axes) | own, axes)
+
     replaced = {
         "rank": own_rank,
         "global_index": global_index,
-        "_all_reduce": largest,
         "_piece": own_piece,  # also run in the backward, where nothing is typed
         "vocab_embedding": vocab_embedding,
+        "_vocab_losses": vocab_losses,
     }
     for name, function in replaced.items():
         setattr(module, name, function)

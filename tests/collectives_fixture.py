@@ -21,6 +21,8 @@ from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from safetensors.torch import save_file
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from graphpar.emitted import collectives
 from graphpar.runtime import start
@@ -158,20 +160,44 @@ LOSSES = [
     Loss(5, ignore_index=0),  # over 4 ranks: pieces of 2, 2, 1 and none
     Loss(10, scale=2e3),
     Loss(7, dtype=torch.float32),
+    Loss(23),
+    Loss(23, dtype=torch.float32),
     Loss(7, (2,), dtype=torch.bfloat16),
     Loss(8, dtype=torch.float16, scale=30.0, reduction="sum"),
 ]
 
 
+class Sizes(TorchDispatchMode):
+    """The elements of every tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.found += [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        return made
+
+
 def run_loss(case: Loss, degree: int, rank: int) -> dict[str, Tensor]:
+    """This rank's loss and gradients of two backwards, and the sizes of the tensors that it makes and that it saves."""
     logits, target, weight = case.inputs()
     x = given(logits, Shard(1), degree, rank).requires_grad_()
-    loss = collectives.vocab_cross_entropy(
-        x, target, "tp", case.vocab, weight, reduction=case.reduction, ignore_index=case.ignore_index
-    )
-    loss.backward(case.upstream(loss))
-    assert x.grad is not None
-    return {"output": loss.detach(), "gradient": x.grad}
+    saved: list[int] = []
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with Sizes() as made, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        loss = collectives.vocab_cross_entropy(
+            x, target, "tp", case.vocab, weight, reduction=case.reduction, ignore_index=case.ignore_index
+        )
+        (gradient,) = torch.autograd.grad(loss, x, case.upstream(loss), retain_graph=True)
+    (again,) = torch.autograd.grad(loss, x, case.upstream(loss))
+    sizes = {"made": torch.tensor(made.found), "saved": torch.tensor(saved)}
+    return {"output": loss.detach(), "gradient": gradient, "again": again, **sizes}
 
 
 VOCABULARIES = (8, 7, 5)

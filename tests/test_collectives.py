@@ -19,7 +19,7 @@ from graphpar.runtime.launch import torchrun
 from graphpar.runtime.layout import I, P, R, Shard, Type, cut, joined, local_size
 from graphpar.transitions import TABLE, Cost, collective_cost, path
 from tests import collectives_fixture as fixture
-from tests.collectives_fixture import GRADIENT, LOSSES, SHAPE, VOCABULARIES, Case, types
+from tests.collectives_fixture import GRADIENT, LOSSES, SHAPE, VOCABULARIES, Case, Loss, types
 
 TIMEOUT_S = 60.0
 Results = list[dict[str, Tensor]]
@@ -89,15 +89,61 @@ def test_vocabulary_loss_is_cross_entropy(results: Results, number: int) -> None
     )
     loss.backward(case.upstream(loss))
     assert x.grad is not None
-    tolerance = {"float64": 1e-11, "float32": 1e-5}.get(str(case.dtype)[6:], 1e-2)
+    tolerance = {"float64": 1e-11, "float32": 1e-6}.get(str(case.dtype)[6:], 1e-2)
     for rank, found in enumerate(results):
         output, gradient = found[f"loss {number}/output"], found[f"loss {number}/gradient"]
+        assert torch.equal(gradient, found[f"loss {number}/again"])  # a backward leaves what it needs as it was
         assert output.dtype == gradient.dtype == case.dtype
         assert torch.equal(output, results[0][f"loss {number}/output"])  # the same bits on every rank
         torch.testing.assert_close(output.to(exact), loss.detach(), rtol=tolerance, atol=tolerance)
         expected = cut(x.grad, Shard(1), degree, rank)
         torch.testing.assert_close(gradient.to(exact), expected, rtol=tolerance, atol=tolerance)
         assert not gradient[cut(torch.ones_like(x), Shard(1), degree, rank) == 0].any()
+
+
+def test_vocabulary_loss_makes_no_whole_logits_and_saves_one_piece(results: Results) -> None:
+    number = next(number for number, case in enumerate(LOSSES) if case.vocab == 23)
+    piece = cut(LOSSES[number].inputs()[0], Shard(1), len(results), 0).numel()
+    for found in results:
+        assert found[f"loss {number}/made"].max() == piece
+        assert found[f"loss {number}/saved"].eq(piece).sum() == 1
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    collectives.bind({"tp": None})
+    yield
+    collectives.bind({})
+
+
+@pytest.mark.parametrize("number", [n for n, case in enumerate(LOSSES) if case.dtype == torch.float64 and case.scale < 1e3])
+def test_vocabulary_loss_has_the_gradient_of_its_differences(alone: None, number: int) -> None:
+    case = LOSSES[number]
+    logits, target, weight = case.inputs()
+
+    def loss(x: Tensor) -> Tensor:
+        return collectives.vocab_cross_entropy(x, target, "tp", case.vocab, weight, case.reduction, case.ignore_index)
+
+    assert torch.autograd.gradcheck(loss, logits.requires_grad_())
+
+
+def test_vocabulary_loss_has_no_second_gradient_and_says_so(alone: None) -> None:
+    logits, target, _ = Loss(8).inputs()
+    loss = collectives.vocab_cross_entropy(logits.requires_grad_(), target, "tp", 8)
+    (gradient,) = torch.autograd.grad(loss * logits.sum(), logits, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("label", [-1, 7, 8, 99])
+def test_a_label_that_is_no_class_makes_the_loss_nan(alone: None, label: int) -> None:
+    logits, target, _ = Loss(8).inputs()  # of which the last is padding
+    target = target.clamp(max=6)
+    assert collectives.vocab_cross_entropy(logits, target, "tp", 7).isfinite()
+    target[0] = label
+
+    assert collectives.vocab_cross_entropy(logits, target, "tp", 7).isnan()
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)

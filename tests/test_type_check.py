@@ -219,6 +219,25 @@ FAULTS = {
         [("vocab_embedding(ids, self.table.weight", "vocab_embedding(ids, self.gain.expand(4, 6)")],
         "vocab_embedding takes a table that is cut over tp, not R@dp_replicate, R@tp",
     ),
+    "logits that are not cut": (
+        [("self.head.weight)\n", 'self.head.weight)\n        logits = all_reduce_both(logits, "tp")\n')],
+        "vocab_cross_entropy takes logits that are cut over tp and labels that are not, "
+        "not V@dp_replicate, R@tp and V@dp_replicate, R@tp",
+    ),
+    "logits that are a pending sum": (
+        [("self.head.weight)\n", 'self.head.weight)\n        logits = first_only(all_reduce_both(logits, "tp"), "tp")\n')],
+        "vocab_cross_entropy takes logits that are cut over tp and labels that are not, not V@dp_replicate, P@tp and",
+    ),
+    "logits that are a pending sum over replicas": (
+        [("self.head.weight)\n", 'self.head.weight)\n        logits = all_reduce(logits, "dp_replicate")\n'
+                                 '        logits = first_only(sum_gradient(logits, "dp_replicate"), "dp_replicate")\n')],
+        "Partial type on axis dp_replicate",
+    ),
+    "labels that are cut": (
+        [("target.flatten()", 'shard(target, "tp", dim=1).repeat(1, 2)[:, :5].flatten()')],
+        "vocab_cross_entropy takes logits that are cut over tp and labels that are not, "
+        "not V@dp_replicate, V@tp and V@dp_replicate, V@tp",
+    ),
     "a number that differs by rank": (
         [("h = h + all_reduce", 'h = h * (1 + rank("tp")) + all_reduce')],
         "Invariant type on axis tp cannot mix with other types. Found types: [I, V] In mul(",

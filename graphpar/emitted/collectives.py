@@ -141,25 +141,11 @@ def vocab_cross_entropy(
     """logits S(1), target R -> I: ``F.cross_entropy`` by two small all-reduces; backward is local.
 
     logits [n, ceil(vocab / k), ...], target [n, ...], weight [vocab] -> [], or [n, ...] for the reduction "none"
+
+    Computed in float32 at least. A label that is no class and not ``ignore_index`` makes the loss NaN.
     """
-    dim = min(1, logits.ndim - 1)
-    width = logits.size(dim)
-    first = rank(axis) * width
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if width * size(axis) > vocab:
-        column = torch.arange(first, first + width, device=logits.device)
-        padding = (column >= vocab).view(-1, *[1] * (logits.ndim - dim - 1))
-        scores = scores.masked_fill(padding, float("-inf"))
-    scores = scores - _all_reduce(scores.detach().amax(dim, keepdim=True), axis, "max")
-
     counted = target != ignore_index
-    label = target - first
-    here = counted & (label >= 0) & (label < width)
-    label = label.masked_fill(~here, 0).unsqueeze(dim)
-    picked = scores.gather(dim, label).squeeze(dim).masked_fill(~here, 0)
-    total, picked = all_reduce(torch.stack([scores.exp().sum(dim), picked]), axis).unbind(0)
-    losses = (total.log() - picked).masked_fill(~counted, 0)
-
+    losses = _vocab_losses(logits, target, axis, vocab).masked_fill(~counted, 0)
     factor = counted.to(losses.dtype)
     if weight is not None:
         factor = factor * weight.to(losses.dtype)[target.masked_fill(~counted, 0)]
@@ -192,6 +178,48 @@ class _Transition(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.turn_back(gradient), None, None
+
+
+class _VocabLosses(torch.autograd.Function):
+    """The loss of each row, label or not: log(sum(exp(scores))) - scores[label], the scores relative to the largest logit.
+
+    Autograd would keep and pass through several tensors of the size of the logits; this keeps one and makes one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: str, vocab: int) -> Tensor:
+        dim = min(1, logits.ndim - 1)
+        width, first = logits.size(dim), rank(axis) * logits.size(dim)
+        ctx.dim, ctx.dtype = dim, logits.dtype
+        if width * size(axis) > vocab:
+            column = torch.arange(first, first + width, device=logits.device)
+            padding = (column >= vocab).view(-1, *[1] * (logits.ndim - dim - 1))
+            logits = logits.masked_fill(padding, float("-inf"))
+        largest = logits.amax(dim, keepdim=True).to(torch.promote_types(logits.dtype, torch.float32))
+        scores = logits - _all_reduce(largest, axis, "max")
+
+        label = (target - first).unsqueeze(dim)
+        elsewhere = (label < 0) | (label >= width)
+        label = label.masked_fill(elsewhere, 0)
+        picked = scores.gather(dim, label).masked_fill(elsewhere, 0)
+        exponentials = scores.exp_()
+        total, picked = _all_reduce(torch.stack([exponentials.sum(dim, keepdim=True), picked]), axis).unbind(0)
+        ctx.save_for_backward(exponentials, total, label, elsewhere)
+        return (total.log() - picked).squeeze(dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials, total, label, elsewhere = ctx.saved_tensors
+        gradient = gradient.unsqueeze(ctx.dim)
+        result = exponentials * (gradient / total)
+        result.scatter_add_(ctx.dim, label, gradient.masked_fill(elsewhere, 0).neg())
+        return result.to(ctx.dtype), None, None, None
+
+
+def _vocab_losses(logits: Tensor, target: Tensor, axis: str, vocab: int) -> Tensor:
+    losses: Tensor = _VocabLosses.apply(logits, target, axis, vocab)
+    return losses.masked_fill((target < 0) | (target >= vocab), float("nan"))
 
 
 def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
