@@ -16,11 +16,12 @@ from torch import Tensor
 
 from graphpar.mesh import Mesh
 from graphpar.runtime import RuntimeProgramError, load_manifest, sample_keys
-from graphpar.runtime.gradients import BUCKET_BYTES, buckets
+from graphpar.runtime.gradients import BUCKET_BYTES, Gradients, buckets
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.launch import torchrun
 from graphpar.runtime.layout import (
     AXES,
+    R,
     coordinates,
     cut_all,
     cut_places,
@@ -318,6 +319,48 @@ def test_buckets_are_filled_in_order_and_by_dtype() -> None:
     half = torch.empty(BUCKET_BYTES // 8)
     other = torch.empty(3, dtype=torch.bfloat16)
     assert buckets([half, other, half, half, big, half]) == [[0, 2], [3], [4], [1], [5]]
+
+
+def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's bucket is sent off before the gradient reaches the layer below; what autograd does not see goes at the end."""
+    events: list[str] = []
+
+    def all_reduce(tensor: Tensor, **options: Any) -> None:
+        events.append(f"sum of {tensor.numel()}" if options.get("async_op") else "flags")
+
+    monkeypatch.setattr("graphpar.runtime.gradients.dist.all_reduce", all_reduce)
+    monkeypatch.setattr("graphpar.runtime.gradients.BUCKET_BYTES", 1)
+    group, microbatches = object(), 2
+    replicas = SimpleNamespace(
+        degrees={"dp_replicate": 2}, place={"pp": 0, "dp_replicate": 0}, gather=lambda _, value: [value], over=lambda *_: group
+    )
+    manifest = SimpleNamespace(microbatches=microbatches, ties=(), spec=lambda _: {"dp_replicate": R})
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for width in (2, 3, 4)))
+    by_hand = torch.nn.Parameter(torch.ones(5))
+    model.register_parameter("by_hand", by_hand)
+
+    def backward() -> None:
+        x = torch.ones(2)
+        for layer in model:
+            x = torch.nn.functional.pad(layer(x), (0, 1))
+            x.register_hook(lambda _, layer=layer: events.append(f"backward of {layer.weight.numel()}"))  # type: ignore[misc]
+        x.sum().backward()
+        by_hand.grad = torch.ones(5) if by_hand.grad is None else by_hand.grad + 1
+
+    gradients = Gradients([model], manifest, replicas, torch.device("cpu"))  # type: ignore[arg-type]
+    for _ in range(2):  # the second step adds to what is there
+        gradients.take()
+        backward()
+        assert not any("sum" in event for event in events)
+        events.clear()
+        backward()
+        gradients.finish()
+        order = [event for event in events if event != "flags"]
+        assert order == [
+            *("backward of 16", "sum of 16", "backward of 9", "sum of 9", "backward of 4", "sum of 4"), "sum of 5",
+        ]  # fmt: skip
+        events.clear()
+    assert by_hand.grad is not None and by_hand.grad.tolist() == [4.0] * 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

@@ -3,10 +3,15 @@
 A gradient is partial over an axis on which its parameter is stored as R (data parallelism; the norm weights of
 sequence parallelism), and over the copies of a parameter that several stages hold (tied weights). One mechanism:
 
-    before a step   take(): put away what earlier steps accumulated
-    after a step    finish(): sum the new parts over the ranks that have one, in flat buckets, add what was put away
+    before a step        take(): put away what earlier steps accumulated
+    in the last backward sums over replicas are sent off, a flat bucket at a time, as soon as its gradients are whole
+    after a step         finish(): send off the other buckets, wait for all, add what was put away
 
 Then every holder has the single-device gradient (its shard of it), the same bits on all ranks of a sum.
+
+Only groups that no forward or backward uses may start early, which are those over ``dp_replicate``. Buckets are sent off in one
+order on all ranks, and one that is not complete when the step ends (a zero-bubble schedule adds weights' gradients past
+autograd, a parameter was not used) is sent off then.
 """
 
 from __future__ import annotations
@@ -59,7 +64,36 @@ class _Sum:
     """The parameters whose parts lie on the same ranks; ``group`` is ``None`` when that is this rank alone."""
 
     group: dist.ProcessGroup | None
+    early: bool = False  # whether it may be summed while the backward still runs
     partials: list[_Partial] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parts that are summed in one collective."""
+
+    group: dist.ProcessGroup
+    partials: list[_Partial]
+    early: bool
+    incomplete: set[nn.Parameter] = field(default_factory=set)  # whose gradients of this step are yet to come
+    present: list[bool] = field(default_factory=list)
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+    def send(self) -> None:
+        """Start the sum. Always through a copy: two gradients may share memory."""
+        parts = [partial.take_part() for partial in self.partials]
+        self.present = [part is not None for part in parts]
+        self.flat = torch.cat([_or_zero(part, partial).reshape(-1) for part, partial in zip(parts, self.partials)])
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def received(self) -> list[Tensor]:
+        """The sums, in the shapes of the parameters."""
+        assert self.flat is not None
+        if self.work is not None:
+            self.work.wait()
+        shapes = [partial.copies[0].shape for partial in self.partials]
+        return [piece.view(shape) for piece, shape in zip(self.flat.split([shape.numel() for shape in shapes]), shapes)]
 
 
 class Gradients:
@@ -70,61 +104,105 @@ class Gradients:
 
     def __init__(self, stages: Sequence[nn.Module], program: Manifest, groups: Groups, device: torch.device) -> None:
         self.device = device
+        self.microbatches = program.microbatches
         held = parameters_by_name(stages, program.ties)
         everyone = groups.gather("pp", {name: len(copies) for name, copies in held.items()})
         self.counted: list[nn.Parameter] = []
         """The parameters whose elements this rank counts, where each of the whole model's is counted once."""
         sums: dict[Any, _Sum] = {}
-        for name in sorted({name for counts in everyone for name in counts}):
+        for name in _order(held, everyone):
             holders = tuple(at for at, counts in enumerate(everyone) if name in counts)
             spec = program.spec(name)
             axes = tuple(axis for axis, kind in spec.items() if kind == R)
             key = axes, holders if len(holders) > 1 else None
             elsewhere = key != ((), None)
-            total = sums.setdefault(key, _Sum(groups.over(*key) if elsewhere else None))
+            if key not in sums:
+                early = "dp_replicate" in axes and groups.degrees["dp_replicate"] > 1 and key[1] is None
+                sums[key] = _Sum(groups.over(*key) if elsewhere else None, early)
             copies = held.get(name, [])
             if copies and (elsewhere or len(copies) > 1):
-                total.partials.append(_Partial(copies))
+                sums[key].partials.append(_Partial(copies))
             replicated = [axis for axis, kind in spec.items() if not isinstance(kind, Shard)]
             if groups.place["pp"] == holders[0] and all(groups.place[axis] == 0 for axis in replicated):
                 self.counted.append(copies[0])
-        self._sums = list(sums.values())
-        self._taken: list[tuple[_Sum, list[_Partial]]] = []
+        self._sums = sorted(sums.values(), key=lambda total: not total.early)
+        self._alone: list[_Partial] = []
+        self._buckets: list[_Bucket] = []
+        self._sent = 0
+        self._to_come: dict[nn.Parameter, tuple[int, _Bucket]] = {}
+        for total in self._sums:
+            for parameter in (copy for partial in total.partials if total.early for copy in partial.copies):
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def take(self) -> None:
         """Put away the gradients that there are, so that a step's own parts can be told from them."""
-        self._taken = []
+        self._alone, self._buckets, self._sent, self._to_come = [], [], 0, {}
         for total in self._sums:
             trained = [partial for partial in total.partials if any(copy.requires_grad for copy in partial.copies)]
             for partial in trained:
                 partial.before = [copy.grad for copy in partial.copies]
                 for copy in partial.copies:
                     copy.grad = None
-            if trained:
-                self._taken.append((total, trained))
+            if total.group is None:
+                self._alone += trained
+                continue
+            for indices in buckets([partial.copies[0] for partial in trained]):
+                bucket = _Bucket(total.group, [trained[i] for i in indices], total.early)
+                self._buckets.append(bucket)
+                if total.early:
+                    bucket.incomplete = {copy for partial in bucket.partials for copy in partial.copies}
+                    self._to_come |= dict.fromkeys(bucket.incomplete, (self.microbatches, bucket))
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        """A microbatch's gradient of this parameter has been added up."""
+        if parameter not in self._to_come:
+            return  # a backward outside of a step
+        count, bucket = self._to_come[parameter]
+        assert count, "a gradient came after those of all microbatches"
+        self._to_come[parameter] = count - 1, bucket
+        if count == 1:
+            bucket.incomplete.discard(parameter)
+            while self._sent < len(self._buckets) and self._may_go(self._buckets[self._sent]):
+                self._send_next()
+
+    @staticmethod
+    def _may_go(bucket: _Bucket) -> bool:
+        return bucket.early and not bucket.incomplete
+
+    def _send_next(self) -> None:
+        self._buckets[self._sent].send()
+        self._sent += 1
 
     def finish(self) -> None:
         """Sum the parts of this step, and add what was put away; a collective call.
 
         A parameter that got a gradient on some ranks only counts as zero on the others.
         """
-        finished: list[tuple[_Partial, Tensor]] = []
-        flags: list[Tensor] = []
-        for total, partials in self._taken:
-            parts = [partial.take_part() for partial in partials]
-            present = torch.tensor([part is not None for part in parts], dtype=torch.int32, device=self.device)
-            whole = [_or_zero(part, partial) for part, partial in zip(parts, partials)]
-            if total.group is not None:
-                dist.all_reduce(present, op=dist.ReduceOp.MAX, group=total.group)
-                for bucket in buckets(whole):
-                    _sum_bucket(whole, bucket, total.group)
-            flags.append(present)
-            finished += zip(partials, whole)
+        self._to_come = {}
+        while self._sent < len(self._buckets):
+            self._send_next()
+        for partial in self._alone:
+            partial.give(partial.take_part())
+        flags: dict[dist.ProcessGroup, list[bool]] = {}
+        for bucket in self._buckets:
+            flags.setdefault(bucket.group, []).extend(bucket.present)
+        anywhere: dict[dist.ProcessGroup, Tensor] = {}
+        for group, present in flags.items():
+            anywhere[group] = torch.tensor(present, dtype=torch.int32, device=self.device)
+            dist.all_reduce(anywhere[group], op=dist.ReduceOp.MAX, group=group)
         # Read once, after everything has been sent off: reading waits for the device.
-        anywhere = torch.cat(flags).tolist() if flags else []
-        for (partial, gradient), is_present in zip(finished, anywhere):
-            partial.give(gradient if is_present else None)
-        self._taken = []
+        wanted = dict(zip(anywhere, [iter(tensor.tolist()) for tensor in anywhere.values()]))
+        for bucket in self._buckets:
+            for partial, gradient in zip(bucket.partials, bucket.received()):
+                partial.give(gradient if next(wanted[bucket.group]) else None)
+        self._buckets = []
+
+
+def _order(held: Mapping[str, list[nn.Parameter]], everyone: Sequence[Mapping[str, int]]) -> list[str]:
+    """All names, alike on all ranks: those of other stages first, and within a stage the last used first, as a backward goes."""
+    names = [name for counts in everyone for name in counts]
+    return list(dict.fromkeys(reversed(names)))
 
 
 def _or_zero(part: Tensor | None, partial: _Partial) -> Tensor:
@@ -143,14 +221,6 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
         filling.setdefault(tensor.dtype, []).append(i)
         sizes[tensor.dtype] = size + (sizes[tensor.dtype] if len(filling[tensor.dtype]) > 1 else 0)
     return closed + list(filling.values())
-
-
-def _sum_bucket(tensors: list[Tensor], indices: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Replace these tensors by their sums over the group. Always through a copy: two gradients may share memory."""
-    flat = torch.cat([tensors[i].reshape(-1) for i in indices])
-    dist.all_reduce(flat, group=group)
-    for i, piece in zip(indices, flat.split([tensors[i].numel() for i in indices])):
-        tensors[i] = piece.view(tensors[i].shape)
 
 
 def parameters_by_name(stages: Sequence[nn.Module], ties: Sequence[Sequence[str]]) -> Mapping[str, list[nn.Parameter]]:
