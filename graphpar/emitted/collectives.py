@@ -279,23 +279,24 @@ def _exchange(
 
 
 def _piece(x: Tensor, axis: str, dim: int, parts: Sequence[int]) -> Tensor:
-    return _cut(x, dim, parts, size(axis)).select(dim + 1, rank(axis)).flatten(dim, dim + 1).contiguous()
+    columns = _cut(x, dim, parts, size(axis))
+    return _cat([column.select(0, rank(axis)) for column in columns], dim + 1).flatten(dim, dim + 1).contiguous()
 
 
-def _cut(x: Tensor, dim: int, parts: Sequence[int], count: int) -> Tensor:
-    """[.., n, ..] -> [.., periods, count, what a rank has of a period, ..]"""
+def _pieces(x: Tensor, dim: int, parts: Sequence[int], count: int) -> Tensor:
+    """[.., n, ..] -> [count, .., ceil(n / count), ..]"""
+    return _cat(_cut(x, dim, parts, count), dim + 2).flatten(dim + 1, dim + 2)
+
+
+def _cut(x: Tensor, dim: int, parts: Sequence[int], count: int) -> list[Tensor]:
+    """[.., n, ..] -> a view of each part: [count, .., periods, what a rank has of the part, ..]"""
     periods = x.size(dim) // sum(parts) if parts else 1
     if not parts:
         parts = [-(-x.size(dim) // count) * count]
         missing = parts[0] - x.size(dim)
         x = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
     columns = x.unflatten(dim, (periods, sum(parts))).split(list(parts), dim + 1)
-    return _cat([column.unflatten(dim + 1, (count, column.size(dim + 1) // count)) for column in columns], dim + 2)
-
-
-def _pieces(x: Tensor, dim: int, parts: Sequence[int], count: int) -> Tensor:
-    """[.., n, ..] -> [count, .., ceil(n / count), ..]"""
-    return _cut(x, dim, parts, count).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+    return [column.unflatten(dim + 1, (count, column.size(dim + 1) // count)).movedim(dim + 1, 0) for column in columns]
 
 
 def _joined(pieces: Tensor, dim: int, parts: Sequence[int], size: int | None) -> Tensor:
