@@ -2,6 +2,7 @@
 
     path(P, S(0))     reduce_scatter(x, axis, dim=0)
     path(I, P)        sum_gradient(x, axis), then first_only(x, axis)
+    path(R, E(offs))  expert_rows(x, axis, offs)
     path(R, I)        None: a value that the ranks use differently never becomes one that they use alike
 
 The functions are those of ``graphpar.emitted.collectives``. The gradient of R is P, of I is I, of S is S, of P is R, so each
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from graphpar.runtime.layout import I, R, Shard, Type
+from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def collective_cost(collective: str | None, whole: float, degree: int) -> Cost:
 
 @dataclass(frozen=True)
 class Transition:
-    """A function from one kind of type (R, I, S or P) to another: what it does forward and backward, by which collective."""
+    """A function from one kind of type (R, I, S, P or E) to another: what it does forward and backward, by which collective."""
 
     source: str
     target: str
@@ -68,13 +69,16 @@ TABLE = (
     Transition("I", "S", "shard_invariant", "slice", "all-gather", None, "all-gather"),
     Transition("S", "S", "all_to_all", "all-to-all", "all-to-all", "all-to-all", "all-to-all"),
     Transition("R", "P", "first_only", "zero on all ranks but the first", "zero on all ranks but the first"),
+    Transition("R", "E", "expert_rows", "rows of own experts", "pad with zeros"),
+    Transition("E", "P", "expert_sums", "pad with zeros", "rows of own experts"),
 )
 """Every transition of a tensor that has a gradient."""
 
 WITHOUT_GRADIENT = (
     Transition("R", "I", None, "nothing", "nothing"),
     Transition("I", "R", None, "nothing", "nothing"),
-    *(row for row in TABLE if row.function in ("all_reduce", "reduce_scatter", "all_gather", "shard", "all_to_all", "first_only")),
+    *(row for row in TABLE if row.function in ("all_reduce", "reduce_scatter", "all_gather", "shard", "all_to_all", "first_only",
+                                               "expert_rows", "expert_sums")),
 )  # fmt: skip
 """Every transition of a tensor that has none: R and I are the same."""
 
@@ -92,6 +96,11 @@ class Step:
         """The function in ``collectives.py``; ``None`` where there is nothing to do."""
         return self.transition.function
 
+    @property
+    def offsets(self) -> str:
+        """The name of the value that says where experts' rows end, which the function takes after the axis; else empty."""
+        return next((kind.offsets for kind in (self.source, self.target) if isinstance(kind, ExpertRows)), "")
+
     def options(self, shape: Sequence[int], degree: int) -> dict[str, Any]:
         """The keyword arguments of the function.
 
@@ -99,6 +108,8 @@ class Step:
             shape: of the tensor where it is whole on this axis (a dim that an outer axis cuts too counts as cut by that one).
         """
         options: dict[str, Any] = {}
+        if self.offsets:
+            return options
         cuts = [kind for kind in (self.source, self.target) if isinstance(kind, Shard)]
         for kind, prefix in zip(cuts, ("from_", "to_") if len(cuts) == 2 else ("",)):
             options[f"{prefix}dim"] = kind.dim
@@ -126,13 +137,15 @@ def path(source: Type, target: Type, differentiable: bool = True) -> tuple[Step,
     """The cheapest steps from one type to another, ``()`` between equal ones, or ``None`` where there are none.
 
     It goes through R and I only: a tensor may have no dim to cut on the way, and a sum that is not finished is no resting place.
-    So there is none from R to I, unless the tensor has no gradient. The order of costs is the same for every size and degree.
+    So there is none from R to I, unless the tensor has no gradient. Rows of experts can only become a sum.
+    The order of costs is the same for every size and degree.
     """
     if source == target:
         return ()
     found: list[tuple[Step, ...]] = []
+    stops = (P, R, I) if isinstance(source, ExpertRows) else (R, I)
     for count in range(3):
-        for between in itertools.permutations((R, I), count):
+        for between in itertools.permutations(stops, count):
             steps = _steps((source, *between, target), differentiable)
             if steps is not None:
                 found.append(steps)
@@ -163,9 +176,12 @@ def moves(
 
 
 def _is_free(now: Sequence[Type], target: Type, place: int) -> bool:
-    """Whether no axis inside of ``place`` cuts a dim that the axis cuts, or is about to cut."""
-    dims = {kind.dim for kind in (now[place], target) if isinstance(kind, Shard)}
-    return not any(isinstance(kind, Shard) and kind.dim in dims for kind in now[place + 1 :])
+    """Whether no axis inside of ``place`` cuts a dim that the axis cuts, or is about to cut; for rows of experts, no other at all."""
+    ends = (now[place], target)
+    dims = {kind.dim for kind in ends if isinstance(kind, Shard)}
+    alone = any(isinstance(kind, ExpertRows) for kind in ends)
+    others = [*(now[:place] if alone else ()), *now[place + 1 :]]
+    return not any(isinstance(kind, Shard) and kind.dim in dims for kind in others)
 
 
 def _steps(types: tuple[Type, ...], differentiable: bool) -> tuple[Step, ...] | None:
@@ -174,7 +190,7 @@ def _steps(types: tuple[Type, ...], differentiable: bool) -> tuple[Step, ...] | 
 
 
 def _step(source: Type, target: Type, differentiable: bool) -> Step | None:
-    if isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim:
+    if "S" == _kind(source) == _kind(target) and source.dim == target.dim:  # type: ignore[union-attr]
         return None  # all-to-all is between two dims; it can't cut one dim anew
     if source == target:
         return None
@@ -185,6 +201,8 @@ def _step(source: Type, target: Type, differentiable: bool) -> Step | None:
 
 
 def _kind(kind: Type) -> str:
+    if isinstance(kind, ExpertRows):
+        return "E"
     return "S" if isinstance(kind, Shard) else kind.letter
 
 

@@ -157,6 +157,8 @@ _RULES: dict[str, Callable[..., Any]] = {
     "all_gather_invariant": lambda x, on, dim: rules.all_gather(x, on, src=spmd.S(dim), dst=spmd.I),
     "shard": lambda x, on, dim: rules.convert(x, on, src=spmd.R, dst=spmd.S(dim)),
     "shard_invariant": lambda x, on, dim: rules.convert(x, on, src=spmd.I, dst=spmd.S(dim)),
+    "expert_rows": lambda x, on: rules.reinterpret(x, on, src=spmd.R, dst=spmd.V),
+    "expert_sums": lambda x, on: rules.reinterpret(x, on, src=spmd.V, dst=spmd.P),
     "all_to_all": lambda x, on, from_dim, to_dim: rules.all_to_all(x, on, src=spmd.S(from_dim), dst=spmd.S(to_dim)),
 }
 """Each transition in the rules of ``spmd_types``, which refuses those that its type system does not have."""
@@ -168,7 +170,7 @@ def _declare_collectives(module: ModuleType, axes: Axes) -> None:
     for name, rule in _RULES.items():
         setattr(module, name, _transition(getattr(module, name), rule, axes))
     everywhere = dict.fromkeys(axes, spmd.R)
-    rank, index, embedding = module.rank, module.global_index, module.vocab_embedding
+    rank, index, embedding, offsets = module.rank, module.global_index, module.vocab_embedding, module.own_offsets
     piece, losses_of = module._piece, module._vocab_losses
 
     def own_rank(axis: str) -> Any:
@@ -213,8 +215,14 @@ def _declare_collectives(module: ModuleType, axes: Axes) -> None:
             _give(operand, given | dict.fromkeys(own, spmd.R), axes)
         return _give(value, _kinds(F.cross_entropy(*whole, reduction="none"), axes) | own, axes)
 
+    def own_offsets(offs: Tensor, axis: str) -> Tensor:
+        with _untyped():
+            value: Tensor = offsets(offs, axis)
+        return _give(value, _kinds(offs, axes) | {axis: spmd.V}, axes)
+
     replaced = {
         "rank": own_rank,
+        "own_offsets": own_offsets,
         "global_index": global_index,
         "_piece": own_piece,  # also run in the backward, where nothing is typed
         "vocab_embedding": vocab_embedding,
@@ -228,11 +236,17 @@ def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes:
     dims = ("dim",) if "dim" in rule.__code__.co_varnames else rule.__code__.co_varnames[2:]
 
     def typed(x: Tensor, axis: str, *arguments: Any, **options: Any) -> Tensor:
+        for offs in arguments:
+            if isinstance(offs, Tensor) and axis in axes and _kinds(offs, axes)[axis] not in (spmd.R, spmd.I):
+                raise spmd.SpmdTypeError(f"rows are counted by what is not the same on every rank: {_text(offs, axes)}")
         with _untyped():
             value = function(x, axis, *arguments, **options)
             value = value.view_as(value) if value is x else value
             alias = x.view_as(x)  # a rule notes the dim on its operand, which may be cut in another dim by another axis
-        _give(alias, _kinds(x, axes), axes)
+        kinds = _kinds(x, axes)
+        if kinds.get(axis) is spmd.I and not x.is_floating_point():  # without a gradient I is R
+            kinds[axis] = spmd.R
+        _give(alias, kinds, axes)
         given = dict(zip(dims, arguments)) | {name: options[name] for name in dims if name in options}
         typed_as = rule(alias, axes[axis], *(given[name] for name in dims)) if axis in axes else alias
         return _give(value, _kinds(typed_as, axes), axes)

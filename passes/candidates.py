@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
+from graphpar.batch_states import is_size
 from graphpar.passes.functional import is_inplace
 from graphpar.program import Block, Helper, Program, operator_name, value_of
 from graphpar.rules.placement import Context, Placement, operands_of, results_of, sizes_of
 from graphpar.rules.rewrite import REWRITES
 from graphpar.rules.table import placements
-from graphpar.runtime.layout import I, P, R, Shard, Type
+from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 Types = tuple[Type, ...]
 """The types of one tensor, one an axis of the problem."""
@@ -97,8 +98,10 @@ class _Builder:
         self.axes = tuple(degrees)
         used = {str(node.meta["block"]) for node in program.graph.nodes if node.op == "call_module"}
         self.blocks: dict[str, Block] = {name: block for name, block in program.blocks.items() if name in used}
+        self.returned = {result for block in self.blocks.values() for result in block_results(block.graph)}
         self.differentiable = differentiable_nodes(program)
         self.operators: dict[fx.Node, Operator] = {}
+        self.counting: dict[tuple[fx.Graph, str], set[fx.Node]] = {}
         self.cuts: list[dict[tuple[fx.Node, int], dict[Shard, None]]] = [{} for _ in self.axes]
 
     def scopes(self) -> list[tuple[str, fx.Graph, int]]:
@@ -133,12 +136,14 @@ class _Builder:
 
     def _fixed_point(self, position: int) -> dict[fx.Node, list[Placement]]:
         """Placements of every operator; cuts by parts spread from the operators that need them to their neighbours."""
-        cuts = self.cuts[position]
+        cuts: dict[tuple[fx.Node, int], dict[Shard, None]] = self.cuts[position]
+        rows: dict[tuple[fx.Node, int], dict[ExpertRows, None]] = {}
         context = Context(
             self.degrees[self.axes[position]],
             lambda node, i: cuts.get(_value(node, i), ()),
             self._has_gradient,
-            REWRITES,
+            REWRITES if self.axes[position] != "cp" else tuple(name for name in REWRITES if name != "own_experts"),
+            lambda node, i: rows.get(_value(node, i), ()),
         )
         found: dict[fx.Node, list[Placement]] = {}
         nodes = [node for _, graph, _ in self.scopes() for node in graph.nodes]
@@ -148,7 +153,7 @@ class _Builder:
             for node in nodes if sweep % 2 == 0 else reversed(nodes):
                 if node in pending and is_operator(node):
                     found[node] = self._legal(node, placements(node, context))
-                    changed |= self._spread(cuts, node, found[node])
+                    changed |= self._spread(cuts, rows, node, found[node])
             pending = changed | self._linked(cuts)
             if not pending:
                 break
@@ -158,12 +163,37 @@ class _Builder:
         return node in self.differentiable
 
     def _legal(self, node: fx.Node, options: list[Placement]) -> list[Placement]:
-        """What is written in place must stay whole: every rank holds the buffer."""
+        """What is written in place must stay whole: every rank holds the buffer. Rows of a rank's experts stay where the
+        value is that counts them, and nobody may ask how many they are.
+        """
         written = is_inplace(node) or (operator_name(node) == "batch_norm" and node.args[5])
-        return [p for p in options if not written or not (p.divides or P in p.results)]
+        leaves = node in self.returned or any(is_size(user) for user in node.users)
+
+        def allowed(placement: Placement) -> bool:
+            rows = {kind for kind in (*placement.operands, *placement.results) if isinstance(kind, ExpertRows)}
+            if written and (placement.divides or P in placement.results):
+                return False
+            return not rows or not (leaves or any(node in self._counting(node.graph, kind.offsets) for kind in rows))
+
+        return [placement for placement in options if allowed(placement)]
+
+    def _counting(self, graph: fx.Graph, offsets: str) -> set[fx.Node]:
+        """What the value ``offsets`` depends on, itself included."""
+        if (graph, offsets) not in self.counting:
+            pending = [node for node in graph.nodes if node.name == offsets]
+            found = self.counting.setdefault((graph, offsets), set(pending))
+            while pending:
+                fresh = [node for node in pending.pop().all_input_nodes if node not in found]
+                found.update(fresh)
+                pending += fresh
+        return self.counting[graph, offsets]
 
     def _spread(
-        self, cuts: dict[tuple[fx.Node, int], dict[Shard, None]], node: fx.Node, options: Iterable[Placement]
+        self,
+        cuts: dict[tuple[fx.Node, int], dict[Shard, None]],
+        rows: dict[tuple[fx.Node, int], dict[ExpertRows, None]],
+        node: fx.Node,
+        options: Iterable[Placement],
     ) -> set[fx.Node]:
         """Notes the cuts of the values around ``node``; gives the nodes that should be looked at again."""
         changed: set[fx.Node] = set()
@@ -172,13 +202,14 @@ class _Builder:
             around = [(_value(operand, 0), kind) for operand, kind in zip(operands, placement.operands)]
             around += [((node, index), kind) for index, kind in enumerate(placement.results)]
             for key, kind in around:
-                if isinstance(kind, Shard) and kind not in cuts.setdefault(key, {}):
+                if isinstance(kind, ExpertRows):
+                    if kind not in rows.setdefault(key, {}):
+                        rows[key][kind] = None
+                        changed |= _around(key[0])
+                elif isinstance(kind, Shard) and kind not in cuts.setdefault(key, {}):
                     cuts[key][kind] = None
                     if kind.parts or not self._evenly(key, kind):
-                        changed |= {key[0], *key[0].users}
-                        for user in key[0].users:
-                            if operator_name(user) == "getitem":
-                                changed |= set(user.users)
+                        changed |= _around(key[0])
         return changed
 
     def _evenly(self, key: tuple[fx.Node, int], shard: Shard) -> bool:
@@ -196,10 +227,7 @@ class _Builder:
                 for shard in list(cuts.get(source, {})):
                     if shard not in cuts.setdefault(target, {}):
                         cuts[target][shard] = None
-                        changed.update({target[0], *target[0].users})
-                        for user in target[0].users:
-                            if operator_name(user) == "getitem":
-                                changed.update(user.users)
+                        changed.update(_around(target[0]))
 
         for call in self.program.graph.nodes:
             if call.op != "call_module":
@@ -262,7 +290,8 @@ class _Builder:
             own = [(shard, degree) for shard, degree in shards if shard.dim == dim]
             if len(own) > 1:
                 size = sizes_of(node)[dim]
-                if any(shard.parts for shard, _ in own) or size[0] % math.prod(degree for _, degree in own):
+                uneven = any(shard.parts or isinstance(shard, ExpertRows) for shard, _ in own)
+                if uneven or size[0] % math.prod(degree for _, degree in own):
                     return False
         return True
 
@@ -330,6 +359,12 @@ def _value(node: fx.Node, index: int) -> tuple[fx.Node, int]:
     if operator_name(node) == "getitem" and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
         return node.args[0], int(node.args[1])  # type: ignore[arg-type, return-value]
     return node, index
+
+
+def _around(node: fx.Node) -> set[fx.Node]:
+    """``node`` and what takes it, or one of its results."""
+    items = {taker for user in node.users if operator_name(user) == "getitem" for taker in user.users}
+    return {node, *node.users, *items}
 
 
 def is_operator(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from graphpar.emitted import collectives
 from graphpar.passes.candidates import Operator, Problem, block_results, build_problem, is_operator
 from graphpar.program import Program, operator_name, value_of
 from graphpar.rules.placement import operands_of
-from graphpar.runtime.layout import I, P, R, Shard, Type
+from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 Types = tuple[Type, ...]
 _FROM_TO: dict[str, tuple[Type | None, Type | None]] = {  # None: the cut that the call names
@@ -30,6 +30,8 @@ _FROM_TO: dict[str, tuple[Type | None, Type | None]] = {  # None: the cut that t
     "shard": (R, None),
     "shard_invariant": (I, None),
     "first_only": (R, P),
+    "expert_rows": (R, None),
+    "expert_sums": (None, P),
 }
 
 
@@ -104,10 +106,16 @@ class _Checker:
         return self.results[name] if isinstance(value_of(node), tuple | list) else self.results[name][0]
 
     def _transition(self, node: fx.Node, types: Mapping[fx.Node, Any]) -> Types:
-        value, axis = node.args[0], node.args[1]
+        value, axis, *offsets = node.args
         assert isinstance(value, fx.Node) and isinstance(axis, str)
         place = self.axes.index(axis)
         options = dict(node.kwargs)
+        if offsets:
+            (offs,) = offsets
+            assert isinstance(offs, fx.Node)
+            options["offsets"] = offs.meta["origin"].name
+            if types[offs] != (R,) * len(self.axes):
+                self.problems.append(f"{operator_name(node)} counts rows by {offs.name}, which is {_text(types[offs])}, not whole")
         if operator_name(node) == "all_to_all":
             source: Type = _named(options, "from_")
             target: Type = _named(options, "to_")
@@ -121,9 +129,10 @@ class _Checker:
                 f"{operator_name(node)} turns {source} into {target}, but {value.name} is {now[place]} on {axis}"
             )
         dims = {kind.dim for kind in (source, target) if isinstance(kind, Shard)}
-        for inner, kind in zip(self.axes[place + 1 :], now[place + 1 :]):
-            if isinstance(kind, Shard) and kind.dim in dims:
-                self.problems.append(f"{operator_name(node)} on {axis} moves dim {kind.dim} of {value.name}, which {inner} cuts within")
+        for other, kind in zip(self.axes, now):
+            within = self.axes.index(other) > place or (offsets and other != axis)
+            if within and isinstance(kind, Shard) and kind.dim in dims:
+                self.problems.append(f"{operator_name(node)} on {axis} moves dim {kind.dim} of {value.name}, which {other} cuts too")
         silent = node.meta["origin"] not in self.problem.differentiable
         now[place] = R if silent and target is I else target  # R and I differ in gradients alone
         return tuple(now)
@@ -152,12 +161,16 @@ class _Checker:
         name = operator_name(node)
         if name == "vocab_embedding":  # (indices, weight) for (weight, indices)
             return operands[::-1]
+        if "own_offsets" in map(operator_name, operands):
+            return [operands_of(operand)[0] if operator_name(operand) == "own_offsets" else operand for operand in operands]
         if name == "div" and operator_name(origin) == "mean":
             return operands_of(operands[0])
         return operands
 
 
 def _named(options: Mapping[str, Any], prefix: str = "") -> Shard:
+    if "offsets" in options:
+        return ExpertRows(offsets=options["offsets"])
     return Shard(options[f"{prefix}dim"], tuple(options.get(f"{prefix}parts", ())))
 
 

@@ -97,6 +97,7 @@ class _Scope:
         self.axes, self.degrees = lowering.axes, lowering.degrees
         self.decisions = lowering.sharding.decisions[scope]
         self.new = fx.Graph()
+        self.named = {node.name: node for node in source.nodes}
         self.made: dict[fx.Node, fx.Node] = {}
         self.types: dict[fx.Node, Types] = {}
         self.turned: dict[tuple[fx.Node, Types], fx.Node] = {}
@@ -104,20 +105,24 @@ class _Scope:
 
     def lower(self) -> fx.Graph:
         for node in self.source.nodes:
-            if node.op == "output":
-                self._output(node)
-            elif node.op == "call_module":
-                self._call(node)
-            elif is_operator(node):
-                self._operator(node, self.decisions[node.name])
-            elif operator_name(node) == "getitem" and isinstance(value_of(node), Tensor):
-                self._item(node)
-            elif is_size(node):
-                self._size(node)
-            else:
-                self._keep(node)
+            if node not in self.made:
+                self._lower(node)
         remove_dead_code(self.new)
         return self.new
+
+    def _lower(self, node: fx.Node) -> None:
+        if node.op == "output":
+            self._output(node)
+        elif node.op == "call_module":
+            self._call(node)
+        elif is_operator(node):
+            self._operator(node, self.decisions[node.name])
+        elif operator_name(node) == "getitem" and isinstance(value_of(node), Tensor):
+            self._item(node)
+        elif is_size(node):
+            self._size(node)
+        else:
+            self._keep(node)
 
     # ---- by kind of node ----
 
@@ -249,7 +254,9 @@ class _Scope:
                 continue
             axis = self.axes[place]
             function = getattr(collectives, step.function)
-            value = self.new.call_function(function, (value, axis), step.options(value_of(node).shape, self.degrees[axis]))
+            offsets = [self._counted(self.named[step.offsets])] if step.offsets else []
+            options = step.options(value_of(node).shape, self.degrees[axis])
+            value = self.new.call_function(function, (value, axis, *offsets), options)
             value.meta = {key: node.meta[key] for key in ("module_stack", "source") if key in node.meta}
             if node.op in ("placeholder", "get_attr"):
                 value.meta["name"] = node.name if node.op == "get_attr" else str(node.target)
@@ -260,6 +267,17 @@ class _Scope:
             self._set_value(value, node, tuple(now))
         self.turned[node, types] = value
         return value
+
+    def _counted(self, offsets: fx.Node) -> fx.Node:
+        """Where experts' rows end, whole; computed now, if it comes later in the program."""
+        pending = [offsets]
+        while pending:
+            missing = [node for node in pending[-1].all_input_nodes if node not in self.made]
+            if missing:
+                pending += missing
+            elif (node := pending.pop()) not in self.made:
+                self._lower(node)
+        return self._as(offsets, self.whole)
 
     def _record(self, node: fx.Node, copy: fx.Node, types: Types) -> None:
         self.made[node] = copy

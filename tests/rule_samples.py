@@ -29,6 +29,10 @@ def whole(below: int, *shape: int) -> Tensor:
 PRODUCTS: list[tuple[Made, ...]] = [
     (F.linear, real(4, 6, 8), real(12, 8), real(12)),
     (F.linear, real(8), real(12, 8)),
+    *(
+        (lambda x, w, ends: F.grouped_mm(x, w, offs=ends), real(16, 16).float(), real(4, 16, 32).float(), torch.tensor(ends).int())
+        for ends in ([3, 9, 9, 16], [0, 0, 16, 16])
+    ),
     (F.linear, real(4, 8), real(7, 8), real(7)),  # uneven rows
     (torch.matmul, real(4, 6, 8), real(4, 8, 10)),
     (torch.matmul, real(2, 1, 6, 8), real(4, 8, 10)),

@@ -49,6 +49,8 @@ FAST = [
     Case("gpt2_tiny", "tp=2", norms="S(1)"),
     Case("gpt2_tiny", "tp=2", norms="I"),
     Case("llama", "cp=2,tp=2"),
+    Case("mixtral", "ep=2"),
+    Case("mixtral", "ep=2,tp=2"),
     Case("gpt2_tiny", "pp=2,dp_replicate=2,tp=2"),
     Case("llama", "pp=2,dp_replicate=2,tp=2"),
 ]
@@ -56,6 +58,9 @@ _TWO = ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZe
 _COUPLED = ("resnet_batchnorm",)  # its examples are not independent: replicas are refused
 _NORMED = ("gpt", "gpt2_tiny", "gpt_dropout", "llama", "mixtral", "t5")  # whose sequence every degree divides
 SLOW = [
+    *(Case("mixtral", mesh) for mesh in ("ep=4", "dp_replicate=2,ep=2", "cp=2,ep=2", "pp=2,ep=2")),
+]
+SLOW += [
     case
     for name in SMALL
     for case in [

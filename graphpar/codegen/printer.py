@@ -23,15 +23,16 @@ from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.functions import OPERATORS
 from graphpar.program import Helper, batch_coefficients, operator_name, short_name, value_of
-from graphpar.runtime.layout import R
+from graphpar.runtime.layout import ExpertRows, R
 from graphpar.source import variable_names
 
 _INLINE = 88
 # Functions of the emitted package, which no variable may hide.
 FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
 COLLECTIVES = (
-    "all_gather", "all_gather_invariant", "all_reduce", "all_reduce_both", "all_to_all", "first_only", "rank", "reduce_scatter",
-    "shard", "shard_invariant", "size", "sum_gradient", "vocab_cross_entropy", "vocab_embedding",
+    "all_gather", "all_gather_invariant", "all_reduce", "all_reduce_both", "all_to_all", "expert_rows", "expert_sums",
+    "first_only", "own_offsets", "rank", "reduce_scatter", "shard", "shard_invariant", "size", "sum_gradient", "vocab_cross_entropy",
+    "vocab_embedding",
 )  # fmt: skip
 # Names that mean something in every emitted file.
 RESERVED = ("F", "Tensor", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES)
@@ -75,12 +76,14 @@ def _line_of(node: fx.Node) -> tuple[str, int, str] | None:
 
 
 def describe_shape(node: fx.Node) -> str:
-    """``[b, 16, 768]``, with ``b`` for the (micro)batch."""
+    """``[b, 16, 768]``, with ``b`` for the (micro)batch, and ``own`` for the rows of a rank's own experts."""
     value = value_of(node)
     if not isinstance(value, Tensor):
         return ""
     parts = []
-    for size, coefficient in zip(value.shape, batch_coefficients(node)):
+    if any(isinstance(kind, ExpertRows) for kind in node.meta.get("types", {}).values()):
+        parts.append("own")
+    for size, coefficient in list(zip(value.shape, batch_coefficients(node)))[len(parts) :]:
         parts.append(str(int(size)) if coefficient is None else "b" if coefficient == 1 else f"{coefficient} b")
     return f"[{', '.join(parts)}]" if parts else "scalar"
 

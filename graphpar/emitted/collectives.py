@@ -4,6 +4,7 @@
     I      the same value on every rank, used the same way on each     its gradient is I
     S(d)   dim d is cut over the ranks                                 its gradient is S(d)
     P      a pending sum over the ranks                                its gradient is R
+    E      rows sorted by expert: each rank has those of its experts   its gradient is E
 
 A dim of n elements is cut over k ranks into pieces of ceil(n / k), the last ones padded with zeros. With ``parts``, the dim
 is a run of periods of ``sum(parts)`` elements, and each part of each period is cut by itself: ``parts=(q, k, v)`` for the
@@ -155,6 +156,37 @@ def vocab_cross_entropy(
     elif reduction == "mean":
         losses = losses.sum() / factor.sum()
     return losses.to(logits.dtype)
+
+
+# Rows that are sorted by expert, of which each rank has those of its own experts. ``offs`` [experts] says where each one's rows end.
+
+
+def expert_rows(x: Tensor, axis: str, offs: Tensor) -> Tensor:
+    """R -> E: the rows of this rank's experts; backward pads with zeros. [n, ...] -> [own, ...]"""
+    begin, end, count = _own_rows(offs, axis)
+    if count != x.size(0):
+        raise RuntimeError(f"{x.size(0)} rows, but the experts have {count}: a row without an expert has no rank")
+    return x[begin:end]
+
+
+def expert_sums(x: Tensor, axis: str, offs: Tensor) -> Tensor:
+    """E -> P: the rows of this rank's experts, zeros elsewhere; backward keeps its rows. [own, ...] -> [n, ...]"""
+    begin, end, count = _own_rows(offs, axis)
+    return F.pad(x, [0, 0] * (x.ndim - 1) + [begin, count - end])
+
+
+def own_offsets(offs: Tensor, axis: str) -> Tensor:
+    """Where the rows of each of this rank's experts end among its own. [experts] -> [experts / k]"""
+    own = offs.size(0) // size(axis)
+    first = rank(axis) * own
+    return offs[first : first + own] - (offs[first - 1] if first else 0)
+
+
+def _own_rows(offs: Tensor, axis: str) -> tuple[int, int, int]:
+    """Where the rows of this rank's experts begin and end, and how many all experts have."""
+    own = offs.size(0) // size(axis)
+    ends = offs[own - 1 :: own].tolist()
+    return ([0, *ends])[rank(axis)], ends[rank(axis)], ends[-1]
 
 
 def global_index(size: int, axis: str, parts: Sequence[int] = (), device: torch.device | None = None) -> Tensor:

@@ -63,7 +63,7 @@ def elementwise(node: fx.Node) -> Rule | None:
     fixed = frozenset(label for factors in operands for label in factors if label.startswith("like"))
     tame = name in _TAME or (name == "div" and len(operands) == 1)
     padded = frozenset(labels) if tame else frozenset()
-    return Rule(tuple(operands), (labels,), fixed, padded=padded, linear=_linear(node, name, len(operands)))
+    return Rule(tuple(operands), (labels,), fixed, padded, _linear(node, name, len(operands)), uneven=True)
 
 
 def aligned(sizes: tuple[Size, ...], result: tuple[Size, ...], labels: Factors) -> Factors:

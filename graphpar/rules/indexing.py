@@ -49,7 +49,7 @@ def index(node: fx.Node) -> Rule:
         return uncut(node)
     own, picks, made = found
     fixed = frozenset(label for label in own if label.startswith("v"))
-    return Rule((own, *picks), (made,), fixed, linear=(frozenset({0}),))
+    return Rule((own, *picks), (made,), fixed, linear=(frozenset({0}),), uneven=True)
 
 
 def index_put(node: fx.Node, context: Context) -> list[Placement]:

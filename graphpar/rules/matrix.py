@@ -13,7 +13,7 @@ from graphpar.rules.elementwise import aligned
 from graphpar.rules.moves import uncut
 from graphpar.rules.notation import Rule, parse_rule
 from graphpar.rules.placement import Context, Placement, Size, from_rule, literal, operands_of, results_of, sizes_of
-from graphpar.runtime.layout import P, R, Shard
+from graphpar.runtime.layout import ExpertRows, P, R, Shard
 
 PlacementsOf = Callable[[fx.Node, Context], list[Placement]]
 
@@ -118,8 +118,19 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
     return found
 
 
-def grouped_mm(node: fx.Node) -> Rule:
-    """Rows by group times each group's matrix: x [t, k], weight [g, k, n], offsets [g] -> [t, n]."""
+def grouped_mm(node: fx.Node, context: Context) -> list[Placement]:
+    """Rows by group times each group's matrix. Where groups are cut, each rank has the rows of its own groups."""
+    rule = grouped_rule(node)
+    found = from_rule(node, rule, context)
+    groups = sizes_of(operands_of(node)[1])[0]
+    if "g" in rule.fixed and groups[1] == 0 and groups[0] % context.degree == 0:
+        rows = ExpertRows(offsets=operands_of(node)[2].name)
+        found.append(Placement((rows, Shard(0), R), (rows,), "own_experts"))
+    return found
+
+
+def grouped_rule(node: fx.Node) -> Rule:
+    """x [t, k], weight [g, k, n], offsets [g] -> [t, n]."""
     if _ranks(node)[0] != [2, 3, 1]:
         return uncut(node)
     return parse_rule("t k, g k n, g -> t n", *_ranks(node), fixed="t g", linear=[{0}])

@@ -44,7 +44,13 @@ def uncut(node: fx.Node) -> Rule:
 
 
 def along(
-    node: fx.Node, dims: Sequence[int], *, removed: bool = False, linear: bool = True, padded: bool = False
+    node: fx.Node,
+    dims: Sequence[int],
+    *,
+    removed: bool = False,
+    linear: bool = True,
+    padded: bool = False,
+    uneven: bool = True,
 ) -> Rule:
     """An operator that mixes ``dims`` of its first operand (or drops them), and leaves the others as they are."""
     operands = operands_of(node)
@@ -57,9 +63,8 @@ def along(
         return uncut(node)
     group = (frozenset({0}),) if linear and len(operands) == 1 else ()
     fixed = frozenset(labels[i] for i in mixed)
-    return Rule(
-        (labels,) * len(operands), (kept,) * made, fixed, frozenset(labels) if padded else frozenset(), linear=group
-    )
+    tolerant = frozenset(labels) if padded else frozenset()
+    return Rule((labels,) * len(operands), (kept,) * made, fixed, tolerant, linear=group, uneven=uneven)
 
 
 def last(count: int, *, linear: bool = False, at_most: int | None = None) -> Any:
@@ -67,7 +72,7 @@ def last(count: int, *, linear: bool = False, at_most: int | None = None) -> Any
 
     def rule(node: fx.Node) -> Rule:
         rank = value_of(operands_of(node)[0]).ndim
-        return along(node, list(range(max(0, rank - count), rank)), linear=linear)
+        return along(node, list(range(max(0, rank - count), rank)), linear=linear, uneven=False)
 
     return rule
 
@@ -154,7 +159,7 @@ def cat(node: fx.Node, context: Context) -> list[Placement]:
     result = tuple("joined" if i == dim else labels[i] for i in range(rank))
     fixed = frozenset({"joined", *(f"part{k}" for k in range(len(operands)))})
     everything = frozenset(range(len(operands)))
-    found = from_rule(node, Rule(rows, (result,), fixed, frozenset(labels), linear=(everything,)), context)
+    found = from_rule(node, Rule(rows, (result,), fixed, frozenset(labels), linear=(everything,), uneven=True), context)
     lengths = [sizes_of(operand)[dim] for operand in operands]
     if all(size[1] == 0 and size[0] % context.degree == 0 and size[0] > 0 for size in lengths):
         joined = normal(sizes_of(node)[dim], [size[0] for size in lengths], dim)
@@ -186,7 +191,8 @@ def split(node: fx.Node, context: Context) -> list[Placement]:
         tuple(f"part{k}" if i == dim else label for i, label in enumerate(labels)) for k in range(len(results))
     )
     fixed = frozenset({"joined", *(f"part{k}" for k in range(len(results)))})
-    found = from_rule(node, Rule((labels,), rows, fixed, frozenset(labels), linear=(frozenset({0}),)), context)
+    rule = Rule((labels,), rows, fixed, frozenset(labels), linear=(frozenset({0}),), uneven=True)
+    found = from_rule(node, rule, context)
     lengths = [result.shape[dim] for result in results]
     static = sizes_of(source)[dim][1] == 0 and all(isinstance(length, int) for length in lengths)
     if static and all(int(length) > 0 and int(length) % context.degree == 0 for length in lengths):

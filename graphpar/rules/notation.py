@@ -23,6 +23,7 @@ class Rule:
         fixed: factors that can't be cut.
         padded: factors whose last piece may hold padding (the operator neither mixes them nor sums them).
         linear: groups of operands in which the operator is linear when the others are held: all P gives P.
+        uneven: the pieces of a dim may have any sizes, none included, since each of its elements is worked on by itself.
     """
 
     operands: tuple[Factors, ...]
@@ -30,6 +31,7 @@ class Rule:
     fixed: frozenset[str] = frozenset()
     padded: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
+    uneven: bool = False
 
     def __str__(self) -> str:
         text = f"{_shown(self.operands)} -> {_shown(self.results)}"

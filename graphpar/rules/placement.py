@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from graphpar.batch_states import is_unknown
 from graphpar.program import batch_coefficients, operator_name, value_of
 from graphpar.rules.notation import Rule
-from graphpar.runtime.layout import I, P, R, Shard, Type
+from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 Size = tuple[int, int]
 """``(n, 0)`` is n; ``(n, 1)`` is n times the batch."""
@@ -49,12 +49,14 @@ class Context:
     """What rules are asked with: the axis's degree, and the cuts that are known of the values around the operator.
 
     ``known(node, index)``: cuts of the value ``node`` (``index`` picks one of several results). ``rewrites``: what the lowering can do.
+    ``rows(node, index)``: the ways in which the value's rows may be those of a rank's own experts.
     """
 
     degree: int
     known: Callable[[fx.Node, int], Iterable[Shard]]
     differentiable: Callable[[fx.Node], bool]
     rewrites: tuple[str, ...]
+    rows: Callable[[fx.Node, int], Iterable[ExpertRows]] = lambda node, index: ()
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
@@ -118,10 +120,34 @@ def from_rule(node: fx.Node, rule: Rule, context: Context) -> list[Placement]:
             sharded = _cut(rule, factor, parts, given, made, context)
             if sharded is not None:
                 found.append(sharded)
+    if rule.uneven:
+        found += _by_rows(node, rule, operands, given, made, context)
     for group in rule.linear:
         if all(sums(value_of(operands[index])) for index in group) and all(sums(r) for r in results_of(node)):
             before = tuple(P if index in group else R for index in range(len(operands)))
             found.append(Placement(before, (P,) * len(rule.results)))
+    return found
+
+
+def _by_rows(
+    node: fx.Node,
+    rule: Rule,
+    operands: Sequence[fx.Node],
+    given: Sequence[tuple[Size, ...]],
+    made: Sequence[tuple[Size, ...] | None],
+    context: Context,
+) -> list[Placement]:
+    """The factor of dim 0 cut by experts, as neighbours offer it."""
+    offers = [(rule.operands[place], cut) for place, o in enumerate(operands) for cut in context.rows(o, 0)]
+    offers += [(factors, cut) for place, factors in enumerate(rule.results) for cut in context.rows(node, place)]
+    found = []
+    for factor, cut in dict.fromkeys((factors[0], cut) for factors, cut in offers if factors):
+        pairs = [(f, s) for f, s in (*zip(rule.operands, given), *zip(rule.results, made)) if factor in f and s is not None]
+        if factor == "1" or factor in rule.fixed or len({s[0] for _, s in pairs}) > 1 or any(f.index(factor) for f, _ in pairs):
+            continue
+        before = tuple(cut if factor in factors else R for factors in rule.operands)
+        after = tuple(cut if factor in factors else P for factors in rule.results)
+        found.append(Placement(before, after))
     return found
 
 

@@ -8,6 +8,7 @@ proves the placement for every program. Everything runs in one process, in the d
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,10 @@ from graphpar.emitted import collectives
 from graphpar.program import value_of
 from graphpar.rules.placement import Context, Placement, can_cut, operands_of, result_sizes, results_of, sizes_of
 from graphpar.rules.rewrite import REWRITES, Cuts, on_pieces
-from graphpar.runtime.layout import I, P, Shard, Type, cut, joined, local_size
+from graphpar.runtime.layout import ExpertRows, I, P, Shard, Type, cut, joined, local_size
 
 _AXIS = "tp"
+_SOME_ROWS = "some_rows"  # cut as a neighbour's offsets say
 Place = Callable[[fx.Node, Context], list[Placement]]
 
 
@@ -124,7 +126,11 @@ def offers(node: fx.Node, index: int, degree: int) -> list[Shard]:
 def context_of(degree: int, offered: bool = True) -> Context:
     """What the rules are asked with; every float has a gradient."""
     return Context(
-        degree, lambda node, index: offers(node, index, degree) if offered else [], lambda node: _floats(node), REWRITES
+        degree,
+        lambda node, index: offers(node, index, degree) if offered else [],
+        lambda node: _floats(node),
+        REWRITES,
+        lambda node, index: [ExpertRows(offsets=_SOME_ROWS)] if offered else [],
     )
 
 
@@ -196,13 +202,13 @@ class Trial:
             results = self._run(leaves, cuts, index)
             return results, self._backward(results, [gradients[index] for gradients in wanted], leaves)
 
-        ranks = _together(rank, degree) if placement.rewrite.startswith("vocab") else [rank(i) for i in range(degree)]
+        together = placement.rewrite in ("vocab_embedding", "vocab_cross_entropy", "own_experts")
+        ranks = _together(rank, degree) if together else [rank(i) for i in range(degree)]
         for number, kind in enumerate(placement.results):
             if not self.used[number]:
                 continue  # its type is nobody's concern
-            problem = _differs(
-                [results[number].detach() for results, _ in ranks], self.results[number], kind, self.limit
-            )
+            pieces = [results[number].detach() for results, _ in ranks]
+            problem = _differs(pieces, self.results[number], kind, self.limit)
             if problem:
                 return f"result {number} ({kind}): {problem}"
         for number, kind in enumerate(placement.operands):
@@ -270,6 +276,8 @@ class Trial:
 
     def _split(self, value: Tensor, kind: Type, degree: int, garbage: bool) -> list[Tensor]:
         """What each rank has of a value of this type. What padding holds is arbitrary in operands, zero in gradients."""
+        if isinstance(kind, ExpertRows):
+            return list(value.split(self._rows(kind, value.shape[0], degree)))
         if isinstance(kind, Shard):
             pieces = [cut(value, kind, degree, index).clone() for index in range(degree)]
             if garbage and not kind.parts and value.is_floating_point():
@@ -282,6 +290,13 @@ class Trial:
             return [value] * degree
         summands = [self._random(value) for _ in range(degree - 1)]
         return [*summands, value - sum(summands)]  # type: ignore[list-item]
+
+    def _rows(self, kind: ExpertRows, size: int, degree: int) -> list[int]:
+        """How many rows each rank has: as the operand says that counts them; else very uneven numbers, with none among them."""
+        counts = [value for operand, value in zip(operands_of(self.node), self.values) if operand.name == kind.offsets]
+        some = ([0] * (degree > 2) + [1] + [size] * degree)[:degree]
+        ends = counts[0].view(degree, -1)[:, -1].tolist() if counts else some
+        return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
     def _random(self, like: Tensor) -> Tensor:
         if like.is_floating_point() or like.is_complex():
@@ -303,7 +318,9 @@ def _gradient(kind: Type) -> Type:
 def _differs(pieces: Sequence[Tensor], whole: Tensor, kind: Type, limit: float, padding: bool = False) -> str:
     """What is wrong with the ranks' pieces of ``whole``; with ``padding`` that must be zero."""
     degree = len(pieces)
-    if isinstance(kind, Shard):
+    if isinstance(kind, ExpertRows):
+        pairs = [(torch.cat(list(pieces)), whole)]
+    elif isinstance(kind, Shard):
         size = whole.shape[kind.dim]
         if any(piece.shape[kind.dim] != local_size(size, kind, degree) for piece in pieces):
             return f"pieces of {[list(piece.shape) for piece in pieces]} of {list(whole.shape)}"

@@ -197,6 +197,12 @@ def _vocab_cross_entropy(call: _Call, axis: str, emit: Emit) -> Any:
     return emit(collectives.vocab_cross_entropy, (call.args[0], call.args[1], axis, vocabulary), options)
 
 
+def _own_experts(call: _Call, axis: str, emit: Emit) -> Any:
+    """A product by groups: where the rows of this rank's groups end among its own rows."""
+    call.set("offs", emit(collectives.own_offsets, (call.get("offs"), axis), {}))
+    return emit(call.node.target, tuple(call.args), call.kwargs)
+
+
 _CHANGES: dict[str, Callable[[_Call, int], None]] = {
     "local_sizes": _local_sizes,
     "local_slice": _local_slice,
@@ -207,6 +213,7 @@ _REPLACED: dict[str, Callable[[_Call, str, Emit], Any]] = {
     "mean": _mean,
     "vocab_embedding": _vocab_embedding,
     "vocab_cross_entropy": _vocab_cross_entropy,
+    "own_experts": _own_experts,
 }
 REWRITES = ("local_shape", *_CHANGES, *_REPLACED)
 """What ``Placement.rewrite`` may be."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, fx
 
-from graphpar.program import value_of
+from graphpar.program import operator_name, value_of
 from graphpar.rules.notation import Rule
 from graphpar.rules.placement import Context, Placement, Size, can_cut, from_rule, operands_of, sizes_of, sums
 from graphpar.runtime.layout import P, R, Shard
@@ -97,7 +97,16 @@ def view(node: fx.Node, context: Context) -> list[Placement]:
     for shard, moved in dict.fromkeys(pairs):
         if shard is not None and moved is not None:
             found.append(Placement((shard, *(moved for _ in shape_of)), (moved,), "local_shape"))
-    return found
+    return found + _rows_kept(node, context)
+
+
+def _rows_kept(node: fx.Node, context: Context) -> list[Placement]:
+    """Rows of a rank's own experts stay so where no size of them is said, and other dims of size 1 come or go."""
+    before, after = sizes_of(operands_of(node)[0]), sizes_of(node)
+    if operator_name(node) not in ("unsqueeze", "squeeze") or before[:1] != after[:1] or before[:1] in ((), ((1, 0),)):
+        return []
+    cuts = [*context.rows(operands_of(node)[0], 0), *context.rows(node, 0)]
+    return [Placement((cut,), (cut,), "local_shape") for cut in dict.fromkeys(cuts)]
 
 
 def _even(sizes: Sequence[Size], degree: int) -> list[Shard]:

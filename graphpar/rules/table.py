@@ -35,7 +35,6 @@ def _special(rule: PlacementsOf, names: str) -> dict[str, PlacementsOf]:
 RULES: dict[str, RuleOf] = {
     # products
     **_rows(matrix.matmul, "matmul mm bmm mv dot"),
-    **_rows(matrix.grouped_mm, "grouped_mm grouped_mm_fallback _grouped_mm"),
     "einsum": matrix.einsum,
     "tensordot": matrix.tensordot,
     "outer": matrix.line("m, n -> m n", linear=2),
@@ -120,6 +119,7 @@ SPECIAL: dict[str, PlacementsOf] = {
     "addmv": matrix.added("m k, k -> m"),
     "addr": matrix.added("m, n -> m n"),
     "bilinear": matrix.bilinear,
+    **_special(matrix.grouped_mm, "grouped_mm grouped_mm_fallback _grouped_mm"),
     "embedding": matrix.embedding,
     **_special(matrix.attention, "scaled_dot_product_attention dropout_attention"),
     "cross_entropy_loss": losses.cross_entropy,

@@ -4,6 +4,7 @@
     fused  [3m, k]  S(0:m) over 2 ranks          each rank: its half of every period of m rows (q, k and v)
     fused  [n, k]   S(0:q+k+v) over 2 ranks      each rank: its half of the q rows, of the k rows, of the v rows
     table  [7, d]   S(0) over 2 ranks, uneven    4 rows each; the last rank's last row is padding
+    rows   [t, d]   E(offs) over 2 ranks         each rank: the rows of its half of the experts, however many they are
 
 ``plan.json`` holds these as text. The compiler uses the same functions, so there is one definition of a cut.
 """
@@ -60,19 +61,40 @@ class Shard:
     __repr__ = __str__
 
 
+@dataclass(frozen=True)
+class ExpertRows(Shard):
+    """``E(offsets)``: dim 0 holds rows that are sorted by expert, and each rank has those of its own experts. Its gradient is cut alike.
+
+    ``offsets`` names the value [experts] that says where each expert's rows end, so only running tells how many a rank has.
+    Only values in between have this type: no parameter, no input, nothing that leaves a block.
+    """
+
+    dim: int = 0
+    offsets: str = ""
+
+    def __str__(self) -> str:
+        return f"E({self.offsets})"
+
+    __repr__ = __str__
+
+
 Type = Whole | Shard
 _LETTERS = {"R": R, "I": I, "P": P}
 _SHARD = re.compile(r"S\((\d+)(?::(\d+(?:\+\d+)*))?\)")
+_ROWS = re.compile(r"E\((\w+)\)")
 
 
 def parse_type(text: str) -> Type:
-    """``R``, ``I``, ``P``, ``S(0)``, ``S(0:768)`` or ``S(0:4096+1024+1024)``.
+    """``R``, ``I``, ``P``, ``S(0)``, ``S(0:768)``, ``S(0:4096+1024+1024)`` or ``E(offs)``.
 
     Raises:
         ValueError: the text is none of these.
     """
     if text in _LETTERS:
         return _LETTERS[text]
+    rows = _ROWS.fullmatch(text)
+    if rows is not None:
+        return ExpertRows(offsets=rows[1])
     found = _SHARD.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is no type of a tensor on an axis; they are R, I, P and S(dim)")
@@ -81,7 +103,7 @@ def parse_type(text: str) -> Type:
 
 
 def local_size(size: int, shard: Shard, degree: int) -> int:
-    """How many of ``size`` elements a rank holds, padding included."""
+    """How many of ``size`` elements a rank holds, padding included; of ``ExpertRows`` as many as if experts had equal shares."""
     if not shard.parts:
         return -(-size // degree)
     period = sum(shard.parts)
@@ -101,6 +123,7 @@ def local_shape(shape: Sequence[int], spec: Mapping[str, Type], degrees: Mapping
 
 def cut(tensor: Tensor, shard: Shard, degree: int, index: int) -> Tensor:
     """Piece ``index`` of ``degree`` of a whole tensor; padded with zeros where the degree does not divide the dim."""
+    assert not isinstance(shard, ExpertRows), "what lies so is cut where it is run"
     size = tensor.shape[shard.dim]
     if not shard.parts:
         each = -(-size // degree)

@@ -1,0 +1,160 @@
+"""Experts divided over ranks: what the emitted functions do, which weights count as experts', and what can't be divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import graphpar as gp
+from graphpar.emitted import collectives
+from graphpar.errors import GraphparError
+from graphpar.runtime.layout import ExpertRows, Shard, parse_type
+from graphpar.verification import verify_all
+from tests.programs import example
+
+ENDS = {
+    "all have rows": [3, 5, 6, 10],
+    "an expert without rows": [3, 3, 6, 10],
+    "a rank without rows": [0, 0, 6, 10],
+    "one has all": [10, 10, 10, 10],
+}
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[int]]:
+    yield list(range(request.param))
+    collectives.bind({})
+
+
+def _be(rank: int, degree: int) -> None:
+    collectives._axes["ep"] = ("", degree, rank)
+
+
+# ---- the functions ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS.keys())
+@pytest.mark.parametrize("ranks", [1, 2, 4], indirect=True)
+def test_ranks_have_the_rows_of_their_experts_and_their_gradients_add_up(ranks: list[int], ends: list[int]) -> None:
+    offs = torch.tensor(ends, dtype=torch.int32)
+    x = torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(10, 3, dtype=torch.float64)
+    pieces, gradients = [], []
+    for rank in ranks:
+        _be(rank, len(ranks))
+        piece = collectives.expert_rows(x, "ep", offs)
+        begin = sum(len(piece) for piece in pieces)
+        gradients += torch.autograd.grad(piece, x, upstream[begin : begin + len(piece)])
+        pieces.append(piece)
+
+    assert torch.equal(torch.cat(pieces), x)
+    assert torch.equal(torch.stack(gradients).sum(0), upstream)
+    per_rank = len(ends) // len(ranks)
+    assert [len(piece) for piece in pieces] == torch.tensor([0, *ends[per_rank - 1 :: per_rank]]).diff().tolist()
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS.keys())
+@pytest.mark.parametrize("ranks", [1, 2, 4], indirect=True)
+def test_rows_of_all_ranks_are_a_sum_whose_gradient_each_rank_takes_its_rows_of(ranks: list[int], ends: list[int]) -> None:
+    offs = torch.tensor(ends, dtype=torch.int32)
+    x, upstream = torch.randn(10, 3), torch.randn(10, 3)
+    terms, gradients = [], []
+    for rank in ranks:
+        _be(rank, len(ranks))
+        own = collectives.expert_rows(x, "ep", offs).detach().requires_grad_()
+        terms.append(collectives.expert_sums(own, "ep", offs))
+        gradients += torch.autograd.grad(terms[-1], own, upstream)
+
+    assert torch.equal(torch.stack(terms).sum(0), x)
+    assert torch.equal(torch.cat(gradients), upstream)
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS.keys())
+@pytest.mark.parametrize("ranks", [1, 2, 4], indirect=True)
+def test_products_of_own_rows_are_the_rows_of_the_product(ranks: list[int], ends: list[int]) -> None:
+    offs = torch.tensor(ends, dtype=torch.int32)
+    x, weight = torch.randn(10, 8), torch.randn(4, 8, 4)
+    found = []
+    for rank in ranks:
+        _be(rank, len(ranks))
+        own = weight.chunk(len(ranks))[rank]
+        found.append(F.grouped_mm(collectives.expert_rows(x, "ep", offs), own, offs=collectives.own_offsets(offs, "ep")))
+
+    torch.testing.assert_close(torch.cat(found), F.grouped_mm(x, weight, offs=offs))
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_row_without_an_expert_is_an_error(ranks: list[int]) -> None:
+    _be(0, 2)
+
+    with pytest.raises(RuntimeError, match="11 rows, but the experts have 10"):
+        collectives.expert_rows(torch.ones(11, 3), "ep", torch.tensor([3, 10]))
+
+
+def test_the_type_reads_as_it_prints() -> None:
+    kind = ExpertRows(offsets="cumsum_1")
+
+    assert parse_type(str(kind)) == kind == ExpertRows(offsets="cumsum_1") and hash(kind) == hash(ExpertRows(offsets="cumsum_1"))
+    assert kind != ExpertRows(offsets="cumsum") and kind != Shard(0) and Shard(0) != kind
+
+
+# ---- programs --------------------------------------------------------------------------------------------------
+
+
+def test_on_ep_experts_are_cut_and_all_else_is_whole() -> None:
+    plan = gp.plan(example("mixtral"), mesh={"ep": 2})
+
+    specs = {name: str(spec["ep"]) for name, spec in plan.parameters().items()}
+    assert {name for name, kind in specs.items() if kind == "S(0)"} == {name for name in specs if ".experts." in name}
+    assert {kind for name, kind in specs.items() if ".experts." not in name} <= {"R", "I"}
+    assert plan.sharding.undivided == ()
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    with pytest.raises(GraphparError, match=r"Mesh ep=2: GPT.* has no experts to divide"):
+        gp.plan(example("gpt"), mesh={"ep": 2})
+
+
+def test_experts_that_the_degree_does_not_divide_are_named() -> None:
+    with pytest.raises(GraphparError, match=r"Mesh ep=3: .*experts.* has 4 experts, which 3 ranks can't share evenly"):
+        gp.plan(example("mixtral"), mesh={"ep": 3})
+
+
+class DenseExperts(nn.Module):
+    """Every expert sees every token; gates weigh what they give."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.gate = nn.Linear(16, 4)
+        self.up = nn.Parameter(torch.randn(4, 16, 32) / 4)
+        self.bias = nn.Parameter(torch.randn(4, 1, 32))
+        self.down = nn.Parameter(torch.randn(4, 32, 16) / 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        gates = self.gate(x).softmax(-1)  # [b, s, 4]
+        if self.how == "einsum":
+            hidden = torch.einsum("bsd,edf->ebsf", x, self.up) + self.bias.unsqueeze(1)
+            y = torch.einsum("ebsf,efd->ebsd", F.gelu(hidden), self.down)
+        else:
+            rows = x.flatten(0, 1).unsqueeze(0).expand(4, -1, -1)
+            y = torch.bmm(F.gelu(torch.bmm(rows, self.up) + self.bias), self.down).unflatten(1, (-1, 6))
+        return F.mse_loss((y * gates.permute(2, 0, 1).unsqueeze(-1)).sum(0), target)
+
+
+def test_dense_experts_are_cut_and_exact() -> None:
+    made = []
+    for how in ("einsum", "bmm"):
+        torch.manual_seed(0)
+        program = gp.export(DenseExperts(how), (), {"x": torch.randn(4, 6, 16), "target": torch.randn(4, 6, 16)})
+        plan = gp.plan(program, mesh={"ep": 2})
+        specs = {name: str(spec["ep"]) for name, spec in plan.parameters().items()}
+        assert specs["up"] == specs["down"] == "S(0)", specs
+        made.append(gp.partition(program, plan))
+
+    for outcome in verify_all(made, 3, timeout_s=120):
+        assert outcome.ok, (outcome.problems, outcome.max_error, outcome.worst)
