@@ -3,9 +3,11 @@
     python -m benchmarks.runtime [--json] [--rounds 20] [--only PATTERN]
 
     pipeline 1F1B, GPipe     against torch's PipelineStage: the same cut, schedule and microbatches
-    tensor                   against Megatron-style layers with the sequence cut between them, as the search has it (benchmarks.megatron)
-    tensor, whole sequence   against the same with all-reduces, for which the search is pinned
+    tensor                   against Megatron-style layers with the sequence cut between them (benchmarks.megatron)
+    tensor, whole sequence   against the same with all-reduces
     tensor                   against torch's DTensor and parallelize_module (benchmarks.dtensor)
+
+The tensor rows pin the inputs of the norms, so that both sides communicate alike whatever the search prefers.
 
 Both sides of a row hold the same weights and optimizer. They live in the same two gloo processes (one thread each) and take
 steps in turn, so that whatever else the machine does falls on both. A step is forward, backward and AdamW; it is timed from
@@ -46,6 +48,10 @@ from graphpar.runtime.launch import torchrun
 DEVICES, BATCH, MICROBATCHES, WARM_UP, TIMEOUT_S = 2, 8, 8, 3, 900
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 LEARNING_RATE = 1e-4
+CUT_SEQUENCE = {
+    "blocks.*.norm*": {"inputs": ["S(1)@tp"]},
+    "norm": {"inputs": ["S(1)@tp"]},
+}
 WHOLE_SEQUENCE = {
     "blocks.*.norm*": {"inputs": ["I@tp"]},
     "norm": {"inputs": ["I@tp"]},
@@ -78,12 +84,12 @@ def _pipeline(schedule: str) -> Case:
     return Case(f"pipeline {schedule}", "PipelineStage", schedule, pins)
 
 
-_CUT = {"mesh": {"tp": DEVICES}}
+_TENSOR = {"mesh": {"tp": DEVICES}, "shard_plan": CUT_SEQUENCE}
 CASES = (
     *map(_pipeline, SCHEDULES),
-    Case("tensor", "Megatron", "tensor", _CUT),
-    Case("tensor, whole sequence", "Megatron all-reduce", "tensor", {**_CUT, "shard_plan": WHOLE_SEQUENCE}),
-    Case("tensor", "DTensor", "tensor", _CUT),
+    Case("tensor", "Megatron", "tensor", _TENSOR),
+    Case("tensor, whole sequence", "Megatron all-reduce", "tensor", {**_TENSOR, "shard_plan": WHOLE_SEQUENCE}),
+    Case("tensor", "DTensor", "tensor", _TENSOR),
 )
 
 

@@ -15,7 +15,7 @@ Constraints, by category:
 Category 6 is a constraint where it can be fulfilled, and else an objective that goes before time, so it never makes a program
 infeasible. Time is compute, transitions forward and backward, and the gradients that are finished once a step. Only choices that
 no solution can take are dropped before the program is written down, so its optimum is that of all combinations. The linear
-relaxation is solved first; branching is only needed where its solution is fractional. Instances of a block share their decision
+relaxation is solved first (see ``integer_program``); branching is only needed where its solution is fractional. Instances of a block share their decision
 because they share their class, so nothing grows with the number of layers.
 """
 
@@ -26,7 +26,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import highspy
 import numpy as np
 from torch import fx
 
@@ -36,11 +35,12 @@ from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.errors import GraphparError
 from graphpar.passes.candidates import Choice, Edge, Operator, Problem, Types, Value
 from graphpar.passes.experts import check_degree, find_experts
+from graphpar.passes.integer_program import IntegerProgram, Optimum
 from graphpar.program import module_path, operator_name, value_of
 from graphpar.rules.placement import sizes_of
 from graphpar.runtime.layout import P, R, Shard, Type
 from graphpar.sharding import Decision, Sharding
-from graphpar.transitions import moves
+from graphpar.transitions import Step, collective_cost, moves
 
 MATMULS = {
     "linear",
@@ -113,6 +113,7 @@ class Prices:
         self._elements: dict[tuple[fx.Node, int], float] = {}
         self._whole: dict[tuple[fx.Node, int], float] = {}
         self._numbers: dict[Types, int] = {}
+        self._steps: dict[tuple[str, int, bool], tuple[float, float]] = {}
         self._paths: dict[bool, np.ndarray] = {flag: np.full((2, 0, 0), np.nan) for flag in (False, True)}
 
     def elements(self, node: fx.Node, index: int = 0) -> float:
@@ -134,7 +135,7 @@ class Prices:
         tensor = value[index] if isinstance(value, tuple | list) else value
         return float(self.elements(node, index) * tensor.dtype.itemsize / self._pieces(types))
 
-    def _pieces(self, types: Types) -> int:
+    def _pieces(self, types: Sequence[Type]) -> int:
         return math.prod(
             self.problem.degrees[axis] for axis, kind in zip(self.problem.axes, types) if isinstance(kind, Shard)
         )
@@ -194,15 +195,26 @@ class Prices:
             return math.inf, 0.0
         seconds, seconds_per_byte, now = 0.0, 0.0, list(source)
         for place, step in steps:
-            axis = self.problem.axes[place]
-            pieces = self._pieces(tuple(R if i == place else kind for i, kind in enumerate(now)))
-            ways = step.bytes_moved(1.0 / pieces, self.problem.degrees[axis])
-            for cost in ways if differentiable and self.workload.train else ways[:1]:
-                if cost.messages:
-                    seconds += self.costs.transition_s(axis, cost.messages, 0.0)
-                    seconds_per_byte += cost.bytes_sent / self.costs.transition_rate(axis)
+            now[place] = R
+            if step.function is not None:
+                started, sent = self._step(step, place, differentiable)
+                seconds += started
+                seconds_per_byte += sent / self._pieces(now)
             now[place] = step.target
         return seconds, seconds_per_byte
+
+    def _step(self, step: Step, place: int, differentiable: bool) -> tuple[float, float]:
+        """Seconds to start a transition's collectives, and seconds for each byte of the tensor where it is whole on the axis."""
+        key = (str(step.function), place, differentiable)
+        if key not in self._steps:
+            axis, row = self.problem.axes[place], step.transition
+            backward = row.backward_collective if differentiable and self.workload.train else None
+            ways = [collective_cost(name, 1.0, self.problem.degrees[axis]) for name in (row.forward_collective, backward)]
+            self._steps[key] = (
+                sum(self.costs.transition_s(axis, cost.messages, 0.0) for cost in ways),
+                sum(cost.bytes_sent for cost in ways) / self.costs.transition_rate(axis),
+            )
+        return self._steps[key]
 
     def finishing(self, operator: Operator, types: Types) -> float:
         """Summing a partial gradient, spread over the microbatches of a step."""
@@ -246,36 +258,6 @@ class _Infeasible(Exception):
     """No solution without weights that stay whole."""
 
 
-class _Rows:
-    """Sparse rows of the integer program."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # rows, columns, coefficients
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-
-    def add(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
-        columns, coefficients = zip(*terms) if terms else ((), ())
-        self.add_block(1, np.zeros(len(terms), dtype=int), np.array(columns, dtype=int), np.array(coefficients), lower, upper)
-
-    def add_block(
-        self, count: int, rows: np.ndarray, columns: np.ndarray, coefficients: np.ndarray, lower: float, upper: float
-    ) -> None:
-        """Several rows with equal bounds; ``rows`` counts from the first of them."""
-        self.entries.append((rows + self.count, columns, coefficients))
-        self.count += count
-        self.lower += [lower] * count
-        self.upper += [upper] * count
-
-    def sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where each row starts; columns and coefficients, row by row."""
-        rows, columns, coefficients = (np.concatenate(part) for part in zip(*self.entries))
-        order = np.argsort(rows, kind="stable")
-        starts = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=self.count))))
-        return starts, columns[order], coefficients[order]
-
-
 class _Search:
     def __init__(self, problem: Problem, workload: Workload, costs: ShardingCosts, pins: SearchPins) -> None:
         self.problem, self.workload = problem, workload
@@ -294,34 +276,34 @@ class _Search:
         ) or 1.0
 
     def solve(self) -> Solution:
-        self.options = {operator: self._pinned(operator) for operator in self.problem.operators}
         try:
-            self._prune(strict=True)
-            found = self._solve(limited=False)
+            solution = self._solve(strict=True)
         except _Infeasible:  # some weight can't be cut, or some product can't be divided: as few as possible are not
-            self.options = {operator: self._pinned(operator) for operator in self.problem.operators}
-            self._prune(strict=False)
-            found = self._solve(limited=True)
-        solution = found
+            try:
+                solution = self._solve(strict=False)
+            except _Infeasible:
+                raise self._refused() from None
         solution.parts = priced(solution, self.prices)
         solution.seconds = sum(solution.parts.values())
         return solution
 
-    def _solve(self, limited: bool) -> Solution:
+    def _solve(self, strict: bool) -> Solution:
+        self.options = {operator: self._pinned(operator) for operator in self.problem.operators}
+        self._prune(strict)
         self._clear()
         self._choose_one()
         self._flow()
         self._tie()
         if self.workload.memory_limit is not None:
             terms = [(column, nbytes) for column, nbytes in enumerate(self.stored) if nbytes]
-            self.rows.add(terms, -np.inf, self.workload.memory_limit)
-        limit = self._least_uncut() if limited else None
-        values, gap = self._run(self.objective, limit)
+            self.program.row(terms, -np.inf, self.workload.memory_limit)
+        uncut = 0.0 if strict else self._least_uncut()
+        found = self._run()
         choices = {}
         for operator, allowed in self.options.items():
-            best = max(allowed, key=lambda i, o=operator: (values[self.column[o, i]], -i))  # type: ignore[misc]
+            best = max(allowed, key=lambda i, o=operator: (found.values[self.column[o, i]], -i))  # type: ignore[misc]
             choices[operator] = operator.choices[best]
-        return Solution(self.problem, choices, 0.0, limit or 0.0, gap)
+        return Solution(self.problem, choices, 0.0, uncut, found.gap)
 
     # ---- what is left to choose from ----
 
@@ -390,17 +372,10 @@ class _Search:
 
     # ---- variables and constraints ----
 
-    def _new_columns(self, seconds: np.ndarray) -> np.ndarray:
-        first = len(self.objective)
-        self.objective.extend(seconds.tolist())
-        return np.arange(first, len(self.objective))
-
     def _clear(self) -> None:
-        self.objective: list[float] = []
         self.uncut: list[float] = []  # of choices, whose columns come first
         self.stored: list[float] = []
-        self.integral: list[bool] = []
-        self.rows = _Rows()
+        self.program = IntegerProgram()
         self.column: dict[tuple[Operator, int], int] = {}
 
     def _choose_one(self) -> None:
@@ -411,13 +386,12 @@ class _Search:
                 seconds = self.prices.compute(operator, choice)
                 if operator.kind == "parameter":
                     seconds += self.prices.finishing(operator, choice.results[0])
-                column = self.column[operator, i] = len(self.objective)
-                self.objective.append(seconds * operator.count + place * _TIE_BREAK)
-                self.integral.append(len(allowed) > 1)
+                column = self.program.column(seconds * operator.count + place * _TIE_BREAK, integral=len(allowed) > 1)
+                self.column[operator, i] = column
                 self.stored.append(self.prices.memory(operator, choice) * operator.count)
                 self.uncut.append(self._uncut(operator, choice))
                 terms.append((column, 1.0))
-            self.rows.add(terms, 1.0, 1.0)
+            self.program.row(terms, 1.0, 1.0)
 
     def _allowed(self, operator: Operator, choice: Choice) -> bool:
         pin = self._pin(operator)
@@ -523,7 +497,7 @@ class _Search:
             users[:, list(own)] += paid
             price[:, list(own)] = np.where(paid, costs, price[:, list(own)])
         columns = np.full(users.shape, -1)
-        columns[users > 1] = self._new_columns(price[users > 1])
+        columns[users > 1] = self.program.columns(price[users > 1])
         return columns
 
     def _edge(
@@ -531,7 +505,9 @@ class _Search:
     ) -> None:
         source, target = np.nonzero(np.isfinite(seconds))
         paid_by = np.where(seconds[source, target] > 0, shared[source, target], -1)
-        flows = self._new_columns(np.where(paid_by < 0, seconds[source, target], 0.0))
+        flows = self.program.columns(np.where(paid_by < 0, seconds[source, target], 0.0), paid_by)
+        cheapest = _cheapest(seconds)[source, target]
+        self.program.first.append(np.where(paid_by < 0, flows, paid_by)[cheapest])
         rows = [source, target + len(made)]
         columns, coefficients = [flows, flows], [np.ones(2 * len(flows))]
         for row, own in enumerate((*made.values(), *taken.values())):
@@ -539,11 +515,12 @@ class _Search:
             columns.append(np.array(own))
             coefficients.append(np.full(len(own), -1.0))
         parts = (np.concatenate(rows), np.concatenate(columns), np.concatenate(coefficients))
-        self.rows.add_block(len(made) + len(taken), *parts, 0.0, 0.0)
+        self.program.rows(len(made) + len(taken), *parts, 0.0, 0.0)
         together = np.flatnonzero(paid_by >= 0)
         links = np.arange(len(together))
         terms = np.concatenate((links, links)), np.concatenate((paid_by[together], flows[together]))
-        self.rows.add_block(len(together), *terms, np.repeat((1.0, -1.0), len(together)), 0.0, np.inf)
+        ones = np.repeat((1.0, -1.0), len(together))
+        self.program.rows(len(together), *terms, ones, 0.0, np.inf, groups=paid_by[together])
 
     def _turning(self, value: Value, edge: Edge, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
         """The prices of transitions. Parameters and views of them are not moved, they are stored as they are used; between two
@@ -576,66 +553,44 @@ class _Search:
                 theirs = self._columns(other, self._stored_as(other))
                 for types in {**own, **theirs}:
                     terms = [(c, 1.0) for c in own.get(types, [])] + [(c, -1.0) for c in theirs.get(types, [])]
-                    self.rows.add(terms, 0.0, 0.0)
+                    self.program.row(terms, 0.0, 0.0)
 
     def _stored_as(self, parameter: Operator) -> list[int]:
         return [self.prices.number(choice.results[0]) for choice in parameter.choices]
 
     # ---- solving ----
 
-    def _least_uncut(self) -> float | None:
+    def _least_uncut(self) -> float:
+        """How much must miss the meaning; from now on no more does."""
         if not any(self.uncut):
-            return None
-        values, _ = self._run(self.uncut + [0.0] * (len(self.objective) - len(self.uncut)), None)
-        return float(sum(a * b for a, b in zip(self.uncut, values)))
+            return 0.0
+        least = float(np.dot(self.uncut, self._run(self.uncut).values[: len(self.uncut)]))
+        unit = max(self.uncut)
+        terms = [(column, amount / unit) for column, amount in enumerate(self.uncut) if amount]
+        self.program.row(terms, -np.inf, least / unit + 1e-7)
+        return least
 
-    def _run(self, objective: Sequence[float], limit: float | None) -> tuple[list[float], float]:
-        highs = highspy.Highs()
-        highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("threads", 1)
-        highs.setOptionValue("random_seed", 1)
-        highs.setOptionValue("mip_rel_gap", 1e-6)
-        highs.setOptionValue("mip_abs_gap", 0.0)
-        highs.setOptionValue("dual_feasibility_tolerance", 1e-10)  # else it would not see the order of equal prices
-        scale = max((abs(c) for c in objective), default=1.0) or 1.0
-        model = highspy.HighsLp()
-        count = len(self.objective)
-        model.num_col_, model.num_row_ = count, self.rows.count
-        model.col_cost_ = np.array(objective) * (1e4 / scale)
-        model.col_lower_, model.col_upper_ = np.zeros(count), np.ones(count)
-        model.row_lower_, model.row_upper_ = np.array(self.rows.lower), np.array(self.rows.upper)
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = self.rows.sorted()
-        highs.passModel(model)
-        if limit is not None:
-            terms = [(column, amount) for column, amount in enumerate(self.uncut) if amount]
-            unit = max(amount for _, amount in terms)
-            highs.addRow(
-                -highspy.kHighsInf,
-                limit / unit + 1e-7,
-                len(terms),
-                np.array([column for column, _ in terms]),
-                np.array([amount / unit for _, amount in terms]),
-            )
-        highs.setOptionValue("presolve", "off")  # the relaxation is quick as it is, and nearly always integral
-        highs.run()
-        integral = np.flatnonzero(self.integral)
-        fractional = np.array(highs.getSolution().col_value)[integral] if highs.getSolution().value_valid else np.zeros(0)
-        if np.any(np.abs(fractional - np.round(fractional)) > 1e-6):
-            highs.setOptionValue("presolve", "choose")
-            kinds = np.full(len(integral), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
-            highs.changeColsIntegrality(len(integral), integral, kinds)
-            highs.run()
-        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            if limit is None and objective is self.objective:
-                raise _Infeasible
-            raise GraphparError(
-                f"No sharding of {self.problem.program.name} over "
-                f"{', '.join(f'{a}={d}' for a, d in self.problem.degrees.items())} "
-                f"fulfils the shard plan{' and fits the memory' if self.workload.memory_limit is not None else ''}."
-            )
-        gap = highs.getInfo().mip_gap
-        return list(highs.getSolution().col_value), float(gap) if math.isfinite(gap) else 0.0
+    def _run(self, objective: Sequence[float] | None = None) -> Optimum:
+        found = self.program.solve(objective)
+        if found is None:
+            raise _Infeasible
+        return found
+
+    def _refused(self) -> GraphparError:
+        return GraphparError(
+            f"No sharding of {self.problem.program.name} over "
+            f"{', '.join(f'{a}={d}' for a, d in self.problem.degrees.items())} "
+            f"fulfils the shard plan{' and fits the memory' if self.workload.memory_limit is not None else ''}."
+        )
+
+
+def _cheapest(seconds: np.ndarray, count: int = 4) -> np.ndarray:
+    """Which transitions are among the cheapest of their source or of their target."""
+    found = np.zeros(seconds.shape, dtype=bool)
+    for axis in (0, 1):
+        places = np.argsort(seconds, axis=axis, kind="stable").take(range(min(count, seconds.shape[axis])), axis)
+        np.put_along_axis(found, places, True, axis)
+    return found
 
 
 def priced(solution: Solution, prices: Prices) -> dict[str, float]:

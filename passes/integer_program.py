@@ -1,0 +1,208 @@
+"""``IntegerProgram``: sparse rows and columns for HiGHS; its linear relaxation is solved over a few of its columns at first.
+
+    columns in groups, rows ──► relaxation over some groups ──duals──► groups that are worth adding ──► ... ──► its optimum
+
+Of the transitions that are possible hardly any is taken, so most columns never come in: a group does when the duals say that
+the optimum may fall with it. When none does, the optimum over the groups that are in is that over all. Where it is fractional,
+branching goes over the whole program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+ALWAYS = -1
+"""The group of columns and rows that are in from the start."""
+_TOLERANCE = 1e-10  # the smallest that HiGHS takes; the largest price is scaled to _SCALE
+_SCALE = 1e4
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The value of each column, and how far it may be from the best (relative)."""
+
+    values: np.ndarray
+    gap: float
+
+
+class IntegerProgram:
+    """Minimise ``objective``; every column is between 0 and 1, those that are ``integral`` are either.
+
+    A group of columns comes in together with its rows. Its leader is the column whose number names it; the others can only be as
+    large as the leader is.
+    """
+
+    def __init__(self) -> None:
+        self.objective: list[float] = []
+        self.integral: list[int] = []
+        self.first: list[np.ndarray] = []  # groups that are in from the start, besides ALWAYS
+        self._groups: list[np.ndarray] = []
+        self._entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # rows, columns, coefficients
+        self._bounds: list[tuple[int, float, float]] = []  # rows of equal bounds: how many, lower, upper
+        self._row_groups: list[np.ndarray] = []
+        self._rows = 0
+
+    # ---- what it consists of ----
+
+    def column(self, price: float, integral: bool) -> int:
+        """One column that is in from the start."""
+        number = len(self.objective)
+        self.objective.append(price)
+        self._groups.append(np.array([ALWAYS]))
+        if integral:
+            self.integral.append(number)
+        return number
+
+    def columns(self, prices: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
+        """Columns in groups; each leads one of its own where none is said, or -1."""
+        numbers = np.arange(len(self.objective), len(self.objective) + len(prices))
+        self.objective.extend(prices.tolist())
+        self._groups.append(numbers if groups is None else np.where(groups < 0, numbers, groups))
+        return numbers
+
+    def row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
+        """One row that is in from the start."""
+        columns, coefficients = np.array([t[0] for t in terms], dtype=int), np.array([t[1] for t in terms])
+        self.rows(1, np.zeros(len(terms), dtype=int), columns, coefficients, lower, upper)
+
+    def rows(
+        self,
+        count: int,
+        rows: np.ndarray,
+        columns: np.ndarray,
+        coefficients: np.ndarray,
+        lower: float,
+        upper: float,
+        groups: np.ndarray | None = None,
+    ) -> None:
+        """Rows of equal bounds; ``rows`` counts from the first of them."""
+        self._entries.append((rows + self._rows, columns, coefficients))
+        self._bounds.append((count, lower, upper))
+        self._row_groups.append(np.full(count, ALWAYS) if groups is None else groups)
+        self._rows += count
+
+    # ---- its optimum ----
+
+    def solve(self, objective: Sequence[float] | None = None) -> Optimum | None:
+        """The least of ``objective`` (by default its own); None where nothing fulfils the rows."""
+        prices = np.zeros(len(self.objective))
+        given = self.objective if objective is None else objective
+        prices[: len(given)] = given
+        prices *= _SCALE / (float(np.abs(prices).max(initial=0.0)) or 1.0)
+        model = _Model(self, prices)
+        values = model.relaxed()
+        if values is None:
+            return None
+        chosen = values[self.integral]
+        if np.all(np.abs(chosen - np.round(chosen)) <= 1e-6):
+            return Optimum(values, 0.0)
+        return model.branched(np.array(self.integral))
+
+
+class _Model:
+    """The program in HiGHS, as far as it is in."""
+
+    def __init__(self, program: IntegerProgram, prices: np.ndarray) -> None:
+        self.prices = prices
+        rows, columns, self.coefficients = (np.concatenate(part) for part in zip(*program._entries))
+        order = np.argsort(columns, kind="stable")
+        self.entry_rows, self.coefficients = rows[order], self.coefficients[order]
+        self.entry_columns = columns[order]
+        self.lengths = np.bincount(columns, minlength=len(prices))
+        counts = [bound[0] for bound in program._bounds]
+        self.lower, self.upper = (np.repeat([bound[i] for bound in program._bounds], counts) for i in (1, 2))
+        self.groups, self.row_groups = np.concatenate(program._groups), np.concatenate(program._row_groups)
+        self.leads = self.groups == np.arange(len(prices))
+        self.first = np.concatenate([*program.first, np.zeros(0, dtype=int)])
+        self.start()
+
+    def start(self) -> None:
+        self.highs = highspy.Highs()
+        options: dict[str, bool | int | float | str] = {
+            "output_flag": False,
+            "threads": 1,
+            "random_seed": 1,
+            "presolve": "off",  # the relaxation is quick as it is
+            "dual_feasibility_tolerance": _TOLERANCE,  # else the order of equal prices is not seen
+            "mip_rel_gap": 1e-6,
+            "mip_abs_gap": 0.0,
+        }
+        for name, option in options.items():
+            self.highs.setOptionValue(name, option)
+        self.place = np.full(len(self.prices), -1)  # of each column in HiGHS
+        self.row_place = np.full(len(self.lower), -1)
+
+    def relaxed(self) -> np.ndarray | None:
+        """The optimum of the linear relaxation."""
+        self.add(np.concatenate(([ALWAYS], self.first)))
+        while True:
+            self.highs.run()
+            if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+                worth = np.unique(self.groups[self.place < 0])  # perhaps the rest makes it possible
+                if not len(worth):
+                    return None
+            else:
+                worth = self.worth_adding()
+                if not len(worth):
+                    return self.values()
+            self.add(worth)
+            self.highs.setOptionValue("simplex_strategy", 4)  # primal: what was the optimum is a solution still
+
+    def values(self) -> np.ndarray:
+        found = np.zeros(len(self.prices))
+        inside = self.place >= 0
+        found[inside] = np.array(self.highs.getSolution().col_value)[self.place[inside]]
+        return found
+
+    def worth_adding(self) -> np.ndarray:
+        """The groups with which the optimum may fall: what their columns gain at the duals is more than their leader costs."""
+        duals = np.zeros(len(self.lower))
+        inside = self.row_place >= 0
+        duals[inside] = np.array(self.highs.getSolution().row_dual)[self.row_place[inside]]
+        gain = np.bincount(self.entry_columns, self.coefficients * duals[self.entry_rows], len(self.prices))
+        reduced = self.prices - gain
+        outside = np.flatnonzero(self.place < 0)
+        own = np.where(self.leads, reduced, np.minimum(reduced, 0.0))[outside]
+        return np.flatnonzero(np.bincount(self.groups[outside], own, len(self.prices)) < -_TOLERANCE)
+
+    def add(self, groups: np.ndarray) -> None:
+        """Takes groups in: their rows, then their columns."""
+        wanted = np.zeros(len(self.prices) + 1, dtype=bool)  # the last is ALWAYS
+        wanted[groups] = True
+        rows = np.flatnonzero(wanted[self.row_groups] & (self.row_place < 0))
+        self.row_place[rows] = self.highs.getNumRow() + np.arange(len(rows))
+        none = np.zeros(0, dtype=np.int32)
+        self.highs.addRows(len(rows), self.lower[rows], self.upper[rows], 0, none, none, np.zeros(0))
+        inside = wanted[self.groups] & (self.place < 0)
+        columns = np.flatnonzero(inside)
+        self.place[columns] = self.highs.getNumCol() + np.arange(len(columns))
+        entries = inside[self.entry_columns]
+        starts = np.cumsum(self.lengths[columns]) - self.lengths[columns]
+        self.highs.addCols(
+            len(columns),
+            self.prices[columns],
+            np.zeros(len(columns)),
+            np.ones(len(columns)),
+            int(entries.sum()),
+            starts.astype(np.int32),
+            self.row_place[self.entry_rows[entries]].astype(np.int32),
+            self.coefficients[entries],
+        )
+
+    def branched(self, integral: np.ndarray) -> Optimum | None:
+        """The optimum in integers, over all columns."""
+        self.start()
+        self.add(np.unique(np.concatenate(([ALWAYS], self.groups))))
+        self.highs.setOptionValue("presolve", "choose")
+        kinds = np.full(len(integral), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
+        self.highs.changeColsIntegrality(len(integral), self.place[integral].astype(np.int32), kinds)
+        self.highs.run()
+        if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        gap = self.highs.getInfo().mip_gap
+        return Optimum(self.values(), float(gap) if math.isfinite(gap) else 0.0)
