@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -103,6 +104,7 @@ class _Builder:
         self.operators: dict[fx.Node, Operator] = {}
         self.counting: dict[tuple[fx.Graph, str], set[fx.Node]] = {}
         self.cuts: list[dict[tuple[fx.Node, int], dict[Shard, None]]] = [{} for _ in self.axes]
+        self.links = list(self._boundaries())
 
     def scopes(self) -> list[tuple[str, fx.Graph, int]]:
         counts = dict.fromkeys(self.blocks, 0)
@@ -229,17 +231,37 @@ class _Builder:
                         cuts[target][shard] = None
                         changed.update(_around(target[0]))
 
+        for first, second in self.links:
+            share(first, second)
+        return changed
+
+    def _boundaries(self) -> Iterator[tuple[tuple[fx.Node, int], tuple[fx.Node, int]]]:
+        """What is given to blocks with what they take, what they return with what is had of it. Of calls that are alike, one."""
+        inside = {name: [n for n in block.graph.nodes if n.op == "placeholder"] for name, block in self.blocks.items()}
+        results = {name: block_results(block.graph) for name, block in self.blocks.items()}
+        seen = set()
         for call in self.program.graph.nodes:
             if call.op != "call_module":
                 continue
-            graph = self.blocks[str(call.meta["block"])].graph
-            inside = [node for node in graph.nodes if node.op == "placeholder"]
-            for argument, placeholder in zip(call.args, inside):
+            name = str(call.meta["block"])
+            takers = frozenset(user for user in _around(call) if user.op == "call_function" and operator_name(user) != "getitem")
+            alike = (name, takers, tuple(self._source(argument) for argument in call.args))
+            if alike in seen:
+                continue
+            seen.add(alike)
+            for argument, placeholder in zip(call.args, inside[name]):
                 if isinstance(argument, fx.Node) and isinstance(value_of(placeholder), Tensor):
-                    share(_value(argument, 0), (placeholder, 0))
-            for index, result in enumerate(block_results(graph)):
-                share((call, index), _value(result, 0))
-        return changed
+                    yield _value(argument, 0), (placeholder, 0)
+            for index, result in enumerate(results[name]):
+                yield (call, index), _value(result, 0)
+
+    @staticmethod
+    def _source(argument: Any) -> object:
+        """What makes an argument of a block: which result of which block, whichever instance it is."""
+        if not isinstance(argument, fx.Node):
+            return None
+        node, index = _value(argument, 0)
+        return (str(node.meta["block"]), index) if node.op == "call_module" else (node, index)
 
     # ---- decisions ----
 

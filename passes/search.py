@@ -15,8 +15,8 @@ Constraints, by category:
 Category 6 is a constraint where it can be fulfilled, and else an objective that goes before time, so it never makes a program
 infeasible. Time is compute, transitions forward and backward, and the gradients that are finished once a step. Only choices that
 no solution can take are dropped before the program is written down, so its optimum is that of all combinations. The linear
-relaxation is solved first (see ``integer_program``); branching is only needed where its solution is fractional. Instances of a block share their decision
-because they share their class, so nothing grows with the number of layers.
+relaxation is solved first (see :mod:`graphpar.passes.integer_program`); branching is only needed where its solution is
+fractional. Instances of a block share their decision because they share their class, so nothing grows with the number of layers.
 """
 
 from __future__ import annotations
@@ -269,6 +269,7 @@ class _Search:
         self.weights = _views_of_weights(problem)
         self.parameters = max(1, problem.program.parameter_count())
         self.experts = find_experts(operator.node for operator in problem.operators)
+        self.homes = {self._home(node): count for node, count in self.experts.counts.items()}
         if "ep" in problem.axes:
             check_degree(self.experts, problem.degrees["ep"], problem.program.name)
         self.flops = sum(
@@ -410,8 +411,7 @@ class _Search:
 
     def _of_experts(self, parameter: Operator, kind: Type) -> bool:
         """Whether a cut takes whole experts: of their weights, or of what else their module has one of for each."""
-        counts = {self._home(node): count for node, count in self.experts.counts.items()}
-        own = counts.get(self._home(parameter.node))
+        own = self.homes.get(self._home(parameter.node))
         return kind == Shard(0) and own is not None and value_of(parameter.node).shape[0] == own
 
     @staticmethod

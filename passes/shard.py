@@ -61,6 +61,7 @@ class _Lowering:
         self.axes = tuple(sharding.degrees)
         self.degrees = sharding.degrees
         self.gradients = differentiable_nodes(program)
+        self._ends: dict[str, tuple[list[Types | None], list[Types]]] = {}
 
     def info(self, name: str, info: TensorInfo) -> TensorInfo:
         spec = self.sharding.parameters.get(name)
@@ -72,6 +73,15 @@ class _Lowering:
 
     def graph(self, source: fx.Graph, scope: str) -> fx.Graph:
         return _Scope(self, source, scope).lower()
+
+    def ends(self, block: Block) -> tuple[list[Types | None], list[Types]]:
+        """The types that a block takes and gives; None for what is no tensor."""
+        if block.name not in self._ends:
+            inner = self.sharding.decisions[block.name]
+            inside = [inner.get(node.name) for node in block.graph.nodes if node.op == "placeholder"]
+            taken = [None if decision is None else decision.results[0] for decision in inside]
+            self._ends[block.name] = taken, [_type_of(inner, result) for result in block_results(block.graph)]
+        return self._ends[block.name]
 
     def local(self, node: fx.Node, types: Types, value: Tensor) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
         """A rank's shape of ``value``, and its batch coefficients."""
@@ -101,6 +111,7 @@ class _Scope:
         self.made: dict[fx.Node, fx.Node] = {}
         self.types: dict[fx.Node, Types] = {}
         self.turned: dict[tuple[fx.Node, Types], fx.Node] = {}
+        self.pieces: dict[object, Tensor] = {}
         self.whole: Types = (R,) * len(self.axes)
 
     def lower(self) -> fx.Graph:
@@ -164,32 +175,20 @@ class _Scope:
 
     def _call(self, node: fx.Node) -> None:
         """A block: its arguments in the types that it takes, its results in those that it gives."""
-        block = self.lowering.program.block_of(node)
-        inner = self.lowering.sharding.decisions[block.name]
-        inside = [n for n in block.graph.nodes if n.op == "placeholder"]
+        taken, _ = self.lowering.ends(self.lowering.program.block_of(node))
         arguments = []
-        for argument, placeholder in zip(node.args, inside):
+        for argument, types in zip(node.args, taken):
             assert isinstance(argument, fx.Node)
-            decision = inner.get(placeholder.name)
-            arguments.append(self.made[argument] if decision is None else self._as(argument, decision.results[0]))
+            arguments.append(self.made[argument] if types is None else self._as(argument, types))
         call = self.new.call_module(str(node.target), tuple(arguments))
         call.meta = dict(node.meta)
-        types = self._result_types(node)
-        self._record(node, call, types[0])
+        results = self._result_types(node)
+        self._record(node, call, results[0])
         if isinstance(value_of(node), Tensor):
-            self._set_value(call, node, types[0])
+            self._set_value(call, node, results[0])
 
     def _result_types(self, call: fx.Node) -> list[Types]:
-        block = self.lowering.program.block_of(call)
-        return [self._type_inside(block, result) for result in block_results(block.graph)]
-
-    def _type_inside(self, block: Block, node: fx.Node) -> Types:
-        inner = self.lowering.sharding.decisions[block.name]
-        if operator_name(node) == "getitem" and node.name not in inner:
-            maker, index = node.args
-            assert isinstance(maker, fx.Node) and isinstance(index, int)
-            return inner[maker.name].results[index]
-        return inner[node.name].results[0]
+        return self.lowering.ends(self.lowering.program.block_of(call))[1]
 
     def _output(self, node: fx.Node) -> None:
         decision = self.decisions.get(node.name)
@@ -291,13 +290,20 @@ class _Scope:
         value = value_of(node)
         shape, coefficients = self.lowering.local(node, types, value)
         copy.meta["whole"] = value
-        if tuple(shape) != tuple(value.shape):
-            copy.meta["val"] = value.new_empty(shape) if value.dtype is not None else value
-        else:
-            copy.meta["val"] = value
+        copy.meta["val"] = value if tuple(shape) == tuple(value.shape) else self._piece(node, value, shape)
         copy.meta.pop("twin", None)
         if "batch_coefficients" in node.meta:
             copy.meta["batch_coefficients"] = coefficients
+
+    def _piece(self, node: fx.Node, value: Tensor, shape: tuple[Any, ...]) -> Tensor:
+        """A fake value of ``shape``; all instances of a block have one, since they give the same."""
+        source = node.args[0] if operator_name(node) == "getitem" else node
+        if not isinstance(source, fx.Node) or source.op != "call_module":
+            return value.new_empty(shape)
+        key = (str(source.meta["block"]), 0 if source is node else node.args[1])
+        if key not in self.pieces:
+            self.pieces[key] = value.new_empty(shape)
+        return self.pieces[key]
 
     def _empty(self, node: fx.Node, types: Types, value: Tensor, index: int) -> Tensor:
         user = next((u for u in node.users if operator_name(u) == "getitem" and u.args[1] == index), None)
@@ -305,6 +311,15 @@ class _Scope:
             return value
         shape, _ = self.lowering.local(user, types, value)
         return value if tuple(shape) == tuple(value.shape) else value.new_empty(shape)
+
+
+def _type_of(decisions: Mapping[str, Decision], node: fx.Node) -> Types:
+    """The types of a value inside a block."""
+    if operator_name(node) == "getitem" and node.name not in decisions:
+        maker, index = node.args
+        assert isinstance(maker, fx.Node) and isinstance(index, int)
+        return decisions[maker.name].results[index]
+    return decisions[node.name].results[0]
 
 
 def spec_text(spec: Mapping[str, Type] | Sequence[tuple[str, Type]]) -> str:
