@@ -2,7 +2,7 @@
 
     path(P, S(0))     reduce_scatter(x, axis, dim=0)
     path(I, P)        sum_gradient(x, axis), then first_only(x, axis)
-    path(R, E(offs))  expert_rows(x, axis, offs)
+    path(R, E(offs))  expert_rows(x, axis, rank_ends(offs, axis))
     path(R, I)        None: a value that the ranks use differently never becomes one that they use alike
 
 The functions are those of ``graphpar.emitted.collectives``. The gradient of R is P, of I is I, of S is S, of P is R, so each
@@ -98,7 +98,7 @@ class Step:
 
     @property
     def offsets(self) -> str:
-        """The name of the value that says where experts' rows end, which the function takes after the axis; else empty."""
+        """The name of the value that says where experts' rows end, by which the function cuts; else empty."""
         return next((kind.offsets for kind in (self.source, self.target) if isinstance(kind, ExpertRows)), "")
 
     def options(self, shape: Sequence[int], degree: int) -> dict[str, Any]:

@@ -59,6 +59,8 @@ _LINEAR = (
     torch.Tensor.__getitem__, F.pad, torch.Tensor.diff, torch.diff,
 )  # fmt: skip
 """Linear in the first operand, which ``spmd_types`` does not say: a pending sum is taken through them unchecked."""
+_NEW = (torch.Tensor.new_empty, torch.Tensor.new_full, torch.Tensor.new_ones, torch.Tensor.new_zeros)
+"""They take a dtype and a device alone from their operand."""
 
 
 @dataclass
@@ -170,7 +172,8 @@ def _declare_collectives(module: ModuleType, axes: Axes) -> None:
     for name, rule in _RULES.items():
         setattr(module, name, _transition(getattr(module, name), rule, axes))
     everywhere = dict.fromkeys(axes, spmd.R)
-    rank, index, embedding, offsets = module.rank, module.global_index, module.vocab_embedding, module.own_offsets
+    rank, index, embedding = module.rank, module.global_index, module.vocab_embedding
+    ends, offsets = module.rank_ends, module.own_offsets
     piece, losses_of = module._piece, module._vocab_losses
 
     def own_rank(axis: str) -> Any:
@@ -215,6 +218,12 @@ def _declare_collectives(module: ModuleType, axes: Axes) -> None:
             _give(operand, given | dict.fromkeys(own, spmd.R), axes)
         return _give(value, _kinds(F.cross_entropy(*whole, reduction="none"), axes) | own, axes)
 
+    def rank_ends(offs: Tensor, axis: str) -> Any:
+        if axis in axes and _kinds(offs, axes)[axis] not in (spmd.R, spmd.I):
+            raise spmd.SpmdTypeError(f"rows are counted by what is not the same on every rank: {_text(offs, axes)}")
+        with _untyped():
+            return ends(offs, axis)
+
     def own_offsets(offs: Tensor, axis: str) -> Tensor:
         with _untyped():
             value: Tensor = offsets(offs, axis)
@@ -223,6 +232,7 @@ def _declare_collectives(module: ModuleType, axes: Axes) -> None:
     replaced = {
         "rank": own_rank,
         "own_offsets": own_offsets,
+        "rank_ends": rank_ends,
         "global_index": global_index,
         "_piece": own_piece,  # also run in the backward, where nothing is typed
         "vocab_embedding": vocab_embedding,
@@ -236,9 +246,6 @@ def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes:
     dims = ("dim",) if "dim" in rule.__code__.co_varnames else rule.__code__.co_varnames[2:]
 
     def typed(x: Tensor, axis: str, *arguments: Any, **options: Any) -> Tensor:
-        for offs in arguments:
-            if isinstance(offs, Tensor) and axis in axes and _kinds(offs, axes)[axis] not in (spmd.R, spmd.I):
-                raise spmd.SpmdTypeError(f"rows are counted by what is not the same on every rank: {_text(offs, axes)}")
         with _untyped():
             value = function(x, axis, *arguments, **options)
             value = value.view_as(value) if value is x else value
@@ -309,6 +316,8 @@ class _Operators(TorchFunctionMode):
 
     def _typed(self, func: Any, args: Any, kwargs: Any) -> Any:
         operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if func in _NEW:
+            return self._unchecked(func, args, kwargs, [], "a new tensor, taken to be the same on every rank")
         if func in _LINEAR and operands and spmd.P in _kinds(operands[0], self.axes).values():
             return self._unchecked(func, args, kwargs, operands[:1], "spmd_types does not know that it is linear")
         try:

@@ -106,16 +106,17 @@ class _Checker:
         return self.results[name] if isinstance(value_of(node), tuple | list) else self.results[name][0]
 
     def _transition(self, node: fx.Node, types: Mapping[fx.Node, Any]) -> Types:
-        value, axis, *offsets = node.args
+        value, axis, *ends = node.args
         assert isinstance(value, fx.Node) and isinstance(axis, str)
         place = self.axes.index(axis)
         options = dict(node.kwargs)
-        if offsets:
-            (offs,) = offsets
+        if ends:
+            assert isinstance(ends[0], fx.Node)
+            offs, over = ends[0].args
             assert isinstance(offs, fx.Node)
             options["offsets"] = offs.meta["origin"].name
-            if types[offs] != (R,) * len(self.axes):
-                self.problems.append(f"{operator_name(node)} counts rows by {offs.name}, which is {_text(types[offs])}, not whole")
+            if types[offs] != (R,) * len(self.axes) or over != axis:
+                self.problems.append(f"{operator_name(node)} on {axis} counts rows by {offs.name} {_text(types[offs])} on {over}")
         if operator_name(node) == "all_to_all":
             source: Type = _named(options, "from_")
             target: Type = _named(options, "to_")
@@ -130,7 +131,7 @@ class _Checker:
             )
         dims = {kind.dim for kind in (source, target) if isinstance(kind, Shard)}
         for other, kind in zip(self.axes, now):
-            within = self.axes.index(other) > place or (offsets and other != axis)
+            within = self.axes.index(other) > place or (ends and other != axis)
             if within and isinstance(kind, Shard) and kind.dim in dims:
                 self.problems.append(f"{operator_name(node)} on {axis} moves dim {kind.dim} of {value.name}, which {other} cuts too")
         silent = node.meta["origin"] not in self.problem.differentiable
@@ -152,7 +153,12 @@ class _Checker:
         if found and not choices:
             said, given_by_rule = _text(tuple(claimed.values()) if claimed else ()), _text(found[0].results[0])
             self.problems.append(f"{node.name} is said to be {said}, but its rule gives {given_by_rule}")
-        results = list((choices or found or operator.choices)[0].results)
+        choice = (choices or found or operator.choices)[0]
+        own = [axis for axis, rewrite in zip(self.axes, choice.rewrites) if rewrite == "own_experts"]
+        counted = [operand.args[1] for operand in operands_of(node) if operator_name(operand) == "own_offsets"]
+        if own != counted:
+            self.problems.append(f"{node.name} has rows of own experts on {own or 'no axis'}, but offsets of own on {counted or 'none'}")
+        results = list(choice.results)
         return results if isinstance(value_of(operator.node), tuple | list) else results[0]
 
     def _operands(self, node: fx.Node, origin: fx.Node) -> list[fx.Node]:

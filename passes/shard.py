@@ -107,6 +107,7 @@ class _Scope:
         self.axes, self.degrees = lowering.axes, lowering.degrees
         self.decisions = lowering.sharding.decisions[scope]
         self.new = fx.Graph()
+        self.ends: dict[tuple[str, str], fx.Node] = {}
         self.named = {node.name: node for node in source.nodes}
         self.made: dict[fx.Node, fx.Node] = {}
         self.types: dict[fx.Node, Types] = {}
@@ -253,9 +254,9 @@ class _Scope:
                 continue
             axis = self.axes[place]
             function = getattr(collectives, step.function)
-            offsets = [self._counted(self.named[step.offsets])] if step.offsets else []
+            ends = [self._ends(step.offsets, axis)] if step.offsets else []
             options = step.options(value_of(node).shape, self.degrees[axis])
-            value = self.new.call_function(function, (value, axis, *offsets), options)
+            value = self.new.call_function(function, (value, axis, *ends), options)
             value.meta = {key: node.meta[key] for key in ("module_stack", "source") if key in node.meta}
             if node.op in ("placeholder", "get_attr"):
                 value.meta["name"] = node.name if node.op == "get_attr" else str(node.target)
@@ -267,16 +268,22 @@ class _Scope:
         self.turned[node, types] = value
         return value
 
-    def _counted(self, offsets: fx.Node) -> fx.Node:
-        """Where experts' rows end, whole; computed now, if it comes later in the program."""
-        pending = [offsets]
+    def _ends(self, offsets: str, axis: str) -> fx.Node:
+        """Where the rows of each rank's experts end; computed now, also if the program counts them later."""
+        if (offsets, axis) in self.ends:
+            return self.ends[offsets, axis]
+        source = self.named[offsets]
+        pending = [source]
         while pending:
             missing = [node for node in pending[-1].all_input_nodes if node not in self.made]
             if missing:
                 pending += missing
             elif (node := pending.pop()) not in self.made:
                 self._lower(node)
-        return self._as(offsets, self.whole)
+        ends = self.new.call_function(collectives.rank_ends, (self._as(source, self.whole), axis))
+        ends.meta = {"module_stack": source.meta.get("module_stack", ()), "name": "ends"}
+        self.ends[offsets, axis] = ends
+        return ends
 
     def _record(self, node: fx.Node, copy: fx.Node, types: Types) -> None:
         self.made[node] = copy

@@ -47,6 +47,9 @@ _TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
         **_HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     }),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {
+        **_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32,
+    }),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {
         **_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,

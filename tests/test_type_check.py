@@ -342,6 +342,9 @@ TRANSITIONS = (
     "shard_invariant",
     "all_to_all",
     "first_only",
+    "expert_rows",
+    "expert_sums",
+    "own_offsets",
 )
 
 
@@ -365,11 +368,11 @@ def _mutants(text: str) -> Iterator[tuple[str, str]]:
                 yield f"{other} for {name} in line {node.lineno}", swapped
 
 
-@pytest.mark.parametrize("name", ["gpt", "mixtral", "bert"])
+@pytest.mark.parametrize(("name", "axis"), [("gpt", "tp"), ("mixtral", "tp"), ("bert", "tp"), ("mixtral", "ep")])
 def test_no_collective_of_an_example_can_be_dropped_or_have_another_gradient(
-    name: str, emitted: Emit, tmp_path: Path
+    name: str, axis: str, emitted: Emit, tmp_path: Path
 ) -> None:
-    folder = emitted(name, tp=2)
+    folder = emitted(name, **{axis: 2})
     missed, count = [], 0
     for file in ("blocks.py", "stage_0.py"):
         for what, text in _mutants((folder / file).read_text()):
@@ -398,9 +401,9 @@ def _transition(local: Program, name: str, fits: Callable[[fx.Node], bool] = lam
     return next(node for graph in graphs for node in graph.nodes if operator_name(node) == name and fits(node))
 
 
-def _graph_problems(name: str, norms: str, plant: Callable[[Program], Any]) -> list[str]:
+def _graph_problems(name: str, norms: str, plant: Callable[[Program], Any], axis: str = "tp") -> list[str]:
     program = example(name)
-    plan = gp.plan(program, mesh={"tp": 2}, shard_plan=norms_pinned(program, norms))
+    plan = gp.plan(program, mesh={axis: 2}, shard_plan=norms_pinned(program, norms))
     separated = separate_biases(program.at_batch(plan.microbatch_size))
     local = lower(separated, plan.sharding)
     assert check_types(separated, local, plan.sharding.degrees) == []
@@ -447,6 +450,32 @@ def _another_dim(name: str) -> Callable[[Program], None]:
 )
 def test_faults_in_the_graph_are_found(name: str, norms: str, plant: Callable[[Program], Any]) -> None:
     assert _graph_problems(name, norms, plant)
+
+
+def _other_rows(local: Program) -> None:
+    """Rows counted by another value than the product's."""
+    node = _transition(local, "rank_ends")
+    (cumsum,) = node.all_input_nodes
+    node.args = (cumsum.args[0], node.args[1])
+
+
+def _whole_offsets(local: Program) -> None:
+    node = _transition(local, "own_offsets")
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(_drop("expert_rows"), id="all rows for own experts"),
+        pytest.param(_drop("expert_sums"), id="own rows are taken for a sum"),
+        pytest.param(_swap("expert_sums", "all_reduce"), id="own rows are summed with those of others"),
+        pytest.param(_other_rows, id="rows of other offsets"),
+        pytest.param(_whole_offsets, id="offsets of all experts"),
+    ],
+)
+def test_faults_in_rows_of_experts_are_found(plant: Callable[[Program], Any]) -> None:
+    assert _graph_problems("mixtral", "", plant, "ep")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------

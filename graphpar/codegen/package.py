@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpar.codegen.classes import block_class, counts_function, docstring, helper_function, stage_class
+from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
 from graphpar.codegen.train_script import train_script
@@ -216,7 +217,8 @@ def _assembled(
     for module, functions in (("collectives", COLLECTIVES), ("random_streams", FUNCTIONS)):
         called = sorted(name for name in functions if re.search(rf"(?<![.\w]){name}\(", text))
         if called:
-            local.append(f"from .{module} import {', '.join(called)}")
+            line = f"from .{module} import {', '.join(called)}"
+            local.append(line if len(line) <= WIDTH else "\n".join(wrapped(f"from .{module} import ({', '.join(called)})", "")))
     if operators is not None:
         classes = [name for name in operators.classes if name in words]
         if classes:

@@ -31,8 +31,8 @@ _INLINE = 88
 FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
 COLLECTIVES = (
     "all_gather", "all_gather_invariant", "all_reduce", "all_reduce_both", "all_to_all", "expert_rows", "expert_sums",
-    "first_only", "own_offsets", "rank", "reduce_scatter", "shard", "shard_invariant", "size", "sum_gradient", "vocab_cross_entropy",
-    "vocab_embedding",
+    "first_only", "own_offsets", "rank", "rank_ends", "reduce_scatter", "shard", "shard_invariant", "size", "sum_gradient",
+    "vocab_cross_entropy", "vocab_embedding",
 )  # fmt: skip
 # Names that mean something in every emitted file.
 RESERVED = ("F", "Tensor", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES)

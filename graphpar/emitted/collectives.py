@@ -161,18 +161,27 @@ def vocab_cross_entropy(
 # Rows that are sorted by expert, of which each rank has those of its own experts. ``offs`` [experts] says where each one's rows end.
 
 
-def expert_rows(x: Tensor, axis: str, offs: Tensor) -> Tensor:
+def rank_ends(offs: Tensor, axis: str) -> list[int]:
+    """Where the rows of each rank's experts end. Waits for the device, so it is called once for all that is cut so. [experts] -> k"""
+    own = offs.size(0) // size(axis)
+    ends: list[int] = offs[own - 1 :: own].tolist()
+    return ends
+
+
+def expert_rows(x: Tensor, axis: str, ends: Sequence[int]) -> Tensor:
     """R -> E: the rows of this rank's experts; backward pads with zeros. [n, ...] -> [own, ...]"""
-    begin, end, count = _own_rows(offs, axis)
-    if count != x.size(0):
-        raise RuntimeError(f"{x.size(0)} rows, but the experts have {count}: a row without an expert has no rank")
-    return x[begin:end]
+    begin, end = ([0, *ends])[rank(axis)], ends[rank(axis)]
+    torch._check(ends[-1] == x.size(0), lambda: "every row must be one of an expert: the offsets end at another number of rows")
+    torch._check(begin >= 0)  # said for torch.compile, which knows nothing of the numbers
+    torch._check(end >= begin)
+    torch._check(end <= x.size(0))
+    return x.narrow(0, begin, end - begin)
 
 
-def expert_sums(x: Tensor, axis: str, offs: Tensor) -> Tensor:
+def expert_sums(x: Tensor, axis: str, ends: Sequence[int]) -> Tensor:
     """E -> P: the rows of this rank's experts, zeros elsewhere; backward keeps its rows. [own, ...] -> [n, ...]"""
-    begin, end, count = _own_rows(offs, axis)
-    return F.pad(x, [0, 0] * (x.ndim - 1) + [begin, count - end])
+    begin, end = ([0, *ends])[rank(axis)], ends[rank(axis)]
+    return F.pad(x, [0, 0] * (x.ndim - 1) + [begin, ends[-1] - end])
 
 
 def own_offsets(offs: Tensor, axis: str) -> Tensor:
@@ -180,13 +189,6 @@ def own_offsets(offs: Tensor, axis: str) -> Tensor:
     own = offs.size(0) // size(axis)
     first = rank(axis) * own
     return offs[first : first + own] - (offs[first - 1] if first else 0)
-
-
-def _own_rows(offs: Tensor, axis: str) -> tuple[int, int, int]:
-    """Where the rows of this rank's experts begin and end, and how many all experts have."""
-    own = offs.size(0) // size(axis)
-    ends = offs[own - 1 :: own].tolist()
-    return ([0, *ends])[rank(axis)], ends[rank(axis)], ends[-1]
 
 
 def global_index(size: int, axis: str, parts: Sequence[int] = (), device: torch.device | None = None) -> Tensor:
