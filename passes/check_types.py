@@ -99,11 +99,17 @@ class _Checker:
     def _call(self, node: fx.Node, types: Mapping[fx.Node, Any]) -> Any:
         name = str(node.meta["block"])
         for argument, wanted in zip(node.args, self.inputs[name]):
-            if isinstance(argument, fx.Node) and wanted and types[argument] != wanted:
+            if isinstance(argument, fx.Node) and wanted and not self._fits(argument, types[argument], wanted):
                 self.problems.append(
                     f"block {node.target} takes {argument.name} as {_text(wanted)}, but it is {_text(types[argument])}"
                 )
         return self.results[name] if isinstance(value_of(node), tuple | list) else self.results[name][0]
+
+    def _fits(self, argument: fx.Node, given: Types, wanted: Types) -> bool:
+        """A value without a gradient, such as an input, is as good as I where other instances take one that has a gradient."""
+        if argument.meta.get("origin", argument) in self.problem.differentiable:
+            return given == wanted
+        return all(a == b or (a is R and b is I) for a, b in zip(given, wanted))
 
     def _transition(self, node: fx.Node, types: Mapping[fx.Node, Any]) -> Types:
         value, axis, *ends = node.args

@@ -39,6 +39,7 @@ def simplify(program: Program) -> Program:
                 break
         if node.op == "call_function":
             _free_of_devices(node)
+            _own_dtype(node)
     remove_dead_code(graph)
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: value for name, value in program.constants.items() if name in used or name in program.buffers}
@@ -256,3 +257,13 @@ def _free_of_devices(node: fx.Node) -> None:
     kwargs = {key: value for key, value in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
     if len(kwargs) != len(node.kwargs):
         node.kwargs = kwargs
+
+
+def _own_dtype(node: fx.Node) -> None:
+    """A factory without a dtype takes the default one, which may be another where the program runs."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.all_input_nodes or node.kwargs.get("dtype") is not None:
+        return
+    value = node.meta.get("val")
+    has_dtype = any(argument.name == "dtype" for argument in node.target._schema.arguments)
+    if has_dtype and isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
+        node.kwargs = {**node.kwargs, "dtype": value.dtype}

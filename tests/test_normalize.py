@@ -336,3 +336,24 @@ def test_what_nobody_would_write_goes_out() -> None:
     names = [operator_name(node) for node in program.graph.nodes if node.op == "call_function"]
     assert names[:3] == ["linear", "tanh", "linear"], names
     assert not program.constants
+
+
+class _Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) + torch.full((4,), 0.1) * torch.linspace(0, 1, 4) + torch.arange(4)).sum()
+
+
+def test_factories_keep_the_dtype_of_the_trace() -> None:
+    """Where the program runs, the default may be another."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        program = gp.export(_Filled(), (torch.zeros(2, 4),))
+    finally:
+        torch.set_default_dtype(previous)
+    made = {operator_name(node): node.kwargs.get("dtype") for node in program.graph.nodes}
+    assert made["full"] == made["linspace"] == torch.float64 and made["arange"] is None

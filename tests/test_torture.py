@@ -1,11 +1,12 @@
 """The zoo of odd models, cut into stages, against the unpartitioned models; what can't be split is refused by name.
 
-Fast: every model of its own, and the operators whose spelling differs from their name. Slow: every operator, and public
-architectures.
+Fast: every model of its own, and the operators whose spelling differs from their name. Slow: every operator, public
+architectures, and all of the zoo with its tensors cut over tp and over cp.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ SPELLED = (
 _MODELS = [name for name, toy in ZOO.items() if not toy.operator and name not in REFUSED]
 FAST = [*(name for name in _MODELS if ZOO[name].plan.get("pp", 2) != 3), *SPELLED]
 SLOW = [name for name in ZOO if name not in FAST and name not in REFUSED]
+_WHOLE = [name for name in ZOO if name not in REFUSED]
 
 
 def _program(toy: Toy) -> gp.Program:
@@ -104,6 +106,26 @@ def test_operator_is_exact(name: str, slow: dict[str, Verification | Exception])
     _check(slow[name])
 
 
+@functools.cache
+def _cut(axis: str) -> dict[str, Verification | Exception]:
+    """Every model of the zoo over two ranks of an axis, its batch whole."""
+    compiled: dict[str, gp.Parts | Exception] = {}
+    for name in _WHOLE:
+        program = _program(ZOO[name])
+        try:
+            compiled[name] = gp.partition(program, gp.plan(program, mesh={axis: 2}, allow_batch_coupling=True))
+        except Exception as error:
+            compiled[name] = error
+    return _verified(compiled, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize("name", _WHOLE)
+def test_model_is_exact_when_tensors_are_cut(name: str, axis: str) -> None:
+    _check(_cut(axis)[name])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture_is_exact(name: str, architectures: dict[str, Verification | Exception]) -> None:
@@ -145,3 +167,14 @@ def test_emitted_code_uses_public_functions_of_torch() -> None:
         for file, text in _parts(name).files.items():
             if file.endswith(".py") and file != "random_streams.py":
                 assert "torch.ops" not in text, (name, file)
+
+
+@pytest.mark.parametrize(
+    "name", ["AlternatingBlocks", "EncoderDecoder"], ids=["a tie of a list's members", "a block whose first input has no gradient"]
+)
+def test_programs_of_one_device_and_cut_ones_can_be_read(name: str) -> None:
+    program = _program(ZOO[name])
+    for mesh in ({"pp": 1}, {"tp": 2}):
+        for file, text in gp.partition(program, gp.plan(program, mesh=mesh)).files.items():
+            if file.endswith(".py"):
+                compile(text, file, "exec")

@@ -43,6 +43,11 @@ def squares(output: Any) -> Tensor:
     return total
 
 
+def weighted(output: Tensor) -> Tensor:
+    """A loss for normalised outputs, whose mean square is constant: gradients of :func:`squares` would be rounding alone."""
+    return (output * torch.arange(output.shape[-1], device=output.device)).mean()
+
+
 def toy(
     inputs: Callable[[], tuple[Any, ...]], *split: str, name: str = "", **options: Any
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
@@ -992,7 +997,7 @@ for _cell in (nn.LSTM, nn.GRU, nn.RNN):
 ZOO["LSTMTwoLayers"] = Toy(lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True), features(8, 5, 16))
 
 
-@toy(lambda: (real(5, 8, 16),), "second", export={"batch_dims": {"x": 1}})
+@toy(lambda: (real(5, 8, 16),), "second", export={"batch_dims": {"x": 1}}, loss=weighted)
 class SequenceFirst(nn.Module):
     """The batch on dim 1, for attention and recurrent layers of the old kind."""
 
@@ -1274,7 +1279,7 @@ class CarriedBias(nn.Module):
         return x
 
 
-@toy(lambda: (real(8, 6, 16), ids(8, 6) > 3), "decoder.0", "decoder.2", plan={"pp": 3})
+@toy(lambda: (real(8, 6, 16), ids(8, 6) > 3), "decoder.0", "decoder.2", plan={"pp": 3}, loss=weighted)
 class EncoderDecoder(nn.Module):
     """Every decoder layer takes the encoder's result and a mask."""
 

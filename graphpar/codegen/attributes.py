@@ -79,6 +79,13 @@ def reference(tree: Tree, name: str) -> str:
     return text
 
 
+def _assignment(target: str, value: str) -> str:
+    """``target = value`` where the target may be ``getattr(self.gains, "0")``."""
+    if target.startswith("getattr(") and target.endswith(")"):
+        return f"setattr({target.removeprefix('getattr(').removesuffix(')')}, {value})"
+    return f"{target} = {value}"
+
+
 class InitPrinter:
     """Prints the body of ``__init__`` of one class."""
 
@@ -97,7 +104,7 @@ class InitPrinter:
             self._child("self", self.tree, name, child, name)
         for group in ties:
             for other in group[1:]:
-                self._line(f"{reference(self.tree, other)} = {reference(self.tree, group[0])}", "tied")
+                self._line(_assignment(reference(self.tree, other), reference(self.tree, group[0])), "tied")
         return self.lines
 
     def _line(self, text: str, comment: str = "") -> None:
