@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from graphpar.transitions import Cost, collective_cost
+
 
 @dataclass(frozen=True)
 class Link:
@@ -35,6 +37,18 @@ class ShardingCosts:
         link = self.links.get(axis, Link())
         return (messages + 1) * link.latency_s + nbytes / link.bytes_per_s if messages else 0.0
 
+    def collective_s(self, axis: str, cost: Cost) -> float:
+        """One collective over ``axis``; nothing where none is."""
+        return self.transition_s(axis, cost.messages, cost.bytes_sent)
+
     def transition_rate(self, axis: str) -> float:
         """Bytes a second over ``axis``, where latency does not count."""
         return self.links.get(axis, Link()).bytes_per_s
+
+
+def loss_costs(rows: float, degree: int) -> tuple[Cost, ...]:
+    """The all-reduces of a loss over cut classes: each row's largest logit, then its sum of exponentials with its label's score.
+
+    Its backward has none.
+    """
+    return collective_cost("all-reduce", 4 * rows, degree), collective_cost("all-reduce", 8 * rows, degree)

@@ -7,7 +7,6 @@ Prices are those of the search, so the report's total is what the search minimis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +46,12 @@ def sharding_data(program: Program, plan: Plan) -> dict[str, Any] | None:
 
 class _Reader:
     def __init__(self, program: Program, plan: Plan) -> None:
-        from graphpar.cost_models.sharding import ShardingCosts  # these import torch; a report is read without it
-        from graphpar.passes.candidates import differentiable_nodes
+        from graphpar.passes.reprice import Repricing  # these import torch; a report is read without it
+        from graphpar.passes.search import Workload
 
         self.program, self.plan = program, plan
-        self.degrees = plan.sharding.degrees
-        self.costs = ShardingCosts()
-        self.differentiable = differentiable_nodes(program)
+        workload = Workload(plan.microbatch_size, plan.microbatches, plan.mode == "train")
+        self.prices = Repricing(program, plan.sharding.degrees, workload)
         self.calls = [node for node in program.graph.nodes if node.op == "call_module"]
 
     def graphs(self) -> list[tuple[str, fx.Graph, int, str]]:
@@ -87,7 +85,7 @@ class _Reader:
         specs = [
             _spec(node.meta.get("types", {}))
             for node in nodes
-            if node in self.differentiable or self.plan.mode == "infer"
+            if node in self.prices.differentiable or self.plan.mode == "infer"
         ]
         return " · ".join(dict.fromkeys(filter(None, specs)))
 
@@ -105,10 +103,9 @@ class _Reader:
                 if argument.op == "get_attr" and self._is_parameter(str(argument.target), base):
                     owner = str(argument.target).rpartition(".")[0]
                     row(owner)["parameters"][str(argument.target)] = _spec(argument.meta.get("types", {}))
-            if "transition" in node.meta:
-                row(self._module(node, base))["transitions"].append(self._transition(node))
-            elif getattr(node.target, "__name__", "") == "vocab_cross_entropy":
-                row(self._module(node, base))["transitions"].append(self._loss(node))
+            sent = self._sent(node)
+            if sent is not None:
+                row(self._module(node, base))["transitions"].append(sent)
         return _merged(
             [_with_spec(entry) for entry in rows.values()], "the block itself" if base else "the model itself"
         )
@@ -123,57 +120,26 @@ class _Reader:
             return path
         return path.removeprefix(f"{base}.") if path.startswith(f"{base}.") else ""  # what comes in is from elsewhere
 
-    def _transition(self, node: fx.Node) -> dict[str, Any]:
+    def _sent(self, node: fx.Node) -> dict[str, Any] | None:
+        """What a node sends, with the name of the value."""
         from graphpar.program import value_name
-        from graphpar.runtime.layout import parse_type
-        from graphpar.transitions import TABLE, Step
 
-        source, target = node.meta["transition"]
-        axis, function = str(node.args[1]), getattr(node.target, "__name__", "")
-        train = node in self.differentiable and self.plan.mode == "train"
-        row = next(row for row in TABLE if row.function == function)
-        step = Step(row, parse_type(source), parse_type(target))
-        whole = self._whole_bytes(node, axis)
-        forward, backward = step.bytes_moved(whole, self.degrees[axis])
-        cost = step.cost(whole, self.degrees[axis], train)
+        sent = self.prices.sent(node)
+        if sent is None:
+            return None
+        name = "loss over cut classes"
+        if "transition" in node.meta:
+            name = str(node.meta["name"]) if "name" in node.meta else value_name(node.meta["origin"])
         return {
-            "name": str(node.meta["name"]) if "name" in node.meta else value_name(node.meta["origin"]),
-            "axis": axis,
-            "from": source,
-            "to": target,
-            "forward": row.forward,
-            "forward_bytes": forward.bytes_sent,
-            "backward": row.backward if train else "",
-            "backward_bytes": backward.bytes_sent if train else 0.0,
-            "seconds": self.costs.transition_s(axis, cost.messages, cost.bytes_sent),
-        }
-
-    def _whole_bytes(self, node: fx.Node, axis: str) -> float:
-        """Bytes of the value where it is whole on ``axis`` and cut as it is on the others."""
-        from graphpar.program import concrete_shape, value_of
-        from graphpar.runtime.layout import Shard
-
-        shape = concrete_shape(node.meta["origin"], self.plan.microbatch_size)
-        others = [self.degrees[a] for a, kind in node.meta["types"].items() if a != axis and isinstance(kind, Shard)]
-        itemsize: int = value_of(node).dtype.itemsize
-        return math.prod(shape) * itemsize / math.prod(others)
-
-    def _loss(self, node: fx.Node) -> dict[str, Any]:
-        """The loss over cut classes: largest logit, sum of exponentials and picked logit of each row are summed up."""
-        from graphpar.program import concrete_shape
-
-        axis = str(node.args[2])
-        nbytes = 12.0 * math.prod(concrete_shape(node.args[1], self.plan.microbatch_size))  # type: ignore[arg-type]
-        return {
-            "name": "loss over cut classes",
-            "axis": axis,
-            "from": "S(1)",
-            "to": "I",
-            "forward": "3 all-reduces",
-            "forward_bytes": nbytes,
-            "backward": "nothing" if self.plan.mode == "train" else "",
-            "backward_bytes": 0.0,
-            "seconds": self.costs.transition_s(axis, 3 * 2, nbytes),
+            "name": name,
+            "axis": sent.axis,
+            "from": sent.source,
+            "to": sent.target,
+            "forward": sent.forward,
+            "forward_bytes": sent.forward_bytes,
+            "backward": sent.backward,
+            "backward_bytes": sent.backward_bytes,
+            "seconds": sent.seconds,
         }
 
     # ---- notes ----

@@ -145,7 +145,7 @@ class _Checker:
         return tuple(now)
 
     def _operator(self, node: fx.Node, operator: Operator, types: Mapping[fx.Node, Any]) -> Any:
-        local = self._operands(node, operator.node)
+        local = lowered_operands(node, operator.node)
         given = tuple(types[operand] for operand in local)
         found = [choice for choice in operator.choices if choice.operands == given]
         claimed = node.meta.get("types")
@@ -167,17 +167,18 @@ class _Checker:
         results = list(choice.results)
         return results if isinstance(value_of(operator.node), tuple | list) else results[0]
 
-    def _operands(self, node: fx.Node, origin: fx.Node) -> list[fx.Node]:
-        """The lowered operands in the order of the original operator's."""
-        operands = operands_of(node)
-        name = operator_name(node)
-        if name == "vocab_embedding":  # (indices, weight) for (weight, indices)
-            return operands[::-1]
-        if "own_offsets" in map(operator_name, operands):
-            return [operands_of(operand)[0] if operator_name(operand) == "own_offsets" else operand for operand in operands]
-        if name == "div" and operator_name(origin) == "mean":
-            return operands_of(operands[0])
-        return operands
+
+def lowered_operands(node: fx.Node, origin: fx.Node) -> list[fx.Node]:
+    """The operands of a lowered operator, in the order of the original's."""
+    operands = operands_of(node)
+    name = operator_name(node)
+    if name == "vocab_embedding":  # (indices, weight) for (weight, indices)
+        return operands[::-1]
+    if "own_offsets" in map(operator_name, operands):
+        return [operands_of(operand)[0] if operator_name(operand) == "own_offsets" else operand for operand in operands]
+    if name == "div" and operator_name(origin) == "mean":
+        return operands_of(operands[0])
+    return operands
 
 
 def _named(options: Mapping[str, Any], prefix: str = "") -> Shard:

@@ -31,7 +31,7 @@ from torch import fx
 
 from graphpar.annotation_values import Spec, allows, spec_text
 from graphpar.cost_models.flops import operator_flops
-from graphpar.cost_models.sharding import ShardingCosts
+from graphpar.cost_models.sharding import ShardingCosts, loss_costs
 from graphpar.errors import GraphparError
 from graphpar.passes.candidates import Choice, Edge, Operator, Problem, Types, Value
 from graphpar.passes.experts import check_degree, find_experts
@@ -112,6 +112,7 @@ class Prices:
         self.problem, self.workload, self.costs = problem, workload, costs
         self._elements: dict[tuple[fx.Node, int], float] = {}
         self._whole: dict[tuple[fx.Node, int], float] = {}
+        self._finished = {operators[0] for operators in _by_tie(problem).values()}
         self._numbers: dict[Types, int] = {}
         self._steps: dict[tuple[str, int, bool], tuple[float, float]] = {}
         self._paths: dict[bool, np.ndarray] = {flag: np.full((2, 0, 0), np.nan) for flag in (False, True)}
@@ -149,12 +150,21 @@ class Prices:
         moved = sum(self.nbytes(n, types) for n, types in zip(operator.operands, choice.operands))
         moved += sum(self.nbytes(node, types, index) for index, types in enumerate(choice.results))
         times = 1 + (2 if name in MATMULS else 1) * backward
-        inside = sum(
-            self.costs.transition_s(axis, 3 * 2, 12.0 * self.elements(operator.operands[1]))
-            for axis, rewrite in zip(self.problem.axes, choice.rewrites)
-            if rewrite == "vocab_cross_entropy"
-        )
-        return times * self.costs.operator_s(flops, moved) + inside
+        return times * self.costs.operator_s(flops, moved)
+
+    def collectives(self, operator: Operator, choice: Choice) -> float:
+        """What an operator that is rewritten sends by itself."""
+        seconds = 0.0
+        for axis, rewrite in zip(self.problem.axes, choice.rewrites):
+            if rewrite == "vocab_cross_entropy":
+                rows = self.elements(operator.operands[1]) / self._pieces(choice.operands[1])
+                seconds += sum(self.costs.collective_s(axis, cost) for cost in loss_costs(rows, self.problem.degrees[axis]))
+        return seconds
+
+    def own(self, operator: Operator, choice: Choice) -> float:
+        """All that an operator costs by itself."""
+        seconds = self.compute(operator, choice) + self.collectives(operator, choice)
+        return seconds + (self.finishing(operator, choice.results[0]) if choice.results else 0.0)
 
     def transition(self, value: Value, source: Types, target: Types) -> float | None:
         """Forward and backward of the path from one tuple of types to another; None where there is none."""
@@ -217,9 +227,9 @@ class Prices:
         return self._steps[key]
 
     def finishing(self, operator: Operator, types: Types) -> float:
-        """Summing a partial gradient, spread over the microbatches of a step."""
+        """Summing a partial gradient, spread over the microbatches of a step. A tied parameter has one gradient."""
         node = operator.node
-        if operator.kind != "parameter" or node not in self.problem.differentiable or not self.workload.train:
+        if operator not in self._finished or node not in self.problem.differentiable or not self.workload.train:
             return 0.0
         seconds = 0.0
         for axis, kind in zip(self.problem.axes, types):
@@ -237,6 +247,20 @@ class Prices:
         if not saved or operator_name(operator.node) in FREE:
             return 0.0
         return sum(self.nbytes(operator.node, types, index) for index, types in enumerate(choice.results))
+
+
+def _parameter_name(problem: Problem, operator: Operator) -> str:
+    prefix = f"{problem.program.blocks[operator.scope].instances[0]}." if operator.scope else ""
+    return f"{prefix}{operator.node.target}"
+
+
+def _by_tie(problem: Problem) -> dict[str, list[Operator]]:
+    """The operators that read each parameter, by the first of its names."""
+    found: dict[str, list[Operator]] = {}
+    for operator in problem.operators:
+        if operator.kind == "parameter":
+            found.setdefault(problem.program.tie_of(_parameter_name(problem, operator))[0], []).append(operator)
+    return found
 
 
 def _views_of_weights(problem: Problem) -> set[fx.Node]:
@@ -384,9 +408,7 @@ class _Search:
             terms = []
             for place, i in enumerate(sorted(allowed, key=lambda i, o=operator: (_pending(o.choices[i]), i))):  # type: ignore[misc]
                 choice = operator.choices[i]
-                seconds = self.prices.compute(operator, choice)
-                if operator.kind == "parameter":
-                    seconds += self.prices.finishing(operator, choice.results[0])
+                seconds = self.prices.own(operator, choice)
                 column = self.program.column(seconds * operator.count + place * _TIE_BREAK, integral=len(allowed) > 1)
                 self.column[operator, i] = column
                 self.stored.append(self.prices.memory(operator, choice) * operator.count)
@@ -449,8 +471,7 @@ class _Search:
         )
 
     def _name(self, operator: Operator) -> str:
-        prefix = f"{self.problem.program.blocks[operator.scope].instances[0]}." if operator.scope else ""
-        return f"{prefix}{operator.node.target}"
+        return _parameter_name(self.problem, operator)
 
     def _uncut(self, operator: Operator, choice: Choice) -> float:
         """What misses the meaning of an axis: the share of the weights that tp leaves whole, of the products that cp repeats;
@@ -543,11 +564,7 @@ class _Search:
         return stored == used or whole or (axis in ("cp", "ep") and stored is R)
 
     def _tie(self) -> None:
-        by_name: dict[str, list[Operator]] = {}
-        for operator in self.problem.operators:
-            if operator.kind == "parameter":
-                by_name.setdefault(self.problem.program.tie_of(self._name(operator))[0], []).append(operator)
-        for first, *others in by_name.values():
+        for first, *others in _by_tie(self.problem).values():
             own = self._columns(first, self._stored_as(first))
             for other in others:
                 theirs = self._columns(other, self._stored_as(other))
@@ -598,6 +615,7 @@ def priced(solution: Solution, prices: Prices) -> dict[str, float]:
     compute = gradients = moved = 0.0
     for operator, choice in solution.choices.items():
         compute += operator.count * prices.compute(operator, choice)
+        moved += operator.count * prices.collectives(operator, choice)
         if operator.kind == "parameter":
             gradients += operator.count * prices.finishing(operator, choice.results[0])
     for value in solution.problem.values:

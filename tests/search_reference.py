@@ -52,10 +52,7 @@ def eliminated(
     tables: list[Table] = []
     for i, operator in enumerate(operators):
         seconds = [
-            (whole.prices.compute(operator, c) + (whole.prices.finishing(operator, c.results[0]) if c.results else 0.0))
-            * operator.count
-            if operator.kind != "output"
-            else 0.0
+            whole.prices.own(operator, c) * operator.count if operator.kind != "output" else 0.0
             for c in choices[i]
         ]
         missed = [whole._uncut(operator, c) if operator.kind != "output" else 0.0 for c in choices[i]]
