@@ -601,7 +601,7 @@ class _Search:
         )
 
 
-def _cheapest(seconds: np.ndarray, count: int = 4) -> np.ndarray:
+def _cheapest(seconds: np.ndarray, count: int = 6) -> np.ndarray:
     """Which transitions are among the cheapest of their source or of their target."""
     found = np.zeros(seconds.shape, dtype=bool)
     for axis in (0, 1):
