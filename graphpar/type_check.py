@@ -318,6 +318,8 @@ class _Operators(TorchFunctionMode):
         operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if func in _NEW:
             return self._unchecked(func, args, kwargs, [], "a new tensor, taken to be the same on every rank")
+        if func in (torch.index_add, torch.Tensor.index_add) and spmd.P in _kinds(operands[0], self.axes).values():
+            return self._added(func, args, kwargs, operands)
         if func in _LINEAR and operands and spmd.P in _kinds(operands[0], self.axes).values():
             return self._unchecked(func, args, kwargs, operands[:1], "spmd_types does not know that it is linear")
         try:
@@ -336,6 +338,15 @@ class _Operators(TorchFunctionMode):
             return self._unchecked(func, args, kwargs, [], "a new tensor, taken to be the same on every rank")
         self.result.operators_checked += 1
         return value
+
+    def _added(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor]) -> Any:
+        """``index_add`` to a pending sum: each rank adds what is pending too, or its own piece by its own indices."""
+        own, index, source = (_kinds(operand, self.axes) for operand in operands)
+        for axis, kind in own.items():
+            added = index.get(axis), source.get(axis)
+            if kind is spmd.P and added not in ((spmd.R, spmd.P), (spmd.I, spmd.P), (spmd.V, spmd.V)):
+                raise spmd.SpmdTypeError(f"index_add of {added[1]} by indices {added[0]} to a pending sum on {axis}")
+        return self._unchecked(func, args, kwargs, operands, "spmd_types does not know that it is linear")
 
     def _unchecked(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor], reason: str) -> Any:
         """Run it, and give the result the type of its operands: V wins over R."""

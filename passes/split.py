@@ -21,7 +21,8 @@ from graphpar.passes.functional import is_inplace, written_buffers
 from graphpar.passes.outline import local_size
 from graphpar.passes.simplify import remove_dead_code
 from graphpar.plans import Cut, SplitPoint
-from graphpar.program import Helper, Program, batch_coefficients, operator_name, unique_names, value_of
+from graphpar.program import Helper, Program, batch_coefficients, operator_name, unique_names, value_name, value_of
+from graphpar.runtime.layout import ExpertRows
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,12 @@ def _crossing(placement: _Placement, needed: list[set[fx.Node]]) -> list[list[fx
         for boundary in range(placement.stage[node], last_use.get(node, -1)):
             boundaries[boundary].append(node)
     for values in boundaries:
+        rows = [value for value in values if any(isinstance(kind, ExpertRows) for kind in value.meta.get("types", {}).values())]
+        if rows:
+            raise GraphparError(
+                f"The value {value_name(rows[0])!r} would cross a stage boundary, but it has the rows of a rank's own experts, and "
+                "how many is known only when it runs. Choose a split point before or after the experts."
+            )
         for value in values:
             if not isinstance(value_of(value), Tensor):
                 raise GraphparError(

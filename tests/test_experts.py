@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
+from graphpar.program import Program
 from graphpar.runtime.layout import ExpertRows, Shard, parse_type
 from graphpar.verification import verify_all
 from tests.programs import example
@@ -146,6 +147,80 @@ class DenseExperts(nn.Module):
             rows = x.flatten(0, 1).unsqueeze(0).expand(4, -1, -1)
             y = torch.bmm(F.gelu(torch.bmm(rows, self.up) + self.bias), self.down).unflatten(1, (-1, 6))
         return F.mse_loss((y * gates.permute(2, 0, 1).unsqueeze(-1)).sum(0), target)
+
+
+class SortedExperts(nn.Module):
+    """Rows sorted by expert, in the root of the program, and added to their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.up = nn.ParameterDict({"weight": nn.Parameter(torch.randn(4, 16, 32) / 4)})
+        self.down = Product()
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        gates, experts = self.gate(rows).softmax(-1).topk(2)
+        experts, order = experts.flatten().sort()
+        offs = experts.float().histc(4, 0, 3).cumsum(0, dtype=torch.int32)
+        tokens = order // 2
+        hidden = torch.ops.transformers.grouped_mm_fallback(rows[tokens], self.up["weight"], offs)
+        y = self.down(F.gelu(hidden), offs) * gates.flatten()[order].unsqueeze(-1)
+        added = torch.zeros_like(rows).index_add(0, tokens, y)
+        return F.mse_loss(self.out(added.view_as(x) + x), target)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 32, 16) / 4)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        y: Tensor = torch.ops.transformers.grouped_mm_fallback(x, self.weight, offs)
+        return y
+
+
+@pytest.fixture(scope="module")
+def sorted_experts() -> Program:
+    pytest.importorskip("transformers.integrations.moe")  # it registers the product by groups that can be traced in fp32
+    torch.manual_seed(0)
+    return gp.export(SortedExperts(), (), {"x": torch.randn(8, 6, 16), "target": torch.randn(8, 6, 16)})
+
+
+def test_rows_are_gathered_weighed_and_added_by_the_rank_that_has_their_expert(sorted_experts: Program) -> None:
+    parts = gp.partition(sorted_experts, gp.plan(sorted_experts, mesh={"ep": 2}))
+
+    assert gp.verify(parts).ok
+    text = parts.files["stage_0.py"]
+    assert text.count("rank_ends(") == 1 and "index_add" in text
+    assert gp.check(parts).problems == []
+
+
+def test_rows_of_experts_cross_no_stage_boundary(sorted_experts: Program) -> None:
+    options = {"mesh": {"ep": 2, "pp": 2}, "microbatch_size": 8, "schedule": "GPipe"}
+    gp.partition(sorted_experts, gp.plan(sorted_experts, split=["out"], **options))  # type: ignore[arg-type]
+
+    with pytest.raises(GraphparError, match="rows of a rank's own experts"):
+        gp.partition(sorted_experts, gp.plan(sorted_experts, split=["down"], **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "style", "expected"),
+    [
+        ({"tp": 2}, "expert", "S(0)@tp"),
+        ({"ep": 2}, "expert", "S(0)@ep"),
+        ({"ep": 2}, "replicate", "R@ep"),
+        ({"tp": 2}, None, "S(1:128)@tp"),
+    ],
+)
+def test_styles_say_what_experts_are_cut_over(mesh: dict[str, int], style: str | None, expected: str) -> None:
+    shard_plan = {"model.layers.*.mlp.experts": style} if style else None
+    plan = gp.plan(example("mixtral"), mesh=mesh, shard_plan=shard_plan)
+
+    spec = plan.parameters()["model.layers.3.mlp.experts.gate_up_proj"]
+    assert ", ".join(f"{kind}@{axis}" for axis, kind in spec.items()) == expected
+    gp.partition(example("mixtral"), plan)  # what it lowers to is checked
 
 
 def test_dense_experts_are_cut_and_exact() -> None:
