@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from graphpar.cli.explain import explain
 from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, progress, write_text
 from graphpar.cli.plan_file import check_sharding, read_plan, read_record
+from graphpar.cluster import Cluster
 from graphpar.errors import GraphparError, near_match
 from graphpar.mesh import Mesh
 from graphpar.modelfile import ModelFile, initial_weights, load_model_file
@@ -33,7 +33,6 @@ from graphpar.shard_plans import load_shard_plan
 if TYPE_CHECKING:
     from rich.console import Console
 
-_CLUSTER = re.compile(r"(\d+)x([A-Za-z][\w-]*)")
 _PLAN_DECIDES = (
     "devices",
     "cluster",
@@ -76,6 +75,7 @@ class _Compiled:
 def run(options: argparse.Namespace) -> Result:
     clock = _Clock()
     _check_options(options)
+    cluster = _cluster(options)
     table = _schedule_table(options.schedule_table)
     wishes = load_shard_plan(options.shard_plan) if options.shard_plan else None
     given = read_plan(*read_record(options.plan)) if options.plan else None
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> Result:
     if wishes is None and given is None:
         wishes = file.shard_plan
     with progress("planning"):
-        plan = _plan(file, program, options, table, wishes) if given is None else replan(program, given)
+        plan = _plan(file, program, options, cluster, table, wishes) if given is None else replan(program, given)
     clock.phase("plan")
     folder = None if options.no_emit else Path(options.out or default_folder(file, plan))
     compiled = _compiled(file, program, plan, folder)
@@ -155,13 +155,23 @@ def _schedule_table(path: str | None) -> str | None:
     return None if path is None else str(load_table(path))
 
 
-def _devices(options: argparse.Namespace, table: str | None, mesh: Mapping[str, int] | None) -> int | None:
+def _cluster(options: argparse.Namespace) -> Cluster | None:
+    if options.cluster is None:
+        return None
+    cluster = Cluster.parse(options.cluster)
+    if options.devices not in (None, cluster.size):
+        raise GraphparError(
+            f"--devices is {options.devices}, but the cluster {cluster} has {cluster.size}; leave one of them out."
+        )
+    return cluster
+
+
+def _devices(
+    options: argparse.Namespace, cluster: Cluster | None, table: str | None, mesh: Mapping[str, int] | None
+) -> int | None:
     """The number of devices that the options say, also by the rows of a schedule table; None if they don't."""
-    if options.cluster is not None:
-        match = _CLUSTER.fullmatch(options.cluster)
-        if match is None:
-            raise GraphparError(f"--cluster {options.cluster!r}: write devices x kind, such as 2xCPU or 8xH100.")
-        return int(match[1])
+    if cluster is not None:
+        return cluster.size
     if options.devices is None and mesh is None and table is not None:
         return len(table.splitlines())
     devices: int | None = options.devices
@@ -213,16 +223,18 @@ def _plan(
     file: ModelFile,
     program: Program,
     options: argparse.Namespace,
+    cluster: Cluster | None,
     table: str | None,
     shard_plan: Mapping[str, Any] | None,
 ) -> Plan:
     mesh = Mesh.parse(options.mesh) if options.mesh else None
-    devices = _devices(options, table, mesh)
+    devices = _devices(options, cluster, table, mesh)
     by_layers = options.layers_per_stage is not None or options.edge_layers is not None
     pipelined = Mesh.resolve(mesh, devices if devices or mesh else 1).pp > 1
     own_split = file.split_points if pipelined and not by_layers else None
     return api.plan(
         program,
+        cluster,
         devices=devices,
         global_batch=options.batch,
         mesh=mesh,
@@ -260,7 +272,12 @@ def replan(program: Program, given: Plan) -> Plan:
         allow_batch_coupling=given.allow_batch_coupling,
         dtype=given.dtype,
     )
-    plan = replace(plan, mesh=given.mesh, sharding=given.sharding)
+    if given.cluster is not None and given.cluster.size != given.mesh.size:
+        raise GraphparError(
+            f"The plan contradicts itself: its mesh has {given.mesh.size} devices, but its cluster {given.cluster} has "
+            f"{given.cluster.size}."
+        )
+    plan = replace(plan, mesh=given.mesh, sharding=given.sharding, cluster=given.cluster)
     check_sharding(program, plan)
     if plan != given:
         ours, theirs = plan.to_json(), given.to_json()

@@ -14,7 +14,7 @@ from torch import fx
 from graphpar.annotation_values import Choice, Spec
 from graphpar.annotations import ShardPins, names_of, resolve
 from graphpar.codegen.printer import describe_shape
-from graphpar.cost_models.sharding import ShardingCosts
+from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.passes.candidates import Operator, build_problem
 from graphpar.passes.pins import pin_nodes, prepared
@@ -44,7 +44,8 @@ class ShardingExplainer:
         points = plan.sharding.points if shard_plan else ()
         self.given = SearchPins(self.pins.parameters, pin_nodes(self.program, self.pins, points))
         self.workload = Workload(plan.microbatch_size, plan.microbatches, plan.mode == "train")
-        self.prices = Prices(self.problem, self.workload, ShardingCosts())
+        self.costs = costs_for(program, plan.mesh, plan.cluster)
+        self.prices = Prices(self.problem, self.workload, self.costs)
         self.total = sum(plan.sharding.cost.values())
         self.parameters = dict(self._parameters())
         self._next: dict[Operator, str] = {}
@@ -156,7 +157,7 @@ class ShardingExplainer:
                 continue
             possible = True
             try:
-                solution = search(self.problem, self.workload, pins=self._with(operator, axis, others))
+                solution = search(self.problem, self.workload, self.costs, self._with(operator, axis, others))
             except GraphparError:  # nothing else goes with the rest
                 continue
             if best is None or solution.seconds < best.seconds:

@@ -73,9 +73,10 @@ def _compile_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "model", metavar="MODEL", help="a Python file with `model` and `example_inputs`, or package.module"
     )
     where = parser.add_argument_group("devices")
-    size = where.add_mutually_exclusive_group()
-    size.add_argument("--devices", type=int, metavar="N", help="how many devices (default: 1)")
-    size.add_argument("--cluster", metavar="NxKIND", help="the same, e.g. 2xCPU")
+    where.add_argument("--devices", type=int, metavar="N", help="how many devices (default: 1)")
+    where.add_argument(
+        "--cluster", metavar="NAME|FILE", help="which devices: 8xH100-SXM-80GB, 2x8xA100 (nodes first), or a TOML file"
+    )
     pins = parser.add_argument_group("pins (what is left out is chosen)")
     pins.add_argument("--mesh", metavar="pp=2,tp=2", help="degrees of mesh axes; alone, they give the device count")
     pins.add_argument("--schedule", metavar="NAME", help="1F1B, GPipe, Interleaved1F1B, ZBVZeroBubble, ...")

@@ -6,8 +6,10 @@ One block is counted once, whatever the number of its instances.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from graphpar.emitted import random_streams
@@ -23,6 +25,29 @@ def node_flops(program: Program, batch: int) -> dict[fx.Node, float]:
         node: blocks[node.meta["block"]] if node.op == "call_module" else operator_flops(node, batch)
         for node in program.graph.nodes
     }
+
+
+_DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def dominant_dtype(program: Program) -> str:
+    """The dtype (``fp32``, ``bf16``, ...) in which most of the forward's flops are done, whatever the dtype of the weights."""
+    blocks = {name: _flops_by_dtype(block.graph, program.batch) for name, block in program.blocks.items()}
+    total = _flops_by_dtype(program.graph, program.batch)
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            for dtype, flops in blocks[node.meta["block"]].items():
+                total[dtype] += flops
+    return max(total, key=total.__getitem__, default="fp32")
+
+
+def _flops_by_dtype(graph: fx.Graph, batch: int) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for node in graph.nodes:
+        value = value_of(node)
+        if isinstance(value, Tensor) and value.dtype in _DTYPES:
+            found[_DTYPES[value.dtype]] += operator_flops(node, batch)
+    return found
 
 
 def _shape(node: Any, batch: int) -> list[int]:

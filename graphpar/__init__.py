@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "Cluster": "graphpar.cluster",
     "GraphparError": "graphpar.errors",
     "Mesh": "graphpar.mesh",
     "Parts": "graphpar.api",
@@ -29,6 +30,7 @@ _EXPORTS = {
 
 if TYPE_CHECKING:
     from graphpar.api import Parts, check, export, partition, plan, verify
+    from graphpar.cluster import Cluster
     from graphpar.errors import GraphparError
     from graphpar.mesh import Mesh
     from graphpar.plans import Plan, SplitPoint
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from graphpar.shard_plans import merge_plans
 
 __all__ = [
+    "Cluster",
     "GraphparError",
     "Mesh",
     "Parts",

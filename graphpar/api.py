@@ -1,7 +1,7 @@
 """The Python API: export, plan, partition, verify, check.
 
 program = export(model, args, kwargs, loss_fn, targets)     trace and normalize
-plan    = plan(program, devices, mesh=..., schedule=...)    decide
+plan    = plan(program, cluster, mesh=..., schedule=...)    decide
 parts   = partition(program, plan)                          the emitted package, in memory
 parts.save("out/");  verify(parts);  check(parts)
 """
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpar.capture import ModelLike, capture
+from graphpar.cluster import Cluster
 from graphpar.codegen.package import emit_package, import_stage
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
@@ -88,7 +89,7 @@ def export(
 
 def plan(
     program: Program,
-    cluster: int | None = None,
+    cluster: Cluster | int | None = None,
     *,
     devices: int | None = None,
     global_batch: int | None = None,
@@ -104,10 +105,11 @@ def plan(
     allow_batch_coupling: bool = False,
     dtype: str = "fp32",
 ) -> Plan:
-    """Decide how to run ``program`` on ``devices`` devices; what is given is taken as it is.
+    """Decide how to run ``program`` on ``cluster``; what is given is taken as it is.
 
     Args:
-        devices: how many devices (also accepted as the second positional argument).
+        cluster: the hardware, whose speeds and links count, or only how many devices there are.
+        devices: how many devices, by name.
         global_batch: rows of the whole batch; by default that of the example inputs.
         mesh: degrees of axes, e.g. ``{"pp": 4}``.
         split: split points, e.g. ``["layers.4"]``, ``[{"layers.3": "end"}]`` or ``{"layers.3": SplitPoint.END}``; ``["layers.*"]``
@@ -120,7 +122,7 @@ def plan(
         shard_plan: how parameters, inputs and outputs of modules lie, by pattern; see :mod:`graphpar.annotations`.
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
     """
-    count = devices if devices is not None else cluster
+    count = _device_count(cluster, devices)
     if count is None and not mesh:
         count = 1
     pins = Pins(
@@ -135,8 +137,18 @@ def plan(
         layers_per_stage=layers_per_stage,
         edge_layers=edge_layers,
         shard_plan=shard_plan,
+        cluster=cluster if isinstance(cluster, Cluster) else None,
     )
     return choose(program, Mesh.resolve(mesh, count), pins)
+
+
+def _device_count(cluster: Cluster | int | None, devices: int | None) -> int | None:
+    """How many devices both say; None where neither does."""
+    count = cluster.size if isinstance(cluster, Cluster) else cluster
+    if count is not None and devices is not None and count != devices:
+        what = f"the cluster {cluster} has" if isinstance(cluster, Cluster) else "the second argument says"
+        raise GraphparError(f"devices is {devices}, but {what} {count}; leave one of them out.")
+    return devices if count is None else count
 
 
 @dataclass

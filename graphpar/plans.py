@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from graphpar.cluster import Cluster
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.sharding import Sharding
@@ -42,7 +43,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What graphpar decided. ``actions`` is a schedule table of the user's own, one tuple of cells a rank."""
+    """What graphpar decided. ``actions`` is a schedule table of the user's own, one tuple of cells a rank.
+
+    ``cluster`` is what it was decided for; None where only a number of devices is known.
+    """
 
     model: str
     mode: str
@@ -58,6 +62,7 @@ class Plan:
     recompute: str = "none"
     allow_batch_coupling: bool = False
     sharding: Sharding = field(default_factory=Sharding)
+    cluster: Cluster | None = None
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -84,6 +89,7 @@ class Plan:
             "model": self.model,
             "mode": self.mode,
             "dtype": self.dtype,
+            "cluster": None if self.cluster is None else self.cluster.to_json(),
             "mesh": self.mesh.degrees(),
             "schedule": self.schedule,
             "microbatches": self.microbatches,
@@ -108,7 +114,7 @@ class Plan:
                 f"This plan has version {data.get('version')!r}; graphpar reads version {VERSION}. Compile the model again."
             )
         try:
-            actions = data.get("actions")
+            actions, cluster = data.get("actions"), data.get("cluster")
             return Plan(
                 model=data["model"],
                 mode=data["mode"],
@@ -128,6 +134,7 @@ class Plan:
                 recompute=data.get("recompute", "none"),
                 allow_batch_coupling=data.get("allow_batch_coupling", False),
                 sharding=Sharding.from_json(data["sharding"], data["parameters"]) if "sharding" in data else Sharding(),
+                cluster=None if cluster is None else Cluster.from_json(cluster),
             )
         except KeyError as error:
             raise GraphparError(f"The plan lacks the field {error.args[0]!r}.") from error

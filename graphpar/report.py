@@ -22,7 +22,16 @@ from rich.text import Text
 from graphpar.report_data import compile_json, decisions, report_data, timeline_of
 from graphpar.report_html import html
 from graphpar.report_layout import layout_text, sharding_lines, sharding_sections
-from graphpar.report_text import bytes_text, compressed, count_text, flops_text, indices_text, listed, plural
+from graphpar.report_text import (
+    bytes_text,
+    compressed,
+    count_text,
+    flops_text,
+    indices_text,
+    listed,
+    place_text,
+    plural,
+)
 from graphpar.schedule_table import draw
 
 if TYPE_CHECKING:
@@ -66,10 +75,10 @@ def next_commands(out: str, mode: str) -> list[str]:
 
 
 def _header(data: Mapping[str, Any]) -> str:
-    model, devices = data["model"], data["devices"]
+    model = data["model"]
     return (
         f" graphpar   {model['name']} · {count_text(model['parameters'])} parameters · {data['dtype']} · "
-        f"{data['mode']} · {plural(devices, 'device')}"
+        f"{data['mode']} · {place_text(data)}"
     )
 
 
@@ -218,7 +227,7 @@ def plan_text(plan: Plan) -> str:
     for stage, modules in zip(plan.stages, compressed([list(stage.modules) for stage in plan.stages])):
         table.add_row(Text(str(stage.index)), Text(str(stage.rank)), Text(", ".join(modules)))
     sections = [
-        [f" graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {plural(plan.mesh.size, 'device')}"],
+        [f" graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {place_text(decisions(plan))}"],
         _fields(_plan_lines({**decisions(plan), "model": {"blocks": []}}), WIDTH),
         _lines_of(table, WIDTH),
         _fields(layout_text(plan), WIDTH),

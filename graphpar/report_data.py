@@ -72,6 +72,7 @@ def decisions(plan: Plan) -> dict[str, Any]:
         "mode": plan.mode,
         "dtype": plan.dtype,
         "devices": plan.mesh.size,
+        "cluster": None if plan.cluster is None else str(plan.cluster),
         "mesh": plan.mesh.degrees(),
         "schedule": plan.schedule,
         "microbatches": plan.microbatches,

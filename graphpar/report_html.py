@@ -8,7 +8,7 @@ from typing import Any
 
 from graphpar.report_data import timeline_of
 from graphpar.report_layout import cost_text, turn_text
-from graphpar.report_text import bytes_text, count_text, flops_text, indices_text, plural, seconds_text
+from graphpar.report_text import bytes_text, count_text, flops_text, indices_text, place_text, plural, seconds_text
 from graphpar.schedule_table import KINDS, Span, Timeline
 
 COLORS = {"F": "#3b82c4", "B": "#e08a3c", "I": "#c9a227", "W": "#5a9e6f"}
@@ -44,7 +44,7 @@ def html(data: Mapping[str, Any]) -> str:
     name = escape(data["model"]["name"])
     body = [
         f"<h1>{name}</h1>",
-        f'<div class="soft">graphpar · {data["mode"]} · {data["dtype"]} · {plural(data["devices"], "device")}</div>',
+        f'<div class="soft">graphpar · {data["mode"]} · {data["dtype"]} · {escape(place_text(data))}</div>',
         _facts(data),
         "<h2>Stages</h2>",
         _stages(data),

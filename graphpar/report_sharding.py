@@ -46,12 +46,13 @@ def sharding_data(program: Program, plan: Plan) -> dict[str, Any] | None:
 
 class _Reader:
     def __init__(self, program: Program, plan: Plan) -> None:
-        from graphpar.passes.reprice import Repricing  # these import torch; a report is read without it
+        from graphpar.cost_models.sharding import costs_for  # these import torch; a report is read without it
+        from graphpar.passes.reprice import Repricing
         from graphpar.passes.search import Workload
 
         self.program, self.plan = program, plan
         workload = Workload(plan.microbatch_size, plan.microbatches, plan.mode == "train")
-        self.prices = Repricing(program, plan.sharding.degrees, workload)
+        self.prices = Repricing(program, plan.sharding.degrees, workload, costs_for(program, plan.mesh, plan.cluster))
         self.calls = [node for node in program.graph.nodes if node.op == "call_module"]
 
     def graphs(self) -> list[tuple[str, fx.Graph, int, str]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _NUMBERED = re.compile(r"(?P<head>(?:.*\.)?)(?P<number>\d+)")
 
@@ -52,6 +53,11 @@ def listed(names: Sequence[str], most: int) -> str:
     """The first ``most`` names, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def place_text(data: Mapping[str, Any]) -> str:
+    """The cluster of a plan, or its number of devices where none was named (nor known, when the report was written)."""
+    return data.get("cluster") or plural(data["devices"], "device")
 
 
 def plural(count: int, singular: str, several: str | None = None) -> str:

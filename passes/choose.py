@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphpar.annotations import names_of, resolve
+from graphpar.cluster import Cluster
+from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.passes.candidates import build_problem
@@ -50,6 +52,7 @@ class Pins:
     layers_per_stage: int | None = None
     edge_layers: tuple[int, int] | None = None  # what comes before and after the layers, counted in layers
     shard_plan: Mapping[str, Any] | None = None
+    cluster: Cluster | None = None  # of as many devices as the mesh
 
 
 def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
@@ -121,7 +124,7 @@ def _plan(
 ) -> Plan:
     stages = split(program, positions_of(program, cuts))
     size = batch // (microbatches * mesh.dp_replicate)
-    sharding = choose_sharding(program, mesh, size, microbatches, pins.shard_plan)
+    sharding = choose_sharding(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
     return Plan(
         model=program.name,
         mode=program.mode,
@@ -135,14 +138,20 @@ def _plan(
         actions=actions,
         allow_batch_coupling=pins.allow_batch_coupling,
         sharding=sharding,
+        cluster=pins.cluster,
         warnings=program.warnings + (program.couplings if microbatches > 1 else ()) + sharding.undivided,
     )
 
 
 def choose_sharding(
-    program: Program, mesh: Mesh, microbatch: int, microbatches: int, shard_plan: Mapping[str, Any] | None = None
+    program: Program,
+    mesh: Mesh,
+    microbatch: int,
+    microbatches: int,
+    shard_plan: Mapping[str, Any] | None = None,
+    cluster: Cluster | None = None,
 ) -> Sharding:
-    """How every tensor lies on the compute axes of ``mesh``; nothing is decided where there are none."""
+    """How every tensor lies on the compute axes of ``mesh``, at the prices of ``cluster``; nothing is decided where there are none."""
     pins = resolve(shard_plan or {}, names_of(program), mesh.compute)  # what is wrong in it is wrong on any mesh
     if not mesh.compute:
         return Sharding()
@@ -150,7 +159,8 @@ def choose_sharding(
     ready = prepared(program, variants, points)
     problem = build_problem(ready, mesh.compute)
     workload = Workload(microbatch, microbatches, program.mode == "train")
-    solution = search(problem, workload, pins=SearchPins(pins.parameters, pin_nodes(ready, pins, points)))
+    costs = costs_for(program, mesh, cluster)
+    solution = search(problem, workload, costs, SearchPins(pins.parameters, pin_nodes(ready, pins, points)))
     undivided = undivided_work(solution, workload)
     return replace(sharding_of(solution), variants=variants, points=tuple(points), undivided=undivided)
 

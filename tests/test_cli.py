@@ -210,6 +210,32 @@ def test_no_emit_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]
     assert list(folder.iterdir()) == []
 
 
+def test_a_cluster_goes_into_the_plan_and_its_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "own.toml").write_text('nodes = 2\ndevices_per_node = 2\ndevice = "A100"\ninter_node = { bytes_per_s = 1e9 }\n')
+    arguments = ["--cluster", "own.toml", "--devices", "4", "--mesh", "tp=2", "-o", "out"]
+    plan = compiled(capsys, HEAD_FIRST, *arguments)["plan"]
+    assert plan["mesh"]["pp"] == 2 and plan["cluster"]["inter_node"]["bytes_per_s"] == 1e9
+    assert "2x2xA100-SXM-80GB" in output(capsys, "report", "out").splitlines()[0]
+    again = compiled(capsys, HEAD_FIRST, "--plan", "out", "--no-emit")["plan"]
+    assert again["cluster"] == plan["cluster"]
+
+    record = json.loads((folder / "out" / "plan.json").read_text())
+    record["cluster"]["nodes"] = 4
+    (folder / "edited.json").write_text(json.dumps(record))
+    wrong = message(capsys, "compile", HEAD_FIRST, "--plan", "edited.json")
+    assert "its mesh has 4 devices, but its cluster 4x2xA100-SXM-80GB has 8" in wrong
+
+
+def test_a_plan_from_before_clusters_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(capsys, HEAD_FIRST, "--devices", "2", "-o", "out")
+    file = folder / "out" / "plan.json"
+    record = json.loads(file.read_text())
+    del record["cluster"], record["report"]["cluster"]
+    file.write_text(json.dumps(record))
+    assert "2 devices" in output(capsys, "report", "out").splitlines()[0]
+    assert compiled(capsys, HEAD_FIRST, "--plan", "out", "--no-emit")["plan"]["cluster"] is None
+
+
 def test_explain_and_dump(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["compile", GPT, "--devices", "2", "--no-emit", "--explain", "*.weight", "--dump-after", "outline"]
     assert main(arguments) == 0
@@ -285,7 +311,11 @@ def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
         (["--mesh", "tp=2", "--shard-plan", "nope.toml"], "There is no shard plan nope.toml"),
         (["--devices", "4", "--mesh", "pp=2"], "pp(2) = 2 != 4 devices"),
         (["--devices", "2", "--schedule", "gpip"], "Did you mean 'GPipe'?"),
-        (["--cluster", "some"], "--cluster 'some'"),
+        (["--cluster", "some"], "There is no device 'some'; known are"),
+        (["--cluster", "nope.toml"], "There is no cluster file nope.toml"),
+        (["--cluster", "4xCPU", "--devices", "2"], "--devices is 2, but the cluster 4xCPU has 4"),
+        (["--cluster", "2x4xH100", "--mesh", "pp=2,tp=2"], "pp(2) * tp(2) = 4 != 8 devices"),
+        (["--cluster", "2xH100", "--mesh", "tp=4"], "pp(1) * tp(4) = 4 != 2 devices"),
         (["--dump-after", "outlin"], "Did you mean 'outline'?"),
         (["--devices", "2", "--explain", "bode"], "matches no module"),
         (["--plan", "nope.json"], "There is no plan nope.json"),

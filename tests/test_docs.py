@@ -28,6 +28,7 @@ from pathlib import Path
 import pytest
 
 from graphpar.cli.main import build_parser, main
+from graphpar.cost_models.devices import DEVICES
 from graphpar.schedule import (
     SCHEDULES,
     action_table,
@@ -112,7 +113,25 @@ def _run(arguments: list[str]) -> str:
 
 
 def table(name: str) -> str:
-    assert name == "schedules"
+    return {"schedules": schedules, "devices": devices}[name]()
+
+
+def devices() -> str:
+    dtypes = ("fp32", "tf32", "bf16", "fp16", "fp8")
+    rows = [f"| device | {', '.join(dtypes)}: Tflop/s | memory | bandwidth | in a node | between | a node |", "|---" * 7 + "|"]
+    for device in DEVICES.values():
+        rates = " · ".join(f"{device.flops[dtype] / 1e12:g}" if dtype in device.flops else "–" for dtype in dtypes)
+        inside, between = (f"{link.bytes_per_s / 1e9:g} GB/s" for link in (device.intra_node, device.inter_node))
+        pair = device.intra_node.pair_bytes_per_s
+        inside += f", {pair / 1e9:g} a pair" if pair else ""
+        rows.append(
+            f"| `{device.name}` | {rates} | {device.memory_bytes / 2**30:.1f} GiB | {device.memory_bytes_per_s / 1e12:g} TB/s "
+            f"| {inside} | {between} | {device.devices_per_node or 'any'} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def schedules() -> str:
     rows = ["| name | stages a rank | bubble | activations held | microbatches | also |", "|---|---|---|---|---|---|"]
     counts = {"1F1B": "at least the stages", "DualPipeV": "at least the stages"}
     for schedule in SCHEDULES.values():

@@ -1,0 +1,292 @@
+"""Devices and links: what the vendors promise and what others measured, with sources, as one table.
+
+name or alias ──device_named──► Device: flop/s by dtype, memory, bandwidth, links ──► graphpar.cluster.Cluster
+
+Figures are peaks. What a program reaches of them (``matrix_efficiency`` here, shares of bandwidths in the cost models) is kept apart.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphpar.errors import GraphparError, near_match
+
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+KINDS = ("gpu", "cpu")
+
+
+def check_number(name: str, value: Any, *, whole: bool = False, zero: bool = False) -> None:
+    """Whether ``value`` is a positive number (or zero, where that is meaningful).
+
+    Raises:
+        GraphparError: it is not; the message names the field.
+    """
+    kinds = int if whole else int | float
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or value < 0 or (value == 0 and not zero):
+        wanted = f"a {'whole ' if whole else ''}number {'of at least' if zero else 'above'} 0"
+        raise GraphparError(f"{name} is {value!r}; it must be {wanted}.")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects devices.
+
+    ``latency_s``: seconds a message. ``bytes_per_s``: of one device, in one direction, when all its neighbours take part.
+    ``pair_bytes_per_s``: what a device has to one neighbour, where each pair has a wire of its own and no switch.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    pair_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number("latency_s", self.latency_s, zero=True)
+        check_number("bytes_per_s", self.bytes_per_s)
+        if self.pair_bytes_per_s is not None:
+            check_number("pair_bytes_per_s", self.pair_bytes_per_s)
+
+    def among(self, devices: int) -> Link:
+        """The link as a group of ``devices`` sees it: without a switch, wires to devices outside of the group are of no use."""
+        if self.pair_bytes_per_s is None:
+            return self
+        return Link(self.latency_s, min(self.bytes_per_s, self.pair_bytes_per_s * max(1, devices - 1)))
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or one process on a CPU), and how it is usually connected.
+
+    Attributes:
+        flops: peak flop/s of dense products, by dtype of the operands.
+        memory_bytes: what a program can get, which is less than what the vendor prints.
+        memory_bytes_per_s: peak bandwidth of that memory.
+        launch_s: seconds that an operator costs however small it is.
+        matrix_efficiency: the share of ``flops`` that large products reach.
+        intra_node: the link to devices of the same node.
+        inter_node: the usual link to other nodes: the node's adapters divided by its devices.
+        devices_per_node: how many devices ``intra_node`` usually connects; None: any number.
+        sources: where each group of figures is from.
+    """
+
+    name: str
+    kind: str
+    flops: Mapping[str, float] = field(hash=False)
+    memory_bytes: int
+    memory_bytes_per_s: float
+    launch_s: float
+    matrix_efficiency: float
+    intra_node: Link
+    inter_node: Link
+    devices_per_node: int | None = None
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise GraphparError(f"name is {self.name!r}; it must be the device's name.")
+        if self.kind not in KINDS:
+            raise GraphparError(f"kind is {self.kind!r}; it must be {' or '.join(KINDS)}.")
+        if not isinstance(self.flops, Mapping) or not self.flops:
+            raise GraphparError(f"flops is {self.flops!r}; it must give flop/s for one of {', '.join(DTYPES)} or more.")
+        for dtype, rate in self.flops.items():
+            if dtype not in DTYPES:
+                hint = near_match(dtype, DTYPES)
+                raise GraphparError(f"flops has {dtype!r}; the dtypes are {', '.join(DTYPES)}.{hint}")
+            check_number(f"flops.{dtype}", rate)
+        check_number("memory_bytes", self.memory_bytes, whole=True)
+        check_number("memory_bytes_per_s", self.memory_bytes_per_s)
+        check_number("launch_s", self.launch_s, zero=True)
+        check_number("matrix_efficiency", self.matrix_efficiency)
+        if self.matrix_efficiency > 1:
+            raise GraphparError(f"matrix_efficiency is {self.matrix_efficiency}; it is a share of the peak, at most 1.")
+        if self.devices_per_node is not None:
+            check_number("devices_per_node", self.devices_per_node, whole=True)
+
+    def peak(self, dtype: str) -> float:
+        """Flop/s of dense products of ``dtype``; a 16-bit dtype (or tf32) that the device has no units for runs at fp32's rate.
+
+        Raises:
+            GraphparError: there is no such rate.
+        """
+        for name in (dtype, "fp32") if dtype in ("tf32", "bf16", "fp16") else (dtype,):
+            if name in self.flops:
+                return self.flops[name]
+        raise GraphparError(f"{self.name} has no rate for {dtype}; it has {', '.join(self.flops)}.")
+
+
+# ---- the table -------------------------------------------------------------------------------------------------
+
+_SPEC = "stas00/ml-engineering compute/accelerator/README.md"
+_NETWORK = "stas00/ml-engineering network/README.md, network/benchmarks/README.md"
+_VENDOR = "vendor's data sheet, from memory"
+_ASSUMED = "assumed"
+_MEASURED = f"best large bf16 product over peak, {_SPEC}"
+_LATENCIES = "latencies: smallest all-reduces of 8 H200 and of 32 B200 over ring steps, same place"
+
+_GPU_LAUNCH = 4e-6  # assumed: a small kernel with the gap before it
+_EFFICIENCY = 0.8  # assumed where nobody measured
+_INSIDE_S, _BETWEEN_S = 2.7e-6, 6e-6  # 57 KB at 1.44 GB/s over 15 steps; 508 KB at 1.33 GB/s over 63 steps
+
+
+def usable(vendor_gb: float, unit: int = 2**30) -> int:
+    """Bytes that a program can get of ``vendor_gb``, which are GiB on most data sheets: 3 % go to the driver, to page tables, to the
+    context, and to the buffers of the communication library."""
+    return int(0.97 * vendor_gb * unit)
+
+
+def _gpu(
+    name: str,
+    teraflops: Mapping[str, float],
+    memory: int,
+    memory_tbps: float,
+    inside: float,
+    between: float,
+    sources: Mapping[str, str],
+    efficiency: float = _EFFICIENCY,
+    pair: float | None = None,
+    per_node: int = 8,
+) -> Device:
+    """A row: 1e12 flop/s, bytes, TB/s, and GB/s of one device in one direction inside a node and between nodes."""
+    return Device(
+        name,
+        "gpu",
+        {dtype: rate * 1e12 for dtype, rate in teraflops.items()},
+        memory,
+        memory_tbps * 1e12,
+        _GPU_LAUNCH,
+        efficiency,
+        Link(_INSIDE_S, inside * 1e9, None if pair is None else pair * 1e9),
+        Link(_BETWEEN_S, between * 1e9),
+        per_node,
+        {"efficiency": _MEASURED, "latency": _LATENCIES, "launch": _ASSUMED, **sources},
+    )
+
+
+_AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
+_HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989, "fp16": 989, "fp8": 1979}
+_SPEC_SOURCES = {"flops": _SPEC, "memory": _SPEC, "links": _NETWORK}
+_VOLTA_SOURCES = {
+    "flops": f"fp16: bigscience experiments/gpt2.md; fp32: {_VENDOR}",
+    "memory": _VENDOR,
+    "links": f"inside: {_NETWORK}; between: from memory, four EDR adapters a node; rented nodes have less, such as 3.1 GB/s",
+    "efficiency": _ASSUMED,
+}
+
+_ROWS = (
+    _gpu("V100-SXM2-16GB", {"fp32": 15.7, "fp16": 125}, usable(16), 0.9, 150, 12.5, _VOLTA_SOURCES),
+    _gpu("V100-SXM2-32GB", {"fp32": 15.7, "fp16": 125}, usable(32), 0.9, 150, 12.5, _VOLTA_SOURCES),
+    _gpu(
+        "A100-SXM-80GB", _AMPERE, usable(80), 2.0, 300, 25,
+        {**_SPEC_SOURCES, "links": f"{_NETWORK}; between: eight 200 Gb/s adapters a node, text of Korthikanti et al."}, 0.869,
+    ),
+    _gpu(
+        "A100-SXM-40GB", _AMPERE, usable(40), 1.555, 300, 25,
+        {**_SPEC_SOURCES, "memory": f"size: {_SPEC}; bandwidth: {_VENDOR}", "links": f"inside: {_NETWORK}; between: as A100-SXM-80GB"},
+        0.869,
+    ),
+    _gpu(
+        "A800-80GB", _AMPERE, usable(80), 2.0, 200, 25,
+        {"flops": "as A100-SXM-80GB", "memory": "as A100-SXM-80GB", "links": f"inside: {_VENDOR}; between: as A100-SXM-80GB"}, 0.869,
+    ),
+    _gpu(
+        "H100-SXM-80GB", _HOPPER, usable(80), 3.35, 450, 50,
+        {**_SPEC_SOURCES, "links": f"{_NETWORK}; both also in the report of Nemotron-4 15B"}, 0.803,
+    ),
+    _gpu(
+        "H800-SXM-80GB", _HOPPER, usable(80), 3.35, 200, 50,
+        {
+            "flops": "as H100-SXM-80GB",
+            "memory": "as H100-SXM-80GB",
+            "links": f"inside: {_VENDOR} (the report of DeepSeek-V3: 160 GB/s usable); between: as H100-SXM-80GB",
+        },
+        0.803,
+    ),
+    _gpu(
+        "H200-SXM-141GB", _HOPPER, usable(141), 4.8, 450, 50,
+        {**_SPEC_SOURCES, "flops": f"{_SPEC}; fp32: as H100-SXM-80GB, {_VENDOR}"}, 0.803,
+    ),
+    _gpu(
+        "B200-SXM-180GB", {"fp32": 80, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500}, usable(180), 8.0, 900, 50,
+        _SPEC_SOURCES, 0.776,
+    ),
+    _gpu(
+        "GB200-NVL72", {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000}, usable(186), 8.0, 900, 50,
+        {
+            **_SPEC_SOURCES,
+            "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
+            "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
+        },
+        0.729, per_node=72,
+    ),
+    _gpu(
+        "B300-SXM-288GB", {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500}, usable(288, 10**9), 8.0, 900, 100,
+        {
+            "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
+            "memory": f"{_SPEC}; taken as decimal GB, as systems of this device report no more",
+            "links": f"inside: {_SPEC}; between: {_VENDOR}",
+        },
+        0.786,
+    ),
+    _gpu(
+        "MI300X-192GB", {"fp32": 163.4, "tf32": 653.7, "bf16": 1300, "fp16": 1300, "fp8": 2610}, usable(192), 5.3, 448, 50,
+        {**_SPEC_SOURCES, "flops": f"{_SPEC}; fp32: {_VENDOR}", "links": f"inside: {_NETWORK}; between: {_VENDOR}"}, 0.514, pair=64,
+    ),
+    _gpu(
+        "L40S-48GB", {"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362, "fp8": 733}, usable(48 * 15 / 16), 0.86, 31, 6.25,
+        {
+            "flops": _SPEC,
+            "memory": f"{_SPEC}; a sixteenth less for error correction, which GDDR6 keeps in the memory itself",
+            "links": f"inside: PCIe 4 x16, {_NETWORK}; between: 400 Gb/s for eight devices, {_VENDOR}",
+            "efficiency": _ASSUMED,
+        },
+    ),
+    Device(
+        "CPU", "cpu", {"fp32": 1e11}, 16 * 2**30, 2e10, 5e-6, _EFFICIENCY, Link(5e-5, 1e9), Link(1e-4, 1e9), None,
+        dict.fromkeys(("flops", "memory", "links", "efficiency", "latency", "launch"), "assumed: a process with two or three cores, gloo"),
+    ),
+)  # fmt: skip
+
+DEVICES: Mapping[str, Device] = {row.name: row for row in _ROWS}
+"""The known devices by name. An alias that fits several means the first: ``A100`` has 80 GB, ``V100`` has 16 GB."""
+
+
+def _words(name: str) -> list[str]:
+    """``NVIDIA A100-SXM4-80GB`` as ``[a100, sxm, 80gb]``."""
+    words = re.split(r"[\s_-]+", name.lower())
+    return [re.sub(r"^sxm\d$", "sxm", word) for word in words if word not in ("", "nvidia", "amd")]
+
+
+def _key(words: Iterable[str]) -> str:
+    return "".join(words).removesuffix("gb")
+
+
+def _aliases() -> dict[str, str]:
+    """Names as they are compared, whole and with the form, the memory, or both left out."""
+    found: dict[str, str] = {}
+    for name in DEVICES:
+        first, *rest = _words(name)
+        for dropped in ([], *([word] for word in rest), rest):
+            found.setdefault(_key([first, *(word for word in rest if word not in dropped)]), name)
+    return found
+
+
+_ALIASES = _aliases()
+
+
+def device_named(name: str) -> Device:
+    """The device of the table that ``name`` means: in any case, with any hyphens, and without form or memory size.
+
+    Raises:
+        GraphparError: none is meant; the message lists the known ones, the likeliest first.
+    """
+    key = _key(_words(name))
+    if key in _ALIASES:
+        return DEVICES[_ALIASES[key]]
+    close = [_ALIASES[match] for match in difflib.get_close_matches(key, _ALIASES, n=len(_ALIASES), cutoff=0.5)]
+    known = dict.fromkeys([*close, *DEVICES])
+    raise GraphparError(f"There is no device {name!r}; known are {', '.join(known)}, or give its figures in a TOML file.")

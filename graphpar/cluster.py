@@ -1,0 +1,232 @@
+"""``Cluster``: the hardware that a plan is for, as nodes of equal devices with one link inside a node and one between nodes.
+
+    "2x8xH100-SXM-80GB" or a TOML file ──parse──► Cluster ──link_of_axis(mesh, axis)──► Link
+
+Ranks fill the nodes in order, so the inner axes of a mesh stay inside a node where they fit. A link's bandwidth is that of one device:
+between nodes, the adapters of a node divided by its devices. So it does not matter how many groups of one node send at once; a group
+that has only one device of a node is priced as if the node's other devices were sending too, which in a mesh they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from graphpar.cost_models.devices import DEVICES, Device, Link, check_number, device_named
+from graphpar.errors import GraphparError, near_match
+from graphpar.mesh import Mesh
+from graphpar.runtime.layout import AXES
+
+_TEXT = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<device>[a-z][\w -]*)", re.IGNORECASE)
+_LINKS = ("intra_node", "inter_node")
+_Record = TypeVar("_Record", Device, Link)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; the cost models know what is reached of them."""
+
+    nodes: int
+    devices_per_node: int
+    device: Device
+    intra_node: Link
+    inter_node: Link
+
+    def __post_init__(self) -> None:
+        check_number("nodes", self.nodes, whole=True)
+        check_number("devices_per_node", self.devices_per_node, whole=True)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.nodes * self.devices_per_node
+
+    @staticmethod
+    def parse(source: str | Path) -> Cluster:
+        """``8xH100-SXM-80GB`` (devices), ``16x8xA100-SXM-80GB`` (nodes x devices), ``H100`` (one), or a TOML file.
+
+        More devices than a node usually has are taken as full nodes: ``16xH100`` is ``2x8xH100``.
+
+        Raises:
+            GraphparError: the text or the file means no cluster; the message names the field.
+        """
+        file = Path(source)
+        if isinstance(source, Path) or file.suffix == ".toml" or file.is_file():
+            return _from_file(file)
+        found = _TEXT.fullmatch(source.strip())
+        if found is None:
+            raise GraphparError(
+                f"Cluster {source!r}: write devices x kind, such as 2xCPU or 8xH100, nodes x devices x kind, such as 2x8xH100, or name "
+                "a TOML file."
+            )
+        try:
+            device = device_named(found["device"])
+            if found["second"] is not None:
+                return Cluster.of(device, int(found["first"]), int(found["second"]))
+            return Cluster.of(device, *_filled(device, int(found["first"] or 1)))
+        except GraphparError as error:
+            raise GraphparError(f"Cluster {source!r}: {error}") from None
+
+    @staticmethod
+    def of(device: Device, nodes: int, devices_per_node: int) -> Cluster:
+        """Nodes of ``device`` with its usual links."""
+        return Cluster(nodes, devices_per_node, device, device.intra_node, device.inter_node)
+
+    def __str__(self) -> str:
+        """As :meth:`parse` reads it, for a known device with its usual links."""
+        count = f"{self.devices_per_node}x" if self.size > 1 else ""
+        usual = self.device.devices_per_node
+        explicit = self.nodes > 1 or (usual is not None and self.devices_per_node > usual)
+        return f"{f'{self.nodes}x' if explicit else ''}{count}{self.device.name}"
+
+    # ---- links ----
+
+    def link(self, ranks: Iterable[int]) -> Link:
+        """The slowest link that a group of ``ranks`` crosses; a single rank crosses none, and gets the link inside its node.
+
+        Raises:
+            GraphparError: a rank is not on the cluster.
+        """
+        members = sorted(set(ranks))
+        if not members or members[0] < 0 or members[-1] >= self.size:
+            raise GraphparError(f"Ranks {members} are not on the cluster {self}, which has ranks 0 to {self.size - 1}.")
+        together = Counter(rank // self.devices_per_node for rank in members).values()
+        crossed = [self.intra_node.among(count) for count in together if count > 1]
+        if len(together) > 1:
+            crossed.append(self.inter_node)
+        return min(crossed, key=lambda link: link.bytes_per_s, default=self.intra_node)
+
+    def link_of_axis(self, mesh: Mesh, axis: str) -> Link:
+        """The slowest link that a group of ``axis`` crosses, over all its groups.
+
+        Raises:
+            GraphparError: there is no such axis, or the mesh has more devices than the cluster.
+        """
+        if axis not in AXES:
+            raise GraphparError(f"There is no mesh axis {axis!r}; the axes are {', '.join(AXES)}.{near_match(axis, AXES)}")
+        if mesh.size > self.size:
+            raise GraphparError(f"The mesh has {mesh.size} devices, but the cluster {self} has {self.size}.")
+        degrees = mesh.degrees()
+        stride = math.prod(degrees[inner] for inner in AXES[AXES.index(axis) + 1 :])
+        extent = stride * degrees[axis]
+        groups = (
+            range(block + offset, block + extent, stride)
+            for block in range(0, mesh.size, extent)
+            for offset in range(stride)
+        )
+        return min((self.link(group) for group in groups), key=lambda link: link.bytes_per_s)
+
+    # ---- as data ----
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with every figure, so that it means the same when the table of devices has changed."""
+        links = {name: _figures(getattr(self, name)) for name in _LINKS}
+        device = _figures(self.device)
+        for name in _LINKS:
+            if device[name] == links[name]:
+                del device[name]
+        return {"nodes": self.nodes, "devices_per_node": self.devices_per_node, "device": device, **links}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Cluster:
+        """The inverse of :meth:`to_json`; also what a TOML file holds.
+
+        ``device`` may be a name. Links that are left out are the device's, and the other way round for a device with its own
+        figures; a cluster of one node needs no ``inter_node``.
+
+        Raises:
+            GraphparError: a field is missing, unknown or out of range; the message names it.
+        """
+        _check_fields(data, {field.name for field in fields(Cluster)}, {"nodes", "devices_per_node", "device"})
+        device = _device(data)
+        links = {name: _link(data.get(name, {}), name, getattr(device, name)) for name in _LINKS}
+        return Cluster(data["nodes"], data["devices_per_node"], device, **links)
+
+
+def _filled(device: Device, count: int) -> tuple[int, int]:
+    """Nodes and devices a node for ``count`` devices."""
+    usual = device.devices_per_node
+    if usual is None or count <= usual:
+        return 1, count
+    if count % usual:
+        raise GraphparError(
+            f"a node has {usual} of {device.name}, so {count} fill no whole number of nodes; write nodes x devices x kind, such as "
+            f"{math.ceil(count / usual)}x{usual}x{device.name}."
+        )
+    return count // usual, usual
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+def _from_file(file: Path) -> Cluster:
+    if not file.is_file():
+        siblings = [entry.name for entry in file.parent.glob("*.toml")] if file.parent.is_dir() else []
+        raise GraphparError(f"There is no cluster file {file}.{near_match(file.name, siblings)}")
+    try:
+        return Cluster.from_json(tomllib.loads(file.read_text()))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise GraphparError(f"{file} is no TOML: {error}.") from None
+    except GraphparError as error:
+        raise GraphparError(f"{file}: {error}") from None
+
+
+def _device(data: Mapping[str, Any]) -> Device:
+    """The device of a cluster: a name of the table, or figures, whose links and number a node may be those of the cluster."""
+    given = data["device"]
+    if isinstance(given, str):
+        return device_named(given)
+    if not isinstance(given, Mapping):
+        raise GraphparError(f"device is {given!r}; it must be a name such as {next(iter(DEVICES))}, or a table of figures.")
+    figures = dict(given)
+    if isinstance(memory := given.get("memory_bytes"), float) and memory.is_integer():
+        figures["memory_bytes"] = int(memory)  # 80e9 is a whole number to people
+    for name in _LINKS:
+        link = given.get(name, data.get(name))
+        if link is None and name == "inter_node" and data["nodes"] == 1:
+            link = data.get("intra_node", given.get("intra_node"))  # there is no other node
+        if link is not None:
+            figures[name] = _link(link, f"device.{name}" if name in given else name)
+    return _record(Device, figures, "device")
+
+
+def _link(data: Any, where: str, usual: Link | None = None) -> Link:
+    """A link of its figures; those that are left out are of ``usual``."""
+    if not isinstance(data, Mapping):
+        raise GraphparError(f"{where} is {data!r}; it must be a table with latency_s and bytes_per_s.")
+    return _record(Link, (_figures(usual) if usual is not None else {}) | dict(data), where)
+
+
+def _record(kind: type[_Record], data: Mapping[str, Any], where: str) -> _Record:
+    known = {field.name for field in fields(kind)} - {"sources"}
+    optional = {"pair_bytes_per_s", "devices_per_node"}
+    try:
+        _check_fields(data, known, known - optional)
+        return kind(**data)
+    except GraphparError as error:
+        raise GraphparError(f"{where}: {error}") from None
+
+
+def _check_fields(data: Mapping[str, Any], known: set[str], required: set[str]) -> None:
+    for name in data:
+        if name not in known:
+            raise GraphparError(
+                f"there is no field {name!r}; the fields are {', '.join(sorted(known))}.{near_match(name, sorted(known))}"
+            )
+    for name in sorted(required - set(data)):
+        hint = difflib.get_close_matches(name, data)
+        raise GraphparError(f"the field {name!r} is missing.{f' Is {hint[0]!r} it?' if hint else ''}")
+
+
+def _figures(record: Device | Link) -> dict[str, Any]:
+    """The fields of a record but for its sources; figures that it does not have are left out."""
+    values = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "sources"}
+    plain = {name: _figures(value) if isinstance(value, Link) else value for name, value in values.items()}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items() if value is not None}
