@@ -169,29 +169,39 @@ def _gpu(
 
 _AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
 _HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989, "fp16": 989, "fp8": 1979}
+_AS_A100, _AS_H100 = "as A100-SXM-80GB, the same chip", "as H100-SXM-80GB, the same chip"
 _SPEC_SOURCES = {"flops": _SPEC, "memory": _SPEC, "links": _NETWORK}
 _VOLTA_SOURCES = {
     "flops": f"fp16: bigscience experiments/gpt2.md; fp32: {_VENDOR}",
     "memory": _VENDOR,
-    "links": f"inside: {_NETWORK}; between: from memory, four EDR adapters a node; rented nodes have less, such as 3.1 GB/s",
+    "links": f"inside: {_NETWORK}; between: from memory, four EDR adapters (12.5 GB/s) for eight devices; rented nodes have less",
     "efficiency": _ASSUMED,
 }
 
 _ROWS = (
-    _gpu("V100-SXM2-16GB", {"fp32": 15.7, "fp16": 125}, usable(16), 0.9, 150, 12.5, _VOLTA_SOURCES),
-    _gpu("V100-SXM2-32GB", {"fp32": 15.7, "fp16": 125}, usable(32), 0.9, 150, 12.5, _VOLTA_SOURCES),
+    _gpu("V100-SXM2-16GB", {"fp32": 15.7, "fp16": 125}, usable(16), 0.9, 150, 6.25, _VOLTA_SOURCES),
+    _gpu("V100-SXM2-32GB", {"fp32": 15.7, "fp16": 125}, usable(32), 0.9, 150, 6.25, _VOLTA_SOURCES),
     _gpu(
         "A100-SXM-80GB", _AMPERE, usable(80), 2.0, 300, 25,
         {**_SPEC_SOURCES, "links": f"{_NETWORK}; between: eight 200 Gb/s adapters a node, text of Korthikanti et al."}, 0.869,
     ),
     _gpu(
         "A100-SXM-40GB", _AMPERE, usable(40), 1.555, 300, 25,
-        {**_SPEC_SOURCES, "memory": f"size: {_SPEC}; bandwidth: {_VENDOR}", "links": f"inside: {_NETWORK}; between: as A100-SXM-80GB"},
+        {
+            "flops": _SPEC,
+            "memory": f"size: {_SPEC}; bandwidth: {_VENDOR}",
+            "links": f"inside: {_NETWORK}; between: as A100-SXM-80GB",
+            "efficiency": _AS_A100,
+        },
         0.869,
     ),
     _gpu(
         "A800-80GB", _AMPERE, usable(80), 2.0, 200, 25,
-        {"flops": "as A100-SXM-80GB", "memory": "as A100-SXM-80GB", "links": f"inside: {_VENDOR}; between: as A100-SXM-80GB"}, 0.869,
+        {
+            **dict.fromkeys(("flops", "memory", "efficiency"), _AS_A100),
+            "links": f"inside: {_VENDOR}; between: as A100-SXM-80GB",
+        },
+        0.869,
     ),
     _gpu(
         "H100-SXM-80GB", _HOPPER, usable(80), 3.35, 450, 50,
@@ -200,15 +210,14 @@ _ROWS = (
     _gpu(
         "H800-SXM-80GB", _HOPPER, usable(80), 3.35, 200, 50,
         {
-            "flops": "as H100-SXM-80GB",
-            "memory": "as H100-SXM-80GB",
+            **dict.fromkeys(("flops", "memory", "efficiency"), _AS_H100),
             "links": f"inside: {_VENDOR} (the report of DeepSeek-V3: 160 GB/s usable); between: as H100-SXM-80GB",
         },
         0.803,
     ),
     _gpu(
         "H200-SXM-141GB", _HOPPER, usable(141), 4.8, 450, 50,
-        {**_SPEC_SOURCES, "flops": f"{_SPEC}; fp32: as H100-SXM-80GB, {_VENDOR}"}, 0.803,
+        {**_SPEC_SOURCES, "flops": f"{_SPEC}; fp32: {_AS_H100}"}, 0.803,
     ),
     _gpu(
         "B200-SXM-180GB", {"fp32": 80, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500}, usable(180), 8.0, 900, 50,

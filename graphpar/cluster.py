@@ -96,7 +96,8 @@ class Cluster:
         """
         members = sorted(set(ranks))
         if not members or members[0] < 0 or members[-1] >= self.size:
-            raise GraphparError(f"Ranks {members} are not on the cluster {self}, which has ranks 0 to {self.size - 1}.")
+            given = f"Ranks {members[0]} to {members[-1]}" if members else "No ranks"
+            raise GraphparError(f"{given}: the cluster {self} has ranks 0 to {self.size - 1}.")
         together = Counter(rank // self.devices_per_node for rank in members).values()
         crossed = [self.intra_node.among(count) for count in together if count > 1]
         if len(together) > 1:

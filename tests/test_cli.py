@@ -244,11 +244,12 @@ def test_explain_and_dump(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "# after outline" in captured.err
 
 
+@pytest.mark.parametrize("where", [[], ["--cluster", "2x1xL40S"]], ids=["default", "cluster"])
 def test_explain_says_how_tensors_lie_and_what_the_next_best_costs(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    where: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The next best costs what a plan does that is pinned to it."""
-    arguments = [HEAD_FIRST, "--mesh", "tp=2", "--no-emit"]
+    arguments = [HEAD_FIRST, "--mesh", "tp=2", "--no-emit", *where]
     found = compiled(capsys, *arguments, "--explain", "body.*.down.weight")
     spec = found["plan"]["parameters"]["body.0.down.weight"]["tp"]
     lines = found["explain"]
