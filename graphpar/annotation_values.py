@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.runtime.layout import AXES, I, P, R, Shard, Type, parse_type
+from graphpar.runtime.layout import AXES, ExpertRows, I, P, R, Shard, Type, parse_type
 
 Choice = frozenset[Type]
 """The types that a pin leaves to the search. A ``Shard`` without parts leaves the parts open, see :func:`allows`."""
@@ -85,8 +85,9 @@ def meet(one: Type, other: Type) -> Type | None:
     """The narrower of two pinned types, ``None`` where they exclude each other."""
     if one == other:
         return one
-    if isinstance(one, Shard) and isinstance(other, Shard) and one.dim == other.dim and not (one.parts and other.parts):
-        return one if one.parts else other
+    cuts = isinstance(one, Shard) and isinstance(other, Shard) and type(one) is type(other)
+    if cuts and one.dim == other.dim and not (one.parts and other.parts):  # type: ignore[union-attr]
+        return one if one.parts else other  # type: ignore[union-attr]
     return None
 
 
@@ -134,7 +135,10 @@ def sequence_wish(dim: int) -> Wish:
 
 def _read_type(text: str) -> Type:
     negative = _FROM_THE_END.fullmatch(text)
-    return Shard(-int(negative[1])) if negative else parse_type(text)
+    kind = Shard(-int(negative[1])) if negative else parse_type(text)
+    if isinstance(kind, ExpertRows):
+        raise ValueError(f"{text!r} is a type that only the search gives")
+    return kind
 
 
 def _read_spec(text: str, pattern: str) -> Spec:

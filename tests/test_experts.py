@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.annotation_values import allows
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.program import Program
@@ -221,6 +222,12 @@ def test_styles_say_what_experts_are_cut_over(mesh: dict[str, int], style: str |
     spec = plan.parameters()["model.layers.3.mlp.experts.gate_up_proj"]
     assert ", ".join(f"{kind}@{axis}" for axis, kind in spec.items()) == expected
     gp.partition(example("mixtral"), plan)  # what it lowers to is checked
+
+
+def test_no_plan_can_pin_rows_of_experts() -> None:
+    with pytest.raises(GraphparError, match=r"E\(cumsum\)"):
+        gp.plan(example("mixtral"), mesh={"ep": 2}, shard_plan={"model.layers.*.mlp": {"outputs": ["E(cumsum)@ep"]}})
+    assert not allows(frozenset({Shard(0)}), ExpertRows(offsets="cumsum"), 2)
 
 
 def test_dense_experts_are_cut_and_exact() -> None:
