@@ -101,9 +101,18 @@ def _plan_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("Traffic", _traffic(data)))
     if data.get("sharding"):
         lines += sharding_lines(data["sharding"], data["mode"])
+    if "experts" in data:
+        lines.append(("Experts", _experts(data["experts"])))
     if data["model"]["blocks"]:
         lines.append(("Blocks", " · ".join(f"{block['name']} x {block['count']}" for block in data["model"]["blocks"])))
     return lines
+
+
+def _experts(experts: Mapping[str, int]) -> str:
+    return (
+        f"{count_text(experts['parameters'])} parameters, a rank has {bytes_text(experts['rank_bytes'])} · "
+        f"{count_text(experts['other_parameters'])} others, a rank has {bytes_text(experts['other_rank_bytes'])}"
+    )
 
 
 def _in_flight(data: Mapping[str, Any]) -> str:

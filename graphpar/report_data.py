@@ -49,6 +49,9 @@ def report_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[s
         "backward_cost": BACKWARD,
         "warnings": list(dict.fromkeys((*plan.warnings, *program.warnings))),
     }
+    experts = _expert_data(program, rows)
+    if experts is not None:
+        data["experts"] = experts
     sharding = sharding_data(program, plan)
     if sharding is not None:
         data["sharding"] = sharding
@@ -65,6 +68,29 @@ def _whole_count(program: Program) -> int:
     skipped = {name for group in program.ties for name in group[1:]}
     infos = [info for name, info in program.parameters.items() if name not in skipped]
     return sum(math.prod(info.shape if info.whole is None else info.whole) for info in infos)
+
+
+def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
+    """Experts' weights and all others: elements in the whole model, bytes on a rank of the stage that has most of experts."""
+    from graphpar.passes.experts import find_experts
+
+    scopes = [("", program.graph), *((f"{path}.", b.graph) for b in program.blocks.values() for path in b.instances)]
+    names = {
+        f"{base}{parameter.target}"
+        for base, graph in scopes
+        for parameter in find_experts(node.meta.get("origin", node) for node in graph.nodes).counts
+    }
+    if not names:
+        return None
+    whole = sum(math.prod(info.whole or info.shape) for name, info in program.parameters.items() if name in names)
+    held = [sum(program.parameters[name].nbytes for name in row["names"] if name in names) for row in rows]
+    most = max(range(len(rows)), key=held.__getitem__)
+    return {
+        "parameters": whole,
+        "other_parameters": _whole_count(program) - whole,
+        "rank_bytes": held[most],
+        "other_rank_bytes": rows[most]["parameter_bytes"] - held[most],
+    }
 
 
 def decisions(plan: Plan) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
 import graphpar as gp
@@ -15,6 +16,8 @@ from graphpar.annotation_values import allows
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.program import Program
+from graphpar.report import render, report_data
+from graphpar.report_text import bytes_text, count_text
 from graphpar.runtime.layout import ExpertRows, Shard, parse_type
 from graphpar.verification import verify_all
 from tests.programs import example
@@ -126,6 +129,26 @@ def test_a_model_without_experts_is_refused() -> None:
 def test_experts_that_the_degree_does_not_divide_are_named() -> None:
     with pytest.raises(GraphparError, match=r"Mesh ep=3: .*experts.* has 4 experts, which 3 ranks can't share evenly"):
         gp.plan(example("mixtral"), mesh={"ep": 3})
+
+
+def test_the_report_counts_experts_apart() -> None:
+    program = example("mixtral")
+    whole = {name: info.numel for name, info in program.parameters.items()}
+    experts = sum(count for name, count in whole.items() if ".experts." in name)
+    parts = gp.partition(program, gp.plan(program, mesh={"ep": 2}))
+
+    data = report_data(parts.program, parts.plan, parts.stages)
+
+    assert data["experts"] == {
+        "parameters": experts,
+        "other_parameters": sum(whole.values()) - experts,
+        "rank_bytes": 4 * experts // 2,
+        "other_rank_bytes": 4 * (sum(whole.values()) - experts),
+    }
+    console = Console(width=100)
+    with console.capture() as captured:
+        render(data, console, "out")
+    assert f"Experts    {count_text(experts)} parameters, a rank has {bytes_text(2 * experts)}" in captured.get()
 
 
 class DenseExperts(nn.Module):
