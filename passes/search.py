@@ -37,7 +37,7 @@ from graphpar.passes.candidates import Choice, Edge, Operator, Problem, Types, V
 from graphpar.passes.experts import check_degree, find_experts
 from graphpar.passes.integer_program import IntegerProgram, Optimum
 from graphpar.program import module_path, operator_name, value_of
-from graphpar.rules.placement import sizes_of
+from graphpar.rules.placement import results_of, sizes_of
 from graphpar.runtime.layout import P, R, Shard, Type
 from graphpar.sharding import Decision, Sharding
 from graphpar.transitions import Step, collective_cost, moves
@@ -418,9 +418,9 @@ class _Search:
 
     def _allowed(self, operator: Operator, choice: Choice) -> bool:
         pin = self._pin(operator)
-        rank = value_of(operator.node).ndim if pin else 0
+        ranks = [tensor.ndim for tensor in results_of(operator.node)] if pin else []
         for place, axis in enumerate(self.problem.axes):
-            if axis in pin and not all(allows(pin[axis], types[place], rank) for types in choice.results):
+            if axis in pin and not all(allows(pin[axis], types[place], rank) for types, rank in zip(choice.results, ranks)):
                 return False
             cut = operator.kind == "parameter" and isinstance(choice.results[0][place], Shard)
             if axis == "cp" and cut and axis not in pin:

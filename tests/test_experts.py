@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.annotation_values import allows
+from graphpar.cli.main import main
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.program import Program
@@ -20,7 +21,7 @@ from graphpar.report import render, report_data
 from graphpar.report_text import bytes_text, count_text
 from graphpar.runtime.layout import ExpertRows, Shard, parse_type
 from graphpar.verification import verify_all
-from tests.programs import example
+from tests.programs import EXAMPLES, example, example_file
 
 ENDS = {
     "all have rows": [3, 5, 6, 10],
@@ -308,3 +309,20 @@ def test_public_architectures_with_experts_are_exact() -> None:
 
     for name, outcome in zip(made, verify_all(list(made.values()), 3, timeout_s=300)):
         assert outcome.ok, (name, outcome.problems, outcome.max_error, outcome.worst)
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "tp=2"])
+def test_a_module_with_several_results_of_an_operator_is_explained(mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(EXAMPLES / "mixtral.py")
+
+    assert main(["compile", model, "--mesh", mesh, "--explain", "model.layers.0.mlp.experts", "--no-emit"]) == 0
+
+    assert "holds mlp.experts.gate_up_proj as" in capsys.readouterr().out
+
+
+def test_outputs_without_a_loss_equal_the_models() -> None:
+    file = example_file("mixtral")
+    program = gp.export(file.model, (), {"input_ids": file.kwargs["input_ids"]}, mode="infer")
+    outcome = gp.verify(gp.partition(program, gp.plan(program, mesh={"ep": 2})))
+
+    assert outcome.ok, (outcome.problems, outcome.max_error)
