@@ -317,7 +317,7 @@ class _Operators(TorchFunctionMode):
     def _typed(self, func: Any, args: Any, kwargs: Any) -> Any:
         operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if func in _NEW:
-            return self._unchecked(func, args, kwargs, [], "a new tensor, taken to be the same on every rank")
+            return self._new(func, args, kwargs)
         if func in (torch.index_add, torch.Tensor.index_add) and spmd.P in _kinds(operands[0], self.axes).values():
             return self._added(func, args, kwargs, operands)
         if func in _LINEAR and operands and spmd.P in _kinds(operands[0], self.axes).values():
@@ -336,6 +336,14 @@ class _Operators(TorchFunctionMode):
             return value
         if not operands and self.axes and not _kinds(results[0], self.axes):
             return self._unchecked(func, args, kwargs, [], "a new tensor, taken to be the same on every rank")
+        self.result.operators_checked += 1
+        return value
+
+    def _new(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Filled with a number: the same on every rank, whatever the tensor is that gave the dtype."""
+        with _untyped():
+            value: Tensor = func(*args, **kwargs)
+        _give(value, dict.fromkeys(self.axes, spmd.R), self.axes)
         self.result.operators_checked += 1
         return value
 

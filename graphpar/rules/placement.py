@@ -145,6 +145,8 @@ def _by_rows(
         pairs = [(f, s) for f, s in (*zip(rule.operands, given), *zip(rule.results, made)) if factor in f and s is not None]
         if factor == "1" or factor in rule.fixed or len({s[0] for _, s in pairs}) > 1 or any(f.index(factor) for f, _ in pairs):
             continue
+        if not any(factor in factors for factors in rule.operands):
+            continue  # rows that the operator makes are nobody's
         before = tuple(cut if factor in factors else R for factors in rule.operands)
         after = tuple(cut if factor in factors else P for factors in rule.results)
         found.append(Placement(before, after))

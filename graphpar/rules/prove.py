@@ -294,7 +294,7 @@ class Trial:
     def _rows(self, kind: ExpertRows, size: int, degree: int) -> list[int]:
         """How many rows each rank has: as the operand says that counts them; else very uneven numbers, with none among them."""
         counts = [value for operand, value in zip(operands_of(self.node), self.values) if operand.name == kind.offsets]
-        some = ([0] * (degree > 2) + [1] + [size] * degree)[:degree]
+        some = ([0] * (degree > 2) + [min(1, size)] + [size] * degree)[:degree]
         ends = counts[0].view(degree, -1)[:, -1].tolist() if counts else some
         return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
