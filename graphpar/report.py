@@ -32,7 +32,7 @@ from graphpar.report_text import (
     place_text,
     plural,
 )
-from graphpar.schedule_table import draw
+from graphpar.simulation import draw
 
 if TYPE_CHECKING:
     from graphpar.plans import Plan

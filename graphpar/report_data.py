@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from graphpar.report_sharding import sharding_data
 from graphpar.report_text import compressed
-from graphpar.schedule_table import Action, ActionTable, Timeline, format_table, make_table, parse_table, simulate
+from graphpar.schedule_table import Action, ActionTable, format_table, make_table, parse_table
+from graphpar.simulation import Timeline, simulate
 
 if TYPE_CHECKING:
     from graphpar.passes.split import Boundary, Stage

@@ -9,7 +9,8 @@ from typing import Any
 from graphpar.report_data import timeline_of
 from graphpar.report_layout import cost_text, turn_text
 from graphpar.report_text import bytes_text, count_text, flops_text, indices_text, place_text, plural, seconds_text
-from graphpar.schedule_table import KINDS, Span, Timeline
+from graphpar.schedule_table import KINDS
+from graphpar.simulation import Span, Timeline
 
 COLORS = {"F": "#3b82c4", "B": "#e08a3c", "I": "#c9a227", "W": "#5a9e6f"}
 LABELLED = 3000

@@ -7,7 +7,7 @@
                                 └─stage_ranks: stage -> rank         └─action_table ─► validate, simulate, draw
 
 The tables come from torch's own schedule classes, so what is checked and drawn is what runs. Tables of one's own
-and everything that can be done with a table are in :mod:`graphpar.schedule_table`, and exported here too.
+are in :mod:`graphpar.schedule_table`, what they cost in :mod:`graphpar.simulation`; both are exported here too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from graphpar.errors import GraphparError, near_match
+from graphpar.schedule_order import Order, check_deadlock, order_of
 from graphpar.schedule_table import (
     KINDS,
     Action,
@@ -25,17 +26,24 @@ from graphpar.schedule_table import (
     Cell,
     Kind,
     Pair,
-    Span,
-    Timeline,
-    check_deadlock,
-    draw,
     format_table,
     load_table,
     make_table,
     parse_table,
+    validate_table,
+)
+from graphpar.simulation import (
+    Memory,
+    Span,
+    Timeline,
+    Transfer,
+    Transfers,
+    draw,
+    in_flight,
     peak_in_flight,
     simulate,
-    validate_table,
+    simulate_actions,
+    with_ends,
 )
 
 if TYPE_CHECKING:
@@ -47,10 +55,14 @@ __all__ = [
     "ActionTable",
     "Cell",
     "Kind",
+    "Memory",
+    "Order",
     "Pair",
     "Schedule",
     "Span",
     "Timeline",
+    "Transfer",
+    "Transfers",
     "action_table",
     "bubble_warning",
     "canonical_name",
@@ -59,14 +71,18 @@ __all__ = [
     "draw",
     "format_table",
     "get_schedule",
+    "in_flight",
     "legal_microbatches",
     "load_table",
     "make_table",
+    "order_of",
     "parse_table",
     "peak_in_flight",
     "simulate",
+    "simulate_actions",
     "stage_ranks",
     "validate_table",
+    "with_ends",
 ]
 
 

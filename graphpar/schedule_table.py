@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -39,9 +38,6 @@ KINDS: dict[str, tuple[Kind, str]] = {
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-
-# What an action leaves behind for others: an activation ("F") or the gradient of its stage's input ("B", from B or I).
-_Result: TypeAlias = tuple[int, Literal["F", "B"], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +164,7 @@ def _parse_action(text: str, token: str, rank: int, step: int) -> Action:
 
 
 def load_table(path: str | Path) -> ActionTable:
-    """The table in a CSV file, parsed but not validated: see :func:`validate_table` and :func:`check_deadlock`."""
+    """The table in a CSV file, parsed but not validated: see :func:`validate_table` and :func:`~graphpar.schedule_order.check_deadlock`."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -190,7 +186,7 @@ def validate_table(table: ActionTable, stages: int, microbatches: int) -> None:
     """Every stage on one rank; each microbatch forward once and backward once, in an order that a rank can run.
 
     The same rules as torch's ``_validate_schedule``, and those it leaves out (repeats, B beside I and W). Whether
-    ranks wait for one another for ever is :func:`check_deadlock`'s question.
+    ranks wait for one another for ever is :func:`~graphpar.schedule_order.check_deadlock`'s question.
     """
     rank_of: dict[int, int] = {}
     seen: set[Action] = set()
@@ -251,220 +247,3 @@ def _check_complete(
                 f"{where}: {sum(done['I'])} input backwards but {sum(done['W'])} weight backwards; "
                 f"{Action(stage, 'W', microbatch)} is missing, and with it a part of the weight gradient"
             )
-
-
-# ------------------------------------------------------------------------------------------ simulation
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """When one action runs, in the unit of the costs. The parts of a pair run one after the other."""
-
-    action: Action
-    step: int
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """A schedule in time.
-
-    ``bubble`` is the share of ranks x makespan in which a rank idles. ``peak_in_flight`` counts, for each rank, the
-    (stage, microbatch) pairs whose activations are alive at once: from F to the end of B, or of W where the
-    backward is split.
-    """
-
-    spans: tuple[tuple[Span, ...], ...]
-    makespan: float
-    bubble: float
-    peak_in_flight: tuple[int, ...]
-
-
-def check_deadlock(table: ActionTable) -> None:
-    """Raise if some rank waits for ever: for its own later action, or in a circle of ranks."""
-    _run(table, lambda action: 0.0)
-
-
-def simulate(
-    table: ActionTable,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    weight: Sequence[float] | None = None,
-) -> Timeline:
-    """Run the table with these costs per stage, transfers free.
-
-    ``backward`` is the whole backward, the cost of ``B``. ``weight`` is the part of it that ``W`` does (half, when
-    not given); ``I`` does the rest. Any unit of time. Raises on a table that deadlocks.
-    """
-    weight = [cost / 2 for cost in backward] if weight is None else weight
-    for name, costs in (("forward", forward), ("backward", backward), ("weight", weight)):
-        if len(costs) != table.stages:
-            raise GraphparError(f"{name} has {len(costs)} costs for {table.stages} stages; give one a stage")
-        for stage, cost in enumerate(costs):
-            if not (math.isfinite(cost) and cost >= 0):
-                raise GraphparError(f"the {name} cost of stage {stage} is {cost}; it must be finite and not negative")
-    for stage, (whole, part) in enumerate(zip(backward, weight)):
-        if part > whole:
-            raise GraphparError(
-                f"the weight cost of stage {stage}, {part}, is more than its whole backward, {whole}, "
-                "which holds both the weight and the input part"
-            )
-    cost_of = {
-        "F": list(forward),
-        "B": list(backward),
-        "I": [whole - part for whole, part in zip(backward, weight)],
-        "W": list(weight),
-    }
-    spans = _run(table, lambda action: cost_of[action.kind][action.stage])
-    makespan = max((span.end for row in spans for span in row), default=0.0)
-    busy = math.fsum(cost_of[action.kind][action.stage] for _, _, _, action in table.actions())
-    capacity = makespan * table.ranks
-    return Timeline(
-        spans=tuple(tuple(row) for row in spans),
-        makespan=makespan,
-        bubble=max(0.0, 1 - busy / capacity) if capacity > 0 else 0.0,
-        peak_in_flight=peak_in_flight(table),
-    )
-
-
-def peak_in_flight(table: ActionTable, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Per rank, the most activations alive at once: (stage, microbatch) pairs, or bytes with ``sizes`` a stage.
-
-    Depends on the order alone, not on costs. Split backwards hold their activations until W.
-    """
-    split = {(action.stage, action.microbatch) for _, _, _, action in table.actions() if action.kind == "W"}
-    live, peak = [0] * table.ranks, [0] * table.ranks
-    for rank, _, _, action in table.actions():
-        size = 1 if sizes is None else sizes[action.stage]
-        if action.kind == "F":
-            live[rank] += size
-            peak[rank] = max(peak[rank], live[rank])
-        elif action.kind == "W" or (action.stage, action.microbatch) not in split:
-            live[rank] -= size
-    return tuple(peak)
-
-
-def _needs(action: Action, last_stage: int) -> list[_Result]:
-    """What must exist before ``action`` runs."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind == "F":
-        return [(stage - 1, "F", microbatch)] if stage > 0 else []
-    if action.kind == "W":
-        return [(stage, "B", microbatch)]
-    incoming: list[_Result] = [(stage + 1, "B", microbatch)] if stage < last_stage else []
-    return [(stage, "F", microbatch), *incoming]
-
-
-def _result(action: Action) -> _Result | None:
-    if action.kind == "W":
-        return None
-    return (action.stage, "F" if action.kind == "F" else "B", action.microbatch)
-
-
-def _unmet(cell: Action | Pair, last_stage: int, done: dict[_Result, float]) -> tuple[list[_Result], float]:
-    """What ``cell`` still waits for, and when the latest of the rest arrived.
-
-    A pair starts when both parts can: torch posts its sends after the whole pair, so a part can use what another
-    part of its own stage left, but not what the pair would have to send.
-    """
-    missing: list[_Result] = []
-    arrived = 0.0
-    inside: list[_Result | None] = []
-    for action in cell.parts:
-        for need in _needs(action, last_stage):
-            if need in done:
-                arrived = max(arrived, done[need])
-            elif not (need in inside and need[0] == action.stage):
-                missing.append(need)
-        inside.append(_result(action))
-    return missing, arrived
-
-
-def _run(table: ActionTable, cost: Callable[[Action], float]) -> list[list[Span]]:
-    """Run every rank's actions in order, each as soon as its needs are met."""
-    last_stage = table.stages - 1
-    done: dict[_Result, float] = {}
-    step_of, clock = [0] * table.ranks, [0.0] * table.ranks
-    spans: list[list[Span]] = [[] for _ in table.rows]
-    progress = True
-    while progress:
-        progress = False
-        for rank, row in enumerate(table.rows):
-            while step_of[rank] < len(row):
-                cell = row[step_of[rank]]
-                if cell is not None:
-                    missing, arrived = _unmet(cell, last_stage, done)
-                    if missing:
-                        break
-                    clock[rank] = max(clock[rank], arrived)
-                    for action in cell.parts:
-                        end = clock[rank] + cost(action)
-                        spans[rank].append(Span(action, step_of[rank], clock[rank], end))
-                        clock[rank] = end
-                    done.update({left: clock[rank] for left in map(_result, cell.parts) if left is not None})
-                step_of[rank] += 1
-                progress = True
-    if any(step < len(row) for step, row in zip(step_of, table.rows)):
-        raise GraphparError(_deadlock(table, step_of, done))
-    return spans
-
-
-def _deadlock(table: ActionTable, step_of: list[int], done: dict[_Result, float]) -> str:
-    maker = {_result(action): (rank, step, action) for rank, step, _, action in table.actions()}
-    stuck = []
-    for rank, row in enumerate(table.rows):
-        cell = row[step_of[rank]] if step_of[rank] < len(row) else None
-        if cell is None:
-            continue
-        stage, kind, microbatch = need = _unmet(cell, table.stages - 1, done)[0][0]
-        if need in maker:
-            other, step, action = maker[need]
-            place = f"{action}, which rank {other} runs at step {step}"
-            place += " in the same pair" if (other, step) == (rank, step_of[rank]) else ""
-        else:
-            place = f"{stage}{kind}{microbatch}, which no rank runs"
-        stuck.append(f"\n  rank {rank}, step {step_of[rank]}: {cell} waits for {place}")
-    return "schedule deadlocks at" + "".join(stuck)
-
-
-# ------------------------------------------------------------------------------------------------ drawing
-
-
-def draw(timeline: Timeline, width: int = 100) -> list[str]:
-    """A line a rank, time from left to right: ``rank 0  F0 F1 .. .. B0 -- B1 --``.
-
-    ``..`` is idle, ``--`` the rest of a longer action. Columns are as long as the shortest action, or a quarter of
-    the longest if that is more, so that times are approximate and the order is exact. The stage is named where a
-    rank has more than one. Wider than ``width``, the middle is left out (``…``), at the same time on every rank;
-    the first and last column always stay.
-    """
-    lengths = [span.end - span.start for row in timeline.spans for span in row if span.end > span.start]
-    quantum = max(min(lengths), max(lengths) / 4) if lengths else 1.0
-    several = any(len({span.action.stage for span in row}) > 1 for row in timeline.spans)
-    lines = [_columns(row, quantum, several) for row in timeline.spans]
-    total = max((len(line) for line in lines), default=0)
-    column = max((len(label) for line in lines for label in line), default=2)
-    names = [f"rank {rank}" for rank in range(len(lines))]
-    margin = max((len(name) for name in names), default=0) + 1
-
-    room = max(3, (width - margin) // (column + 1))
-    cut = total > room
-    head, tail = (room // 2, (room - 1) // 2) if cut else (total, 0)
-    drawing = []
-    for name, line in zip(names, lines):
-        padded = line + [".."] * (total - len(line))
-        shown = padded[:head] + (["…", *padded[total - tail :]] if cut else [])
-        drawing.append((name.ljust(margin) + "".join(" " + label.ljust(column) for label in shown)).rstrip())
-    return drawing
-
-
-def _columns(row: Sequence[Span], quantum: float, several: bool) -> list[str]:
-    columns: list[str] = []
-    for span in row:
-        start = max(len(columns), math.floor(span.start / quantum + 0.5))
-        columns += [".."] * (start - len(columns))
-        action = span.action
-        columns.append(str(action) if several else f"{action.kind}{action.microbatch}")
-        columns += ["--"] * (math.floor(span.end / quantum + 0.5) - len(columns))
-    return columns
