@@ -56,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="print the report of an emitted program or a plan")
     report.add_argument("out", metavar="OUT|PLAN.json", help="the emitted folder, or a plan.json")
     report.add_argument("--html", metavar="FILE", help="write the report as a page instead")
+    report.add_argument("--trace", metavar="FILE", help="write the schedule's timeline as a Chrome trace instead")
     report.add_argument("--json", action="store_true", help="print its data as one JSON object")
     passes = commands.add_parser("passes", help="the pass table: name, what it needs, what it ensures")
     passes.add_argument("--json", action="store_true", help="print one JSON object")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.output import Result, write_text
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.errors import GraphparError
-from graphpar.report import html, plan_text, render
+from graphpar.report import html, plan_text, render, trace
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,19 +20,24 @@ def run(options: argparse.Namespace) -> Result:
     path, record = read_record(options.out)
     data = record.get("report")
     if data is None:
-        return _plan_only(path, record, options.html)
+        return _plan_only(path, record, options.html or options.trace)
+    if options.html and options.trace:
+        raise GraphparError("Give --html or --trace, not both: each is written instead of the report.")
     if options.html:
         write_text(options.html, html(data))
         return Result(data, lambda console: console.out(f"Wrote {options.html}", highlight=False))
+    if options.trace:
+        write_text(options.trace, json.dumps(trace(data), allow_nan=False))
+        return Result(data, lambda console: console.out(f"Wrote {options.trace}", highlight=False))
     out = str(path.parent) if path.name == "plan.json" else None
     return Result(data, lambda console: render(data, console, out))
 
 
-def _plan_only(path: Path, record: dict[str, Any], page: str | None) -> Result:
+def _plan_only(path: Path, record: dict[str, Any], file: str | None) -> Result:
     """A plan that was saved without its program."""
     plan = read_plan(path, record)
-    if page is not None:
-        raise GraphparError(f"{path} is a plan without a program; a page needs the plan.json of an emitted folder.")
+    if file is not None:
+        raise GraphparError(f"{path} is a plan without a program; {file} needs the plan.json of an emitted folder.")
 
     def show(console: Console) -> None:
         console.out(plan_text(plan), highlight=False)

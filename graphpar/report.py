@@ -33,11 +33,12 @@ from graphpar.report_text import (
     plural,
 )
 from graphpar.simulation import draw
+from graphpar.trace import chrome_trace
 
 if TYPE_CHECKING:
     from graphpar.plans import Plan
 
-__all__ = ["compile_json", "html", "plan_text", "render", "report_data", "timeline_of"]
+__all__ = ["compile_json", "html", "plan_text", "render", "report_data", "timeline_of", "trace"]
 
 WIDTH = 100
 BAR = 12
@@ -67,6 +68,12 @@ def _timeline(data: Mapping[str, Any], width: int) -> list[str]:
     if data["devices"] == data["mesh"]["pp"]:
         return lines
     return [re.sub("^rank", "pp  ", line) for line in lines]
+
+
+def trace(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The simulated schedule as a Chrome trace, a row a pp rank; its times are relative, from flops."""
+    label = "rank" if data["devices"] == data["mesh"]["pp"] else "pp"
+    return chrome_trace(timeline_of(data), [f"{label} {rank}" for rank in range(data["mesh"]["pp"])])
 
 
 def next_commands(out: str, mode: str) -> list[str]:

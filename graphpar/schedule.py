@@ -6,7 +6,8 @@
                                 │                                    │
                                 └─stage_ranks: stage -> rank         └─action_table ─► validate, simulate, draw
 
-The tables come from torch's own schedule classes, so what is checked and drawn is what runs. Tables of one's own
+The tables come from torch's own schedule classes, so what is checked and drawn is what runs; schedules that torch lacks
+(:mod:`graphpar.zero_bubble`) are for comparing prices. Tables of one's own
 are in :mod:`graphpar.schedule_table`, what they cost in :mod:`graphpar.simulation`; both are exported here too.
 """
 
@@ -45,6 +46,7 @@ from graphpar.simulation import (
     simulate_actions,
     with_ends,
 )
+from graphpar.zero_bubble import handcrafted
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _Action
@@ -68,6 +70,7 @@ __all__ = [
     "canonical_name",
     "check_deadlock",
     "check_legal",
+    "check_runnable",
     "draw",
     "format_table",
     "get_schedule",
@@ -117,14 +120,16 @@ WHOLE_ROUNDS = MicrobatchRule(
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One schedule of torch's. ``name`` is also what its ``get_schedule_class`` takes.
+    """One schedule. ``name`` is also what torch's ``get_schedule_class`` takes, where torch has the schedule.
+
+    A schedule without a class of torch's can be priced, not run.
 
     ``placement``: ``loop`` gives rank r the stages r, r + pp, ...; ``v`` gives it r and 2 pp - 1 - r.
     ``splits_backward``: whether some backwards run as input part and weight part.
     """
 
     name: str
-    torch_class: str
+    torch_class: str | None
     placement: Literal["loop", "v"]
     min_stages: int  # a rank
     max_stages: int | None  # a rank; None is no limit
@@ -132,6 +137,11 @@ class Schedule:
     splits_backward: bool
     microbatches: MicrobatchRule
     aliases: tuple[str, ...] = ()
+
+    @property
+    def runnable(self) -> bool:
+        """Whether torch's runtime has it."""
+        return self.torch_class is not None
 
 
 # fmt: off
@@ -145,10 +155,13 @@ _ROWS = (
              ("interleavedzb", "izb")),
     Schedule("ZBVZeroBubble", "ScheduleZBVZeroBubble", "v", 2, 2, 2, True, ANY_COUNT, ("zbv",)),
     Schedule("DualPipeV", "ScheduleDualPipeV", "v", 2, 2, 2, True, AS_MANY_AS_STAGES, ("dpv",)),
+    Schedule("ZB-H1", None, "loop", 1, 1, 1, True, ANY_COUNT),
+    Schedule("ZB-H2", None, "loop", 1, 1, 1, True, ANY_COUNT),
 )
 # fmt: on
 
 SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}
+HANDCRAFTED = {"ZB-H1": 1, "ZB-H2": 2}  # by how many forwards a rank runs ahead of the next
 
 
 def _fold(name: str) -> str:
@@ -156,7 +169,7 @@ def _fold(name: str) -> str:
 
 
 _SPELLINGS: dict[str, str] = {
-    _fold(spelling): row.name for row in _ROWS for spelling in (row.name, row.torch_class, *row.aliases)
+    _fold(spelling): row.name for row in _ROWS for spelling in (row.name, row.torch_class or row.name, *row.aliases)
 }
 
 
@@ -177,6 +190,16 @@ def get_schedule(name: str) -> Schedule:
 
 
 # -------------------------------------------------------------------------------------------- legality
+
+
+def check_runnable(schedule: str) -> None:
+    """Raise for a schedule that torch's runtime doesn't have."""
+    row = get_schedule(schedule)
+    if not row.runnable:
+        runnable = ", ".join(other.name for other in _ROWS if other.runnable)
+        raise GraphparError(
+            f"{row.name} can be priced, not run: torch's runtime doesn't have it. The schedules that run are {runnable}."
+        )
 
 
 def check_legal(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> None:
@@ -239,7 +262,9 @@ def _check_stages(schedule: str, pp: int, stages_per_rank: int) -> Schedule:
     others = [
         other.name
         for other in _ROWS
-        if other.min_stages <= stages_per_rank <= (other.max_stages or stages_per_rank) and other != row
+        if other.min_stages <= stages_per_rank <= (other.max_stages or stages_per_rank)
+        and other.runnable
+        and other != row
     ]
     raise GraphparError(
         f"{row.name} needs {needed} a rank, not {stages_per_rank}: {pp * stages_per_rank} stages on {pp} ranks. "
@@ -261,7 +286,7 @@ def _nearest_counts(row: Schedule, pp: int, stages: int, microbatches: int) -> l
 
 
 def action_table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> ActionTable:
-    """What every rank runs, from torch's schedule class; no process group is needed. Imports torch."""
+    """What every rank runs; torch's schedules come from torch's classes (no process group is needed), which imports it."""
     check_legal(schedule, pp, stages_per_rank, microbatches)
     return _action_table(canonical_name(schedule), pp, stages_per_rank, microbatches)
 
@@ -272,6 +297,9 @@ def _action_table(name: str, pp: int, stages_per_rank: int, microbatches: int) -
         # Not torch's listing: in 2.13 it numbers the forwards of the last rank from 1, while its step() runs
         # them from 0.
         return make_table([_one_forward_one_backward(rank, pp, microbatches) for rank in range(pp)])
+
+    if name in HANDCRAFTED:
+        return handcrafted(pp, microbatches, HANDCRAFTED[name])
 
     import torch
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops

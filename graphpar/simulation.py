@@ -187,7 +187,7 @@ def _timeline(order: Order, durations: Array, transfers: Transfers | None, spans
     own = [(start[nodes[0]], end[nodes[-1]]) for nodes in order.actions_of if len(nodes)]
     return Timeline(
         spans=_spans(order, start, end) if spans else (),
-        transfers=_transfers(order, start, end) if spans and transfers is not None else (),
+        transfers=_transfers(order, start, end) if spans else (),
         makespan=makespan,
         period=float(max((last - first for first, last in own), default=0.0)),
         bubble=max(0.0, 1 - math.fsum(busy) / capacity) if capacity > 0 else 0.0,

@@ -28,6 +28,7 @@ from graphpar.schedule import (
     canonical_name,
     check_deadlock,
     check_legal,
+    check_runnable,
     get_schedule,
     legal_microbatches,
     parse_table,
@@ -70,6 +71,7 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     if pins.table is not None:
         return _with_table(program, mesh, pins, cuts, batch)
     schedule = canonical_name(pins.schedule or ("1F1B" if program.mode == "train" else "GPipe"))
+    check_runnable(schedule)
     if program.mode == "infer" and get_schedule(schedule).splits_backward:
         raise GraphparError(f"Schedule {schedule} is for training; a program without a loss runs GPipe or 1F1B.")
     per_rank = _stages_per_rank(schedule, mesh, cuts)

@@ -122,6 +122,17 @@ def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str
     page = output(capsys, "report", "out/plan.json", "--html", "again.html")
     assert "Wrote again.html" in page
     assert (folder / "again.html").read_text() == (folder / "page.html").read_text()
+    assert "Wrote trace.json" in output(capsys, "report", "out", "--trace", "trace.json")
+    trace = json.loads((folder / "trace.json").read_text())
+    assert trace["otherData"]["times"] == "relative"
+    slices = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert sorted(slices) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(2))
+    assert "not both" in message(capsys, "report", "out", "--trace", "trace.json", "--html", "again.html")
+
+
+def test_a_schedule_that_torch_lacks_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = message(capsys, "compile", HEAD_FIRST, "--devices", "2", "--schedule", "zb-h1")
+    assert "ZB-H1 can be priced, not run" in error and "ZBVZeroBubble" in error
 
 
 def test_a_plan_is_reused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
