@@ -331,7 +331,8 @@ def padding(node: fx.Node) -> Rule:
     amounts = list(literal(node, "pad"))
     dims = [rank - 1 - place // 2 for place, amount in enumerate(amounts) if not isinstance(amount, int) or amount]
     value = literal(node, "value")
-    return along(node, dims, linear=value is None or value == 0)
+    constant = operator_name(node) != "pad" or literal(node, "mode", default="constant") == "constant"  # others refuse no rows
+    return along(node, dims, linear=value is None or value == 0, uneven=constant)
 
 
 def turned(node: fx.Node) -> Rule:
