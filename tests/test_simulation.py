@@ -16,6 +16,7 @@ from graphpar import schedule as sched
 from graphpar.errors import GraphparError
 from graphpar.schedule import Action, ActionTable, Timeline, Transfers
 from graphpar.trace import chrome_trace
+from graphpar.zero_bubble import StageCosts, automatic
 from tests.test_schedule import legal_tables, quick_stages
 
 __all__ = ["quick_stages"]  # a fixture of this module too
@@ -124,6 +125,56 @@ def test_published_bubble_rates(row: dict[str, Any]) -> None:
 
     rate = 1 - m * (forward + split + weight) / timeline.period
     assert rate == pytest.approx(row["bubble_rate"], abs=0.005 if per_rank > 1 else 1e-4)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in PUBLISHED["rows"] if row["schedule"] in ("zb-1p", "zb-2p") and row["pp"] * row["microbatches"] < 800],
+    ids=lambda row: row["id"],
+)
+def test_published_bubble_rates_of_automatic_schedules(row: dict[str, Any]) -> None:
+    """1p and 2p are the memory of 1F1B and twice that; of 34 + 5 a s / h bytes a value, 32 stay for W (section 2.3)."""
+    pp, m = row["pp"], row["microbatches"]
+    parts = [row[f"{part}_ms"] for part in ("forward", "input_backward", "weight_backward")]
+    costs = StageCosts(*([part] * pp for part in parts), transfers(pp, row["transfer_ms"], row["transfer_ms"]))
+    for_weight = 32 / (34 + 5 * row["heads"] * row["sequence"] / row["hidden"])
+
+    table = automatic(m, costs, limit=pp * (1 if row["schedule"] == "zb-1p" else 2), for_weight=for_weight)
+
+    rate = 1 - m * sum(parts) / costs.simulated(table).period
+    assert rate == pytest.approx(row["bubble_rate"], abs=0.002)
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 5)] * 5), min_size=1, max_size=4),
+    st.integers(1, 8),
+    st.floats(1, 9),
+    st.floats(0, 1),
+)
+@settings(QUICK, max_examples=40)
+def test_automatic_schedules_are_legal_and_keep_their_limit(
+    stages: list[tuple[int, ...]], m: int, limit: float, for_weight: float
+) -> None:
+    forward, split, weight, *moves = ([stage[i] for stage in stages] for i in range(5))
+    pp = len(stages)
+    costs = StageCosts(forward, split, weight, Transfers(moves[0][1:], moves[1][1:]))
+
+    table = automatic(m, costs, limit, for_weight)
+
+    sched.validate_table(table, pp, m)
+    assert all(held.peak <= limit + 1e-6 for held in sched.in_flight(table, [1] * pp, [for_weight] * pp))
+    if limit >= pp:
+        assert costs.simulated(table).period <= costs.simulated(sched.action_table("ZB-H1", pp, 1, m)).period
+
+
+def test_automatic_schedules_refuse_what_cannot_be() -> None:
+    costs = StageCosts([1, 1], [1, 1], [1, 1], Transfers([0], [0]))
+    with pytest.raises(GraphparError, match="a rank must hold at least that of one microbatch"):
+        automatic(4, costs, 0.5)
+    with pytest.raises(GraphparError, match="stays for W is 2"):
+        automatic(4, costs, 4, for_weight=2)
+    with pytest.raises(GraphparError, match="has 1 costs for 2 stages"):
+        automatic(4, StageCosts([1, 1], [1, 1], [1], Transfers([0], [0])), 4)
 
 
 # ------------------------------------------------------------------------------------------ reference
