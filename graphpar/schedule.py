@@ -65,6 +65,7 @@ __all__ = [
     "Timeline",
     "Transfer",
     "Transfers",
+    "action_order",
     "action_table",
     "bubble_warning",
     "canonical_name",
@@ -312,6 +313,17 @@ def _action_table(name: str, pp: int, stages_per_rank: int, microbatches: int) -
             f"and {microbatches} microbatches: {error}"
         ) from error
     return make_table([[_from_torch(cell) for cell in row if not _reduces_gradients(cell)] for row in rows])
+
+
+def action_order(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> Order:
+    """The order of :func:`action_table`, kept: for those who price one schedule many times."""
+    check_legal(schedule, pp, stages_per_rank, microbatches)
+    return _action_order(canonical_name(schedule), pp, stages_per_rank, microbatches)
+
+
+@lru_cache(maxsize=16)
+def _action_order(name: str, pp: int, stages_per_rank: int, microbatches: int) -> Order:
+    return order_of(_action_table(name, pp, stages_per_rank, microbatches))
 
 
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Cell]:

@@ -101,9 +101,10 @@ class _Builder:
     def __init__(self, table: ActionTable, homes: list[int]) -> None:
         self.table, self.homes, self.stages = table, homes, len(homes)
         self.step_of = [0] * table.ranks
-        self.previous, self.needs, self.link, self.sent = [START], [START], [START], [START]
+        self.gate_price = (len(KIND_ORDER) + 2) * self.stages
+        self.nodes = [START, START, START, START, self.gate_price, -1]  # six numbers a node, in the order of _add
+        self.count = 1
         self.second_sent: dict[int, int] = {}
-        self.price, self.rank = [(len(KIND_ORDER) + 2) * self.stages], [-1]
         self.last, self.last_sent = [START] * table.ranks, [START] * table.ranks
         self.last_on_link: dict[tuple[int, int], int] = {}
         self.made: dict[_Result, int] = {}  # the node after which a result is where it is needed
@@ -155,7 +156,7 @@ class _Builder:
             self.last_sent[rank] = transfers[0]
         elif transfers:  # the rank waits for both, if it waits for what it sends
             gate = self._gate(rank, START)
-            self.sent[gate], self.second_sent[gate] = transfers
+            self.nodes[6 * gate + 3], self.second_sent[gate] = transfers
 
     def _leave(self, action: Action, rank: int, end: int, transfers: list[int], woken: list[int]) -> None:
         """The result of ``action``, sent to the rank of the next stage where that is another one."""
@@ -173,7 +174,7 @@ class _Builder:
             woken += self.waiting.pop(result)
 
     def _gate(self, rank: int, need: int) -> int:
-        return self._node(rank, need, (len(KIND_ORDER) + 2) * self.stages)
+        return self._node(rank, need, self.gate_price)
 
     def _node(self, rank: int, need: int, price: int) -> int:
         """The next node in the time of ``rank``."""
@@ -182,25 +183,22 @@ class _Builder:
         return node
 
     def _add(self, previous: int, need: int, link: int, sent: int, price: int, rank: int) -> int:
-        self.previous.append(previous)
-        self.needs.append(need)
-        self.link.append(link)
-        self.sent.append(sent)
-        self.price.append(price)
-        self.rank.append(rank)
-        return len(self.price) - 1
+        self.nodes += (previous, need, link, sent, price, rank)
+        self.count += 1
+        return self.count - 1
 
     def finish(self) -> Order:
+        previous, needs, link, sent, price, rank = np.array(self.nodes).reshape(-1, 6).T.copy()
         return Order(
             table=self.table,
             homes=tuple(self.homes),
-            previous=np.array(self.previous),
-            needs=np.array(self.needs),
-            link=np.array(self.link),
-            sent=np.array(self.sent),
+            previous=previous,
+            needs=needs,
+            link=link,
+            sent=sent,
             second_sent=self.second_sent,
-            price=np.array(self.price),
-            rank=np.array(self.rank),
+            price=price,
+            rank=rank,
             actions_of=tuple(np.array(nodes, dtype=np.int64) for nodes in self.nodes_of),
             steps_of=tuple(self.steps_of),
             carried=tuple(self.carried),

@@ -340,6 +340,16 @@ def test_bad_transfers(moves: Transfers, message: str) -> None:
         sched.simulate(sched.action_table("1F1B", 3, 1, 3), [1] * 3, [1] * 3, transfers=moves)
 
 
+def test_orders_of_named_schedules_are_kept() -> None:
+    order = sched.action_order("1f1b", 3, 1, 4)
+    assert order is sched.action_order("1F1B", 3, 1, 4)
+    assert sched.simulate(order, [1] * 3, [2] * 3) == sched.simulate(
+        sched.action_table("1F1B", 3, 1, 4), [1] * 3, [2] * 3
+    )
+    with pytest.raises(GraphparError, match="as many microbatches as stages"):
+        sched.action_order("1F1B", 3, 1, 2)
+
+
 def test_a_stage_on_two_ranks_is_refused() -> None:
     with pytest.raises(GraphparError, match="stage 0 is on ranks 0 and 1"):
         sched.order_of(sched.parse_table("0F0\n0F1"))
