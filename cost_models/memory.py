@@ -10,9 +10,7 @@ Nothing of it is a formula for a kind of model: sizes are those of the lowered p
 pipeline stages make.
 
 The parts are added up, though they are not all there at the same moment: gradients are counted whole, as they are from the second
-microbatch on, and so are the buckets in which they are summed. So the total is never below the real peak but for two things, which
-are not counted: what the input half of a split backward (``I``) keeps for the other half beyond the forward's activations, and
-what the optimizer's own step takes.
+microbatch on, and so are the buckets in which they are summed. What the optimizer's own step takes is not counted.
 """
 
 from __future__ import annotations
@@ -104,11 +102,22 @@ class Memory:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Of one microbatch of a stage: what it keeps from its forward to its backward, and what each of them takes on top."""
+    """Of one microbatch of a stage.
+
+    Attributes:
+        kept: from its forward to its backward.
+        forward, backward: what each of them takes on top.
+        for_weight: kept from the input half of a split backward to the weight half; None is all that is ``kept``.
+        sent: what of ``kept`` stays to the end of the step, because it is being sent.
+        returned: the gradients that are sent back, which stay to the end of the step.
+    """
 
     kept: int
     forward: int = 0
     backward: int = 0
+    for_weight: int | None = None
+    sent: int = 0
+    returned: int = 0
 
 
 def saved_bytes(program: Program, plan: Plan, stage: Stage, rows: int | None = None, *, device: str = "cpu") -> int:
@@ -142,8 +151,12 @@ def rank_memory(
     held = Memory(inputs=_input_bytes(program, plan, own), **_held(program, plan, stages, own, training or Training()))
     boundaries = _boundary_bytes(program, plan, stages, own)
     if program.mode == "train":
-        costs = {stage.index: _stage_cost(plan, stage, measured, own) for stage in own}
-        kept, transient = activation_peak(table_of(plan), rank, costs)
+        table = table_of(plan)
+        split = {action.stage for _, _, _, action in table.actions() if action.kind == "W"}
+        costs = {stage.index: _stage_cost(plan, stage, measured, own, stage.index in split) for stage in own}
+        kept, transient = activation_peak(table, rank, costs, holds_messages=_holds_messages(plan))
+        if not _holds_messages(plan) and len(stages) > 1:
+            boundaries += max(max(cost.sent, cost.returned) for cost in costs.values())  # the last message on its way
     else:
         passes = [measured.passes(stage, plan.microbatch_size) for stage in own]
         kept = plan.microbatches * sum(each.kept for each in passes)  # what is sent lives until all of it is
@@ -236,15 +249,27 @@ def _boundary_bytes(program: Program, plan: Plan, stages: Sequence[Stage], own: 
 # ---- what comes and goes -----------------------------------------------------------------------------------------
 
 
-def _stage_cost(plan: Plan, stage: Stage, measured: Activations, own: Sequence[Stage]) -> StageCost:
+def _stage_cost(
+    plan: Plan, stage: Stage, measured: Activations, own: Sequence[Stage], split: bool
+) -> StageCost:
     rows = plan.microbatch_size
     saved, passes = measured.saved(stage, rows), measured.passes(stage, rows)
-    local = any(other.index == stage.index + 1 for other in own)  # what it sends is what the other one's buffer holds
+    places = {other.index for other in own}
+    local = saved.sent if stage.index + 1 in places else 0  # what it sends is what the other one's buffer holds
+    returned = sum(tensor_bytes(value.node, rows) for value in stage.receives if value.requires_grad)
     return StageCost(
-        saved.inside if local else saved.total,
+        saved.total - local,
         max(0, passes.forward - passes.kept),
         max(0, passes.backward - passes.kept),
+        max(0, measured.for_weight(stage, rows) - local) if split else None,
+        saved.sent - local if stage.sends else 0,
+        0 if stage.index - 1 in places else returned,
     )
+
+
+def _holds_messages(plan: Plan) -> bool:
+    """Whether torch waits for what a rank sends only at the end of a step: where it runs a table, and not one stage a rank."""
+    return plan.actions is not None or plan.stages_per_rank > 1
 
 
 def table_of(plan: Plan) -> ActionTable:
@@ -256,18 +281,23 @@ def table_of(plan: Plan) -> ActionTable:
     return action_table(plan.schedule, plan.mesh.pp, plan.stages_per_rank, plan.microbatches)
 
 
-def activation_peak(table: ActionTable, rank: int, costs: Mapping[int, StageCost]) -> tuple[int, int]:
+def activation_peak(
+    table: ActionTable, rank: int, costs: Mapping[int, StageCost], *, holds_messages: bool = False
+) -> tuple[int, int]:
     """(activations kept, what the running action takes on top) where their sum is the most, over the actions of ``rank``.
 
-    A split backward keeps its activations until W. Either half is taken to need what a whole backward does on top.
+    Either half of a split backward is taken to need what a whole one does on top. With ``holds_messages``, what is sent
+    stays to the end of the step.
     """
-    actions = [action for place, _, _, action in table.actions() if place == rank]
-    split = {(action.stage, action.microbatch) for action in actions if action.kind == "W"}
     live, peak = 0, (0, 0)
-    for action in actions:
+    for action in (action for place, _, _, action in table.actions() if place == rank):
         cost = costs[action.stage]
+        weight = cost.kept if cost.for_weight is None else cost.for_weight
         live += cost.kept if action.kind == "F" else 0
         peak = max(peak, (live, cost.forward if action.kind == "F" else cost.backward), key=sum)
-        if action.kind == "W" or (action.kind == "B" and (action.stage, action.microbatch) not in split):
-            live -= cost.kept
+        if action.kind == "W":
+            live -= weight
+        elif action.kind != "F":
+            live += (weight if action.kind == "I" else 0) - cost.kept
+            live += cost.sent + cost.returned if holds_messages else 0
     return peak

@@ -22,12 +22,13 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,6 +38,7 @@ from graphpar.errors import GraphparError
 from graphpar.functions import OPERATORS, plain_apply
 from graphpar.program import Block, Program, concrete_shape, value_of
 from graphpar.runtime.layout import AXES
+from graphpar.runtime.split_backward import splits_exactly
 from graphpar.runtime.stages import sendable
 
 if TYPE_CHECKING:
@@ -112,6 +114,7 @@ class Activations:
         self._saved: dict[tuple[int, int], Saved] = {}
         self._lines: dict[int, Line | None] = {}
         self._passes: dict[tuple[int, int], Passes] = {}
+        self._for_weight: dict[tuple[int, int], int] = {}
 
     def saved(self, stage: Stage, rows: int) -> Saved:
         """For a microbatch of ``rows``: on the stage's line where it has one, else measured at this size."""
@@ -140,6 +143,20 @@ class Activations:
             with self._ready():
                 self._passes[key] = _measure_passes(self, stage, rows)
         return self._passes[key]
+
+    def for_weight(self, stage: Stage, rows: int) -> int:
+        """What a microbatch keeps from the input half of its backward (``I``) to the weight half (``W``), outputs included.
+
+        The first stage does all of it in W, a stage that torch can't split in I (:mod:`graphpar.runtime.split_backward`).
+        """
+        self._check_size(rows)
+        if stage.index == 0:
+            return self.saved(stage, rows).total
+        key = stage.index, rows
+        if key not in self._for_weight:
+            with self._ready():
+                self._for_weight[key] = _measure_for_weight(self, stage, rows)
+        return self._for_weight[key]
 
     def _measured(self, stage: Stage, rows: int) -> Saved:
         key = stage.index, rows
@@ -297,6 +314,27 @@ def _measure_passes(activations: Activations, stage: Stage, rows: int) -> Passes
     for value in activations.state.values():
         value.grad = None
     return Passes(forward, kept, backward)
+
+
+def _measure_for_weight(activations: Activations, stage: Stage, rows: int) -> int:
+    given = activations.given(stage, rows)
+    values = [activations.tensor(name) for name in attributes(activations.program, stage)]
+    distinct = {id(value): value for value in values if value.requires_grad}
+    trained = cast(list[nn.Parameter], list(distinct.values()))
+    received = [tensor for tensor in given if tensor.requires_grad]
+    with _Live() as live:
+        outputs = _outputs(stage, _Forward(activations, None).run(stage.graph, "", given), given)
+        if not splits_exactly(outputs, received, trained):
+            return 0
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        with _unseen(live):
+            gradients = [torch.ones_like(tensor) for tensor in roots] if stage.sends else None
+        inputs, groups = stage_backward_input(roots, gradients, received, iter(trained))
+        del inputs
+        for tensor in received:
+            tensor.grad = None
+        kept, _ = live.now, groups
+    return int(kept)
 
 
 def attributes(program: Program, stage: Stage) -> list[str]:

@@ -1,0 +1,35 @@
+"""The highest memory of a rank in a real step, as a script under torchrun: ``memory_fixture.py PROGRAM BATCH OUT``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from graphpar.cost_models.saved import _Live
+from graphpar.runtime import Pipeline, start
+
+
+def main(program: str, batch: str, out: Path) -> None:
+    with start(120) as ranks:
+        pipeline = Pipeline(program, ranks.device)
+        for stage in pipeline.stages:
+            for value in [*stage.parameters(), *stage.buffers()]:
+                with torch.no_grad():
+                    value.normal_(0, 0.05) if value.is_floating_point() else value.zero_()
+        rows = load_file(batch)
+        with _Live() as live:
+            pipeline.step(rows, step=0)  # makes the buffers of boundaries
+            pipeline.zero_grad()
+            live.turn()
+            pipeline.step(rows, step=1)
+            highest, _ = live.turn()
+        place = pipeline.groups.place["pp"]
+        (out / f"{pipeline.rank}.json").write_text(json.dumps([place, highest]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
