@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -361,6 +362,11 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
         ]  # fmt: skip
         events.clear()
     assert by_hand.grad is not None and by_hand.grad.tolist() == [4.0] * 5
+
+    gone = weakref.ref(gradients)
+    del gradients
+    assert gone() is None  # parameters don't keep it, and with it process groups, alive
+    backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

@@ -16,6 +16,7 @@ autograd, a parameter was not used) is sent off then.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,10 +131,11 @@ class Gradients:
         self._buckets: list[_Bucket] = []
         self._sent = 0
         self._to_come: dict[nn.Parameter, tuple[int, _Bucket]] = {}
+        arrived = weakref.WeakMethod(self._arrived)  # a parameter must not keep process groups alive
         for total in self._sums:
             for parameter in (copy for partial in total.partials if total.early for copy in partial.copies):
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._arrived)
+                    parameter.register_post_accumulate_grad_hook(lambda p: call(p) if (call := arrived()) else None)
 
     def take(self) -> None:
         """Put away the gradients that there are, so that a step's own parts can be told from them."""
