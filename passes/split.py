@@ -10,7 +10,7 @@ What crosses is decided by what a value is:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -190,7 +190,8 @@ def split(program: Program, positions: Sequence[int]) -> list[Stage]:
     needed = [_needed_on(placement, stage) for stage in range(placement.count)]
     crossing = _crossing(placement, needed)
     _check_buffers(placement, needed)
-    return [_stage(placement, needed[index], crossing, index) for index in range(placement.count)]
+    names = _boundary_names(program, crossing)
+    return [_stage(placement, needed[index], crossing, names, index) for index in range(placement.count)]
 
 
 def _needed_on(placement: _Placement, stage: int) -> set[fx.Node]:
@@ -261,9 +262,10 @@ def _check_buffers(placement: _Placement, needed: list[set[fx.Node]]) -> None:
 # ---- one stage -------------------------------------------------------------------------------------------------
 
 
-def _stage(placement: _Placement, needed: set[fx.Node], crossing: list[list[fx.Node]], index: int) -> Stage:
+def _stage(
+    placement: _Placement, needed: set[fx.Node], crossing: list[list[fx.Node]], names: Mapping[fx.Node, str], index: int
+) -> Stage:
     program = placement.program
-    names = _boundary_names(program, crossing)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     received = crossing[index - 1] if index else []
@@ -352,12 +354,16 @@ def _boundary_names(program: Program, crossing: list[list[fx.Node]]) -> dict[fx.
     Names differ among values that cross together, and from the inputs' names, which stages take by keyword.
     """
     inputs = {str(node.target) for node in program.graph.nodes if node.op == "placeholder"}
+    places: dict[fx.Node, list[int]] = {}
+    for place, values in enumerate(crossing):
+        for node in values:
+            places.setdefault(node, []).append(place)
     names: dict[fx.Node, str] = {}
     for values in crossing:
         fresh = [node for node in values if node not in names]
-        relayed = {names[node] for node in values if node in names}
-        later = {names[node] for node in names if any(node in other and set(fresh) & set(other) for other in crossing)}
-        names.update(unique_names(fresh, inputs | relayed | later))
+        met = {place for node in fresh for place in places[node]}
+        taken = {names[node] for place in met for node in crossing[place] if node in names}
+        names.update(unique_names(fresh, inputs | taken))
     return names
 
 
