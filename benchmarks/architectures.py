@@ -29,7 +29,7 @@ from graphpar.cost_models.flops import operator_flops
 from graphpar.mesh import Mesh
 from graphpar.passes.candidates import is_operator
 from graphpar.passes.pins import prepared
-from graphpar.passes.search import FREE
+from graphpar.passes.prices import FREE
 from graphpar.program import operator_name
 from graphpar.runtime.layout import Shard
 from graphpar.sharding import Decision

@@ -21,7 +21,8 @@ import graphpar as gp
 from graphpar.modelfile import import_file, load_model_file
 from graphpar.passes.candidates import build_problem
 from graphpar.passes.pins import prepared
-from graphpar.passes.search import Workload, search, sharding_of
+from graphpar.passes.prices import Workload
+from graphpar.passes.search import search, sharding_of
 from graphpar.passes.shard import shard
 from graphpar.program import Program
 

@@ -18,7 +18,8 @@ from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.passes.candidates import Operator, build_problem
 from graphpar.passes.pins import pin_nodes, prepared
-from graphpar.passes.search import Prices, SearchPins, Solution, Workload, search
+from graphpar.passes.prices import Prices, Workload
+from graphpar.passes.search import SearchPins, Solution, search
 from graphpar.plans import Plan
 from graphpar.program import Block, Program, module_path, value_name
 from graphpar.report_text import seconds_text

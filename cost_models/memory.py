@@ -29,7 +29,7 @@ from graphpar.plans import Plan
 from graphpar.program import Program, TensorInfo
 from graphpar.runtime.gradients import buckets
 from graphpar.runtime.layout import R
-from graphpar.schedule import ActionTable, action_table, parse_table
+from graphpar.schedule import ActionTable, action_table, in_flight, parse_table
 
 if TYPE_CHECKING:
     from graphpar.passes.split import Stage
@@ -118,6 +118,10 @@ class StageCost:
     for_weight: int | None = None
     sent: int = 0
     returned: int = 0
+
+    @property
+    def left_for_weight(self) -> int:
+        return self.kept if self.for_weight is None else self.for_weight
 
 
 def saved_bytes(program: Program, plan: Plan, stage: Stage, rows: int | None = None, *, device: str = "cpu") -> int:
@@ -289,15 +293,17 @@ def activation_peak(
     Either half of a split backward is taken to need what a whole one does on top. With ``holds_messages``, what is sent
     stays to the end of the step.
     """
-    live, peak = 0, (0, 0)
-    for action in (action for place, _, _, action in table.actions() if place == rank):
-        cost = costs[action.stage]
-        weight = cost.kept if cost.for_weight is None else cost.for_weight
-        live += cost.kept if action.kind == "F" else 0
-        peak = max(peak, (live, cost.forward if action.kind == "F" else cost.backward), key=sum)
-        if action.kind == "W":
-            live -= weight
-        elif action.kind != "F":
-            live += (weight if action.kind == "I" else 0) - cost.kept
-            live += cost.sent + cost.returned if holds_messages else 0
+    memory = in_flight(
+        table,
+        [costs[stage].kept if stage in costs else 0 for stage in range(table.stages)],
+        [costs[stage].left_for_weight if stage in costs else 0 for stage in range(table.stages)],
+    )[rank]
+    held, peak = 0, (0, 0)
+    actions = [action for place, _, _, action in table.actions() if place == rank]
+    for number, action in enumerate(actions):
+        cost, forward = costs[action.stage], action.kind == "F"
+        kept = int(memory.after[number if forward else number - 1]) + held  # a backward frees only when it is done
+        peak = max(peak, (kept, cost.forward if forward else cost.backward), key=sum)
+        if holds_messages and action.kind in ("B", "I"):
+            held += cost.sent + cost.returned
     return peak

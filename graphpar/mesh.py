@@ -78,9 +78,16 @@ class Mesh:
             raise GraphparError(f"{devices} devices: at least 1 is needed.")
         if "pp" not in given:
             rest = math.prod(given.values())
-            given["pp"] = max(1, devices // rest)
+            if devices % rest:
+                shown = ", ".join(f"{axis}={degree}" for axis, degree in given.items())
+                raise GraphparError(
+                    f"{devices} devices don't divide by the mesh's {shown}; take a multiple of {rest} devices, or other degrees."
+                )
+            given["pp"] = devices // rest
         product = math.prod(given.values())
         if product != devices:
             shown = " * ".join(f"{axis}({given[axis]})" for axis in AXES if axis in given)
-            raise GraphparError(f"Invalid mesh: {shown} = {product} != {devices} devices.")
+            raise GraphparError(
+                f"Invalid mesh: {shown} = {product} != {devices} devices. Leave out pp, and it takes what is left."
+            )
         return Mesh(**given)

@@ -201,7 +201,7 @@ class Program:
     def run(self, state: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
         """Run on one device. ``state`` holds parameters, buffers and constants by name; buffers are written in place."""
         values = [inputs[node.target] for node in self.graph.nodes if node.op == "placeholder"]
-        return _Runner(self, state).run_graph(self.graph, "", values)
+        return Runner(self, state).run_graph(self.graph, "", values)
 
     def __str__(self) -> str:
         from graphpar.codegen.printer import print_graph  # the printer imports Program
@@ -230,8 +230,11 @@ def run_plain(graph: fx.Graph, arguments: Sequence[Any]) -> Any:
     raise AssertionError("a graph without an output")
 
 
-class _Runner:
-    """Runs graphs whose ``get_attr`` targets are looked up in a dictionary."""
+class Runner:
+    """Runs graphs and the blocks that they call; ``get_attr`` targets are looked up in a dictionary.
+
+    Values live until their graph is done, as the locals of an emitted function do.
+    """
 
     def __init__(self, program: Program, state: Mapping[str, Tensor]) -> None:
         self.program = program
@@ -251,13 +254,22 @@ class _Runner:
             return next(feed)
         target = str(node.target)
         if node.op == "get_attr":
-            if target in self.program.subgraphs:
-                return self.program.subgraphs[target]
-            return self.state[prefix + target]
+            return self.program.subgraphs[target] if target in self.program.subgraphs else self.tensor(prefix + target)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
         if node.op == "call_module":
-            block = self.program.block_of(node)
-            return self.run_graph(block.graph, f"{prefix}{target}.", args)
+            return self.block(self.program.block_of(node), f"{prefix}{target}.", args)
+        return self.call(node, args, kwargs)
+
+    def tensor(self, name: str) -> Tensor:
+        """The parameter, buffer or constant ``name``."""
+        return self.state[name]
+
+    def block(self, block: Block, prefix: str, args: tuple[Any, ...]) -> Any:
+        """What the instance of ``block`` whose names begin with ``prefix`` makes of ``args``."""
+        return self.run_graph(block.graph, prefix, args)
+
+    def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator makes of its arguments."""
         assert callable(node.target)
         return node.target(*args, **kwargs)
 

@@ -47,8 +47,8 @@ def sharding_data(program: Program, plan: Plan) -> dict[str, Any] | None:
 class _Reader:
     def __init__(self, program: Program, plan: Plan) -> None:
         from graphpar.cost_models.sharding import costs_for  # these import torch; a report is read without it
+        from graphpar.passes.prices import Workload
         from graphpar.passes.reprice import Repricing
-        from graphpar.passes.search import Workload
 
         self.program, self.plan = program, plan
         workload = Workload(plan.microbatch_size, plan.microbatches, plan.mode == "train")

@@ -19,7 +19,8 @@ from graphpar.passes.candidates import build_problem
 from graphpar.passes.cuts import balanced_cuts, cuts_by_layers, cuts_from_lists, even_cuts, marked_cuts
 from graphpar.passes.functional import written_buffers
 from graphpar.passes.pins import pin_nodes, points_of, prepared, variants_of
-from graphpar.passes.search import SearchPins, Workload, search, sharding_of, undivided_work
+from graphpar.passes.prices import Workload
+from graphpar.passes.search import SearchPins, search, sharding_of, undivided_work
 from graphpar.passes.split import positions_of, split
 from graphpar.plans import Cut, Plan, StagePlan
 from graphpar.program import Program

@@ -19,7 +19,7 @@ from graphpar.cost_models.flops import operator_flops
 from graphpar.cost_models.sharding import ShardingCosts, loss_costs
 from graphpar.passes.candidates import differentiable_nodes, is_operator
 from graphpar.passes.check_types import lowered_operands
-from graphpar.passes.search import FREE, MATMULS, Workload
+from graphpar.passes.prices import FREE, MATMULS, Workload
 from graphpar.program import Program, concrete_shape, operator_name, value_of
 from graphpar.runtime.layout import R, Shard, Type
 from graphpar.transitions import TABLE, Cost, collective_cost

@@ -22,7 +22,6 @@ fractional. Instances of a block share their decision because they share their c
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,44 +30,18 @@ from torch import fx
 
 from graphpar.annotation_values import Spec, allows, spec_text
 from graphpar.cost_models.flops import operator_flops
-from graphpar.cost_models.sharding import ShardingCosts, loss_costs
+from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.errors import GraphparError
 from graphpar.passes.candidates import Choice, Edge, Operator, Problem, Types, Value
 from graphpar.passes.experts import check_degree, find_experts
 from graphpar.passes.integer_program import IntegerProgram, Optimum
+from graphpar.passes.prices import FREE, MATMULS, Prices, Workload, by_tie, parameter_name
 from graphpar.program import module_path, operator_name, value_of
 from graphpar.rules.placement import results_of, sizes_of
 from graphpar.runtime.layout import P, R, Shard, Type
 from graphpar.sharding import Decision, Sharding
-from graphpar.transitions import Step, collective_cost, moves
 
-MATMULS = {
-    "linear",
-    "addmm",
-    "mm",
-    "bmm",
-    "matmul",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "grouped_mm",
-    "scaled_dot_product_attention",
-}
-FREE = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "t", "mT", "numpy_T", "adjoint",
-        "movedim", "swapaxes", "swapdims", "_unsafe_view", "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "detach",
-        "alias", "split", "chunk", "split_with_sizes", "unbind", "select", "slice", "narrow", "contiguous"}  # fmt: skip
 _TIE_BREAK = 1e-12  # seconds: below what any two prices differ by
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What the prices depend on besides the program."""
-
-    microbatch: int
-    microbatches: int
-    train: bool = True
-    state_bytes: float = 4.0  # bytes of parameter, gradient and optimizer state for each byte of a parameter
-    memory_limit: float | None = None  # bytes of one device
 
 
 @dataclass
@@ -103,164 +76,6 @@ def search(
         GraphparError: no placement fulfils the pins or fits the memory; the message says which.
     """
     return _Search(problem, workload, costs or ShardingCosts(), pins or SearchPins()).solve()
-
-
-class Prices:
-    """Seconds of choices and transitions, for one instance and one microbatch."""
-
-    def __init__(self, problem: Problem, workload: Workload, costs: ShardingCosts) -> None:
-        self.problem, self.workload, self.costs = problem, workload, costs
-        self._elements: dict[tuple[fx.Node, int], float] = {}
-        self._whole: dict[tuple[fx.Node, int], float] = {}
-        self._finished = {operators[0] for operators in _by_tie(problem).values()}
-        self._numbers: dict[Types, int] = {}
-        self._steps: dict[tuple[str, int, bool], tuple[float, float]] = {}
-        self._paths: dict[bool, np.ndarray] = {flag: np.full((2, 0, 0), np.nan) for flag in (False, True)}
-
-    def elements(self, node: fx.Node, index: int = 0) -> float:
-        """Elements of the whole tensor."""
-        if (node, index) not in self._elements:
-            self._elements[node, index] = self._counted(node, index)
-        return self._elements[node, index]
-
-    def _counted(self, node: fx.Node, index: int) -> float:
-        value = value_of(node)
-        if isinstance(value, tuple | list):
-            user = next((u for u in node.users if operator_name(u) == "getitem" and u.args[1] == index), None)
-            return self.elements(user) if user is not None else 0.0
-        return float(math.prod(n * (self.workload.microbatch if power else 1) for n, power in sizes_of(node)))
-
-    def nbytes(self, node: fx.Node, types: Types, index: int = 0) -> float:
-        """Bytes of a rank's piece."""
-        value = value_of(node)
-        tensor = value[index] if isinstance(value, tuple | list) else value
-        return float(self.elements(node, index) * tensor.dtype.itemsize / self._pieces(types))
-
-    def _pieces(self, types: Sequence[Type]) -> int:
-        return math.prod(
-            self.problem.degrees[axis] for axis, kind in zip(self.problem.axes, types) if isinstance(kind, Shard)
-        )
-
-    def compute(self, operator: Operator, choice: Choice) -> float:
-        node, name = operator.node, operator_name(operator.node)
-        if operator.kind != "operator" or name in FREE:
-            return 0.0
-        backward = node in self.problem.differentiable and self.workload.train
-        flops = operator_flops(node, self.workload.microbatch) / choice.share
-        moved = sum(self.nbytes(n, types) for n, types in zip(operator.operands, choice.operands))
-        moved += sum(self.nbytes(node, types, index) for index, types in enumerate(choice.results))
-        times = 1 + (2 if name in MATMULS else 1) * backward
-        return times * self.costs.operator_s(flops, moved)
-
-    def collectives(self, operator: Operator, choice: Choice) -> float:
-        """What an operator that is rewritten sends by itself."""
-        seconds = 0.0
-        for axis, rewrite in zip(self.problem.axes, choice.rewrites):
-            if rewrite == "vocab_cross_entropy":
-                rows = self.elements(operator.operands[1]) / self._pieces(choice.operands[1])
-                seconds += sum(self.costs.collective_s(axis, cost) for cost in loss_costs(rows, self.problem.degrees[axis]))
-        return seconds
-
-    def own(self, operator: Operator, choice: Choice) -> float:
-        """All that an operator costs by itself."""
-        seconds = self.compute(operator, choice) + self.collectives(operator, choice)
-        return seconds + (self.finishing(operator, choice.results[0]) if choice.results else 0.0)
-
-    def transition(self, value: Value, source: Types, target: Types) -> float | None:
-        """Forward and backward of the path from one tuple of types to another; None where there is none."""
-        seconds = float(self.transitions(value, [self.number(source)], [self.number(target)])[0, 0])
-        return seconds if math.isfinite(seconds) else None
-
-    @property
-    def numbered(self) -> list[Types]:
-        return list(self._numbers)
-
-    def number(self, types: Types) -> int:
-        """A small number for a tuple of types, by which :meth:`transitions` knows it."""
-        return self._numbers.setdefault(types, len(self._numbers))
-
-    def transitions(self, value: Value, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
-        """Seconds of every path from one of ``sources`` to one of ``targets``; infinite where there is none."""
-        place = (value.maker.node, value.index)
-        if place not in self._whole:
-            self._whole[place] = self.nbytes(value.maker.node, (), value.index)
-        table = self._paths[value.differentiable]
-        if table.shape[1] < len(self._numbers):
-            grown = np.full((2, 2 * len(self._numbers), 2 * len(self._numbers)), np.nan)
-            grown[:, : table.shape[1], : table.shape[2]] = table
-            table = self._paths[value.differentiable] = grown
-        wanted = np.ix_((0, 1), sources, targets)
-        if np.isnan(table[wanted]).any():
-            types = self.numbered
-            for source, target in itertools.product(sources, targets):
-                if np.isnan(table[0, source, target]):
-                    table[:, source, target] = self._path(types[source], types[target], value.differentiable)
-        seconds, seconds_per_byte = table[wanted]
-        return np.asarray(seconds + seconds_per_byte * self._whole[place])
-
-    def _path(self, source: Types, target: Types, differentiable: bool) -> tuple[float, float]:
-        """Seconds to start the collectives of a path, and seconds for each byte of the whole tensor. Many values share one."""
-        steps = moves(source, target, differentiable)
-        if steps is None:
-            return math.inf, 0.0
-        seconds, seconds_per_byte, now = 0.0, 0.0, list(source)
-        for place, step in steps:
-            now[place] = R
-            if step.function is not None:
-                started, sent = self._step(step, place, differentiable)
-                seconds += started
-                seconds_per_byte += sent / self._pieces(now)
-            now[place] = step.target
-        return seconds, seconds_per_byte
-
-    def _step(self, step: Step, place: int, differentiable: bool) -> tuple[float, float]:
-        """Seconds to start a transition's collectives, and seconds for each byte of the tensor where it is whole on the axis."""
-        key = (str(step.function), place, differentiable)
-        if key not in self._steps:
-            axis, row = self.problem.axes[place], step.transition
-            backward = row.backward_collective if differentiable and self.workload.train else None
-            ways = [collective_cost(name, 1.0, self.problem.degrees[axis]) for name in (row.forward_collective, backward)]
-            self._steps[key] = (
-                sum(self.costs.transition_s(axis, cost.messages, 0.0) for cost in ways),
-                sum(cost.bytes_sent for cost in ways) / self.costs.transition_rate(axis),
-            )
-        return self._steps[key]
-
-    def finishing(self, operator: Operator, types: Types) -> float:
-        """Summing a partial gradient, spread over the microbatches of a step. A tied parameter has one gradient."""
-        node = operator.node
-        if operator not in self._finished or node not in self.problem.differentiable or not self.workload.train:
-            return 0.0
-        seconds = 0.0
-        for axis, kind in zip(self.problem.axes, types):
-            if kind is R:
-                degree = self.problem.degrees[axis]
-                seconds += self.nbytes(node, types) * 2 * (degree - 1) / degree / self.costs.transition_rate(axis)
-        return seconds / self.workload.microbatches
-
-    def memory(self, operator: Operator, choice: Choice) -> float:
-        """Bytes that stay on a device: parameters with their state, and results that the backward needs."""
-        if operator.kind == "parameter":
-            factor = self.workload.state_bytes if operator.node in self.problem.differentiable else 1.0
-            return factor * sum(self.nbytes(operator.node, types) for types in choice.results)
-        saved = operator.kind == "operator" and operator.node in self.problem.differentiable and self.workload.train
-        if not saved or operator_name(operator.node) in FREE:
-            return 0.0
-        return sum(self.nbytes(operator.node, types, index) for index, types in enumerate(choice.results))
-
-
-def _parameter_name(problem: Problem, operator: Operator) -> str:
-    prefix = f"{problem.program.blocks[operator.scope].instances[0]}." if operator.scope else ""
-    return f"{prefix}{operator.node.target}"
-
-
-def _by_tie(problem: Problem) -> dict[str, list[Operator]]:
-    """The operators that read each parameter, by the first of its names."""
-    found: dict[str, list[Operator]] = {}
-    for operator in problem.operators:
-        if operator.kind == "parameter":
-            found.setdefault(problem.program.tie_of(_parameter_name(problem, operator))[0], []).append(operator)
-    return found
 
 
 def _views_of_weights(problem: Problem) -> set[fx.Node]:
@@ -471,7 +286,7 @@ class _Search:
         )
 
     def _name(self, operator: Operator) -> str:
-        return _parameter_name(self.problem, operator)
+        return parameter_name(self.problem, operator)
 
     def _uncut(self, operator: Operator, choice: Choice) -> float:
         """What misses the meaning of an axis: the share of the weights that tp leaves whole, of the products that cp repeats;
@@ -564,7 +379,7 @@ class _Search:
         return stored == used or whole or (axis in ("cp", "ep") and stored is R)
 
     def _tie(self) -> None:
-        for first, *others in _by_tie(self.problem).values():
+        for first, *others in by_tie(self.problem).values():
             own = self._columns(first, self._stored_as(first))
             for other in others:
                 theirs = self._columns(other, self._stored_as(other))

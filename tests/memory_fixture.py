@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from graphpar.cost_models.saved import _Live
+from graphpar.cost_models.storages import Live
 from graphpar.runtime import Pipeline, start
 
 
@@ -21,7 +21,7 @@ def main(program: str, batch: str, out: Path) -> None:
                 with torch.no_grad():
                     value.normal_(0, 0.05) if value.is_floating_point() else value.zero_()
         rows = load_file(batch)
-        with _Live() as live:
+        with Live() as live:
             pipeline.step(rows, step=0)  # makes the buffers of boundaries
             pipeline.zero_grad()
             live.turn()

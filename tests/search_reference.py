@@ -15,7 +15,8 @@ import numpy as np
 from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.passes import search as passes_search
 from graphpar.passes.candidates import Choice, Edge, Operator, Problem, Types, Value
-from graphpar.passes.search import SearchPins, Workload, priced
+from graphpar.passes.prices import Workload
+from graphpar.passes.search import SearchPins, priced
 from graphpar.runtime.layout import R, Shard
 
 LARGEST = 60_000_000  # entries of a table

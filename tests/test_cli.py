@@ -327,7 +327,7 @@ def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
         (["--cluster", "nope.toml"], "There is no cluster file nope.toml"),
         (["--cluster", "4xCPU", "--devices", "2"], "--devices is 2, but the cluster 4xCPU has 4"),
         (["--cluster", "2x4xH100", "--mesh", "pp=2,tp=2"], "pp(2) * tp(2) = 4 != 8 devices"),
-        (["--cluster", "2xH100", "--mesh", "tp=4"], "pp(1) * tp(4) = 4 != 2 devices"),
+        (["--cluster", "2xH100", "--mesh", "tp=4"], "2 devices don't divide by the mesh's tp=4; take a multiple of 4 devices"),
         (["--dump-after", "outlin"], "Did you mean 'outline'?"),
         (["--devices", "2", "--explain", "bode"], "matches no module"),
         (["--plan", "nope.json"], "There is no plan nope.json"),

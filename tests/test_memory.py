@@ -32,7 +32,8 @@ from graphpar.cost_models.memory import (
     saved_bytes,
     table_of,
 )
-from graphpar.cost_models.saved import Activations, Passes, _Live
+from graphpar.cost_models.saved import Activations, Passes
+from graphpar.cost_models.storages import Live
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.program import concrete_shape, value_of
@@ -157,7 +158,7 @@ def measure(parts: gp.Parts, index: int, rows: int = ROWS) -> Measured:
         saved = _kept_bytes(adapter, received, named, others)
         for value in module.parameters():
             value.grad = torch.zeros_like(value)
-        with _Live() as live:
+        with Live() as live:
             outputs = _tuple(adapter(*received, **keywords(named)))
             forward, left = live.turn()
             roots = [value for value in outputs if value.requires_grad]

@@ -17,7 +17,8 @@ from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.errors import GraphparError
 from graphpar.passes.biases import separate_biases
 from graphpar.passes.candidates import build_problem
-from graphpar.passes.search import Workload, search
+from graphpar.passes.prices import Workload
+from graphpar.passes.search import search
 from graphpar.passes.shard import lower
 from graphpar.plans import Plan
 from graphpar.program import Program, operator_name

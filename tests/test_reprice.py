@@ -8,8 +8,9 @@ import pytest
 
 from graphpar.passes.candidates import build_problem
 from graphpar.passes.pins import prepared
+from graphpar.passes.prices import Workload
 from graphpar.passes.reprice import Repricing
-from graphpar.passes.search import Workload, search, sharding_of
+from graphpar.passes.search import search, sharding_of
 from graphpar.passes.shard import lower
 from graphpar.program import Program, operator_name
 from graphpar.sharding import Sharding

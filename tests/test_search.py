@@ -18,7 +18,8 @@ import graphpar as gp
 from graphpar.passes import search as passes_search
 from graphpar.passes.candidates import Problem, build_problem
 from graphpar.passes.pins import prepared
-from graphpar.passes.search import SearchPins, Workload, search
+from graphpar.passes.prices import Workload
+from graphpar.passes.search import SearchPins, search
 from graphpar.program import Program
 from graphpar.runtime.layout import I, R, Shard
 from tests.search_reference import eliminated, integer

@@ -1,0 +1,120 @@
+"""Operators that need something else than their own fake tensors for their memory to be seen.
+
+Attention by CUDA's kernels where there is no GPU, grouped products of any dtype, rows of experts whose number only the run knows,
+functions of the user's, and pieces of random streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from graphpar.emitted import collectives
+from graphpar.errors import GraphparError
+from graphpar.functions import OPERATORS, plain_apply
+
+
+def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, even_experts: bool) -> Any:
+    """``target(*args, **kwargs)`` with the memory that it takes on ``device``; ``even_experts`` as in :class:`.saved.Activations`."""
+    if target in OPERATORS:
+        made = plain_apply(OPERATORS[target].function, *OPERATORS[target].given(args))
+        return made[0] if OPERATORS[target].alone else made
+    if target is torch.ops.aten.scaled_dot_product_attention.default and device == "cuda":
+        return _attention_on_cuda(*args, **kwargs)
+    if target in _OF_EXPERTS:
+        return _OF_EXPERTS[target](even_experts, *args, **kwargs)
+    if target is F.grouped_mm:
+        return _GroupedProduct.apply(*args, **kwargs)
+    if "cut" in kwargs:
+        kwargs = kwargs | {"cut": [_piece(*entry) for entry in kwargs["cut"]]}
+    return target(*args, **kwargs)
+
+
+def _attention_on_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` by the kernels that CUDA has."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    widths = query.size(-1), value.size(-1)
+    if half and attn_mask is None and widths[0] == widths[1] <= 256 and widths[0] % 8 == 0:
+        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
+        result: Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return result
+    if enable_gqa:
+        plain: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=True
+        )[0]
+        return plain
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+        padding = -attn_mask.size(-1) % 16  # the kernel wants aligned rows
+        attn_mask = F.pad(attn_mask, [0, padding]).narrow(-1, 0, attn_mask.size(-1)) if padding else attn_mask
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.size(-2))
+    efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """``F.grouped_mm`` of any dtype: torch's own has fake tensors for bfloat16 only, though it multiplies others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x, weight, offs)
+        return x.new_empty((*x.shape[:-1], weight.size(-1)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, _ = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return torch.empty_like(x) if wanted[0] else None, torch.empty_like(weight) if wanted[1] else None, None
+
+
+def _piece(dim: int, axis: str, parts: tuple[int, ...]) -> tuple[Any, ...]:
+    """A cut dim as the functions of random streams take it."""
+    return (dim, collectives.rank(axis), collectives.size(axis), *([parts] if parts else []))
+
+
+@dataclass(eq=False)
+class _Even:
+    """In place of where each rank's rows end: every rank has as many."""
+
+    rows: int = field(default=0)
+
+
+def _rank_ends(even: bool, offs: Tensor, axis: str) -> _Even:
+    if not even:
+        raise GraphparError(
+            "How many rows the experts of a rank get is known only when the program runs, and so is its memory. "
+            "Ask for it under even_experts, where every rank gets as many."
+        )
+    return _Even()
+
+
+def _expert_rows(even: bool, x: Tensor, axis: str, ends: _Even) -> Tensor:
+    ends.rows = x.size(0)
+    return x.narrow(0, 0, -(-x.size(0) // collectives.size(axis)))
+
+
+def _expert_sums(even: bool, x: Tensor, axis: str, ends: _Even) -> Tensor:
+    assert ends.rows, "rows are summed before any were taken"
+    return F.pad(x, [0, 0] * (x.ndim - 1) + [0, ends.rows - x.size(0)])
+
+
+_OF_EXPERTS: dict[Any, Any] = {
+    collectives.rank_ends: _rank_ends,
+    collectives.expert_rows: _expert_rows,
+    collectives.expert_sums: _expert_sums,
+}
