@@ -42,7 +42,7 @@ from graphpar.runtime.launch import torchrun
 from graphpar.runtime.layout import AXES, rank_at
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.stages import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
-from graphpar.schedule import action_table, peak_in_flight
+from graphpar.schedule import action_table, parse_table, peak_in_flight
 from tests.programs import SMALL, example, norms_pinned
 
 ROWS = 2
@@ -384,3 +384,10 @@ def test_larger_microbatches_never_take_less(name: str) -> None:
     for stage in parts.stages:
         sizes = [activations.saved(stage, rows).total for rows in range(1, 9)]
         assert sizes == sorted(sizes)
+
+
+def test_a_backward_frees_only_when_it_is_done() -> None:
+    costs = {0: StageCost(kept=10, forward=2, backward=5, for_weight=4, sent=1, returned=2)}
+    assert activation_peak(parse_table("0F0,0B0"), 0, costs) == (10, 5)
+    assert activation_peak(parse_table("0F0,0I0,0F1,0W0,0I1,0W1"), 0, costs) == (14, 5)  # W0 runs while both are there
+    assert activation_peak(parse_table("0F0,0B0,0F1,0B1"), 0, costs, holds_messages=True) == (13, 5)

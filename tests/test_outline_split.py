@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import graphpar as gp
-from graphpar.passes.split import Stage, positions_of, split
+from graphpar.passes.split import Stage, _boundary_names, positions_of, split
 from graphpar.plans import Cut, SplitPoint
 from graphpar.program import Program
 from tests.equality import Case, assert_same, eager, run
@@ -278,3 +279,13 @@ def test_split_points_that_can_not_be(cuts: list[Any], why: str) -> None:
 
     with pytest.raises(gp.GraphparError, match=why):
         stages_of(program, *cuts)
+
+
+def test_values_that_meet_at_any_boundary_have_different_names() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.ops.aten.relu.default, (x,))
+    second = graph.call_function(torch.ops.aten.relu.default, (first,))
+    graph.output(second)
+    names = _boundary_names(SimpleNamespace(graph=graph), [[first], [first, second], [second]])  # type: ignore[arg-type]
+    assert names[first] != names[second] and "x" not in names.values()

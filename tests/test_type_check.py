@@ -420,6 +420,15 @@ def _drop(name: str) -> Callable[[Program], None]:
     return plant
 
 
+def _drop_before_a_block(name: str) -> Callable[[Program], None]:
+    def plant(local: Program) -> None:
+        node = _transition(local, name, lambda node: any(user.op == "call_module" for user in node.users))
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        node.graph.erase_node(node)
+
+    return plant
+
+
 def _swap(name: str, other: str) -> Callable[[Program], None]:
     def plant(local: Program) -> None:
         _transition(local, name).target = getattr(collectives, other)
@@ -443,6 +452,7 @@ def _another_dim(name: str) -> Callable[[Program], None]:
         pytest.param("bert", "R", _swap("all_reduce_both", "all_reduce"), id="no all-reduce of the gradient"),
         pytest.param("mixtral", "", _swap("all_reduce", "all_reduce_both"), id="one all-reduce too many"),
         pytest.param("gpt", "S(1)", _drop("reduce_scatter"), id="a reduce-scatter is dropped"),
+        pytest.param("gpt", "S(1)", _drop_before_a_block("reduce_scatter"), id="a block gets another type"),
         pytest.param("gpt", "S(1)", _another_dim("reduce_scatter"), id="reduce-scatter of another dim"),
         pytest.param("gpt", "S(1)", _another_dim("all_gather"), id="all-gather of another dim"),
         pytest.param("bert", "S(1)", _another_dim("shard"), id="slice of another dim"),
