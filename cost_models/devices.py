@@ -68,6 +68,11 @@ class Device:
         memory_bytes_per_s: peak bandwidth of that memory.
         launch_s: seconds that an operator costs however small it is.
         matrix_efficiency: the share of ``flops`` that large products reach.
+        half_reduction: the length of a product's reduction at which starting and ending a tile takes as long as computing it.
+        compute_units: streaming multiprocessors (compute units), which take the tiles of a product in waves; None: no waves.
+        attention_efficiency: the shares of ``flops`` that fused attention reaches forward and backward.
+        memory_efficiency: the share of ``memory_bytes_per_s`` that elementwise operators reach.
+        dispatch_s: seconds of the host for each operator; devices wait for it where their operators are shorter.
         intra_node: the link to devices of the same node.
         inter_node: the usual link to other nodes: the node's adapters divided by its devices.
         devices_per_node: how many devices ``intra_node`` usually connects; None: any number.
@@ -84,6 +89,11 @@ class Device:
     intra_node: Link
     inter_node: Link
     devices_per_node: int | None = None
+    half_reduction: float = 0.0
+    compute_units: int | None = None
+    attention_efficiency: tuple[float, float] = (0.5, 0.4)
+    memory_efficiency: float = 0.8
+    dispatch_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -101,9 +111,19 @@ class Device:
         check_number("memory_bytes", self.memory_bytes, whole=True)
         check_number("memory_bytes_per_s", self.memory_bytes_per_s)
         check_number("launch_s", self.launch_s, zero=True)
-        check_number("matrix_efficiency", self.matrix_efficiency)
-        if self.matrix_efficiency > 1:
-            raise GraphparError(f"matrix_efficiency is {self.matrix_efficiency}; it is a share of the peak, at most 1.")
+        check_number("half_reduction", self.half_reduction, zero=True)
+        check_number("dispatch_s", self.dispatch_s, zero=True)
+        if self.compute_units is not None:
+            check_number("compute_units", self.compute_units, whole=True)
+        if isinstance(self.attention_efficiency, str) or len(self.attention_efficiency) != 2:
+            raise GraphparError(f"attention_efficiency is {self.attention_efficiency!r}; it must be two shares, forward and backward.")
+        object.__setattr__(self, "attention_efficiency", tuple(self.attention_efficiency))
+        shares = {"matrix_efficiency": self.matrix_efficiency, "memory_efficiency": self.memory_efficiency}
+        shares |= {f"attention_efficiency[{place}]": share for place, share in enumerate(self.attention_efficiency)}
+        for name, share in shares.items():
+            check_number(name, share)
+            if share > 1:
+                raise GraphparError(f"{name} is {share}; it is a share of the peak, at most 1.")
         if self.devices_per_node is not None:
             check_number("devices_per_node", self.devices_per_node, whole=True)
 
@@ -129,6 +149,9 @@ _MEASURED = f"best large bf16 product over peak, {_SPEC}"
 _LATENCIES = "latencies: smallest all-reduces of 8 H200 and of 32 B200 over ring steps, same place"
 
 _GPU_LAUNCH = 4e-6  # assumed: a small kernel with the gap before it
+_GPU_DISPATCH = 6e-6  # assumed: PyTorch's own work for an operator
+_HALF_REDUCTION = 150.0  # assumed
+_COMPUTE_UNITS = {"V100": 80, "A100": 108, "A800": 108, "H": 132, "B": 148, "GB": 152, "MI300X": 304, "L40S": 142}
 _EFFICIENCY = 0.8  # assumed where nobody measured
 _INSIDE_S, _BETWEEN_S = 2.7e-6, 6e-6  # 57 KB at 1.44 GB/s over 15 steps; 508 KB at 1.33 GB/s over 63 steps
 
@@ -163,8 +186,15 @@ def _gpu(
         Link(_INSIDE_S, inside * 1e9, None if pair is None else pair * 1e9),
         Link(_BETWEEN_S, between * 1e9),
         per_node,
-        {"efficiency": _MEASURED, "latency": _LATENCIES, "launch": _ASSUMED, **sources},
+        half_reduction=_HALF_REDUCTION,
+        compute_units=_compute_units(name),
+        dispatch_s=_GPU_DISPATCH,
+        sources={"efficiency": _MEASURED, "latency": _LATENCIES, "launch": _ASSUMED, **sources},
     )
+
+
+def _compute_units(name: str) -> int:
+    return next(count for prefix, count in _COMPUTE_UNITS.items() if name.startswith(prefix))
 
 
 _AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
@@ -256,7 +286,7 @@ _ROWS = (
     ),
     Device(
         "CPU", "cpu", {"fp32": 1e11}, 16 * 2**30, 2e10, 5e-6, _EFFICIENCY, Link(5e-5, 1e9), Link(1e-4, 1e9), None,
-        dict.fromkeys(("flops", "memory", "links", "efficiency", "latency", "launch"), "assumed: a process with two or three cores, gloo"),
+        sources=dict.fromkeys(("flops", "memory", "links", "efficiency", "latency", "launch"), "assumed: a process with two or three cores, gloo"),
     ),
 )  # fmt: skip
 

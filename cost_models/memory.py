@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.flops import tensor_bytes
 from graphpar.cost_models.saved import Activations, attributes
 from graphpar.errors import GraphparError
@@ -34,39 +35,11 @@ from graphpar.schedule import ActionTable, action_table, in_flight, parse_table
 if TYPE_CHECKING:
     from graphpar.passes.split import Stage
 
-OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
-"""How many tensors of a parameter's size an optimizer keeps, in the dtype of what it updates."""
 MAIN_DTYPE = torch.float32
 """Of the copies of low-precision parameters that an optimizer may update in their place."""
 ALLOCATOR_SLACK = 0.05
 """Share of the memory that comes and goes in a step which the allocator takes besides: it rounds every tensor up to 512 bytes and
 every segment to 2 MiB, and keeps pieces between live tensors that fit nothing else (assumed)."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a plan leaves open.
-
-    ``zero``: the optimizer's state and main copies (from 1), gradients (from 2) and parameters (3) are divided by ``shards``, the
-    ranks of dp_shard.
-    """
-
-    optimizer: str = "adam"
-    main_copies: bool = False
-    zero: int = 0
-    shards: int = 1
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise GraphparError(f"optimizer is {self.optimizer!r}; it must be one of {', '.join(OPTIMIZERS)}.")
-        if self.zero not in range(4):
-            raise GraphparError(f"zero is {self.zero!r}; it must be 0, 1, 2 or 3.")
-        if self.shards < 1:
-            raise GraphparError(f"shards is {self.shards!r}; it must be at least 1.")
-
-    def divided(self, nbytes: int, level: int) -> int:
-        """What a rank has of ``nbytes`` that are divided from ``level`` on."""
-        return -(-nbytes // self.shards) if self.zero >= level else nbytes
 
 
 @dataclass(frozen=True)
@@ -135,7 +108,7 @@ def rank_memory(
     plan: Plan,
     stages: Sequence[Stage],
     rank: int,
-    training: Training | None = None,
+    execution: Execution | None = None,
     *,
     activations: Activations | None = None,
 ) -> Memory:
@@ -152,7 +125,7 @@ def rank_memory(
     if not own:
         raise GraphparError(f"There is no rank {rank}; the plan has ranks 0 to {plan.mesh.pp - 1}.")
     measured = activations or Activations(program, plan.mesh.degrees())
-    held = Memory(inputs=_input_bytes(program, plan, own), **_held(program, plan, stages, own, training or Training()))
+    held = Memory(inputs=_input_bytes(program, plan, own), **_held(program, plan, stages, own, execution or Execution()))
     boundaries = _boundary_bytes(program, plan, stages, own)
     if program.mode == "train":
         table = table_of(plan)
@@ -174,7 +147,7 @@ def rank_memory(
 
 
 def _held(
-    program: Program, plan: Plan, stages: Sequence[Stage], own: Sequence[Stage], training: Training
+    program: Program, plan: Plan, stages: Sequence[Stage], own: Sequence[Stage], execution: Execution
 ) -> dict[str, int]:
     """Parameters and what follows from them; a tied one is there once in each stage."""
     parameters: list[tuple[str, TensorInfo]] = []
@@ -187,18 +160,18 @@ def _held(
                 buffered += program.tensor_info(name).nbytes
     total = sum(info.nbytes for _, info in parameters)
     if program.mode != "train":
-        return {"parameters": training.divided(total, 3), "buffers": buffered}
+        return {"parameters": execution.divided(total, 3), "buffers": buffered}
     trained = [(name, info) for name, info in parameters if info.requires_grad]
-    copied = [info for _, info in trained if training.main_copies and info.dtype.itemsize < MAIN_DTYPE.itemsize]
+    copied = [info for _, info in trained if execution.main_copies and info.dtype.itemsize < MAIN_DTYPE.itemsize]
     main = sum(info.numel * MAIN_DTYPE.itemsize for info in copied)
-    gradients = sum(info.nbytes for _, info in trained)
-    updated = gradients - sum(info.nbytes for info in copied) + main
+    gradients = sum(info.numel * (execution.gradient_bytes or info.dtype.itemsize) for _, info in trained)
+    updated = sum(info.nbytes for _, info in trained) - sum(info.nbytes for info in copied) + main
     return {
-        "parameters": training.divided(total, 3),
+        "parameters": execution.divided(total, 3),
         "buffers": buffered,
-        "gradients": training.divided(gradients, 2),
-        "main_copies": training.divided(main, 1),
-        "optimizer": training.divided(updated * OPTIMIZERS[training.optimizer], 1),
+        "gradients": execution.divided(gradients, 2),
+        "main_copies": execution.divided(main, 1),
+        "optimizer": execution.divided(updated * OPTIMIZERS[execution.optimizer], 1),
         "buckets": _bucket_bytes(program, plan, stages, trained),
     }
 

@@ -15,8 +15,6 @@ from graphpar.mesh import Mesh
 from graphpar.program import Program
 from graphpar.transitions import Cost, collective_cost
 
-MEMORY_EFFICIENCY = 0.8
-"""The share of the peak memory bandwidth that elementwise operators reach (assumed)."""
 LINK_EFFICIENCY = 0.8
 """The share of a link's bandwidth that rings reach: measured are 0.78 (8 A100) and 0.82 (8 H200), by stas00/ml-engineering."""
 
@@ -43,7 +41,7 @@ class ShardingCosts:
         links = {axis: cluster.link_of_axis(mesh, axis) for axis, degree in mesh.degrees().items() if degree > 1}
         return ShardingCosts(
             device.peak(dtype) * device.matrix_efficiency,
-            device.memory_bytes_per_s * MEMORY_EFFICIENCY,
+            device.memory_bytes_per_s * device.memory_efficiency,
             device.launch_s,
             {axis: Link(link.latency_s, link.bytes_per_s * LINK_EFFICIENCY) for axis, link in links.items()},
         )

@@ -15,7 +15,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -207,7 +207,7 @@ def _link(data: Any, where: str, usual: Link | None = None) -> Link:
 
 def _record(kind: type[_Record], data: Mapping[str, Any], where: str) -> _Record:
     known = {field.name for field in fields(kind)} - {"sources"}
-    optional = {"pair_bytes_per_s", "devices_per_node"}
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}
     try:
         _check_fields(data, known, known - optional)
         return kind(**data)
@@ -230,4 +230,10 @@ def _figures(record: Device | Link) -> dict[str, Any]:
     """The fields of a record but for its sources; figures that it does not have are left out."""
     values = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "sources"}
     plain = {name: _figures(value) if isinstance(value, Link) else value for name, value in values.items()}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in plain.items() if value is not None}
+    return {name: _plain(value) for name, value in plain.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value

@@ -18,7 +18,7 @@ import graphpar as gp
 from graphpar.cluster import Cluster
 from graphpar.cost_models.devices import DEVICES, Device, Link, device_named
 from graphpar.cost_models.flops import dominant_dtype
-from graphpar.cost_models.sharding import LINK_EFFICIENCY, MEMORY_EFFICIENCY, ShardingCosts
+from graphpar.cost_models.sharding import LINK_EFFICIENCY, ShardingCosts
 from graphpar.mesh import Mesh
 from graphpar.report import report_data
 from graphpar.runtime.layout import AXES, coordinates
@@ -285,7 +285,7 @@ def test_costs_are_shares_of_the_clusters_peaks() -> None:
     h100 = device_named("H100")
     costs = ShardingCosts.of(Cluster.parse("2x8xH100"), Mesh(dp_replicate=2, tp=8), "bf16")
     assert costs.flops_per_s == h100.flops["bf16"] * h100.matrix_efficiency
-    assert costs.memory_bytes_per_s == h100.memory_bytes_per_s * MEMORY_EFFICIENCY
+    assert costs.memory_bytes_per_s == h100.memory_bytes_per_s * h100.memory_efficiency
     assert set(costs.links) == {"dp_replicate", "tp"}
     assert costs.transition_rate("tp") == h100.intra_node.bytes_per_s * LINK_EFFICIENCY
     assert costs.transition_rate("dp_replicate") == h100.inter_node.bytes_per_s * LINK_EFFICIENCY

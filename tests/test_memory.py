@@ -21,12 +21,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphpar as gp
+from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import (
     ALLOCATOR_SLACK,
-    OPTIMIZERS,
     Memory,
     StageCost,
-    Training,
     activation_peak,
     rank_memory,
     saved_bytes,
@@ -253,7 +252,7 @@ def test_sizes_that_a_program_has_not() -> None:
 def _memory(case: tuple[Any, ...], rank: int, **options: Any) -> Memory:
     parts = parts_of(*case)
     return rank_memory(
-        parts.program, parts.plan, parts.stages, rank, Training(**options), activations=activations_of(*case)
+        parts.program, parts.plan, parts.stages, rank, Execution(**options), activations=activations_of(*case)
     )
 
 
@@ -292,7 +291,7 @@ def test_optimizers_main_copies_and_zero() -> None:
     assert [m.parameters for m in totals] == [plain.parameters] * 3 + [-(-plain.parameters // 4)]
     for wrong in ({"optimizer": "adagrad"}, {"zero": 4}, {"shards": 0}):
         with pytest.raises(GraphparError):
-            Training(**wrong)  # type: ignore[arg-type]
+            Execution(**wrong)  # type: ignore[arg-type]
 
 
 def test_main_copies_are_of_low_precision_parameters() -> None:
@@ -300,7 +299,7 @@ def test_main_copies_are_of_low_precision_parameters() -> None:
     program = gp.export(model, (torch.randn(4, 8, dtype=torch.bfloat16),), loss_fn=lambda y: y.float().square().mean())
     plan = gp.plan(program, 1, microbatch_size=2)
     parts = gp.partition(program, plan)
-    memory = rank_memory(parts.program, plan, parts.stages, 0, Training(main_copies=True))
+    memory = rank_memory(parts.program, plan, parts.stages, 0, Execution(main_copies=True))
     assert memory.main_copies == 2 * memory.parameters
     assert memory.optimizer == 2 * memory.main_copies
     assert memory.gradients == memory.parameters
