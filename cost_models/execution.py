@@ -27,6 +27,8 @@ class Execution:
             each operator reads and writes memory.
         overlap_gradients: sums of gradients over replicas run beside the backward of the last microbatch.
         prefetch: parameters that are divided are gathered for the next unit while this one computes.
+        hold_messages: buffers for what stages receive, and for the gradients that come back, are there for every microbatch of a
+            step, as torch's pipeline stages make them; else for those in flight.
         overlap_tp: the share of the collectives inside operators that is hidden behind the products next to them.
     """
 
@@ -39,6 +41,7 @@ class Execution:
     fused: bool = False
     overlap_gradients: bool = True
     prefetch: bool = True
+    hold_messages: bool = True
     overlap_tp: float = 0.0
 
     def __post_init__(self) -> None:

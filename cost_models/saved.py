@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining._backward import stage_backward_input
+from torch.utils._pytree import tree_leaves
 
 from graphpar.cost_models.fake_operators import call_on_fakes
 from graphpar.cost_models.storages import Kept, Live, Template, signature, storage_of, unseen
@@ -86,6 +88,29 @@ class Passes:
     backward: int
 
 
+@dataclass(frozen=True)
+class Reach:
+    """What one microbatch of a unit, a stage that others may be joined to, does to memory: bytes.
+
+    Attributes:
+        inside: kept from its forward to its backward, by itself alone.
+        shared: kept of values that every stage computes for itself; once, however many units of a stage want them.
+        given: of what it receives, the part that it keeps; the sender keeps it already where it is in the same stage and ``held``.
+        received: all that it receives.
+        sent: of what it sends, as new storages; ``held``: whether autograd keeps them too.
+        forward, backward: what each takes on top of what is kept.
+    """
+
+    inside: int
+    shared: int
+    given: int
+    received: int
+    sent: int
+    held: bool
+    forward: int
+    backward: int
+
+
 class Activations:
     """Measures the stages of one lowered program; each stage, size and distinct block once.
 
@@ -139,6 +164,12 @@ class Activations:
             with self._ready():
                 self._passes[key] = _measure_passes(self, stage, rows)
         return self._passes[key]
+
+    def reach(self, stage: Stage, rows: int) -> Reach:
+        """For a stage that others may be joined to; a run of its forward and backward, not kept."""
+        self._check_size(rows)
+        with self._ready():
+            return _measure_reach(self, stage, rows)
 
     def for_weight(self, stage: Stage, rows: int) -> int:
         """What a microbatch keeps from the input half of its backward (``I``) to the weight half (``W``), outputs included.
@@ -283,6 +314,64 @@ def _measure_passes(activations: Activations, stage: Stage, rows: int) -> Passes
     for value in activations.state.values():
         value.grad = None
     return Passes(forward, kept, backward)
+
+
+class _Sharing(_Forward):
+    """Notes the storages of the values that every stage computes for itself."""
+
+    def __init__(self, activations: Activations, names: Sequence[str]) -> None:
+        super().__init__(activations, None)
+        self.names, self.storages = frozenset(names), set[int]()
+
+    def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = super().call(node, args, kwargs)
+        if node.name in self.names:
+            self.storages |= {storage_of(item) for item in tree_leaves(made) if isinstance(item, Tensor)}
+        return made
+
+
+def _measure_reach(activations: Activations, stage: Stage, rows: int) -> Reach:
+    given = activations.given(stage, rows)
+    for name in attributes(activations.program, stage):
+        value = activations.tensor(name)
+        if value.requires_grad:
+            value.grad = torch.zeros_like(value)
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    train = activations.program.mode == "train"
+    runner = _Sharing(activations, stage.recomputed)
+    with Live() as live:
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            outputs = _outputs(stage, runner.run_graph(stage.graph, "", given), given)
+        forward, kept = live.turn()
+        sent = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
+        shared = sum(nbytes for key, nbytes in saved.items() if key in runner.storages and key not in sent)
+        received = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in given}
+        taken = sum(nbytes for key, nbytes in received.items() if key in saved)
+        held = any(key in saved for key in sent)
+        if train:
+            roots = [tensor for tensor in outputs if tensor.requires_grad]
+            with unseen(live):
+                gradients = [torch.ones_like(tensor) for tensor in roots] if stage.sends else None
+            torch.autograd.backward(roots, gradients)
+        backward, _ = live.turn()
+    for value in activations.state.values():
+        value.grad = None
+    new = sum(nbytes for key, nbytes in sent.items() if key not in received)
+    return Reach(
+        inside=kept - new - shared,
+        shared=shared,
+        given=taken,
+        received=sum(received.values()),
+        sent=new,
+        held=held,
+        forward=forward - kept,
+        backward=max(0, backward - kept),
+    )
 
 
 def _measure_for_weight(activations: Activations, stage: Stage, rows: int) -> int:

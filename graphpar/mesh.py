@@ -25,10 +25,6 @@ class Mesh:
         for axis, degree in self.degrees().items():
             if degree < 1:
                 raise GraphparError(f"Mesh axis {axis} has degree {degree}; it must be at least 1.")
-        if self.dp_shard > 1:
-            raise GraphparError(
-                f"Mesh dp_shard={self.dp_shard}: cutting optimizer state over dp_shard comes in a later version."
-            )
 
     @property
     def compute(self) -> dict[str, int]:

@@ -72,6 +72,7 @@ class Timeline:
     misses what is on its way to it (or what it is sending, where senders wait), ``idle`` is the rest. ``bubble`` is
     the share of ranks x makespan in which a rank computes nothing: waiting and idle. ``period`` is the longest time
     from a rank's first start to its last end: what a step takes where no rank waits for the others between steps.
+    ``ends`` is when each rank has done its last action.
     ``peak_in_flight`` counts, for each rank, the (stage, microbatch) pairs whose activations are alive at once: from F
     to the end of B, or of W where the backward is split. Without spans, ``spans`` and ``transfers`` are empty.
     """
@@ -84,6 +85,7 @@ class Timeline:
     busy: tuple[float, ...]
     waiting: tuple[float, ...]
     idle: tuple[float, ...]
+    ends: tuple[float, ...]
     peak_in_flight: tuple[int, ...]
 
 
@@ -194,6 +196,7 @@ def _timeline(order: Order, durations: Array, transfers: Transfers | None, spans
         busy=tuple(busy.tolist()),
         waiting=tuple(waiting.tolist()),
         idle=tuple(np.maximum(0.0, makespan - busy - waiting).tolist()),
+        ends=tuple(float(end[nodes[-1]]) if len(nodes) else 0.0 for nodes in order.actions_of),
         peak_in_flight=peak_in_flight(order),
     )
 

@@ -62,6 +62,8 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     batch = pins.global_batch or program.batch
     if batch < 1:
         raise GraphparError(f"The global batch is {batch}; it must be at least 1.")
+    if mesh.dp_shard > 1:
+        raise GraphparError(f"Mesh dp_shard={mesh.dp_shard}: cutting optimizer state over dp_shard comes in a later version.")
     if batch % mesh.dp_replicate:
         raise GraphparError(
             f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows."

@@ -1,0 +1,187 @@
+"""Seconds of a rank's work on a device: a roofline whose roof depends on shapes.
+
+product     the tiles of its result, in waves over the compute units; each tile takes its reduction, and as long again as
+            ``half_reduction`` of it to start and end; or splits of the reduction, where there are few tiles; at least its bytes
+attention   flops at the share of the peak that fused kernels reach, less for short rows and narrow heads
+traffic     bytes at the share of the bandwidth that elementwise kernels reach
+all         at least ``launch_s`` an operator; on a GPU a phase takes at least ``dispatch_s`` of the host for each operator
+
+Shares are the device's (:class:`graphpar.cost_models.devices.Device`); the shapes of tiles are those of the libraries.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphpar.cost_models.devices import Device
+from graphpar.cost_models.work import (
+    ATTENTION_BACKWARD,
+    Attention,
+    Collective,
+    Phase,
+    Product,
+    Row,
+    Size,
+    Traffic,
+    Work,
+)
+
+Array = NDArray[np.float64]
+
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.6))
+"""Rows and columns of a tile, and the share of a unit's rate that products of such tiles reach: small ones read operands more often."""
+LEAST_SPLIT = 1024
+"""A reduction is split only into parts at least this long."""
+HALF_ROW, HALF_WIDTH = 256.0, 24.0
+"""Lengths of rows and widths of heads at which fused attention loses half of its rate (fits FlashAttention-2's published curves)."""
+_DTYPES = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """One phase of a unit: on the device's units and memory, and how many operators."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    operators: int = 0
+
+    @property
+    def busy(self) -> float:
+        return self.products + self.attention + self.traffic
+
+
+class Compute:
+    """Prices :class:`Work` on ``device``; tables are laid out once for each work.
+
+    Args:
+        dtype: of 16-bit (and fp8) products; those of 32 bits run as fp32 (tf32 where ``dtype`` says so).
+    """
+
+    def __init__(self, device: Device, dtype: str = "bf16") -> None:
+        self.device, self.dtype = device, dtype
+        self._tables: dict[int, tuple[Work, _Tables]] = {}
+
+    def seconds(self, work: Work, batch: int) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
+        """The three phases of ``work`` for a microbatch of ``batch`` rows."""
+        if id(work) not in self._tables:
+            self._tables[id(work)] = work, _Tables(work)
+        tables = self._tables[id(work)][1]
+        products = self._products(tables, batch) * tables.product_times
+        attention = self._attention(tables, batch) * tables.attention_times
+        traffic = self.traffic_s(_at(tables.traffic, batch)) * tables.traffic_times
+        sums = [
+            np.bincount(phases, seconds, 3) if len(phases) else np.zeros(3)
+            for phases, seconds in (
+                (tables.product_phases, products), (tables.attention_phases, attention), (tables.traffic_phases, traffic),
+            )
+        ]  # fmt: skip
+        first, second, third = (
+            PhaseSeconds(float(sums[0][p]), float(sums[1][p]), float(sums[2][p]), tables.operators[p]) for p in Phase
+        )
+        return first, second, third
+
+    def traffic_s(self, nbytes: Array | float) -> Array:
+        """Of kernels that move ``nbytes`` each."""
+        rate = self.device.memory_bytes_per_s * self.device.memory_efficiency
+        return np.asarray(self._with_launch(np.asarray(nbytes, dtype=float) / rate))
+
+    def _with_launch(self, seconds: Array) -> Array:
+        return seconds + self.device.launch_s
+
+    def phase_s(self, phase: PhaseSeconds) -> float:
+        """From when a phase starts to when it ends: the device's time, or the host's where that is longer."""
+        return max(phase.busy, phase.operators * self.device.dispatch_s)
+
+    def rate(self, itemsize: int) -> float:
+        """Peak flop/s of operands of ``itemsize`` bytes."""
+        named = _DTYPES[itemsize]
+        if itemsize == 2 or (itemsize == 4 and self.dtype == "tf32"):
+            named = self.dtype if self.dtype not in ("fp32", "fp64") else named
+        return self.device.peak(named if named != "fp64" else "fp32")
+
+    def _products(self, tables: _Tables, batch: int) -> Array:
+        if not len(tables.product_times):
+            return np.zeros(0)
+        matrices, m, n, k = (_at(tables.products[:, place], batch) for place in range(4))
+        rate = np.array([self.rate(size) for size in tables.itemsizes]) * self.device.matrix_efficiency
+        seconds = self._tiled(matrices, m, n, k, rate)
+        moved = matrices * (m * k + k * n + m * n) * tables.itemsizes / (self.device.memory_bytes_per_s * self.device.memory_efficiency)
+        return self._with_launch(np.maximum(seconds, moved))
+
+    def _tiled(self, matrices: Array, m: Array, n: Array, k: Array, rate: Array) -> Array:
+        half = self.device.half_reduction
+        if self.device.compute_units is None:
+            return np.asarray(2 * matrices * m * n * (k + half) / rate)
+        units = self.device.compute_units
+        best = np.full(len(m), np.inf)
+        for rows, columns, share in TILES:
+            for tall, wide in {(rows, columns), (columns, rows)}:
+                tiles = matrices * np.ceil(m / tall) * np.ceil(n / wide)
+                splits = np.clip(np.minimum(units / np.maximum(tiles, 1), k / LEAST_SPLIT), 1, None)
+                waves = np.maximum(1, np.ceil(tiles / units))
+                flops = 2.0 * tall * wide * (k / splits + half)
+                best = np.minimum(best, waves * flops * units / (rate * share))
+        return best
+
+    def _attention(self, tables: _Tables, batch: int) -> Array:
+        if not len(tables.attention_times):
+            return np.zeros(0)
+        heads, queries, keys = (_at(tables.attention[:, place], batch) for place in range(3))
+        width, causal, backward = tables.attention_width, tables.attention_causal, tables.attention_backward
+        flops = 4.0 * heads * queries * keys * width * np.where(causal, 0.5, 1.0) * np.where(backward, ATTENTION_BACKWARD, 1.0)
+        forward_share, backward_share = self.device.attention_efficiency
+        rate = np.array([self.rate(size) for size in tables.attention_itemsizes]) * np.where(backward, backward_share, forward_share)
+        shape = keys / (keys + np.where(causal, 2 * HALF_ROW, HALF_ROW)) * width / (width + HALF_WIDTH) * (128 + HALF_WIDTH) / 128
+        return self._with_launch(flops / (rate * np.minimum(shape, 1.0)))
+
+
+class _Tables:
+    """A work's rows as arrays: numbers and powers, phases, and how often each is there."""
+
+    def __init__(self, work: Work) -> None:
+        by_kind: dict[type, list[tuple[Row, int]]] = defaultdict(list)
+        for row, times in work.rows.items():
+            by_kind[type(row)].append((row, times))
+        products = [(row, times) for row, times in by_kind[Product] if isinstance(row, Product)]
+        attention = [(row, times) for row, times in by_kind[Attention] if isinstance(row, Attention)]
+        traffic = [(row, times) for row, times in by_kind[Traffic] if isinstance(row, Traffic)]
+        self.operators = work.operators
+        self.products = _sizes([(row.matrices, row.m, row.n, row.k) for row, _ in products], 4)
+        self.itemsizes = np.array([row.itemsize for row, _ in products], dtype=int)
+        self.product_phases, self.product_times = _columns(products)
+        self.attention = _sizes([(row.heads, row.queries, row.keys) for row, _ in attention], 3)
+        self.attention_width = np.array([row.width for row, _ in attention], dtype=float)
+        self.attention_causal = np.array([row.causal for row, _ in attention], dtype=bool)
+        self.attention_backward = np.array([row.phase is not Phase.FORWARD for row, _ in attention], dtype=bool)
+        self.attention_itemsizes = [row.itemsize for row, _ in attention]
+        self.attention_phases, self.attention_times = _columns(attention)
+        self.traffic = _sizes([(row.nbytes,) for row, _ in traffic], 1)[:, 0]
+        self.traffic_phases, self.traffic_times = _columns(traffic)
+
+
+def _columns(rows: Sequence[tuple[Row, int]]) -> tuple[NDArray[np.int64], Array]:
+    return np.array([int(row.phase) for row, _ in rows], dtype=np.int64), np.array([times for _, times in rows], dtype=float)
+
+
+def _sizes(rows: Sequence[tuple[Size, ...]], width: int) -> Array:
+    """[rows, columns, (number, power)]."""
+    return np.array([[(size.number, size.power) for size in row] for row in rows], dtype=float).reshape(len(rows), width, 2)
+
+
+def _at(sizes: Array, batch: int) -> Array:
+    return np.asarray(sizes[..., 0] * float(batch) ** sizes[..., 1])
+
+
+def collectives_of(work: Work) -> Mapping[str, Sequence[tuple[Collective, int]]]:
+    """The collectives of a work by axis."""
+    found: dict[str, list[tuple[Collective, int]]] = defaultdict(list)
+    for row, times in work.rows.items():
+        if isinstance(row, Collective):
+            found[row.axis].append((row, times))
+    return found

@@ -1,0 +1,243 @@
+"""Units: the smallest pieces that stages can be made of, each with its work and its memory, symbolic in the batch.
+
+    lowered program ──every legal split point──► units ──alike ones are one kind──► Work, Memory of a kind
+                                                   │
+                        stage = a run of units ◄───┘    embedding | layer 0 | layer 1 | ... | norm and head
+
+Where a unit begins is where a stage may begin: before and after blocks, or where there are few, before other modules with parameters.
+What units do and keep adds up to what a stage does and keeps, but for values that all stages compute for themselves (masks, rotary
+tables), which are there once in a stage.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.flops import tensor_bytes
+from graphpar.cost_models.saved import Activations, Reach, attributes
+from graphpar.cost_models.work import Size, Work, Works
+from graphpar.errors import GraphparError
+from graphpar.passes.split import Stage, cut_candidates, split
+from graphpar.plans import Cut, SplitPoint
+from graphpar.program import Program, batch_coefficients, value_of
+from graphpar.runtime.layout import R
+
+_ROWS = (2, 3)
+"""Microbatch sizes that lines are drawn through; see :data:`graphpar.cost_models.saved._SIZES`."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """``fixed + per_row * rows``."""
+
+    fixed: float = 0.0
+    per_row: float = 0.0
+
+    def at(self, rows: int) -> int:
+        return max(0, round(self.fixed + self.per_row * rows))
+
+    @staticmethod
+    def through(first: float, second: float) -> Bytes:
+        """The line through what ``_ROWS`` have."""
+        slope = (second - first) / (_ROWS[1] - _ROWS[0])
+        return Bytes(first - slope * _ROWS[0], slope)
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """The fields of :class:`graphpar.cost_models.saved.Reach`, for every microbatch size."""
+
+    inside: Bytes
+    shared: Bytes
+    given: Bytes
+    received: Bytes
+    sent: Bytes
+    held: bool
+    forward: Bytes
+    backward: Bytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """The parameters of a unit with one set of axes on which their gradients are partial.
+
+    ``names`` are those of tied parameters, which a stage that has several of them holds once: elements and bytes by name.
+    """
+
+    axes: tuple[str, ...]
+    elements: int
+    nbytes: int
+    itemsize: int
+    trained: bool
+    tied: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What alike units have in common."""
+
+    work: Work
+    memory: UnitMemory
+    sends: tuple[tuple[Size, bool], ...]
+    """Of each value that crosses to the next unit: bytes, and whether a gradient comes back."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One piece."""
+
+    cut: Cut | None
+    """Where it begins; None for the first."""
+    modules: tuple[str, ...]
+    kind: Kind
+    held: tuple[Held, ...]
+    buffers: int
+    inputs: tuple[str, ...]
+    stage: Stage = field(repr=False)
+
+
+def unit_cuts(program: Program) -> list[tuple[int, Cut]]:
+    """Every place where a stage may begin: (position in the root graph, split point)."""
+    nodes = list(program.graph.nodes)
+    blocks: dict[str, list[int]] = {}
+    for index, node in enumerate(nodes):
+        if node.op == "call_module":
+            blocks.setdefault(str(node.target), []).append(index)
+    if len(blocks) < 2:
+        found = [(index, Cut(path)) for index, path in cut_candidates(program, len(nodes))]
+    else:
+        found = [(places[0], Cut(path)) for path, places in blocks.items()]
+        last, places = max(blocks.items(), key=lambda entry: entry[1][-1])
+        found.append((places[-1] + 1, Cut(last, SplitPoint.END)))
+    work = [index for index, node in enumerate(nodes) if _has_work(node)]
+    legal: list[tuple[int, Cut]] = []
+    begin = 0
+    for position, cut in sorted(found, key=lambda entry: entry[0]):
+        if any(begin <= index < position for index in work) and any(index >= position for index in work) and _can_split(program, position):
+            legal.append((position, cut))
+            begin = position
+    return legal
+
+
+def _has_work(node: fx.Node) -> bool:
+    return node.op == "call_module" or (node.op == "call_function" and any(a.op == "get_attr" for a in node.all_input_nodes))
+
+
+def _can_split(program: Program, position: int) -> bool:
+    try:
+        split(program, [position])
+    except GraphparError:
+        return False
+    return True
+
+
+def units_of(
+    program: Program, degrees: Mapping[str, int], execution: Execution | None = None, *, device: str = "cpu"
+) -> list[Unit]:
+    """The units of a lowered program.
+
+    Args:
+        program: what :func:`graphpar.passes.shard.shard` gives.
+        degrees: ranks by axis.
+        execution: whether kernels are fused, and the dtype of gradients.
+        device: ``cpu`` or ``cuda``, as :class:`Activations` takes it.
+    """
+    execution = execution or Execution()
+    cuts = unit_cuts(program)
+    stages = split(program, [position for position, _ in cuts])
+    works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
+    activations = Activations(program, degrees, device=device, even_experts=True)
+    kinds: dict[Any, Kind] = {}
+    shared: set[str] = set()
+    units = []
+    for stage, cut in zip(stages, [None, *(cut for _, cut in cuts)]):
+        again = shared & set(stage.recomputed)
+        key = _signature(program, stage), frozenset(again)
+        if key not in kinds:
+            kinds[key] = Kind(works.of(stage.graph, without=again), _memory(activations, stage), _sends(stage))
+        shared |= set(stage.recomputed)
+        held, buffers = _held(program, degrees, stage)
+        units.append(Unit(cut, stage.modules, kinds[key], held, buffers, stage.inputs, stage))
+    return units
+
+
+def _signature(program: Program, stage: Stage) -> Any:
+    """What two stages that do the same have alike: operators, shapes, and how values are passed on."""
+    places = {node: place for place, node in enumerate(stage.graph.nodes)}
+    rows = []
+    for node in stage.graph.nodes:
+        target = node.meta["block"] if node.op == "call_module" else "" if node.op in ("get_attr", "placeholder", "output") else node.target
+        value = value_of(node)
+        shape = (tuple(map(str, value.shape)), str(value.dtype)) if isinstance(value, Tensor) else ()
+        frozen = node.op == "get_attr" and not _is_trained(program, str(node.target))
+        rows.append((node.op, target, shape, frozen, tuple(places[a] for a in node.all_input_nodes)))
+    return tuple(rows), tuple(b.requires_grad for b in stage.receives), tuple(b.requires_grad for b in stage.sends)
+
+
+def _is_trained(program: Program, name: str) -> bool:
+    return name in program.parameters and program.parameters[name].requires_grad
+
+
+def _memory(activations: Activations, stage: Stage) -> UnitMemory:
+    program = activations.program
+    sizes = _ROWS if program.symbolic else (program.batch, program.batch)
+    first = activations.reach(stage, sizes[0])
+    second = activations.reach(stage, sizes[1]) if program.symbolic else first
+    line = {
+        name: Bytes.through(getattr(first, name), getattr(second, name)) if program.symbolic else Bytes(getattr(first, name))
+        for name in Reach.__dataclass_fields__
+        if name != "held"
+    }
+    return UnitMemory(held=first.held, **line)  # type: ignore[arg-type]
+
+
+def _sends(stage: Stage) -> tuple[tuple[Size, bool], ...]:
+    found = []
+    for boundary in stage.sends:
+        scales = any(c is not None for c in batch_coefficients(boundary.node))
+        found.append((Size(float(tensor_bytes(boundary.node, 1)), 1 if scales else 0), boundary.requires_grad))
+    return tuple(found)
+
+
+def _held(program: Program, degrees: Mapping[str, int], stage: Stage) -> tuple[tuple[Held, ...], int]:
+    """The parameters of a unit by what becomes of their gradients, and the bytes of its buffers and constants."""
+    groups: dict[tuple[tuple[str, ...], int, bool], list[int]] = {}
+    tied: list[Held] = []
+    buffers = 0
+    for name in dict.fromkeys(program.tie_of(name)[0] for name in attributes(program, stage)):
+        if name not in program.parameters:
+            buffers += program.tensor_info(name).nbytes
+            continue
+        info = program.parameters[name]
+        axes = tuple(sorted(axis for axis, kind in info.spec if kind == R and degrees.get(axis, 1) > 1))
+        if len(program.tie_of(name)) > 1:
+            tied.append(Held(axes, info.numel, info.nbytes, info.dtype.itemsize, info.requires_grad, name))
+        else:
+            groups.setdefault((axes, info.dtype.itemsize, info.requires_grad), []).append(info.numel)
+    alone = [
+        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained) for (axes, itemsize, trained), sizes in groups.items()
+    ]
+    return (*alone, *tied), buffers
+
+
+def joined(units: Sequence[Unit], rows: int) -> tuple[int, int, int, int, int]:
+    """Of units joined to a stage, bytes of a microbatch: (kept, forward, backward, sent, received), the middle two on top of ``kept``."""
+    inside = sum(unit.kind.memory.inside.at(rows) for unit in units)
+    shared = max((unit.kind.memory.shared.at(rows) for unit in units), default=0)
+    between = sum(_between(before.kind.memory, after.kind.memory, rows) for before, after in itertools.pairwise(units))
+    sent = units[-1].kind.memory.sent.at(rows)
+    forward = max(unit.kind.memory.forward.at(rows) for unit in units)
+    backward = max(unit.kind.memory.backward.at(rows) for unit in units)
+    return inside + shared + between + sent, forward, backward, sent, units[0].kind.memory.received.at(rows)
+
+
+def _between(before: UnitMemory, after: UnitMemory, rows: int) -> int:
+    """What is kept of the values that one unit of a stage gives to the next: all, if the first wants it, else what the next wants."""
+    sent = before.sent.at(rows)
+    return sent if before.held else min(sent, after.given.at(rows))
