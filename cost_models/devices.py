@@ -238,6 +238,16 @@ _ROWS = (
         {**_SPEC_SOURCES, "links": f"{_NETWORK}; both also in the report of Nemotron-4 15B"}, 0.803,
     ),
     _gpu(
+        "H100-96GB-HBM2e-500W", _HOPPER, usable(96), 2.4, 450, 50,
+        {
+            "flops": f"{_AS_H100}; what 500 W sustain of it is not known",
+            "memory": "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md",
+            "links": "as H100-SXM-80GB; between also there",
+            "efficiency": _AS_H100,
+        },
+        0.803,
+    ),
+    _gpu(
         "H800-SXM-80GB", _HOPPER, usable(80), 3.35, 200, 50,
         {
             **dict.fromkeys(("flops", "memory", "efficiency"), _AS_H100),
@@ -259,6 +269,17 @@ _ROWS = (
             **_SPEC_SOURCES,
             "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
             "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
+        },
+        0.729, per_node=72,
+    ),
+    _gpu(
+        "GB300-NVL72", {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000}, usable(288, 10**9), 8.0, 900, 100,
+        {
+            **_SPEC_SOURCES,
+            "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
+            "memory": f"{_SPEC}; taken as decimal GB, as B300-SXM-288GB",
+            "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
+            "efficiency": "as GB200-NVL72",
         },
         0.729, per_node=72,
     ),
