@@ -11,13 +11,14 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from graphpar.errors import GraphparError, near_match
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 KINDS = ("gpu", "cpu")
+_Figure = TypeVar("_Figure", int, float)
 
 
 def check_number(name: str, value: Any, *, whole: bool = False, zero: bool = False) -> None:
@@ -33,29 +34,48 @@ def check_number(name: str, value: Any, *, whole: bool = False, zero: bool = Fal
         raise GraphparError(f"{name} is {value!r}; it must be {wanted}.")
 
 
+def check_share(name: str, value: Any) -> None:
+    """Whether ``value`` is above 0 and at most 1.
+
+    Raises:
+        GraphparError: it is not; the message names the field.
+    """
+    check_number(name, value)
+    if value > 1:
+        raise GraphparError(f"{name} is {value}; it is a share of the peak, at most 1.")
+
+
 @dataclass(frozen=True)
 class Link:
     """What connects devices.
 
     ``latency_s``: seconds a message. ``bytes_per_s``: of one device, in one direction, when all its neighbours take part.
     ``pair_bytes_per_s``: what a device has to one neighbour, where each pair has a wire of its own and no switch.
+    ``efficiency``: the share of ``bytes_per_s`` that rings reach with large messages.
+    ``in_switch``: the share that reductions reach which the switch computes; None: it does not.
     """
 
     latency_s: float
     bytes_per_s: float
     pair_bytes_per_s: float | None = None
+    efficiency: float = 0.8
+    in_switch: float | None = None
 
     def __post_init__(self) -> None:
         check_number("latency_s", self.latency_s, zero=True)
         check_number("bytes_per_s", self.bytes_per_s)
         if self.pair_bytes_per_s is not None:
             check_number("pair_bytes_per_s", self.pair_bytes_per_s)
+        check_share("efficiency", self.efficiency)
+        if self.in_switch is not None:
+            check_share("in_switch", self.in_switch)
 
     def among(self, devices: int) -> Link:
         """The link as a group of ``devices`` sees it: without a switch, wires to devices outside of the group are of no use."""
         if self.pair_bytes_per_s is None:
             return self
-        return Link(self.latency_s, min(self.bytes_per_s, self.pair_bytes_per_s * max(1, devices - 1)))
+        rate = min(self.bytes_per_s, self.pair_bytes_per_s * max(1, devices - 1))
+        return replace(self, bytes_per_s=rate, pair_bytes_per_s=None)
 
 
 @dataclass(frozen=True)
@@ -121,9 +141,7 @@ class Device:
         shares = {"matrix_efficiency": self.matrix_efficiency, "memory_efficiency": self.memory_efficiency}
         shares |= {f"attention_efficiency[{place}]": share for place, share in enumerate(self.attention_efficiency)}
         for name, share in shares.items():
-            check_number(name, share)
-            if share > 1:
-                raise GraphparError(f"{name} is {share}; it is a share of the peak, at most 1.")
+            check_share(name, share)
         if self.devices_per_node is not None:
             check_number("devices_per_node", self.devices_per_node, whole=True)
 
@@ -146,14 +164,22 @@ _NETWORK = "stas00/ml-engineering network/README.md, network/benchmarks/README.m
 _VENDOR = "vendor's data sheet, from memory"
 _ASSUMED = "assumed"
 _MEASURED = f"best large bf16 product over peak, {_SPEC}"
-_LATENCIES = "latencies: smallest all-reduces of 8 H200 and of 32 B200 over ring steps, same place"
+_LATENCIES = "inside: smallest all-reduces of 8 H200 over ring steps, same place; between: assumed"
 
 _GPU_LAUNCH = 4e-6  # assumed: a small kernel with the gap before it
 _GPU_DISPATCH = 6e-6  # assumed: PyTorch's own work for an operator
 _HALF_REDUCTION = 150.0  # assumed
 _COMPUTE_UNITS = {"V100": 80, "A100": 108, "A800": 108, "H": 132, "B": 148, "GB": 152, "MI300X": 304, "L40S": 142}
 _EFFICIENCY = 0.8  # assumed where nobody measured
-_INSIDE_S, _BETWEEN_S = 2.7e-6, 6e-6  # 57 KB at 1.44 GB/s over 15 steps; 508 KB at 1.33 GB/s over 63 steps
+_RING = 0.8  # assumed where nobody measured
+_RINGS = {"A": 0.78, "H800": 0.8, "H": 0.82, "B": 0.76, "GB": 0.76, "MI300X": 0.7}
+"""What rings reach inside a node: all-reduces of 8 A100, 8 H200, 4 B200 and 4 GB300, 8 MI300X; 160 of 200 GB/s on H800 (DeepSeek-V3)."""
+_IN_SWITCH = {"H": 0.69, "B": 0.61, "GB": 0.61}
+"""What reductions in the switch reach: 4 to 8 H200 have 363, 414, 436, 460 and 473 GB/s of bus bandwidth with 8 GiB, which is
+2 (n-1) / (n+1) times 0.67 of 450 for n of 5 and more; 8 B200 have 838 GB/s. Third and later NVSwitches do it."""
+_ADAPTERS = 0.97  # what rings reach between nodes: 382 GB/s of bus bandwidth with 16 GiB on 32 B200 with adapters of 8 x 50 GB/s a node
+_INSIDE_S = 2.7e-6  # 57 KB at 1.44 GB/s over 15 steps
+_BETWEEN_S = 6e-6  # assumed for InfiniBand
 
 
 def usable(vendor_gb: float, unit: int = 2**30) -> int:
@@ -183,18 +209,19 @@ def _gpu(
         memory_tbps * 1e12,
         _GPU_LAUNCH,
         efficiency,
-        Link(_INSIDE_S, inside * 1e9, None if pair is None else pair * 1e9),
-        Link(_BETWEEN_S, between * 1e9),
+        Link(_INSIDE_S, inside * 1e9, None if pair is None else pair * 1e9, _of_kind(_RINGS, name) or _RING, _of_kind(_IN_SWITCH, name)),
+        Link(_BETWEEN_S, between * 1e9, efficiency=_ADAPTERS),
         per_node,
         half_reduction=_HALF_REDUCTION,
-        compute_units=_compute_units(name),
+        compute_units=_of_kind(_COMPUTE_UNITS, name),
         dispatch_s=_GPU_DISPATCH,
         sources={"efficiency": _MEASURED, "latency": _LATENCIES, "launch": _ASSUMED, **sources},
     )
 
 
-def _compute_units(name: str) -> int:
-    return next(count for prefix, count in _COMPUTE_UNITS.items() if name.startswith(prefix))
+def _of_kind(figures: Mapping[str, _Figure], name: str) -> _Figure | None:
+    """The figure of the first beginning of ``name`` that has one."""
+    return next((figure for prefix, figure in figures.items() if name.startswith(prefix)), None)
 
 
 _AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
@@ -307,7 +334,9 @@ _ROWS = (
     ),
     Device(
         "CPU", "cpu", {"fp32": 1e11}, 16 * 2**30, 2e10, 5e-6, _EFFICIENCY, Link(5e-5, 1e9), Link(1e-4, 1e9), None,
-        sources=dict.fromkeys(("flops", "memory", "links", "efficiency", "latency", "launch"), "assumed: a process with two or three cores, gloo"),
+        sources=dict.fromkeys(
+            ("flops", "memory", "links", "efficiency", "latency", "launch"), "assumed: a process with two or three cores, gloo"
+        ),
     ),
 )  # fmt: skip
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from graphpar.cluster import Cluster
+from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.devices import Link
 from graphpar.cost_models.flops import dominant_dtype
 from graphpar.mesh import Mesh
 from graphpar.program import Program
 from graphpar.transitions import Cost, collective_cost
-
-LINK_EFFICIENCY = 0.8
-"""The share of a link's bandwidth that rings reach: measured are 0.78 (8 A100) and 0.82 (8 H200), by stas00/ml-engineering."""
 
 _LINK = Link(8e-6, 200e9)
 
@@ -32,18 +30,17 @@ class ShardingCosts:
 
     @staticmethod
     def of(cluster: Cluster, mesh: Mesh, dtype: str) -> ShardingCosts:
-        """What ``cluster`` reaches for operands of ``dtype``, each axis of ``mesh`` over the slowest link that it crosses.
+        """What ``cluster`` reaches for operands of ``dtype``; collectives over each axis of ``mesh`` cost what a ring does.
 
         Raises:
             GraphparError: the mesh does not fit the cluster, or its device has no rate for the dtype.
         """
-        device = cluster.device
-        links = {axis: cluster.link_of_axis(mesh, axis) for axis, degree in mesh.degrees().items() if degree > 1}
+        device, network = cluster.device, Network(cluster)
         return ShardingCosts(
             device.peak(dtype) * device.matrix_efficiency,
             device.memory_bytes_per_s * device.memory_efficiency,
             device.launch_s,
-            {axis: Link(link.latency_s, link.bytes_per_s * LINK_EFFICIENCY) for axis, link in links.items()},
+            {axis: network.ring(network.group_of_axes(mesh, (axis,))) for axis, degree in mesh.degrees().items() if degree > 1},
         )
 
     def operator_s(self, flops: float, nbytes: float) -> float:

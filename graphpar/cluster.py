@@ -1,10 +1,9 @@
 """``Cluster``: the hardware that a plan is for, as nodes of equal devices with one link inside a node and one between nodes.
 
-    "2x8xH100-SXM-80GB" or a TOML file ──parse──► Cluster ──link_of_axis(mesh, axis)──► Link
+    "2x8xH100-SXM-80GB" or a TOML file ──parse──► Cluster ──graphpar.cost_models.collectives.Network──► seconds of collectives
 
 Ranks fill the nodes in order, so the inner axes of a mesh stay inside a node where they fit. A link's bandwidth is that of one device:
-between nodes, the adapters of a node divided by its devices. So it does not matter how many groups of one node send at once; a group
-that has only one device of a node is priced as if the node's other devices were sending too, which in a mesh they are.
+between nodes, the adapters of a node divided by its devices.
 """
 
 from __future__ import annotations
@@ -13,19 +12,17 @@ import difflib
 import math
 import re
 import tomllib
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from graphpar.cost_models.devices import DEVICES, Device, Link, check_number, device_named
 from graphpar.errors import GraphparError, near_match
-from graphpar.mesh import Mesh
-from graphpar.runtime.layout import AXES
 
 _TEXT = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<device>[a-z][\w -]*)", re.IGNORECASE)
 _LINKS = ("intra_node", "inter_node")
+_WIRES = ("pair_bytes_per_s", "in_switch")
 _Record = TypeVar("_Record", Device, Link)
 
 
@@ -85,44 +82,6 @@ class Cluster:
         usual = self.device.devices_per_node
         explicit = self.nodes > 1 or (usual is not None and self.devices_per_node > usual)
         return f"{f'{self.nodes}x' if explicit else ''}{count}{self.device.name}"
-
-    # ---- links ----
-
-    def link(self, ranks: Iterable[int]) -> Link:
-        """The slowest link that a group of ``ranks`` crosses; a single rank crosses none, and gets the link inside its node.
-
-        Raises:
-            GraphparError: a rank is not on the cluster.
-        """
-        members = sorted(set(ranks))
-        if not members or members[0] < 0 or members[-1] >= self.size:
-            given = f"Ranks {members[0]} to {members[-1]}" if members else "No ranks"
-            raise GraphparError(f"{given}: the cluster {self} has ranks 0 to {self.size - 1}.")
-        together = Counter(rank // self.devices_per_node for rank in members).values()
-        crossed = [self.intra_node.among(count) for count in together if count > 1]
-        if len(together) > 1:
-            crossed.append(self.inter_node)
-        return min(crossed, key=lambda link: link.bytes_per_s, default=self.intra_node)
-
-    def link_of_axis(self, mesh: Mesh, axis: str) -> Link:
-        """The slowest link that a group of ``axis`` crosses, over all its groups.
-
-        Raises:
-            GraphparError: there is no such axis, or the mesh has more devices than the cluster.
-        """
-        if axis not in AXES:
-            raise GraphparError(f"There is no mesh axis {axis!r}; the axes are {', '.join(AXES)}.{near_match(axis, AXES)}")
-        if mesh.size > self.size:
-            raise GraphparError(f"The mesh has {mesh.size} devices, but the cluster {self} has {self.size}.")
-        degrees = mesh.degrees()
-        stride = math.prod(degrees[inner] for inner in AXES[AXES.index(axis) + 1 :])
-        extent = stride * degrees[axis]
-        groups = (
-            range(block + offset, block + extent, stride)
-            for block in range(0, mesh.size, extent)
-            for offset in range(stride)
-        )
-        return min((self.link(group) for group in groups), key=lambda link: link.bytes_per_s)
 
     # ---- as data ----
 
@@ -199,10 +158,13 @@ def _device(data: Mapping[str, Any]) -> Device:
 
 
 def _link(data: Any, where: str, usual: Link | None = None) -> Link:
-    """A link of its figures; those that are left out are of ``usual``."""
+    """A link of its figures; those that are left out are of ``usual``, but for those of its wires where the bandwidth is another's."""
     if not isinstance(data, Mapping):
         raise GraphparError(f"{where} is {data!r}; it must be a table with latency_s and bytes_per_s.")
-    return _record(Link, (_figures(usual) if usual is not None else {}) | dict(data), where)
+    known = _figures(usual) if usual is not None else {}
+    if "bytes_per_s" in data:
+        known = {name: figure for name, figure in known.items() if name not in _WIRES}
+    return _record(Link, known | dict(data), where)
 
 
 def _record(kind: type[_Record], data: Mapping[str, Any], where: str) -> _Record:

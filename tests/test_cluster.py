@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from dataclasses import replace
@@ -18,10 +17,9 @@ import graphpar as gp
 from graphpar.cluster import Cluster
 from graphpar.cost_models.devices import DEVICES, Device, Link, device_named
 from graphpar.cost_models.flops import dominant_dtype
-from graphpar.cost_models.sharding import LINK_EFFICIENCY, ShardingCosts
+from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.mesh import Mesh
 from graphpar.report import report_data
-from graphpar.runtime.layout import AXES, coordinates
 from tests.test_docs import ALL
 
 FAST, SLOW = Link(1e-6, 100e9), Link(5e-6, 10e9)
@@ -156,9 +154,22 @@ matrix_efficiency = 0.7
 def test_a_file_with_a_known_device(tmp_path: Path) -> None:
     assert Cluster.parse(written(tmp_path, NAMED)) == Cluster.parse("2x4xA100")
     slower = Cluster.parse(str(written(tmp_path, NAMED + "[inter_node]\nbytes_per_s = 3e9\n")))
-    assert slower.inter_node == Link(device_named("A100").inter_node.latency_s, 3e9)
+    assert slower.inter_node == replace(device_named("A100").inter_node, bytes_per_s=3e9)
     assert slower.intra_node == device_named("A100").intra_node
     assert Cluster.from_json(slower.to_json()) == slower
+
+
+def test_another_bandwidth_is_another_wire(tmp_path: Path) -> None:
+    """A switch that adds and wires between pairs are not taken over from the device's usual link; a switch can be named."""
+    usual = device_named("H100").intra_node
+    for device in ("H100", "MI300X"):
+        pcie = Cluster.parse(written(tmp_path, NAMED.replace("A100", device) + "[intra_node]\nbytes_per_s = 31e9\n"))
+        assert (pcie.intra_node.in_switch, pcie.intra_node.pair_bytes_per_s) == (None, None)
+        assert Cluster.from_json(json.loads(json.dumps(pcie.to_json()))) == pcie
+    later = Cluster.parse(written(tmp_path, NAMED.replace("A100", "H100") + "[intra_node]\nlatency_s = 1e-5\n"))
+    assert later.intra_node == replace(usual, latency_s=1e-5) and usual.in_switch is not None
+    named = Cluster.parse(written(tmp_path, NAMED + "[intra_node]\nbytes_per_s = 31e9\nin_switch = 0.5\n"))
+    assert named.intra_node == replace(device_named("A100").intra_node, bytes_per_s=31e9, in_switch=0.5)
 
 
 def test_a_file_with_a_device_of_ones_own(tmp_path: Path) -> None:
@@ -186,6 +197,8 @@ def test_a_file_with_a_device_of_ones_own(tmp_path: Path) -> None:
         (NAMED, '"A100"\n', '"A100"\ninter_node = { bytes_per_s = -1e9 }\n', "inter_node: bytes_per_s is -1000000000.0"),
         (NAMED, '"A100"\n', '"A100"\ninter_node = { latency_s = nan }\n', "inter_node: latency_s is nan"),
         (NAMED, '"A100"\n', '"A100"\ninter_node = { byte_per_s = 1e9 }\n', "inter_node: there is no field 'byte_per_s'"),
+        (NAMED, '"A100"\n', '"A100"\nintra_node = { in_switch = 1.5 }\n', "intra_node: in_switch is 1.5; it is a share"),
+        (NAMED, '"A100"\n', '"A100"\ninter_node = { efficiency = 0 }\n', "inter_node: efficiency is 0; it must be a number above 0"),
         (NAMED, "nodes = 2", "nodes = ", "is no TOML"),
         (OWN, "intra_node = { latency_s = 1e-5, bytes_per_s = 25e9 }\n", "", "device: the field 'inter_node' is missing"),
         (OWN, "latency_s = 1e-5, ", "", "intra_node: the field 'latency_s' is missing"),
@@ -213,71 +226,6 @@ def test_the_guides_cluster_file_is_one(tmp_path: Path) -> None:
     assert own.inter_node.bytes_per_s < own.device.inter_node.bytes_per_s
 
 
-# ---- links -----------------------------------------------------------------------------------------------------
-
-MESHES = st.tuples(*(st.sampled_from([1, 2, 3, 4]) if axis in ("pp", "cp", "tp") else st.sampled_from([1, 2]) for axis in AXES))
-
-
-def groups_of(mesh: Mesh, axis: str) -> list[list[int]]:
-    """Groups of an axis: the ranks whose other coordinates agree."""
-    degrees = mesh.degrees()
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(mesh.size):
-        place = coordinates(rank, degrees)
-        found.setdefault(tuple(place[other] for other in AXES if other != axis), []).append(rank)
-    return list(found.values())
-
-
-@given(MESHES, st.integers(1, 12), st.sampled_from(AXES))
-def test_an_axis_has_the_slowest_link_that_a_group_crosses(degrees: tuple[int, ...], per_node: int, axis: str) -> None:
-    mesh = Mesh(**{**dict(zip(AXES, degrees)), "dp_shard": 1})
-    made = cluster(-(-mesh.size // per_node), per_node)
-    crosses = any(len({rank // per_node for rank in group}) > 1 for group in groups_of(mesh, axis))
-    assert made.link_of_axis(mesh, axis) == (SLOW if crosses else FAST)
-
-
-@given(MESHES, st.integers(1, 12))
-def test_an_inner_axis_is_never_slower_where_degrees_fill_nodes(degrees: tuple[int, ...], per_node: int) -> None:
-    """With as many devices a node as the inner axes have, those stay inside, and the axes around them cross."""
-    mesh = Mesh(**{**dict(zip(AXES, degrees)), "dp_shard": 1})
-    sizes = list(itertools.accumulate(reversed(list(mesh.degrees().values())), lambda one, two: one * two))
-    for inner, size in enumerate(sizes):
-        made = cluster(mesh.size // size, size)
-        for place, axis in enumerate(reversed(AXES)):
-            expected = SLOW if place > inner and mesh.degrees()[axis] > 1 else FAST
-            assert made.link_of_axis(mesh, axis) == expected
-
-
-@given(st.sets(st.integers(0, 23), min_size=1), st.integers(0, 23))
-def test_more_ranks_cross_no_faster_link(ranks: set[int], more: int) -> None:
-    made = cluster(4, 6)
-    assert made.link(ranks | {more}).bytes_per_s <= made.link(ranks).bytes_per_s
-
-
-def test_a_slow_link_inside_a_node_slows_a_group_that_crosses_both() -> None:
-    pcie = cluster(2, 4, Link(1e-6, 5e9), SLOW)
-    assert pcie.link([0, 4]) == SLOW
-    assert pcie.link([0, 1, 4, 5]) == Link(1e-6, 5e9)
-
-
-def test_wires_between_pairs_add_up_over_a_group() -> None:
-    mi300x = Cluster.parse("2x8xMI300X")
-    rates = [mi300x.link(range(count)).bytes_per_s for count in (2, 4, 8)]
-    assert rates == [64e9, 192e9, 448e9]
-    assert mi300x.link_of_axis(Mesh(tp=2, dp_replicate=8), "tp").bytes_per_s == 64e9
-    assert mi300x.link(range(16)) == mi300x.inter_node
-
-
-def test_ranks_and_axes_that_are_not_there() -> None:
-    made = cluster(1, 8)
-    with pytest.raises(gp.GraphparError, match="ranks 0 to 7"):
-        made.link([7, 8])
-    with pytest.raises(gp.GraphparError, match="The mesh has 16 devices, but the cluster 8xH100-SXM-80GB has 8"):
-        made.link_of_axis(Mesh(tp=16), "tp")
-    with pytest.raises(gp.GraphparError, match="There is no mesh axis 'dp'"):
-        made.link_of_axis(Mesh(tp=8), "dp")
-
-
 # ---- prices and plans ------------------------------------------------------------------------------------------
 
 
@@ -287,8 +235,8 @@ def test_costs_are_shares_of_the_clusters_peaks() -> None:
     assert costs.flops_per_s == h100.flops["bf16"] * h100.matrix_efficiency
     assert costs.memory_bytes_per_s == h100.memory_bytes_per_s * h100.memory_efficiency
     assert set(costs.links) == {"dp_replicate", "tp"}
-    assert costs.transition_rate("tp") == h100.intra_node.bytes_per_s * LINK_EFFICIENCY
-    assert costs.transition_rate("dp_replicate") == h100.inter_node.bytes_per_s * LINK_EFFICIENCY
+    assert costs.transition_rate("tp") == h100.intra_node.bytes_per_s * h100.intra_node.efficiency
+    assert costs.transition_rate("dp_replicate") == h100.inter_node.bytes_per_s * h100.inter_node.efficiency
     assert costs.operator_s(0, 0) == h100.launch_s
 
 

@@ -1,0 +1,246 @@
+"""Seconds of a collective over a group of ranks, by latency and bandwidth of the algorithms that a communication library chooses from.
+
+    ranks, or axes of a mesh ──Network.group──► Group: how many ranks, on how many nodes ──Network.seconds──► seconds
+
+Each algorithm costs ``latency + x + 2 sqrt(l x)``, where ``x`` is what its busiest device sends over its bandwidth, ``l`` the latency
+of a link inside a node. The last term is what it costs to cut a message into pieces that follow each other: few pieces and the last
+hop waits for a long one, many and each costs ``l``; the best number costs this much. The cheapest algorithm counts:
+
+algorithm    sends, of a tensor of S bytes over n ranks                                            latencies
+ring         all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S, broadcast S          of each step around it
+tree         all-reduce: 2 S (S where there are two), a chain in a node and a tree over nodes      of the chain and log2 nodes
+switch       all-reduce (n+1)/n S, all-gather and reduce-scatter S: the switch adds and copies     as of a ring of 8
+switch tree  all-reduce: the switch in a node, a tree over nodes
+
+A ring over nodes enters and leaves each node as often as the node has members, so its bandwidth is that of their adapters together, but
+no more than that of the links inside. ``Link.bytes_per_s`` between nodes is of one device, and a group takes the shares of its own
+members only: in a mesh the other groups of the axis send at the same time. All-to-all and sends are between pairs: each device uses its
+own share. What the network between nodes lacks (oversubscription, other jobs) is for the cluster's figures to say.
+
+Against measured all-reduces (``tests/test_collective_costs.py`` has the points with their sources) the model is off by 6 % in the middle
+for 1 MiB and more on 8 H200, 8 B200, 32 B200 on 4 nodes, and by at most 31 % (8 B200, 4 MiB).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphpar.cluster import Cluster
+from graphpar.cost_models.devices import Link
+from graphpar.errors import GraphparError, near_match
+from graphpar.mesh import Mesh
+from graphpar.runtime.layout import AXES
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
+
+_SWITCH_MESSAGES = 14
+"""Latencies of a reduction in the switch, however many ranks: 39 us for 32 to 512 KiB on 8 H200 (stas00/ml-engineering)."""
+_TREE_SHARE = 0.92
+"""What trees reach of a ring's bandwidth: as NCCL's own model assumes (NVIDIA/nccl src/graph/tuning.cc); 444 to 467 GB/s measured on
+two nodes of H100 fit."""
+_COPY = 1.08
+"""What a copy to one neighbour in the node reaches, against rings: 396 and 364 GB/s of 8 H200 (stas00/ml-engineering)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """How the ranks of a group lie on nodes.
+
+    ``per_node``: members in the fullest node. ``fewest``: in the emptiest one that has any; where it is not given, as in the fullest.
+    """
+
+    size: int
+    nodes: int
+    per_node: int
+    fewest: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.fewest:
+            object.__setattr__(self, "fewest", self.per_node)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """An algorithm for one kind of collective: seconds of an empty message, and of each byte."""
+
+    latency_s: float
+    byte_s: float
+
+
+class Network:
+    """The prices of a cluster's collectives."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._groups: dict[tuple[Mesh, frozenset[str]], Group] = {}
+        self._lines: dict[tuple[str, Group], tuple[_Line, ...]] = {}
+
+    # ---- groups ----
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """The group of ``ranks``.
+
+        Raises:
+            GraphparError: a rank is not on the cluster.
+        """
+        members = sorted(set(ranks))
+        if not members or members[0] < 0 or members[-1] >= self.cluster.size:
+            given = f"Ranks {members[0]} to {members[-1]}" if members else "No ranks"
+            raise GraphparError(f"{given}: the cluster {self.cluster} has ranks 0 to {self.cluster.size - 1}.")
+        together = Counter(rank // self.cluster.devices_per_node for rank in members).values()
+        return Group(len(members), len(together), max(together), min(together))
+
+    def group_of_axes(self, mesh: Mesh, axes: Sequence[str]) -> Group:
+        """The groups of ``axes`` together: ranks whose coordinates on the other axes agree. Where groups lie differently, the worst
+        that any has: the most nodes, the fullest node, the emptiest node.
+
+        Raises:
+            GraphparError: there is no such axis, or the mesh has more devices than the cluster.
+        """
+        key = (mesh, frozenset(axes))
+        if key not in self._groups:
+            self._check(mesh, axes)
+            self._groups[key] = self._group_of_axes(mesh.degrees(), key[1])
+        return self._groups[key]
+
+    def boundary(self, mesh: Mesh) -> Group:
+        """Two neighbours on ``pp``: of different nodes if any such two are."""
+        self._check(mesh, ("pp",))
+        if mesh.pp == 1:
+            return Group(1, 1, 1)
+        return Group(2, 2, 1) if mesh.size > self.cluster.devices_per_node else Group(2, 1, 2)
+
+    def _check(self, mesh: Mesh, axes: Sequence[str]) -> None:
+        for axis in axes:
+            if axis not in AXES:
+                raise GraphparError(f"There is no mesh axis {axis!r}; the axes are {', '.join(AXES)}.{near_match(axis, AXES)}")
+        if mesh.size > self.cluster.size:
+            raise GraphparError(f"The mesh has {mesh.size} devices, but the cluster {self.cluster} has {self.cluster.size}.")
+
+    def _group_of_axes(self, degrees: dict[str, int], axes: frozenset[str]) -> Group:
+        size = math.prod(degrees[axis] for axis in axes)
+        inside, room = 1, self.cluster.devices_per_node
+        for axis in reversed(AXES):  # each node is a block of coordinates as long as the degrees fill it evenly
+            here = math.gcd(degrees[axis], room)
+            if here < min(degrees[axis], room):
+                return self._counted(degrees, axes, size)
+            inside *= here if axis in axes else 1
+            room //= here
+            if room == 1:
+                break
+        return Group(size, size // inside, inside)
+
+    def _counted(self, degrees: dict[str, int], axes: frozenset[str], size: int) -> Group:
+        """As counted over all groups."""
+        shape = tuple(degrees.values())
+        ours = [place for place, axis in enumerate(degrees) if axis in axes]
+        nodes = np.arange(math.prod(shape)).reshape(shape) // self.cluster.devices_per_node
+        groups = np.unique(np.moveaxis(nodes, ours, range(-len(ours), 0)).reshape(-1, size), axis=0)
+        _, counts = np.unique(groups + (nodes.max() + 1) * np.arange(len(groups))[:, None], return_counts=True)
+        across = (np.diff(groups, axis=1) > 0).sum(axis=1).max(initial=0) + 1
+        return Group(size, int(across), int(counts.max()), int(counts.min()))
+
+    # ---- prices ----
+
+    def seconds(self, kind: str, nbytes: float, group: Group) -> float:
+        """One collective of ``group``. ``nbytes`` is of the whole tensor: what an all-gather results in, what each rank has before a
+        reduce-scatter, all pieces together for an all-to-all, the message for a send.
+
+        Raises:
+            GraphparError: there is no such kind.
+        """
+        if group.size == 1:
+            return 0.0
+        lines = self._lines.get((kind, group))
+        if lines is None:
+            lines = self._lines[kind, group] = self._priced(kind, group)
+        filling = 4 * self.cluster.intra_node.latency_s
+        best = math.inf
+        for line in lines:
+            sending = line.byte_s * nbytes
+            best = min(best, line.latency_s + sending + math.sqrt(filling * sending))
+        return best
+
+    def ring(self, group: Group) -> Link:
+        """A ring over ``group``: the latency of a step on average, and its bandwidth, which is what a device of it sends a second."""
+        steps = max(1, group.size - 1)
+        across = min(group.nodes, steps) if group.nodes > 1 else 0
+        inside, between = self.cluster.intra_node, self.cluster.inter_node
+        latency = ((steps - across) * inside.latency_s + across * between.latency_s) / steps
+        rates = [self._inside(group)] if group.per_node > 1 or group.nodes == 1 else []
+        if group.nodes > 1:
+            rates.append(group.fewest * self._between())
+        return Link(latency, min(rates))
+
+    def _inside(self, group: Group) -> float:
+        """Bytes a second of a device in a ring inside a node."""
+        link = self.cluster.intra_node.among(max(2, group.fewest))
+        return link.bytes_per_s * link.efficiency
+
+    def _between(self) -> float:
+        return self.cluster.inter_node.bytes_per_s * self.cluster.inter_node.efficiency
+
+    def _priced(self, kind: str, group: Group) -> tuple[_Line, ...]:
+        if kind not in KINDS:
+            raise GraphparError(f"There is no collective {kind!r}; there are {', '.join(KINDS)}.{near_match(kind, KINDS)}")
+        if kind == "send":
+            return (self._send(group),)
+        if kind == "all-to-all":
+            return (self._all_to_all(group),)
+        ring, count = self.ring(group), group.size - 1
+        passes, share = {"all-reduce": (2, 2 * count / group.size), "broadcast": (1, 1.0)}.get(kind, (1, count / group.size))
+        lines = [_Line((passes * count + 1) * ring.latency_s, share / ring.bytes_per_s)]
+        if kind == "all-reduce" and group.nodes > 1:
+            lines.append(self._tree(group))
+        if self.cluster.intra_node.in_switch is not None and group.per_node > 1:
+            if kind == "all-reduce":
+                lines.append(self._in_switch(group))
+            elif kind != "broadcast" and group.nodes == 1:
+                lines.append(_Line(self._switch_s(), self._switch_byte_s()))
+        return tuple(lines)
+
+    def _send(self, group: Group) -> _Line:
+        link = self.cluster.inter_node if group.nodes > 1 else self.cluster.intra_node.among(2)
+        share = link.efficiency if group.nodes > 1 else min(1.0, _COPY * link.efficiency)
+        return _Line(link.latency_s, 1 / (link.bytes_per_s * share))
+
+    def _all_to_all(self, group: Group) -> _Line:
+        """Each rank sends ``1 / size**2`` of the tensor to each other; what stays in the node and what leaves it go side by side."""
+        far = group.size - group.fewest
+        latency = group.per_node * self.cluster.intra_node.latency_s + far * self.cluster.inter_node.latency_s
+        rates = [(group.per_node - 1) / self._inside(group)] if group.per_node > 1 else []
+        rates += [far / self._between()] if far else []
+        return _Line(latency, max(rates) / group.size**2)
+
+    def _tree(self, group: Group) -> _Line:
+        """A chain in each node, two binary trees over the nodes, each for half of the tensor."""
+        chain = (2 if group.per_node > 2 else 1) / self._inside(group) if group.per_node > 1 else 0.0
+        latency = (2 * group.per_node - 1) * self.cluster.intra_node.latency_s + self._climb_s(group)
+        return _Line(latency, max(chain, self._climb_byte_s(group)) / _TREE_SHARE)
+
+    def _in_switch(self, group: Group) -> _Line:
+        """All-reduce: each device hands over its tensor, and gets and hands back a piece that is a sum; nodes are a tree."""
+        inside = self._switch_byte_s() * (group.fewest + 1) / group.fewest
+        if group.nodes == 1:
+            return _Line(self._switch_s(), inside)
+        return _Line(self._switch_s() + self._climb_s(group), max(inside, self._climb_byte_s(group)) / _TREE_SHARE)
+
+    def _switch_s(self) -> float:
+        return _SWITCH_MESSAGES * self.cluster.intra_node.latency_s
+
+    def _switch_byte_s(self) -> float:
+        link = self.cluster.intra_node
+        assert link.in_switch is not None
+        return 1 / (link.bytes_per_s * link.in_switch)
+
+    def _climb_s(self, group: Group) -> float:
+        """Latencies up and down a tree over nodes."""
+        return 2 * math.ceil(math.log2(group.nodes)) * self.cluster.inter_node.latency_s
+
+    def _climb_byte_s(self, group: Group) -> float:
+        return (2 if group.nodes > 2 else 1) / (group.fewest * self._between())

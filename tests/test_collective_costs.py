@@ -1,0 +1,303 @@
+"""Seconds of collectives: what was measured, laws that every price keeps, and where the groups of a mesh lie."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import graphpar as gp
+from graphpar.cluster import Cluster
+from graphpar.cost_models.collectives import KINDS, Group, Network
+from graphpar.cost_models.devices import DEVICES, Link
+from graphpar.mesh import Mesh
+from graphpar.runtime.layout import AXES, coordinates
+from graphpar.transitions import collective_cost
+
+FAST, SLOW = Link(1e-6, 100e9), Link(5e-6, 10e9)
+ONE = Group(1, 1, 1)
+
+
+def cluster(nodes: int, devices_per_node: int, intra: Link = FAST, inter: Link = SLOW) -> Cluster:
+    return Cluster(nodes, devices_per_node, DEVICES["H100-SXM-80GB"], intra, inter)
+
+
+def network(text: str, between_s: float | None = None) -> Network:
+    made = Cluster.parse(text)
+    return Network(made if between_s is None else replace(made, inter_node=replace(made.inter_node, latency_s=between_s)))
+
+
+# ---- measured --------------------------------------------------------------------------------------------------
+
+MIB, GIB = 2**20, 2**30
+H200 = {
+    1: 39.93, 2: 64.53, 4: 107.16, 8: 155.53, 16: 219.89, 32: 275.84, 64: 346.51, 128: 401.93, 256: 436.15, 512: 450.29,
+    1024: 463.58, 2048: 469.17, 4096: 473.1, 8192: 477.45, 16384: 482.26,
+}  # fmt: skip
+B200 = {1: 36.06, 4: 76.48, 16: 254.96, 64: 400.6, 256: 646.11, 1024: 723.34, 4096: 740.64, 16384: 845.67}
+B200_NODES = {1: 5.37, 4: 18.9, 16: 64.43, 64: 156.74, 256: 229.09, 1024: 361.99, 4096: 377.34, 16384: 381.8}
+"""MiB of an all-reduce and GB/s of bus bandwidth, which is 2 (n-1) / n times its bytes a second; stas00/ml-engineering,
+network/README.md and network/benchmarks/README.md: 8 H200; 8 B200; 32 B200 on 4 nodes with EFA, whose latency is far above that of
+InfiniBand."""
+CURVES = [("8xH200", None, H200, 0.12), ("8xB200", None, B200, 0.45), ("4x8xB200", 85e-6, B200_NODES, 0.15)]
+
+
+def errors(prices: Network, curve: dict[int, float]) -> dict[int, float]:
+    size = prices.cluster.size
+    group = prices.group(range(size))
+    return {
+        mib: prices.seconds("all-reduce", mib * MIB, group) * rate * 1e9 / (2 * (size - 1) / size * mib * MIB) - 1
+        for mib, rate in curve.items()
+    }
+
+
+@pytest.mark.parametrize(("text", "between_s", "curve", "worst"), CURVES, ids=["8 H200", "8 B200", "32 B200"])
+def test_all_reduces_take_what_was_measured(text: str, between_s: float | None, curve: dict[int, float], worst: float) -> None:
+    found = errors(network(text, between_s), curve)
+    assert max(map(abs, found.values())) < worst, found
+    assert median(map(abs, found.values())) < 0.12, found
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "kind", "nbytes", "rate"),
+    [
+        ("8xA100", 8, "all-reduce", 16 * GIB, 234.89),
+        ("8xH200", 8, "all-gather", 16 * GIB, 361.4),
+        ("8xH200", 8, "reduce-scatter", 16 * GIB, 362.9),
+        ("8xH200", 2, "send", 16 * GIB, 396.4),
+        ("2x8xH100", 16, "all-reduce", 2 * GIB, 444.25),  # an issue of NVIDIA/nccl, NVLSTree
+        ("2x8xH100", 16, "all-reduce", 8 * GIB, 467.28),  # SkyPilot's example for Nebius
+        ("4xGB200", 4, "all-reduce", 16 * GIB, 685.19),
+        ("8xMI300X", 8, "all-reduce", 4 * GIB, 312.9),
+        ("8xMI300X", 2, "all-reduce", 4 * GIB, 47.7),
+        *(("8xH200", n, "all-reduce", 8 * GIB, rate) for n, rate in zip(range(4, 9), (363.3, 414.2, 435.6, 460.0, 473.1))),
+        *(("8xB200", n, "all-reduce", 8 * GIB, rate) for n, rate in zip(range(4, 9), (673.2, 677.8, 778.2, 811.2, 838.0))),
+    ],
+)
+def test_large_messages_take_what_was_measured(text: str, count: int, kind: str, nbytes: int, rate: float) -> None:
+    prices = network(text)
+    share = {"all-reduce": 2 * (count - 1) / count, "send": 1.0}.get(kind, (count - 1) / count)
+    seconds = prices.seconds(kind, nbytes, prices.group(range(count)))
+    assert seconds == pytest.approx(share * nbytes / (rate * 1e9), rel=0.1)
+
+
+# ---- laws ------------------------------------------------------------------------------------------------------
+
+SHARES = st.floats(0.3, 1.0)
+
+
+@st.composite
+def links(draw: st.DrawFn) -> Link:
+    rate = draw(st.floats(1e8, 1e12))
+    pair = draw(st.none() | st.floats(rate / 8, rate))
+    efficiency = draw(SHARES)
+    in_switch = None if pair else draw(st.none() | st.floats(0.2, efficiency))
+    return Link(draw(st.floats(0, 1e-3)), rate, pair, efficiency, in_switch)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    return cluster(draw(st.integers(1, 6)), draw(st.integers(1, 9)), draw(links()), draw(links()))
+
+
+@st.composite
+def settings_of(draw: st.DrawFn) -> tuple[Cluster, list[int]]:
+    made = draw(clusters())
+    return made, draw(st.lists(st.integers(0, made.size - 1), min_size=1, unique=True))
+
+
+BYTES = st.floats(0, 1e11)
+KIND = st.sampled_from(KINDS)
+
+
+def seconds(made: Cluster, ranks: list[int], kind: str, nbytes: float) -> float:
+    prices = Network(made)
+    return prices.seconds(kind, nbytes, prices.group(ranks))
+
+
+@given(settings_of(), KIND, BYTES, st.floats(1, 100), st.sampled_from(["intra_node", "inter_node"]))
+def test_a_better_link_never_costs(setting: tuple[Cluster, list[int]], kind: str, nbytes: float, times: float, name: str) -> None:
+    made, ranks = setting
+    link = getattr(made, name)
+    pair = link.pair_bytes_per_s and link.pair_bytes_per_s * times
+    wider = replace(link, bytes_per_s=link.bytes_per_s * times, pair_bytes_per_s=pair)
+    sooner = replace(link, latency_s=link.latency_s / times)
+    before = seconds(made, ranks, kind, nbytes)
+    for better in (wider, sooner):
+        assert seconds(replace(made, **{name: better}), ranks, kind, nbytes) <= before * (1 + 1e-9)
+
+
+@given(settings_of(), KIND, BYTES, BYTES)
+def test_more_bytes_are_never_cheaper(setting: tuple[Cluster, list[int]], kind: str, one: float, other: float) -> None:
+    less, more = (seconds(*setting, kind, nbytes) for nbytes in sorted((one, other)))
+    assert less <= more
+    assert less > 0 or len(setting[1]) == 1 or 0.0 in (setting[0].intra_node.latency_s, setting[0].inter_node.latency_s)
+
+
+@given(clusters(), KIND, BYTES)
+def test_one_rank_sends_nothing(made: Cluster, kind: str, nbytes: float) -> None:
+    assert Network(made).seconds(kind, nbytes, Network(made).group([made.size - 1])) == 0 == Network(made).seconds(kind, nbytes, ONE)
+
+
+@given(settings_of(), BYTES)
+def test_an_all_reduce_is_no_dearer_than_its_halves(setting: tuple[Cluster, list[int]], nbytes: float) -> None:
+    whole, scattered, gathered = (seconds(*setting, kind, nbytes) for kind in ("all-reduce", "reduce-scatter", "all-gather"))
+    assert whole <= (scattered + gathered) * (1 + 1e-9)
+
+
+@given(settings_of(), BYTES)
+def test_an_all_reduce_is_dearer_than_half_of_it(setting: tuple[Cluster, list[int]], nbytes: float) -> None:
+    """Over nodes where latency does not count: an all-reduce has trees, and a reduce-scatter has none, as in NCCL."""
+    made, ranks = setting
+    if made.nodes > 1:
+        made = replace(made, intra_node=replace(made.intra_node, latency_s=0), inter_node=replace(made.inter_node, latency_s=0))
+    assert seconds(made, ranks, "all-reduce", nbytes) >= seconds(made, ranks, "reduce-scatter", nbytes) * (1 - 1e-9)
+
+
+@given(clusters(), BYTES)
+def test_no_price_is_below_what_the_wires_carry(made: Cluster, nbytes: float) -> None:
+    """All ranks: a node sends and gets the rest of the tensor, with all its adapters; a device does with its link."""
+    size = made.size
+    assert seconds(made, list(range(size)), "all-gather", nbytes) >= nbytes * (size - 1) / size / made.intra_node.bytes_per_s * (
+        made.devices_per_node > 1
+    ) * (1 - 1e-9)
+    leaving = nbytes * (made.nodes - 1) / made.nodes
+    for kind in ("all-reduce", "all-gather", "reduce-scatter"):
+        times = 2 if kind == "all-reduce" else 1
+        least = times * leaving / (made.devices_per_node * made.inter_node.bytes_per_s)
+        assert seconds(made, list(range(size)), kind, nbytes) >= least * (1 - 1e-9)
+
+
+def test_a_ring_sends_what_the_transitions_say() -> None:
+    """A ring with a message that is large for its latency, and no switch that adds: the bytes of ``collective_cost`` over the link."""
+    made = cluster(1, 8, Link(0.0, 100e9, efficiency=1.0))
+    for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
+        for count in (2, 5, 8):
+            assert seconds(made, list(range(count)), kind, 1e9) == pytest.approx(collective_cost(kind, 1e9, count).bytes_sent / 100e9)
+
+
+# ---- over nodes ------------------------------------------------------------------------------------------------
+
+
+def test_a_group_has_the_adapters_of_its_members() -> None:
+    prices = network("4x8xA100")
+    narrow = prices.seconds("all-gather", 8 * GIB, prices.group(range(0, 32, 8)))
+    wide = prices.seconds("all-gather", 8 * GIB, prices.group(range(32)))
+    a100 = DEVICES["A100-SXM-80GB"]
+    rate = a100.inter_node.bytes_per_s * a100.inter_node.efficiency
+    assert narrow == pytest.approx(8 * GIB * 3 / 4 / rate, rel=0.01)
+    assert wide == pytest.approx(8 * GIB * 31 / 32 / (8 * rate), rel=0.03)
+
+
+def test_the_links_inside_bound_a_ring_that_crosses() -> None:
+    pcie = Network(cluster(2, 4, Link(1e-6, 5e9, efficiency=1.0), replace(SLOW, efficiency=1.0)))
+    assert pcie.ring(pcie.group([0, 4])).bytes_per_s == 10e9
+    assert pcie.ring(pcie.group([0, 1, 4, 5])).bytes_per_s == 5e9
+    assert pcie.ring(pcie.group([0, 1, 4])).bytes_per_s == 5e9
+
+
+def test_a_node_with_few_members_slows_all() -> None:
+    prices = Network(cluster(2, 8))
+    assert prices.group([0, 1, 2, 8]) == Group(4, 2, 3, 1)
+    assert prices.ring(prices.group([0, 1, 2, 8])).bytes_per_s == SLOW.bytes_per_s * SLOW.efficiency
+    assert Group(4, 2, 2) == Group(4, 2, 2, 2)
+
+
+def test_wires_between_pairs_add_up_over_a_group() -> None:
+    mi300x = network("2x8xMI300X")
+    share = mi300x.cluster.intra_node.efficiency
+    rates = [mi300x.ring(mi300x.group(range(count))).bytes_per_s for count in (2, 4, 8)]
+    assert rates == [64e9 * share, 192e9 * share, 448e9 * share]
+    assert mi300x.ring(mi300x.group_of_axes(Mesh(tp=2, dp_replicate=8), ["tp"])).bytes_per_s == 64e9 * share
+    assert mi300x.seconds("send", GIB, mi300x.group([0, 7])) == pytest.approx(GIB / 64e9, rel=0.4)
+
+
+def test_a_tree_over_many_nodes_is_sooner_than_a_ring() -> None:
+    prices = network("128x8xH100")
+    group = prices.group(range(1024))
+    assert prices.seconds("all-reduce", 1e6, group) < prices.seconds("all-gather", 1e6, group) / 5
+    large = 2 * 1023 / 1024 * 100e9 / prices.ring(group).bytes_per_s
+    assert prices.seconds("all-reduce", 100e9, group) == pytest.approx(large, rel=0.05)
+
+
+# ---- groups of axes --------------------------------------------------------------------------------------------
+
+MESHES = st.tuples(*(st.sampled_from([1, 2, 3, 4]) if axis in ("pp", "cp", "tp") else st.sampled_from([1, 2]) for axis in AXES))
+
+
+def groups_of(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
+    """Groups of axes: the ranks whose other coordinates agree."""
+    degrees = mesh.degrees()
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.size):
+        place = coordinates(rank, degrees)
+        found.setdefault(tuple(place[other] for other in AXES if other not in axes), []).append(rank)
+    return list(found.values())
+
+
+@given(MESHES, st.integers(1, 12), st.sets(st.sampled_from(AXES)), KIND, BYTES)
+def test_axes_have_the_worst_of_their_groups(
+    degrees: tuple[int, ...], per_node: int, axes: set[str], kind: str, nbytes: float
+) -> None:
+    mesh = Mesh(**{**dict(zip(AXES, degrees)), "dp_shard": 1})
+    prices = Network(cluster(-(-mesh.size // per_node), per_node))
+    groups = [prices.group(ranks) for ranks in groups_of(mesh, tuple(axes))]
+    worst = prices.group_of_axes(mesh, sorted(axes))
+    assert {group.size for group in groups} == {worst.size}
+    assert worst.nodes == max(group.nodes for group in groups)
+    assert worst.per_node == max(group.per_node for group in groups)
+    assert worst.fewest == min(group.fewest for group in groups)
+    dearest = max(prices.seconds(kind, nbytes, group) for group in groups)
+    assert prices.seconds(kind, nbytes, worst) >= dearest * (1 - 1e-9)
+    if len(set(groups)) == 1:
+        assert worst == groups[0]
+
+
+@given(MESHES, st.integers(1, 12))
+def test_the_boundary_is_the_worst_pair_of_neighbours(degrees: tuple[int, ...], per_node: int) -> None:
+    mesh = Mesh(**{**dict(zip(AXES, degrees)), "dp_shard": 1})
+    prices = Network(cluster(-(-mesh.size // per_node), per_node))
+    stride = mesh.size // mesh.pp
+    pairs = [prices.group([rank, rank + stride]) for rank in range(mesh.size - stride)]
+    assert prices.boundary(mesh) == max(pairs, key=lambda pair: pair.nodes, default=ONE)
+
+
+@given(MESHES, st.integers(1, 12))
+def test_an_inner_axis_stays_inside_where_degrees_fill_nodes(degrees: tuple[int, ...], per_node: int) -> None:
+    """With as many devices a node as the inner axes have, those stay inside, and the axes around them cross."""
+    mesh = Mesh(**{**dict(zip(AXES, degrees)), "dp_shard": 1})
+    sizes = list(itertools.accumulate(reversed(list(mesh.degrees().values())), lambda one, two: one * two))
+    for inner, size in enumerate(sizes):
+        prices = Network(cluster(mesh.size // size, size))
+        for place, axis in enumerate(reversed(AXES)):
+            degree = mesh.degrees()[axis]
+            assert prices.group_of_axes(mesh, [axis]) == (Group(degree, degree, 1) if place > inner else Group(degree, 1, degree))
+
+
+def test_a_mesh_of_many_devices() -> None:
+    prices = network("2048x8xH100")
+    mesh = Mesh(pp=16, dp_replicate=128, tp=8)
+    assert prices.group_of_axes(mesh, ["tp"]) == Group(8, 1, 8)
+    assert prices.group_of_axes(mesh, ["dp_replicate"]) == Group(128, 128, 1)
+    assert prices.group_of_axes(mesh, ["dp_replicate", "tp"]) == Group(1024, 128, 8)
+    assert prices.boundary(mesh) == Group(2, 2, 1)
+
+
+def test_what_is_not_there() -> None:
+    prices = Network(cluster(1, 8))
+    with pytest.raises(gp.GraphparError, match="Ranks 7 to 8: the cluster 8xH100-SXM-80GB has ranks 0 to 7"):
+        prices.group([7, 8])
+    with pytest.raises(gp.GraphparError, match="No ranks"):
+        prices.group([])
+    with pytest.raises(gp.GraphparError, match="The mesh has 16 devices, but the cluster 8xH100-SXM-80GB has 8"):
+        prices.group_of_axes(Mesh(tp=16), ["tp"])
+    with pytest.raises(gp.GraphparError, match="The mesh has 16 devices"):
+        prices.boundary(Mesh(pp=16))
+    with pytest.raises(gp.GraphparError, match="There is no mesh axis 'dp'"):
+        prices.group_of_axes(Mesh(tp=8), ["dp"])
+    with pytest.raises(gp.GraphparError, match=r"There is no collective 'all_reduce'.*Did you mean 'all-reduce'"):
+        prices.seconds("all_reduce", 1.0, Group(2, 1, 2))
