@@ -1,0 +1,438 @@
+"""``Pricing``: seconds and bytes of a training step, for any layout of a program's units over stages, replicas and time.
+
+    units ──Compute──► seconds of each kind's phases ─┐
+      │     Network──► seconds of its collectives ────┼─► seconds of each stage ──the schedule's own order──► pipeline
+      └─ bytes of each kind ──────────────────────────┴─► bytes of each rank at its peak          + gradients + optimizer
+
+A step is the pipeline of the schedule's actions, then what of the sums of gradients no backward hides, then the optimizer. Everything
+is priced for the slowest rank of each stage; ranks of one stage do the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from graphpar.cluster import Cluster
+from graphpar.cost_models.collectives import Network
+from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
+from graphpar.cost_models.execution import OPTIMIZERS, Execution
+from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
+from graphpar.cost_models.units import Held, Kind, Unit, joined
+from graphpar.cost_models.work import Phase
+from graphpar.errors import GraphparError
+from graphpar.mesh import Mesh
+from graphpar.runtime.gradients import BUCKET_BYTES
+from graphpar.schedule import Order, action_order, in_flight, stage_ranks
+from graphpar.simulation import Timeline, Transfers, simulate
+
+REPLICAS = ("dp_replicate", "dp_shard")
+"""The axes on which every rank runs the same on other rows."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a plan is not in the units: stages, schedule, microbatches.
+
+    ``starts``: the first unit of each stage. ``order``: a schedule of the user's own, instead of a name.
+    """
+
+    schedule: str
+    microbatch_size: int
+    microbatches: int
+    starts: tuple[int, ...] = (0,)
+    order: Order | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    """One microbatch of a unit: device and host, and its collectives by axis, in each phase."""
+
+    phases: tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]
+    sent: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """One microbatch of a stage. ``backward`` has both halves, and the forward again where it is recomputed.
+
+    ``sent``: seconds of collectives by axis, forward and backward.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    sent: Mapping[str, float]
+    exposed: float
+    compute: float
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """A stage in a report. Seconds of one microbatch; bytes of its rank's whole."""
+
+    index: int
+    rank: int
+    units: tuple[int, int]
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step takes.
+
+    Attributes:
+        step_time_s: from the first forward to the end of the optimizer's step.
+        mfu: the program's own flops of products and attention, once forward and back, over what all devices could do in that time.
+        bubble_fraction: of ranks x pipeline time in which a rank computes nothing.
+        memory: of each pp rank at its peak.
+        compute_s: of the busiest rank.
+        communication_s: of the busiest rank, by axis, hidden or not.
+        exposed_communication_s: what of it nothing hides.
+        pipeline_s, gradients_s, optimizer_s: the parts of the step; of gradients what is exposed.
+    """
+
+    step_time_s: float
+    mfu: float
+    bubble_fraction: float
+    memory: tuple[Memory, ...]
+    compute_s: float
+    communication_s: Mapping[str, float]
+    exposed_communication_s: float
+    pipeline_s: float
+    gradients_s: float
+    optimizer_s: float
+    stages: tuple[StageEstimate, ...]
+
+    @property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        return tuple(memory.total for memory in self.memory)
+
+
+class Pricing:
+    """Prices layouts of ``units`` over ``mesh`` on ``cluster``.
+
+    Args:
+        units: of the program that each rank of the compute axes runs; alike ones share a kind, which is priced once a size.
+        mesh: its cp, ep and tp are those that the units were made for.
+        dtype: of 16-bit products, see :class:`Compute`.
+
+    Raises:
+        GraphparError: the mesh has more devices than the cluster, or the device no rate for the dtype.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], mesh: Mesh, cluster: Cluster, execution: Execution | None = None, *, dtype: str = "bf16"
+    ) -> None:
+        self.units, self.mesh, self.cluster = tuple(units), mesh, cluster
+        self.execution = replace(execution or Execution(), shards=mesh.dp_shard)
+        self.compute, self.network = Compute(cluster.device, dtype), Network(cluster)
+        self.dtype = dtype
+        self._groups = {axis: self.network.group_of_axes(mesh, [axis]) for axis, degree in mesh.degrees().items() if degree > 1}
+        self._seconds: dict[tuple[int, int], UnitSeconds] = {}
+        self._stages: dict[tuple[int, int, int], StageSeconds] = {}
+
+    # ---- seconds ----
+
+    def unit_seconds(self, kind: Kind, rows: int) -> UnitSeconds:
+        key = id(kind), rows
+        if key not in self._seconds:
+            sent: tuple[dict[str, float], ...] = ({}, {}, {})
+            for axis, collectives in collectives_of(kind.work).items():
+                group = self._groups[axis]
+                for row, times in collectives:
+                    seconds = times * self.network.seconds(row.kind, row.nbytes.at(rows), group)
+                    sent[row.phase][axis] = sent[row.phase].get(axis, 0.0) + seconds
+            self._seconds[key] = UnitSeconds(self.compute.seconds(kind.work, rows), (sent[0], sent[1], sent[2]))
+        return self._seconds[key]
+
+    def stage_seconds(self, first: int, after: int, rows: int) -> StageSeconds:
+        """A stage of the units from ``first`` until before ``after``."""
+        key = first, after, rows
+        if key not in self._stages:
+            self._stages[key] = self._stage_seconds(first, after, rows)
+        return self._stages[key]
+
+    def _stage_seconds(self, first: int, after: int, rows: int) -> StageSeconds:
+        units = [self.unit_seconds(unit.kind, rows) for unit in self.units[first:after]]
+        busy = [_sum([unit.phases[phase] for unit in units]) for phase in Phase]
+        sent = [_sum_by_axis([unit.sent[phase] for unit in units]) for phase in Phase]
+        shown = 1.0 - self.execution.overlap_tp
+        seconds = [self.compute.phase_s(busy[phase]) + shown * sum(sent[phase].values()) for phase in Phase]
+        again = self._again(busy[Phase.FORWARD], seconds[Phase.FORWARD])
+        times = 2 if self.execution.recompute == "full" else 1
+        everything = _sum_by_axis([sent[0]] * times + sent[1:])
+        forward, backward = seconds[0], again + seconds[1] + seconds[2]
+        if self.execution.zero == 3 and self.mesh.dp_shard > 1:
+            forward, backward, gathered = self._gathered(first, after, rows, forward, backward)
+            everything = _sum_by_axis([everything, {"dp_shard": gathered}])
+        exposed = shown * sum(_sum_by_axis([sent[0]] * times + sent[1:]).values())
+        compute = sum(phase.busy for phase in busy) + (again if times == 1 else busy[0].busy)
+        return StageSeconds(forward, backward, seconds[2], everything, exposed, compute)
+
+    def _again(self, busy: PhaseSeconds, seconds: float) -> float:
+        """What of the forward runs again in the backward."""
+        if self.execution.recompute == "full":
+            return seconds
+        return busy.attention if self.execution.recompute == "selective" else 0.0
+
+    def _gathered(self, first: int, after: int, rows: int, forward: float, backward: float) -> tuple[float, float, float]:
+        """Parameters are gathered a unit ahead, gradients scattered a unit behind; what takes longer than a unit's own work shows."""
+        group = self._groups["dp_shard"]
+        units = self.units[first:after]
+        share = len(units)
+        work = [self.unit_seconds(unit.kind, rows) for unit in units]
+        forwards = [self.compute.phase_s(each.phases[0]) + sum(each.sent[0].values()) for each in work]
+        ratio = backward / forward if forward else 2.0
+        gathers = [self.network.seconds("all-gather", sum(held.nbytes for held in unit.held), group) for unit in units]
+        scatters = [self.network.seconds("reduce-scatter", self._gradient_sizes(unit.held), group) for unit in units]
+        if not self.execution.prefetch:
+            return forward + sum(gathers), backward + sum(gathers) + sum(scatters), 2 * sum(gathers) + sum(scatters)
+        ahead = gathers[0] + sum(max(own, following) for own, following in zip(forwards, [*gathers[1:], 0.0]))
+        order = range(share - 1, -1, -1)
+        behind = 0.0
+        for place in order:
+            traffic = (gathers[place - 1] if place else 0.0) + (scatters[place + 1] if place + 1 < share else 0.0)
+            behind += max(ratio * forwards[place], traffic)
+        return max(forward, ahead), max(backward, behind + scatters[0]), 2 * sum(gathers) + sum(scatters)
+
+    def _gradient_sizes(self, held: Iterable[Held]) -> int:
+        return sum(part.elements * self._gradient_bytes(part) for part in held if part.trained)
+
+    def _gradient_bytes(self, held: Held) -> int:
+        return self.execution.gradient_bytes or held.itemsize
+
+    # ---- a step ----
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """Raises GraphparError where the schedule is not legal for so many stages and microbatches."""
+        stages = self.stages_of(layout)
+        rows, count = layout.microbatch_size, layout.microbatches
+        ranks = self._ranks(layout, len(stages))
+        seconds = [self.stage_seconds(first, after, rows) for first, after in stages]
+        timeline, bubble = self._timeline(layout, stages, seconds)
+        own = [[place for place, rank in enumerate(ranks) if rank == pp] for pp in range(self.mesh.pp)]
+        gradients = [self._gradients(layout, [stages[place] for place in places]) for places in own]
+        hidden = [sum(seconds[place].backward for place in places) if self.execution.overlap_gradients else 0.0 for places in own]
+        least = [reduced * BUCKET_BYTES / max(nbytes, BUCKET_BYTES) for reduced, _, nbytes in gradients]
+        shown = [max(reduced - window, rest) for (reduced, _, _), window, rest in zip(gradients, hidden, least)]
+        ends = max(end + exposed for end, exposed in zip(timeline.ends, shown))
+        optimizer = [self._optimizer([stages[place] for place in places]) for places in own]
+        gathers = [self._shown_gather(gathered, [seconds[p] for p in places]) for (_, gathered, _), places in zip(gradients, own)]
+        after = max(step + gather for step, gather in zip(optimizer, gathers))
+        step = ends + after
+        busiest = max(range(self.mesh.pp), key=lambda pp: timeline.busy[pp])
+        sent = _sum_by_axis([{axis: count * value for axis, value in seconds[place].sent.items()} for place in own[busiest]])
+        replicas = next((axis for axis in reversed(REPLICAS) if self.mesh.degrees()[axis] > 1), None)
+        if replicas is not None:
+            sent = _sum_by_axis([sent, {replicas: gradients[busiest][0] + gradients[busiest][1]}])
+        crossings = self._crossings(layout, stages)
+        if self.mesh.pp > 1:
+            sent["pp"] = count * max(map(sum, zip(*crossings)), default=0.0)
+        exposed = sum(count * seconds[place].exposed for place in own[busiest])
+        exposed += timeline.waiting[busiest] + shown[busiest] + gathers[busiest]
+        compute = sum(count * seconds[place].compute for place in own[busiest])
+        return Estimate(
+            step_time_s=step,
+            mfu=self.flops(layout) / (step * self.mesh.size * self.compute.rate(self._itemsize)),
+            bubble_fraction=bubble,
+            memory=tuple(self._memory(layout, stages, own[pp], timeline, pp) for pp in range(self.mesh.pp)),
+            compute_s=compute,
+            communication_s=sent,
+            exposed_communication_s=exposed,
+            pipeline_s=max(timeline.ends),
+            gradients_s=ends - max(timeline.ends),
+            optimizer_s=after,
+            stages=tuple(
+                StageEstimate(place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._elements(stage))
+                for place, (stage, cost) in enumerate(zip(stages, seconds))
+            ),
+        )
+
+    @cached_property
+    def _itemsize(self) -> int:
+        return max((held.itemsize for unit in self.units for held in unit.held), key=lambda size: size == 2, default=4)
+
+    def stages_of(self, layout: Layout) -> list[tuple[int, int]]:
+        """(first unit, the one after the last) of each stage."""
+        ends = [*layout.starts[1:], len(self.units)]
+        stages = list(zip(layout.starts, ends))
+        if layout.starts[:1] != (0,) or any(first >= after for first, after in stages):
+            raise GraphparError(f"The stages begin at units {layout.starts} of {len(self.units)}; each needs a unit of its own, from 0 on.")
+        if len(stages) % self.mesh.pp:
+            raise GraphparError(f"{len(stages)} stages don't lie evenly on pp={self.mesh.pp} ranks.")
+        return stages
+
+    def flops(self, layout: Layout) -> float:
+        """Of all ranks in a step, without what is recomputed."""
+        once = sum(unit.kind.work.flops(layout.microbatch_size) for unit in self.units)
+        return once * layout.microbatches * self.mesh.size / self.mesh.pp
+
+    def _ranks(self, layout: Layout, stages: int) -> list[int]:
+        if layout.order is not None:
+            return list(layout.order.homes)
+        return stage_ranks(layout.schedule, self.mesh.pp, stages // self.mesh.pp) if self.mesh.pp > 1 else [0] * stages
+
+    def order(self, layout: Layout, stages: int) -> Order:
+        if layout.order is not None:
+            return layout.order
+        return action_order(layout.schedule, self.mesh.pp, stages // self.mesh.pp, layout.microbatches)
+
+    def _timeline(
+        self, layout: Layout, stages: Sequence[tuple[int, int]], seconds: Sequence[StageSeconds]
+    ) -> tuple[Timeline, float]:
+        forward, backward, weight = ([getattr(cost, name) for cost in seconds] for name in ("forward", "backward", "weight"))
+        if self.mesh.pp == 1 and layout.order is None:
+            total = layout.microbatches * (sum(forward) + sum(backward))
+            return Timeline((), (), total, total, 0.0, (total,), (0.0,), (0.0,), (total,), (1,)), 0.0
+        there, back = self._crossings(layout, stages)
+        timeline = simulate(
+            self.order(layout, len(stages)), forward, backward, weight, transfers=Transfers(there, back, one_at_a_time=True), spans=False
+        )
+        return timeline, timeline.bubble
+
+    def _crossings(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> tuple[list[float], list[float]]:
+        """Seconds of what each stage but the last sends on, and of the gradients that come back."""
+        if self.mesh.pp == 1:
+            return [0.0] * (len(stages) - 1), [0.0] * (len(stages) - 1)
+        group = self.network.boundary(self.mesh)
+        there: list[float] = []
+        back: list[float] = []
+        for _, after in stages[:-1]:
+            sends = self.units[after - 1].kind.sends
+            for costs, wanted in ((there, (True, False)), (back, (True,))):
+                nbytes = sum(size.at(layout.microbatch_size) for size, gradient in sends if gradient in wanted)
+                costs.append(self.network.seconds("send", nbytes, group) if nbytes else 0.0)
+        return there, back
+
+    # ---- once a step ----
+
+    def _held(self, stages: Sequence[tuple[int, int]]) -> list[Held]:
+        """The parameters of a rank, a tied one once."""
+        found: list[Held] = []
+        tied: set[str] = set()
+        for held in itertools.chain.from_iterable(unit.held for first, after in stages for unit in self.units[first:after]):
+            if held.tied is None or held.tied not in tied:
+                found.append(held)
+                tied |= {held.tied} if held.tied is not None else set()
+        return found
+
+    def _elements(self, stage: tuple[int, int]) -> int:
+        return sum(held.elements for held in self._held([stage]))
+
+    def _gradients(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
+        """Seconds in which a rank's gradients are summed, and its parameters gathered after the optimizer's step; bytes summed."""
+        replicas = [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
+        by_axes: dict[tuple[str, ...], float] = {}
+        parameters = 0.0
+        for held in self._held(stages):
+            if held.trained:
+                by_axes[held.axes] = by_axes.get(held.axes, 0.0) + held.elements * self._gradient_bytes(held)
+                parameters += held.nbytes
+        total, reduced, gathered = sum(by_axes.values()), 0.0, 0.0
+        zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
+        for axes, nbytes in by_axes.items():
+            if zero == 0 and (axes or replicas):
+                reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, [*replicas, *axes]))
+            elif axes:
+                reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, axes))
+        if zero:
+            shards = self._groups["dp_shard"]
+            if zero < 3:
+                reduced += self.network.seconds("reduce-scatter", total, shards)
+                gathered = self.network.seconds("all-gather", parameters, shards)
+            if self.mesh.dp_replicate > 1:
+                reduced += self.network.seconds("all-reduce", total / self.mesh.dp_shard, self._groups["dp_replicate"])
+        return reduced, gathered, total
+
+    def _shown_gather(self, gathered: float, stages: Sequence[StageSeconds]) -> float:
+        return max(0.0, gathered - sum(cost.forward for cost in stages)) if self.execution.prefetch else gathered
+
+    def _optimizer(self, stages: Sequence[tuple[int, int]]) -> float:
+        """The optimizer reads gradients and its state and writes state and parameters; in several passes where it is not fused."""
+        nbytes = 0.0
+        for held in self._held(stages):
+            if held.trained:
+                main = 4 if self.execution.main_copies else held.itemsize
+                updated = 2 * main * (1 + OPTIMIZERS[self.execution.optimizer]) + 2 * self._gradient_bytes(held)
+                nbytes += held.elements * (updated + (held.itemsize if main != held.itemsize else 0))
+        shards = self.execution.shards if self.execution.zero else 1
+        return float(self.compute.traffic_s(nbytes * (1 if self.execution.fused else 3) / shards))
+
+    # ---- bytes ----
+
+    def _memory(
+        self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[int], timeline: Timeline, rank: int
+    ) -> Memory:
+        rows, run = layout.microbatch_size, self.execution
+        held = self._held([stages[place] for place in own])
+        parameters = sum(part.nbytes for part in held)
+        trained = [part for part in held if part.trained]
+        gradients = self._gradient_sizes(trained)
+        copied = [part for part in trained if run.main_copies and part.itemsize < MAIN_DTYPE.itemsize]
+        main = sum(part.elements * MAIN_DTYPE.itemsize for part in copied)
+        updated = sum(part.nbytes for part in trained) - sum(part.nbytes for part in copied) + main
+        costs = {place: self._kept(stages[place], rows) for place in own}
+        activations = self._activations(layout, stages, costs, rank)
+        transient = max(max(forward, backward) for _, forward, backward, _ in costs.values())
+        boundaries = 0
+        for place in own:
+            after = stages[place][1]
+            sends = self.units[after - 1].kind.sends if place + 1 < len(stages) else ()
+            back = sum(round(size.at(rows)) for size, gradient in sends if gradient)
+            messages = layout.microbatches if run.hold_messages else 1
+            boundaries += messages * ((costs[place][3] if place else 0) + back)
+        buckets = min(gradients, BUCKET_BYTES) if self.mesh.size > self.mesh.pp else 0
+        if run.zero == 3:  # the unit that runs and the next are there whole
+            sizes = [sum(part.nbytes for part in unit.held) for place in own for unit in self.units[slice(*stages[place])]]
+            buckets += 2 * max(sizes, default=0)
+        return Memory(
+            parameters=run.divided(parameters, 3),
+            buffers=sum(unit.buffers for place in own for unit in self.units[slice(*stages[place])]),
+            gradients=run.divided(gradients, 2),
+            main_copies=run.divided(main, 1),
+            optimizer=run.divided(updated * OPTIMIZERS[run.optimizer], 1),
+            buckets=buckets,
+            boundaries=boundaries,
+            activations=activations,
+            transient=transient,
+            slack=round(ALLOCATOR_SLACK * (activations + transient + buckets)),
+        )
+
+    def _kept(self, stage: tuple[int, int], rows: int) -> tuple[int, int, int, int]:
+        """Of a microbatch: kept, what forward and backward take on top, received."""
+        units = self.units[slice(*stage)]
+        kept, forward, backward, sent, received = joined(units, rows)
+        if self.execution.recompute != "full":
+            return kept, forward, backward, received
+        inputs = sum(unit.kind.memory.received.at(rows) for unit in units[1:]) + sent
+        again = max(sum(getattr(unit.kind.memory, name).at(rows) for name in ("inside", "shared", "backward")) for unit in units)
+        return inputs, forward, again, received
+
+    def _activations(
+        self, layout: Layout, stages: Sequence[tuple[int, int]], costs: Mapping[int, tuple[int, int, int, int]], rank: int
+    ) -> int:
+        if self.mesh.pp == 1 and layout.order is None:
+            return sum(kept for kept, _, _, _ in costs.values())
+        saved = [costs[place][0] if place in costs else 0 for place in range(len(stages))]
+        return int(in_flight(self.order(layout, len(stages)), saved)[rank].peak)
+
+
+def _sum(phases: Sequence[PhaseSeconds]) -> PhaseSeconds:
+    return PhaseSeconds(
+        sum(each.products for each in phases), sum(each.attention for each in phases), sum(each.traffic for each in phases),
+        sum(each.operators for each in phases),
+    )  # fmt: skip
+
+
+def _sum_by_axis(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in parts:
+        for axis, value in part.items():
+            found[axis] = found.get(axis, 0.0) + value
+    return found
