@@ -15,18 +15,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from graphpar.cluster import Cluster
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
-from graphpar.cost_models.units import Held, Kind, Unit, joined
+from graphpar.cost_models.units import Held, Kind, Unit, joined, joint
 from graphpar.cost_models.work import Phase
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.runtime.gradients import BUCKET_BYTES
-from graphpar.schedule import Order, action_order, in_flight, stage_ranks
+from graphpar.schedule import Order, action_order, in_flight, peak_in_flight, stage_ranks
 from graphpar.simulation import Timeline, Transfers, simulate
+
+Array = NDArray[np.float64]
 
 REPLICAS = ("dp_replicate", "dp_shard")
 """The axes on which every rank runs the same on other rows."""
@@ -136,6 +141,8 @@ class Pricing:
         self._groups = {axis: self.network.group_of_axes(mesh, [axis]) for axis, degree in mesh.degrees().items() if degree > 1}
         self._seconds: dict[tuple[int, int], UnitSeconds] = {}
         self._stages: dict[tuple[int, int, int], StageSeconds] = {}
+        self._flops: dict[tuple[int, int], float] = {}
+        self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
 
     # ---- seconds ----
 
@@ -209,13 +216,19 @@ class Pricing:
 
     # ---- a step ----
 
-    def estimate(self, layout: Layout) -> Estimate:
-        """Raises GraphparError where the schedule is not legal for so many stages and microbatches."""
+    def estimate(self, layout: Layout, *, exact: bool = True) -> Estimate:
+        """What a step of ``layout`` takes.
+
+        Without ``exact`` a schedule of many microbatches is run for few of them and continued as it goes on by then, which is quicker.
+
+        Raises:
+            GraphparError: the schedule is not legal for so many stages and microbatches.
+        """
         stages = self.stages_of(layout)
         rows, count = layout.microbatch_size, layout.microbatches
         ranks = self._ranks(layout, len(stages))
         seconds = [self.stage_seconds(first, after, rows) for first, after in stages]
-        timeline, bubble = self._timeline(layout, stages, seconds)
+        timeline = self._timeline(layout, stages, seconds, exact)
         own = [[place for place, rank in enumerate(ranks) if rank == pp] for pp in range(self.mesh.pp)]
         gradients = [self._gradients(layout, [stages[place] for place in places]) for places in own]
         hidden = [sum(seconds[place].backward for place in places) if self.execution.overlap_gradients else 0.0 for places in own]
@@ -240,8 +253,8 @@ class Pricing:
         return Estimate(
             step_time_s=step,
             mfu=self.flops(layout) / (step * self.mesh.size * self.compute.rate(self._itemsize)),
-            bubble_fraction=bubble,
-            memory=tuple(self._memory(layout, stages, own[pp], timeline, pp) for pp in range(self.mesh.pp)),
+            bubble_fraction=timeline.bubble,
+            memory=self._memories(layout, stages, own, exact),
             compute_s=compute,
             communication_s=sent,
             exposed_communication_s=exposed,
@@ -270,31 +283,62 @@ class Pricing:
 
     def flops(self, layout: Layout) -> float:
         """Of all ranks in a step, without what is recomputed."""
-        once = sum(unit.kind.work.flops(layout.microbatch_size) for unit in self.units)
+        once = sum(self._kind_flops(unit.kind, layout.microbatch_size) for unit in self.units)
         return once * layout.microbatches * self.mesh.size / self.mesh.pp
+
+    def _kind_flops(self, kind: Kind, rows: int) -> float:
+        key = id(kind), rows
+        if key not in self._flops:
+            self._flops[key] = kind.work.flops(rows)
+        return self._flops[key]
 
     def _ranks(self, layout: Layout, stages: int) -> list[int]:
         if layout.order is not None:
             return list(layout.order.homes)
         return stage_ranks(layout.schedule, self.mesh.pp, stages // self.mesh.pp) if self.mesh.pp > 1 else [0] * stages
 
-    def order(self, layout: Layout, stages: int) -> Order:
+    def _order(self, layout: Layout, stages: int, microbatches: int) -> Order:
         if layout.order is not None:
             return layout.order
-        return action_order(layout.schedule, self.mesh.pp, stages // self.mesh.pp, layout.microbatches)
+        return action_order(layout.schedule, self.mesh.pp, stages // self.mesh.pp, microbatches)
 
     def _timeline(
-        self, layout: Layout, stages: Sequence[tuple[int, int]], seconds: Sequence[StageSeconds]
-    ) -> tuple[Timeline, float]:
+        self, layout: Layout, stages: Sequence[tuple[int, int]], seconds: Sequence[StageSeconds], exact: bool
+    ) -> Timeline:
         forward, backward, weight = ([getattr(cost, name) for cost in seconds] for name in ("forward", "backward", "weight"))
         if self.mesh.pp == 1 and layout.order is None:
             total = layout.microbatches * (sum(forward) + sum(backward))
-            return Timeline((), (), total, total, 0.0, (total,), (0.0,), (0.0,), (total,), (1,)), 0.0
-        there, back = self._crossings(layout, stages)
-        timeline = simulate(
-            self.order(layout, len(stages)), forward, backward, weight, transfers=Transfers(there, back, one_at_a_time=True), spans=False
-        )
-        return timeline, timeline.bubble
+            return Timeline((), (), total, total, 0.0, (total,), (0.0,), (0.0,), (total,), (1,))
+        transfers = Transfers(*self._crossings(layout, stages), one_at_a_time=True)
+
+        def run(microbatches: int) -> Timeline:
+            order = self._order(layout, len(stages), microbatches)
+            return simulate(order, forward, backward, weight, transfers=transfers, spans=False)
+
+        few = self._few(layout)
+        if exact or few is None:
+            return run(layout.microbatches)
+        return _continued(run(few), run(few + self.mesh.pp), (layout.microbatches - few) / self.mesh.pp)
+
+    def in_flight(self, layout: Layout) -> tuple[float, ...]:
+        """The most microbatches that each rank keeps at once, all its stages counted."""
+        stages = len(layout.starts)
+
+        def peaks(microbatches: int) -> tuple[int, ...]:
+            return peak_in_flight(self._order(layout, stages, microbatches))
+
+        few = self._few(layout)
+        if few is None:
+            return peaks(layout.microbatches)
+        rounds = (layout.microbatches - few) / self.mesh.pp
+        return tuple(a + (b - a) * rounds for a, b in zip(peaks(few), peaks(few + self.mesh.pp)))
+
+    def _few(self, layout: Layout) -> int | None:
+        """A number of microbatches after which the schedule repeats itself every pp of them; None where that saves nothing."""
+        pp = self.mesh.pp
+        few = 2 * pp + layout.microbatches % pp
+        repeats = layout.order is None and layout.microbatches > few + pp and layout.microbatches % pp == 0
+        return few if repeats else None
 
     def _crossings(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> tuple[list[float], list[float]]:
         """Seconds of what each stage but the last sends on, and of the gradients that come back."""
@@ -366,61 +410,151 @@ class Pricing:
 
     # ---- bytes ----
 
+    def _memories(
+        self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[Sequence[int]], exact: bool
+    ) -> tuple[Memory, ...]:
+        costs = [self._kept(first, after, layout.microbatch_size) for first, after in stages]
+        peaks = self._activations(layout, [kept for kept, _, _, _ in costs], exact)
+        return tuple(self._memory(layout, stages, places, costs, activations) for places, activations in zip(own, peaks))
+
     def _memory(
-        self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[int], timeline: Timeline, rank: int
+        self,
+        layout: Layout,
+        stages: Sequence[tuple[int, int]],
+        own: Sequence[int],
+        costs: Sequence[tuple[int, int, int, int]],
+        activations: int,
     ) -> Memory:
         rows, run = layout.microbatch_size, self.execution
-        held = self._held([stages[place] for place in own])
-        parameters = sum(part.nbytes for part in held)
-        trained = [part for part in held if part.trained]
-        gradients = self._gradient_sizes(trained)
-        copied = [part for part in trained if run.main_copies and part.itemsize < MAIN_DTYPE.itemsize]
-        main = sum(part.elements * MAIN_DTYPE.itemsize for part in copied)
-        updated = sum(part.nbytes for part in trained) - sum(part.nbytes for part in copied) + main
-        costs = {place: self._kept(stages[place], rows) for place in own}
-        activations = self._activations(layout, stages, costs, rank)
-        transient = max(max(forward, backward) for _, forward, backward, _ in costs.values())
-        boundaries = 0
-        for place in own:
-            after = stages[place][1]
-            sends = self.units[after - 1].kind.sends if place + 1 < len(stages) else ()
-            back = sum(round(size.at(rows)) for size, gradient in sends if gradient)
-            messages = layout.microbatches if run.hold_messages else 1
-            boundaries += messages * ((costs[place][3] if place else 0) + back)
-        buckets = min(gradients, BUCKET_BYTES) if self.mesh.size > self.mesh.pp else 0
+        transient = max(max(costs[place][1:3]) for place in own)
+        messages = layout.microbatches if run.hold_messages else 1
+        boundaries = sum((costs[place][3] if place else 0) + self._returned(stages[place][1], rows) for place in own)
+        state = self._state(self._held([stages[place] for place in own]))
+        buckets = min(state.gradients, BUCKET_BYTES) if self.mesh.size > self.mesh.pp else 0
         if run.zero == 3:  # the unit that runs and the next are there whole
             sizes = [sum(part.nbytes for part in unit.held) for place in own for unit in self.units[slice(*stages[place])]]
             buckets += 2 * max(sizes, default=0)
-        return Memory(
-            parameters=run.divided(parameters, 3),
+        return replace(
+            state,
             buffers=sum(unit.buffers for place in own for unit in self.units[slice(*stages[place])]),
-            gradients=run.divided(gradients, 2),
-            main_copies=run.divided(main, 1),
-            optimizer=run.divided(updated * OPTIMIZERS[run.optimizer], 1),
             buckets=buckets,
-            boundaries=boundaries,
+            boundaries=messages * boundaries,
             activations=activations,
             transient=transient,
             slack=round(ALLOCATOR_SLACK * (activations + transient + buckets)),
         )
 
-    def _kept(self, stage: tuple[int, int], rows: int) -> tuple[int, int, int, int]:
-        """Of a microbatch: kept, what forward and backward take on top, received."""
-        units = self.units[slice(*stage)]
-        kept, forward, backward, sent, received = joined(units, rows)
-        if self.execution.recompute != "full":
-            return kept, forward, backward, received
-        inputs = sum(unit.kind.memory.received.at(rows) for unit in units[1:]) + sent
-        again = max(sum(getattr(unit.kind.memory, name).at(rows) for name in ("inside", "shared", "backward")) for unit in units)
-        return inputs, forward, again, received
+    def _state(self, held: Iterable[Held]) -> Memory:
+        """Parameters and what the optimizer needs for them."""
+        run, parts = self.execution, list(held)
+        trained = [part for part in parts if part.trained]
+        copied = [part for part in trained if run.main_copies and part.itemsize < MAIN_DTYPE.itemsize]
+        main = sum(part.elements * MAIN_DTYPE.itemsize for part in copied)
+        updated = sum(part.nbytes for part in trained) - sum(part.nbytes for part in copied) + main
+        return Memory(
+            parameters=run.divided(sum(part.nbytes for part in parts), 3),
+            gradients=run.divided(self._gradient_sizes(trained), 2),
+            main_copies=run.divided(main, 1),
+            optimizer=run.divided(updated * OPTIMIZERS[run.optimizer], 1),
+        )
 
-    def _activations(
-        self, layout: Layout, stages: Sequence[tuple[int, int]], costs: Mapping[int, tuple[int, int, int, int]], rank: int
-    ) -> int:
+    def _returned(self, after: int, rows: int) -> int:
+        """The gradients that come back to a stage whose last unit is the one before ``after``."""
+        sends = self.units[after - 1].kind.sends if after < len(self.units) else ()
+        return sum(round(size.at(rows)) for size, gradient in sends if gradient)
+
+    def run_bytes(self, rows: int) -> RunBytes:
+        """Of every run of units, as tables [first, after]."""
+        memories = [unit.kind.memory for unit in self.units]
+        column = {name: np.array([getattr(each, name).at(rows) for each in memories], dtype=float) for name in _LINES}
+        full = self.execution.recompute == "full"
+        between = np.array([*(joint(a, b, rows) for a, b in itertools.pairwise(memories)), 0.0])
+        if full:
+            between, column["inside"] = np.append(column["received"][1:], 0.0), np.zeros(len(memories))
+        alone = column["shared"] if not full else np.zeros(len(memories))
+        again = column["backward"] + (column["shared"] + np.array([m.inside.at(rows) for m in memories]) if full else 0.0)
+        returned = [self._returned(after, rows) if after else 0 for after in range(len(self.units) + 1)]
+        received = np.append(column["received"], 0.0)
+        received[0] = 0.0
+        sent = np.append(0.0, column["sent"])
+        state = np.array([self._state(unit.held).total + unit.buffers for unit in self.units], dtype=float)
+        return RunBytes(
+            fixed=_run_sums(state),
+            kept=_run_sums(column["inside"]) + _run_sums(between, last=False) + _run_largest(alone) + sent[None, :],
+            transient=_run_largest(np.maximum(column["forward"], again)),
+            message=received[:, None] + np.array(returned, dtype=float)[None, :],
+        )
+
+    def _kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:
+        """Of a microbatch of a stage: kept, what forward and backward take on top, received."""
+        key = first, after, rows
+        if key not in self._keeps:
+            units = self.units[first:after]
+            kept, forward, backward, sent, received = joined(units, rows)
+            if self.execution.recompute == "full":
+                kept = sum(unit.kind.memory.received.at(rows) for unit in units[1:]) + sent
+                backward = max(sum(getattr(unit.kind.memory, name).at(rows) for name in ("inside", "shared", "backward")) for unit in units)
+            self._keeps[key] = kept, forward, backward, received
+        return self._keeps[key]
+
+    def _activations(self, layout: Layout, saved: Sequence[int], exact: bool) -> list[int]:
+        """The most that each pp rank keeps at once."""
         if self.mesh.pp == 1 and layout.order is None:
-            return sum(kept for kept, _, _, _ in costs.values())
-        saved = [costs[place][0] if place in costs else 0 for place in range(len(stages))]
-        return int(in_flight(self.order(layout, len(stages)), saved)[rank].peak)
+            return [sum(saved)]
+
+        def peaks(microbatches: int) -> list[float]:
+            return [memory.peak for memory in in_flight(self._order(layout, len(saved), microbatches), saved)]
+
+        few = self._few(layout)
+        if exact or few is None:
+            return [int(peak) for peak in peaks(layout.microbatches)]
+        rounds = (layout.microbatches - few) / self.mesh.pp
+        return [int(a + (b - a) * rounds) for a, b in zip(peaks(few), peaks(few + self.mesh.pp))]
+
+
+_LINES = ("inside", "shared", "received", "sent", "forward", "backward")
+
+
+@dataclass(frozen=True)
+class RunBytes:
+    """Bytes of every run of units [first, after], as tables: what is there all the time, what a microbatch keeps, what the running
+    one takes on top, and buffers for the messages of one microbatch."""
+
+    fixed: Array
+    kept: Array
+    transient: Array
+    message: Array
+
+
+def _run_sums(values: Array, *, last: bool = True) -> Array:
+    """[first, after]: the sum of a run, with or without its last."""
+    sums = np.append(0.0, np.cumsum(values))
+    ends = sums if last else np.append(0.0, sums[:-1])
+    return np.asarray(ends[None, :] - sums[:, None])
+
+
+def _run_largest(values: Array) -> Array:
+    """[first, after]: the largest of a run."""
+    table = np.zeros((len(values) + 1, len(values) + 1))
+    for first in range(len(values)):
+        table[first, first + 1 :] = np.maximum.accumulate(values[first:])
+    return table
+
+
+def _continued(first: Timeline, second: Timeline, rounds: float) -> Timeline:
+    """What goes on after ``first`` for ``rounds`` times as long as from there to ``second``."""
+
+    def on(a: float, b: float) -> float:
+        return a + (b - a) * rounds
+
+    def each(name: str) -> tuple[float, ...]:
+        return tuple(on(a, b) for a, b in zip(getattr(first, name), getattr(second, name)))
+
+    makespan, busy = on(first.makespan, second.makespan), each("busy")
+    bubble = max(0.0, 1 - sum(busy) / (makespan * len(busy))) if makespan else 0.0
+    return Timeline(
+        (), (), makespan, on(first.period, second.period), bubble, busy, each("waiting"), each("idle"), each("ends"), second.peak_in_flight
+    )
 
 
 def _sum(phases: Sequence[PhaseSeconds]) -> PhaseSeconds:

@@ -12,8 +12,9 @@ tables), which are there once in a stage.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, fx
@@ -78,14 +79,20 @@ class Held:
     tied: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
 class Kind:
-    """What alike units have in common."""
+    """What alike units have in common.
 
-    work: Work
-    memory: UnitMemory
-    sends: tuple[tuple[Size, bool], ...]
-    """Of each value that crosses to the next unit: bytes, and whether a gradient comes back."""
+    Attributes:
+        sends: of each value that crosses to the next unit: bytes, and whether a gradient comes back.
+    """
+
+    def __init__(self, work: Work, sends: tuple[tuple[Size, bool], ...], measure: Callable[[], UnitMemory]) -> None:
+        self.work, self.sends, self._measure = work, sends, measure
+
+    @cached_property
+    def memory(self) -> UnitMemory:
+        """Measured when it is first asked for."""
+        return self._measure()
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +167,7 @@ def units_of(
         again = shared & set(stage.recomputed)
         key = _signature(program, stage), frozenset(again)
         if key not in kinds:
-            kinds[key] = Kind(works.of(stage.graph, without=again), _memory(activations, stage), _sends(stage))
+            kinds[key] = Kind(works.of(stage.graph, without=again), _sends(stage), partial(_memory, activations, stage))
         shared |= set(stage.recomputed)
         held, buffers = _held(program, degrees, stage)
         units.append(Unit(cut, stage.modules, kinds[key], held, buffers, stage.inputs, stage))
@@ -230,14 +237,14 @@ def joined(units: Sequence[Unit], rows: int) -> tuple[int, int, int, int, int]:
     """Of units joined to a stage, bytes of a microbatch: (kept, forward, backward, sent, received), the middle two on top of ``kept``."""
     inside = sum(unit.kind.memory.inside.at(rows) for unit in units)
     shared = max((unit.kind.memory.shared.at(rows) for unit in units), default=0)
-    between = sum(_between(before.kind.memory, after.kind.memory, rows) for before, after in itertools.pairwise(units))
+    between = sum(joint(before.kind.memory, after.kind.memory, rows) for before, after in itertools.pairwise(units))
     sent = units[-1].kind.memory.sent.at(rows)
     forward = max(unit.kind.memory.forward.at(rows) for unit in units)
     backward = max(unit.kind.memory.backward.at(rows) for unit in units)
     return inside + shared + between + sent, forward, backward, sent, units[0].kind.memory.received.at(rows)
 
 
-def _between(before: UnitMemory, after: UnitMemory, rows: int) -> int:
+def joint(before: UnitMemory, after: UnitMemory, rows: int) -> int:
     """What is kept of the values that one unit of a stage gives to the next: all, if the first wants it, else what the next wants."""
     sent = before.sent.at(rows)
     return sent if before.held else min(sent, after.given.at(rows))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Literal
 
 from graphpar.errors import GraphparError, near_match
@@ -303,10 +304,9 @@ def _action_table(name: str, pp: int, stages_per_rank: int, microbatches: int) -
         return handcrafted(pp, microbatches, HANDCRAFTED[name])
 
     import torch
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     try:
-        rows = get_schedule_ops(name, pp, microbatches, stages_per_rank)
+        rows = _listed_by_torch(name, pp, microbatches, stages_per_rank)
     except (AssertionError, RuntimeError, ValueError) as error:
         raise GraphparError(
             f"torch {torch.__version__} refuses {name} with {pp} ranks, {stages_per_rank} stages a rank "
@@ -321,7 +321,7 @@ def action_order(schedule: str, pp: int, stages_per_rank: int, microbatches: int
     return _action_order(canonical_name(schedule), pp, stages_per_rank, microbatches)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=512)
 def _action_order(name: str, pp: int, stages_per_rank: int, microbatches: int) -> Order:
     return order_of(_action_table(name, pp, stages_per_rank, microbatches))
 
@@ -335,6 +335,24 @@ def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Cel
         if microbatch + warm_up < microbatches:
             cells.append(Action(rank, "F", microbatch + warm_up))
     return cells
+
+
+def _listed_by_torch(name: str, pp: int, microbatches: int, stages_per_rank: int) -> list[list[_Action | None]]:
+    """The actions of each rank, from the constructor of torch's class.
+
+    It asks stages for their number and place alone. (``torch.distributed.pipelining._schedule_visualizer`` does the same with mocks
+    of whole stages and with the sends and receives added, which takes ten times as long.)
+    """
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+    kind = get_schedule_class(name)
+    place = SimpleNamespace(
+        group_rank=0, group_size=pp, num_stages=pp * stages_per_rank, stage_index=0, submod=None, has_backward=True, is_first=True,
+        is_last=False, stage_index_to_group_rank=dict.fromkeys(range(pp * stages_per_rank), 0),
+    )  # fmt: skip
+    listing = type(kind.__name__, (kind,), {"_prepare_schedule_with_comms": lambda self, *args, **options: None})
+    schedule = listing(place if issubclass(kind, PipelineScheduleSingle) else [place] * stages_per_rank, microbatches)
+    return [list(schedule.pipeline_order[rank]) for rank in range(pp)]
 
 
 def _reduces_gradients(cell: _Action | None) -> bool:

@@ -1,0 +1,351 @@
+"""``planner``: of all ways to lay a program on a cluster, the fastest that fits.
+
+    every mesh x schedule x microbatch size ──bound──► cheapest first ──stage cut, Pricing──► fastest that fits, and why not the others
+              │
+              └─ the sharding of each tp degree is searched, lowered and measured once (:func:`graphpar.cost_models.units.units_of`)
+
+A candidate's bound is its work spread evenly over its ranks, with no bubble and nothing sent: no schedule is faster. Candidates are
+priced in the order of their bounds until the bound is above what was found, so the result is that of pricing all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphpar.cluster import Cluster
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.memory import ALLOCATOR_SLACK
+from graphpar.cost_models.pricing import Estimate, Layout, Pricing, RunBytes
+from graphpar.cost_models.units import Unit, units_of
+from graphpar.errors import GraphparError
+from graphpar.mesh import Mesh
+from graphpar.program import Program
+from graphpar.schedule import SCHEDULES, legal_microbatches, stage_ranks
+from graphpar.sharding import Sharding
+
+FREE_AXES = ("pp", "dp_replicate", "tp")
+"""The axes whose degrees are searched where they are not pinned."""
+DEPTHS = (2, 3, 4)
+"""Stages a rank that are tried for schedules that take any number of them."""
+SHOWN = 4
+"""How many other meshes are priced to the end, to be shown beside the chosen plan."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user pinned; None is searched. ``starts``: the first unit of each stage, given the units, if stages are pinned."""
+
+    schedule: str | None = None
+    microbatch_size: int | None = None
+    stages: int | None = None
+    starts: Callable[[Sequence[Unit]], tuple[int, ...]] | None = None
+    one_microbatch: bool = False
+    replicas: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh, a schedule and microbatches; ``bound`` is a time that it can't be faster than."""
+
+    mesh: Mesh
+    schedule: str
+    stages_per_rank: int
+    microbatch_size: int
+    microbatches: int
+    bound: float = field(default=0.0, compare=False)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Which of two that take the same time is taken: fewer ranks that depend on each other, simpler schedules, larger microbatches."""
+        schedules = list(SCHEDULES)
+        return self.mesh.pp, self.mesh.tp, schedules.index(self.schedule), self.stages_per_rank, self.microbatches
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A candidate with its stages and what it takes; ``missing``: bytes by which its fullest rank is above the device's memory."""
+
+    candidate: Candidate
+    layout: Layout
+    estimate: Estimate
+    missing: int
+
+    @property
+    def fits(self) -> bool:
+        return self.missing <= 0
+
+    @property
+    def rank_key(self) -> tuple[Any, ...]:
+        return self.estimate.step_time_s, *self.candidate.key
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search gives.
+
+    ``alternatives``: the best of each other mesh among the fastest, and those nearest to fit where ``best`` is None.
+    ``priced``: how many candidates the simulator ran; ``infeasible``: how many are illegal or don't fit.
+    """
+
+    best: Priced | None
+    alternatives: tuple[Priced, ...]
+    considered: int
+    priced: int
+    infeasible: int
+    refused: Mapping[int, str]
+
+
+class Planner:
+    """Searches the plans of ``program`` on ``cluster``.
+
+    Args:
+        batch: rows of the global batch.
+        pinned: degrees of axes that are not searched.
+        sharding: of compute axes and a microbatch size: how tensors lie, and the program of a rank.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cluster: Cluster,
+        batch: int,
+        sharding: Callable[[Mesh, int], tuple[Sharding, Program]],
+        pinned: Mapping[str, int] | None = None,
+        wishes: Wishes | None = None,
+        execution: Execution | None = None,
+        dtype: str = "fp32",
+    ) -> None:
+        self.program, self.cluster, self.batch, self.sharding, self.dtype = program, cluster, batch, sharding, dtype
+        self.pinned, self.wishes, self.execution = dict(pinned or {}), wishes or Wishes(), execution or Execution()
+        self.refused: dict[int, str] = {}
+        self._units: dict[tuple[int, int], list[Unit] | None] = {}
+        self._pricings: dict[tuple[Mesh, int], Pricing] = {}
+        self._cuts: dict[tuple[Mesh, int], _Cuts] = {}
+
+    # ---- what there is ----
+
+    def meshes(self) -> list[Mesh]:
+        """Every factorisation of the devices over the axes that are not pinned."""
+        fixed = math.prod(self.pinned.values())
+        if self.cluster.size % fixed:
+            shown = ", ".join(f"{axis}={degree}" for axis, degree in self.pinned.items())
+            raise GraphparError(
+                f"{self.cluster.size} devices don't divide by the mesh's {shown}; take a multiple of {fixed} devices, or other degrees."
+            )
+        free = [axis for axis in FREE_AXES if axis not in self.pinned]
+        found = [Mesh(**(self.pinned | dict(zip(free, degrees)))) for degrees in _factorisations(self.cluster.size // fixed, len(free))]
+        return sorted(found, key=lambda mesh: tuple(mesh.degrees().values()))
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Every legal candidate; those whose mesh can't divide the model or the batch are left out."""
+        for mesh in self.meshes():
+            if self.batch % (mesh.dp_replicate * mesh.dp_shard) or (mesh.dp_replicate > 1 and not self.wishes.replicas):
+                continue
+            rows = self.batch // (mesh.dp_replicate * mesh.dp_shard)
+            for schedule, depth in self._schedules(mesh):
+                counts = legal_microbatches(schedule, mesh.pp, depth, rows) if mesh.pp > 1 else _divisors(rows)
+                for count in counts:
+                    if self._wanted(rows // count, count):
+                        yield Candidate(mesh, schedule, depth, rows // count, count)
+
+    def _wanted(self, size: int, count: int) -> bool:
+        if self.wishes.one_microbatch and count > 1:
+            return False
+        return self.wishes.microbatch_size in (None, size)
+
+    def _schedules(self, mesh: Mesh) -> Iterator[tuple[str, int]]:
+        """(name, stages a rank)."""
+        wished = self.wishes.schedule
+        if mesh.pp == 1:
+            if self.wishes.stages in (None, 1):
+                yield "1F1B" if self.program.mode == "train" else "GPipe", 1
+            return
+        for row in SCHEDULES.values():
+            if (wished is None and not row.runnable) or wished not in (None, row.name):
+                continue
+            if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
+                continue
+            depths = [depth for depth in DEPTHS if depth >= row.min_stages] if row.max_stages is None else [row.default_stages]
+            for depth in depths if self.wishes.stages is None else [self.wishes.stages // mesh.pp]:
+                if self.wishes.stages in (None, depth * mesh.pp) and row.min_stages <= depth <= (row.max_stages or depth):
+                    yield row.name, depth
+
+    # ---- prices ----
+
+    def units(self, mesh: Mesh, rows: int) -> list[Unit] | None:
+        """Those of the ranks of the compute axes; None where the model can't be divided so, or not into microbatches of ``rows``."""
+        size = 0 if self.program.symbolic else rows
+        key = mesh.tp, size
+        if key not in self._units:
+            compute = replace(mesh, pp=1, dp_replicate=1, dp_shard=1)
+            kind = "cuda" if self.cluster.device.kind == "gpu" else "cpu"
+            try:
+                _, lowered = self.sharding(compute, rows if size else 1)
+                self._units[key] = units_of(lowered, compute.degrees(), self.execution, device=kind)
+            except GraphparError as error:
+                self._units[key] = None
+                self.refused[mesh.tp] = str(error)
+        return self._units[key]
+
+    def pricing(self, mesh: Mesh, rows: int) -> Pricing | None:
+        key = mesh, 0 if self.program.symbolic else rows
+        if key not in self._pricings:
+            units = self.units(mesh, rows)
+            if units is None:
+                return None
+            self._pricings[key] = Pricing(units, mesh, self.cluster, self.execution, dtype=self.dtype)
+        return self._pricings[key]
+
+    def bounded(self) -> tuple[list[Candidate], int]:
+        """Candidates with their bounds, the most promising first, and how many are not possible."""
+        found, impossible = [], 0
+        for candidate in self.candidates():
+            pricing = self.pricing(candidate.mesh, candidate.microbatch_size)
+            if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:
+                impossible += 1
+                continue
+            whole = pricing.stage_seconds(0, len(pricing.units), candidate.microbatch_size)
+            bound = candidate.microbatches * (whole.forward + whole.backward) / candidate.mesh.pp
+            found.append(replace(candidate, bound=bound))
+        return sorted(found, key=lambda candidate: (candidate.bound, candidate.key)), impossible
+
+    def price(self, candidate: Candidate) -> Priced:
+        """The candidate with the stage cut whose slowest stage is fastest; where that does not fit, under the memory of ranks."""
+        pricing = self.pricing(candidate.mesh, candidate.microbatch_size)
+        assert pricing is not None
+        stages = candidate.mesh.pp * candidate.stages_per_rank
+        if self.wishes.starts is not None or stages == 1:
+            return self._priced(candidate, pricing, self.wishes.starts(pricing.units) if self.wishes.starts else (0,))
+        cuts = self._cuts_of(candidate, pricing)
+        balanced = cuts.balanced(stages)
+        assert balanced is not None
+        priced = self._priced(candidate, pricing, balanced)
+        if priced.fits:
+            return priced
+        alive = [count / candidate.stages_per_rank for count in pricing.in_flight(priced.layout)]
+        ranks = stage_ranks(candidate.schedule, candidate.mesh.pp, candidate.stages_per_rank)
+        room = self.cluster.device.memory_bytes / candidate.stages_per_rank
+        held = candidate.microbatches if self.execution.hold_messages else 1
+        within = cuts.balanced(stages, [alive[rank] for rank in ranks], room, held)
+        other = None if within is None else self._priced(candidate, pricing, within)
+        return other if other is not None and other.missing < priced.missing else priced
+
+    def exactly(self, priced: Priced) -> Priced:
+        """With every microbatch simulated."""
+        pricing = self.pricing(priced.candidate.mesh, priced.candidate.microbatch_size)
+        assert pricing is not None
+        return self._with_estimate(priced.candidate, priced.layout, pricing.estimate(priced.layout))
+
+    def _priced(self, candidate: Candidate, pricing: Pricing, starts: tuple[int, ...]) -> Priced:
+        layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, starts)
+        return self._with_estimate(candidate, layout, pricing.estimate(layout, exact=False))
+
+    def _with_estimate(self, candidate: Candidate, layout: Layout, estimate: Estimate) -> Priced:
+        return Priced(candidate, layout, estimate, max(estimate.peak_memory_bytes) - self.cluster.device.memory_bytes)
+
+    def _cuts_of(self, candidate: Candidate, pricing: Pricing) -> _Cuts:
+        key = candidate.mesh, candidate.microbatch_size
+        if key not in self._cuts:
+            self._cuts[key] = _Cuts(pricing, candidate.microbatch_size)
+        return self._cuts[key]
+
+    # ---- the search ----
+
+    def search(self, prune: bool = True) -> Found:
+        """The fastest candidate that fits. Without ``prune`` all are priced, which gives the same."""
+        candidates, infeasible = self.bounded()
+        best: dict[Mesh, Priced] = {}
+        misfits: list[Priced] = []
+        count = 0
+        for candidate in candidates:
+            if prune and len(best) > SHOWN and candidate.bound > sorted(each.rank_key for each in best.values())[SHOWN][0]:
+                break
+            if prune and candidate.mesh in best and candidate.bound > best[candidate.mesh].estimate.step_time_s:
+                continue
+            priced = self.price(candidate)
+            count += 1
+            if not priced.fits:
+                infeasible += 1
+                misfits.append(priced)
+            elif candidate.mesh not in best or priced.rank_key < best[candidate.mesh].rank_key:
+                best[candidate.mesh] = priced
+        ranked = sorted(map(self.exactly, best.values()), key=lambda each: each.rank_key)
+        nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))
+        others = (ranked[1:] if ranked else nearest)[:SHOWN]
+        return Found(
+            ranked[0] if ranked else None, tuple(others), len(candidates) + infeasible, count, infeasible, dict(self.refused)
+        )
+
+
+def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 0:
+        if number == 1:
+            yield ()
+        return
+    for divisor in _divisors(number):
+        for rest in _factorisations(number // divisor, parts - 1):
+            yield (divisor, *rest)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+class _Cuts:
+    """Where stages begin, so that the slowest is as fast as can be: by dynamic programming over units.
+
+    Seconds and bytes of every run of units [i, j) are tables; ``inf`` where j <= i.
+    """
+
+    def __init__(self, pricing: Pricing, rows: int) -> None:
+        count = len(pricing.units)
+        self.count = count
+        own = [pricing.stage_seconds(place, place + 1, rows) for place in range(count)]
+        sums = np.concatenate([[0.0], np.cumsum([cost.forward + cost.backward for cost in own])])
+        self.seconds = _runs(sums)
+        self.pricing, self.rows = pricing, rows
+
+    @cached_property
+    def bytes(self) -> RunBytes:
+        return self.pricing.run_bytes(self.rows)
+
+    def balanced(
+        self, stages: int, alive: Sequence[float] | None = None, room: float = math.inf, messages: int = 1
+    ) -> tuple[int, ...] | None:
+        """The first unit of each stage. With ``alive``, microbatches in flight a stage, no stage takes more than ``room`` bytes.
+
+        Of cuts whose slowest stage is equally fast the one with the earliest starts; None where no cut has room.
+        """
+        costs = [self.seconds if alive is None else np.where(self._bytes(alive[stage], messages) <= room, self.seconds, np.inf)
+                 for stage in range(stages)]  # fmt: skip
+        reach = costs[0][0]  # [end]: the slowest stage of the best cut of the first units
+        choices: list[NDArray[np.int64]] = []
+        for stage in range(1, stages):
+            through = np.maximum(reach[:, None], costs[stage])
+            choices.append(through.argmin(axis=0))
+            reach = through.min(axis=0)
+        if not math.isfinite(reach[self.count]):
+            return None
+        starts, end = [], self.count
+        for choice in reversed(choices):
+            end = int(choice[end])
+            starts.append(end)
+        return (0, *reversed(starts))
+
+    def _bytes(self, alive: float, messages: int) -> NDArray[np.float64]:
+        table = self.bytes
+        moving = (1 + ALLOCATOR_SLACK) * (alive * table.kept + table.transient)
+        return np.asarray(table.fixed + moving + messages * table.message)
+
+
+def _runs(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """``sums[j] - sums[i]`` for i < j, else infinite."""
+    table = sums[None, :] - sums[:, None]
+    return np.where(np.arange(len(sums))[None, :] > np.arange(len(sums))[:, None], table, np.inf)
