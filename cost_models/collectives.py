@@ -2,23 +2,26 @@
 
     ranks, or axes of a mesh ──Network.group──► Group: how many ranks, on how many nodes ──Network.seconds──► seconds
 
-Each algorithm costs ``latency + x + 2 sqrt(l x)``, where ``x`` is what its busiest device sends over its bandwidth, ``l`` the latency
-of a link inside a node. The last term is what it costs to cut a message into pieces that follow each other: few pieces and the last
-hop waits for a long one, many and each costs ``l``; the best number costs this much. The cheapest algorithm counts:
+Each algorithm costs ``latency + x + 2 sqrt(l x)``, where ``x`` is what its busiest device sends over its bandwidth. The last term is
+what it costs to cut a message into pieces that follow each other: few pieces and the last hop waits for a long one, many and each costs
+its latency; the best number costs this much. So ``l`` grows with the hops of a ring; else it is the latency of a link inside a node. The
+cheapest algorithm counts:
 
 algorithm    sends, of a tensor of S bytes over n ranks                                            latencies
 ring         all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S, broadcast S          of each step around it
 tree         all-reduce: 2 S (S where there are two), a chain in a node and a tree over nodes      of the chain and log2 nodes
-switch       all-reduce (n+1)/n S, all-gather and reduce-scatter S: the switch adds and copies     as of a ring of 8
-switch tree  all-reduce: the switch in a node, a tree over nodes
+switch       all-reduce (n+1)/n S, at least 9/8 S, others S: the switch adds and copies             as of a ring of 8
+switch tree  all-reduce: the switch in a node, a tree over nodes                                   of both
+pairs        all-to-all (n-1)/n^2 S, send S                                                        of members in the node, others at once
 
-A ring over nodes enters and leaves each node as often as the node has members, so its bandwidth is that of their adapters together, but
-no more than that of the links inside. ``Link.bytes_per_s`` between nodes is of one device, and a group takes the shares of its own
+Rings over nodes enter a node by the adapters of all members there, so their bandwidth is that of those adapters together, but no more
+than that of the links inside. ``Link.bytes_per_s`` between nodes is of one device, and a group takes the shares of its own
 members only: in a mesh the other groups of the axis send at the same time. All-to-all and sends are between pairs: each device uses its
 own share. What the network between nodes lacks (oversubscription, other jobs) is for the cluster's figures to say.
 
-Against measured all-reduces (``tests/test_collective_costs.py`` has the points with their sources) the model is off by 6 % in the middle
-for 1 MiB and more on 8 H200, 8 B200, 32 B200 on 4 nodes, and by at most 31 % (8 B200, 4 MiB).
+Against 75 points of all-reduces and all-gathers of 1 MiB and more on 8 H200, 8 and 16 and 32 B200, 16 H100, 16 H200 and 16 A100, which
+``tests/test_collective_costs.py`` has with their sources, the model is off by 6 % in the middle, by 19 % at nine in ten and by 45 % at
+worst (an all-gather of 1 MiB).
 """
 
 from __future__ import annotations
@@ -40,9 +43,16 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast"
 
 _SWITCH_MESSAGES = 14
 """Latencies of a reduction in the switch, however many ranks: 39 us for 32 to 512 KiB on 8 H200 (stas00/ml-engineering)."""
-_TREE_SHARE = 0.92
-"""What trees reach of a ring's bandwidth: as NCCL's own model assumes (NVIDIA/nccl src/graph/tuning.cc); 444 to 467 GB/s measured on
-two nodes of H100 fit."""
+_SWITCH_LEAST = 9 / 8
+"""More than 8 devices gain nothing more: 8 and 64 GB300 take 35.7 and 36.4 ms for 16 GiB, 72 GB200 20.3 ms for 8 GiB (Oracle's GPU
+quick starts; coreweave/nccl-tests, pull request 43)."""
+_TREE_SHARE = 0.94
+"""What trees reach of the links' bandwidth: 445 to 487 GB/s of bus bandwidth on two nodes of H100 (NCCL's own model has 0.92)."""
+_HOPS = 15
+"""Hops of a ring for which pieces cost one latency: all-gathers of 16 B200 and 16 H200; reduce-scatters on 4 to 128 nodes of H100 fall
+from 360 to 260 GB/s of bus bandwidth (NVIDIA/nccl, issue 1229, which gives no size; 8 GiB do so here)."""
+_AT_ONCE = 4
+"""Messages to other nodes that an all-to-all has under way at once: 48 us for small ones on two nodes of 8."""
 _COPY = 1.08
 """What a copy to one neighbour in the node reaches, against rings: 396 and 364 GB/s of 8 H200 (stas00/ml-engineering)."""
 
@@ -66,10 +76,11 @@ class Group:
 
 @dataclass(frozen=True)
 class _Line:
-    """An algorithm for one kind of collective: seconds of an empty message, and of each byte."""
+    """An algorithm for one kind of collective: seconds of an empty message, of each byte, and of filling the pipe (``l`` above)."""
 
     latency_s: float
     byte_s: float
+    filling_s: float
 
 
 class Network:
@@ -77,6 +88,7 @@ class Network:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        self._step_s = cluster.intra_node.latency_s
         self._groups: dict[tuple[Mesh, frozenset[str]], Group] = {}
         self._lines: dict[tuple[str, Group], tuple[_Line, ...]] = {}
 
@@ -136,14 +148,15 @@ class Network:
         return Group(size, size // inside, inside)
 
     def _counted(self, degrees: dict[str, int], axes: frozenset[str], size: int) -> Group:
-        """As counted over all groups."""
+        """As counted over all groups: in each, the ranks of a node follow each other."""
         shape = tuple(degrees.values())
         ours = [place for place, axis in enumerate(degrees) if axis in axes]
         nodes = np.arange(math.prod(shape)).reshape(shape) // self.cluster.devices_per_node
-        groups = np.unique(np.moveaxis(nodes, ours, range(-len(ours), 0)).reshape(-1, size), axis=0)
-        _, counts = np.unique(groups + (nodes.max() + 1) * np.arange(len(groups))[:, None], return_counts=True)
-        across = (np.diff(groups, axis=1) > 0).sum(axis=1).max(initial=0) + 1
-        return Group(size, int(across), int(counts.max()), int(counts.min()))
+        groups = np.moveaxis(nodes, ours, range(-len(ours), 0)).reshape(-1, size)
+        starts = np.ones(groups.shape, bool)
+        starts[:, 1:] = groups[:, 1:] != groups[:, :-1]
+        counts = np.diff(np.flatnonzero(starts), append=starts.size)
+        return Group(size, int(starts.sum(axis=1).max()), int(counts.max()), int(counts.min()))
 
     # ---- prices ----
 
@@ -159,11 +172,10 @@ class Network:
         lines = self._lines.get((kind, group))
         if lines is None:
             lines = self._lines[kind, group] = self._priced(kind, group)
-        filling = 4 * self.cluster.intra_node.latency_s
         best = math.inf
         for line in lines:
             sending = line.byte_s * nbytes
-            best = min(best, line.latency_s + sending + math.sqrt(filling * sending))
+            best = min(best, line.latency_s + sending + 2 * math.sqrt(line.filling_s * sending))
         return best
 
     def ring(self, group: Group) -> Link:
@@ -194,44 +206,46 @@ class Network:
             return (self._all_to_all(group),)
         ring, count = self.ring(group), group.size - 1
         passes, share = {"all-reduce": (2, 2 * count / group.size), "broadcast": (1, 1.0)}.get(kind, (1, count / group.size))
-        lines = [_Line((passes * count + 1) * ring.latency_s, share / ring.bytes_per_s)]
+        hops = passes * count
+        lines = [_Line((hops + 1) * ring.latency_s, share / ring.bytes_per_s, hops / _HOPS * self._step_s)]
         if kind == "all-reduce" and group.nodes > 1:
             lines.append(self._tree(group))
         if self.cluster.intra_node.in_switch is not None and group.per_node > 1:
             if kind == "all-reduce":
                 lines.append(self._in_switch(group))
             elif kind != "broadcast" and group.nodes == 1:
-                lines.append(_Line(self._switch_s(), self._switch_byte_s()))
+                lines.append(_Line(self._switch_s(), self._switch_byte_s(), self._step_s))
         return tuple(lines)
 
     def _send(self, group: Group) -> _Line:
         link = self.cluster.inter_node if group.nodes > 1 else self.cluster.intra_node.among(2)
         share = link.efficiency if group.nodes > 1 else min(1.0, _COPY * link.efficiency)
-        return _Line(link.latency_s, 1 / (link.bytes_per_s * share))
+        return _Line(link.latency_s, 1 / (link.bytes_per_s * share), self._step_s)
 
     def _all_to_all(self, group: Group) -> _Line:
         """Each rank sends ``1 / size**2`` of the tensor to each other; what stays in the node and what leaves it go side by side."""
         far = group.size - group.fewest
-        latency = group.per_node * self.cluster.intra_node.latency_s + far * self.cluster.inter_node.latency_s
+        latency = group.per_node * self._step_s + far / _AT_ONCE * self.cluster.inter_node.latency_s
         rates = [(group.per_node - 1) / self._inside(group)] if group.per_node > 1 else []
         rates += [far / self._between()] if far else []
-        return _Line(latency, max(rates) / group.size**2)
+        return _Line(latency, max(rates) / group.size**2, self._step_s)
 
     def _tree(self, group: Group) -> _Line:
         """A chain in each node, two binary trees over the nodes, each for half of the tensor."""
         chain = (2 if group.per_node > 2 else 1) / self._inside(group) if group.per_node > 1 else 0.0
-        latency = (2 * group.per_node - 1) * self.cluster.intra_node.latency_s + self._climb_s(group)
-        return _Line(latency, max(chain, self._climb_byte_s(group)) / _TREE_SHARE)
+        latency = (2 * group.per_node - 1) * self._step_s + self._climb_s(group)
+        return _Line(latency, max(chain, self._climb_byte_s(group)) / _TREE_SHARE, self._step_s)
 
     def _in_switch(self, group: Group) -> _Line:
         """All-reduce: each device hands over its tensor, and gets and hands back a piece that is a sum; nodes are a tree."""
-        inside = self._switch_byte_s() * (group.fewest + 1) / group.fewest
+        inside = self._switch_byte_s() * max(_SWITCH_LEAST, (group.fewest + 1) / group.fewest)
         if group.nodes == 1:
-            return _Line(self._switch_s(), inside)
-        return _Line(self._switch_s() + self._climb_s(group), max(inside, self._climb_byte_s(group)) / _TREE_SHARE)
+            return _Line(self._switch_s(), inside, self._step_s)
+        slowest = max(inside, self._climb_byte_s(group))
+        return _Line(self._switch_s() + self._climb_s(group), slowest / _TREE_SHARE, self._step_s)
 
     def _switch_s(self) -> float:
-        return _SWITCH_MESSAGES * self.cluster.intra_node.latency_s
+        return _SWITCH_MESSAGES * self._step_s
 
     def _switch_byte_s(self) -> float:
         link = self.cluster.intra_node

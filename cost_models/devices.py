@@ -164,7 +164,7 @@ _NETWORK = "stas00/ml-engineering network/README.md, network/benchmarks/README.m
 _VENDOR = "vendor's data sheet, from memory"
 _ASSUMED = "assumed"
 _MEASURED = f"best large bf16 product over peak, {_SPEC}"
-_LATENCIES = "inside: smallest all-reduces of 8 H200 over ring steps, same place; between: assumed"
+_LATENCIES = "inside: smallest all-reduces of 8 H200 over ring steps, same place; between: two nodes of A100, H100, B200"
 
 _GPU_LAUNCH = 4e-6  # assumed: a small kernel with the gap before it
 _GPU_DISPATCH = 6e-6  # assumed: PyTorch's own work for an operator
@@ -174,12 +174,12 @@ _EFFICIENCY = 0.8  # assumed where nobody measured
 _RING = 0.8  # assumed where nobody measured
 _RINGS = {"A": 0.78, "H800": 0.8, "H": 0.82, "B": 0.76, "GB": 0.76, "MI300X": 0.7}
 """What rings reach inside a node: all-reduces of 8 A100, 8 H200, 4 B200 and 4 GB300, 8 MI300X; 160 of 200 GB/s on H800 (DeepSeek-V3)."""
-_IN_SWITCH = {"H": 0.69, "B": 0.61, "GB": 0.61}
-"""What reductions in the switch reach: 4 to 8 H200 have 363, 414, 436, 460 and 473 GB/s of bus bandwidth with 8 GiB, which is
-2 (n-1) / (n+1) times 0.67 of 450 for n of 5 and more; 8 B200 have 838 GB/s. Third and later NVSwitches do it."""
-_ADAPTERS = 0.97  # what rings reach between nodes: 382 GB/s of bus bandwidth with 16 GiB on 32 B200 with adapters of 8 x 50 GB/s a node
+_IN_SWITCH = {"H": 0.69, "B": 0.6, "GB": 0.6}
+"""What reductions in the switch reach, which third and later NVSwitches do: 4 to 8 H200 have 363, 414, 436, 460 and 473 GB/s of bus
+bandwidth with 8 GiB, which is 2 (n-1) / (n+1) times 0.67 of 450 for n of 5 and more; 8 B200 have 838 GB/s."""
+_ADAPTERS = 0.95  # what rings reach between nodes: 382 (32 B200), 376 (16 B200), 357 (8 GB300) GB/s where adapters have 400
 _INSIDE_S = 2.7e-6  # 57 KB at 1.44 GB/s over 15 steps
-_BETWEEN_S = 6e-6  # assumed for InfiniBand
+_BETWEEN_S = 14e-6  # InfiniBand and RoCE: NVIDIA/nccl src/graph/tuning.cc, and all-reduces and all-gathers of 1 to 16 MiB on two nodes
 
 
 def usable(vendor_gb: float, unit: int = 2**30) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from statistics import median
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import graphpar as gp
 from graphpar.cluster import Cluster
+from graphpar.cost_models import collectives
 from graphpar.cost_models.collectives import KINDS, Group, Network
 from graphpar.cost_models.devices import DEVICES, Link
 from graphpar.mesh import Mesh
@@ -34,32 +36,67 @@ def network(text: str, between_s: float | None = None) -> Network:
 # ---- measured --------------------------------------------------------------------------------------------------
 
 MIB, GIB = 2**20, 2**30
-H200 = {
-    1: 39.93, 2: 64.53, 4: 107.16, 8: 155.53, 16: 219.89, 32: 275.84, 64: 346.51, 128: 401.93, 256: 436.15, 512: 450.29,
-    1024: 463.58, 2048: 469.17, 4096: 473.1, 8192: 477.45, 16384: 482.26,
+CURVES = {
+    "8 H200": ("8xH200", None, "all-reduce", {
+        1: 39.93, 2: 64.53, 4: 107.16, 8: 155.53, 16: 219.89, 32: 275.84, 64: 346.51, 128: 401.93, 256: 436.15, 512: 450.29,
+        1024: 463.58, 2048: 469.17, 4096: 473.1, 8192: 477.45, 16384: 482.26,
+    }),
+    "8 B200": ("8xB200", None, "all-reduce", {
+        1: 36.06, 4: 76.48, 16: 254.96, 64: 400.6, 256: 646.11, 1024: 723.34, 4096: 740.64, 16384: 845.67,
+    }),
+    "32 B200, EFA": ("4x8xB200", 85e-6, "all-reduce", {
+        1: 5.37, 4: 18.9, 16: 64.43, 64: 156.74, 256: 229.09, 1024: 361.99, 4096: 377.34, 16384: 381.8,
+    }),
+    "16 H100, InfiniBand": ("2x8xH100", None, "all-reduce", {1: 22.3, 10: 124.92, 100: 304.03, 1000: 434.99}),
+    "16 A100, RoCE": ("2x8xA100-40GB", None, "all-reduce", {
+        1: 22.97, 2: 39.64, 4: 61.93, 8: 90.25, 16: 111.29, 32: 139.08, 64: 153.13, 128: 163.2, 256: 165.42, 512: 156.41,
+        1024: 219.12, 2048: 220.16, 4096: 235.63, 8192: 237.94,
+    }),
+    "16 B200, RoCE": ("2x8xB200", None, "all-gather", {
+        1: 15.41, 2: 23.28, 4: 41.77, 8: 72.9, 16: 111.99, 32: 206.09, 64: 266.37, 128: 302.72, 256: 338.77, 512: 356.34,
+        1024: 363.8, 2048: 370.8, 4096: 374.33, 8192: 376.4,
+    }),
+    "16 H200, RoCE": ("2x8xH200", None, "all-gather", {
+        1: 18.98, 2: 28.77, 4: 54.8, 8: 90.8, 16: 135.5, 32: 175.6, 64: 230.87, 128: 256.74, 256: 288.14, 512: 319.41,
+        1024: 320.98, 2048: 322.98,
+    }),
 }  # fmt: skip
-B200 = {1: 36.06, 4: 76.48, 16: 254.96, 64: 400.6, 256: 646.11, 1024: 723.34, 4096: 740.64, 16384: 845.67}
-B200_NODES = {1: 5.37, 4: 18.9, 16: 64.43, 64: 156.74, 256: 229.09, 1024: 361.99, 4096: 377.34, 16384: 381.8}
-"""MiB of an all-reduce and GB/s of bus bandwidth, which is 2 (n-1) / n times its bytes a second; stas00/ml-engineering,
-network/README.md and network/benchmarks/README.md: 8 H200; 8 B200; 32 B200 on 4 nodes with EFA, whose latency is far above that of
-InfiniBand."""
-CURVES = [("8xH200", None, H200, 0.12), ("8xB200", None, B200, 0.45), ("4x8xB200", 85e-6, B200_NODES, 0.15)]
+"""Cluster, latency between nodes where it is not the usual one, collective; MiB of the tensor and GB/s of bus bandwidth, which is what a
+ring's device would send a second. 8 H200, 8 B200 and 32 B200: stas00/ml-engineering, network/README.md and network/benchmarks/README.md;
+16 H100: drmysore/nebius-h100-16gpu-benchmark; 16 A100: oracle-quickstart/oci-hpc-oke; 16 B200: esaaren/torch-distributed-training-gke;
+16 H200: maci0/gke-inference-from-scratch. EFA has a latency of its own, which 16 H100 with EFA confirm."""
+WORST = {
+    "8 H200": 0.1, "8 B200": 0.42, "32 B200, EFA": 0.17, "16 H100, InfiniBand": 0.2, "16 A100, RoCE": 0.21, "16 B200, RoCE": 0.19,
+    "16 H200, RoCE": 0.46,
+}  # fmt: skip
 
 
-def errors(prices: Network, curve: dict[int, float]) -> dict[int, float]:
+def ring_share(kind: str, count: int) -> float:
+    """Of the bytes of a tensor, what a ring's device sends."""
+    return {"all-reduce": 2 * (count - 1) / count, "send": 1.0}.get(kind, (count - 1) / count)
+
+
+def errors(name: str) -> list[float]:
+    text, between_s, kind, curve = CURVES[name]
+    prices = network(text, between_s)
     size = prices.cluster.size
     group = prices.group(range(size))
-    return {
-        mib: prices.seconds("all-reduce", mib * MIB, group) * rate * 1e9 / (2 * (size - 1) / size * mib * MIB) - 1
-        for mib, rate in curve.items()
-    }
+    taken = {mib: ring_share(kind, size) * mib * MIB / (rate * 1e9) for mib, rate in curve.items()}
+    return [prices.seconds(kind, mib * MIB, group) / seconds - 1 for mib, seconds in taken.items()]
 
 
-@pytest.mark.parametrize(("text", "between_s", "curve", "worst"), CURVES, ids=["8 H200", "8 B200", "32 B200"])
-def test_all_reduces_take_what_was_measured(text: str, between_s: float | None, curve: dict[int, float], worst: float) -> None:
-    found = errors(network(text, between_s), curve)
-    assert max(map(abs, found.values())) < worst, found
-    assert median(map(abs, found.values())) < 0.12, found
+@pytest.mark.parametrize("name", CURVES)
+def test_collectives_take_what_was_measured(name: str) -> None:
+    found = [abs(error) for error in errors(name)]
+    assert median(found) < 0.19 and max(found) < WORST[name], found
+
+
+def test_the_docstring_says_how_well() -> None:
+    found = [abs(error) for name in CURVES for error in errors(name)]
+    said = re.search(r"(\d+) points.*?(\d+) % in the middle, by\s(\d+) % at nine in ten and by (\d+) %", collectives.__doc__, re.S)
+    assert said is not None
+    ninth = sorted(found)[round(0.9 * len(found)) - 1]
+    assert [int(number) for number in said.groups()] == [len(found), *(round(100 * e) for e in (median(found), ninth, max(found)))]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +108,11 @@ def test_all_reduces_take_what_was_measured(text: str, between_s: float | None, 
         ("8xH200", 2, "send", 16 * GIB, 396.4),
         ("2x8xH100", 16, "all-reduce", 2 * GIB, 444.25),  # an issue of NVIDIA/nccl, NVLSTree
         ("2x8xH100", 16, "all-reduce", 8 * GIB, 467.28),  # SkyPilot's example for Nebius
-        ("4xGB200", 4, "all-reduce", 16 * GIB, 685.19),
+        ("4xGB300", 4, "all-reduce", 16 * GIB, 685.19),  # and the next three: Oracle's GPU quick starts
+        ("8xGB300", 8, "all-reduce", 16 * GIB, 841.63),
+        ("64xGB300", 64, "all-reduce", 16 * GIB, 930.48),
+        ("64xGB300", 64, "all-to-all", 64 * 16 * GIB, 64 * 666.92),
+        ("72xGB200", 72, "all-reduce", 8 * GIB, 834.57),  # coreweave/nccl-tests, pull request 43
         ("8xMI300X", 8, "all-reduce", 4 * GIB, 312.9),
         ("8xMI300X", 2, "all-reduce", 4 * GIB, 47.7),
         *(("8xH200", n, "all-reduce", 8 * GIB, rate) for n, rate in zip(range(4, 9), (363.3, 414.2, 435.6, 460.0, 473.1))),
@@ -80,9 +121,16 @@ def test_all_reduces_take_what_was_measured(text: str, between_s: float | None, 
 )
 def test_large_messages_take_what_was_measured(text: str, count: int, kind: str, nbytes: int, rate: float) -> None:
     prices = network(text)
-    share = {"all-reduce": 2 * (count - 1) / count, "send": 1.0}.get(kind, (count - 1) / count)
     seconds = prices.seconds(kind, nbytes, prices.group(range(count)))
-    assert seconds == pytest.approx(share * nbytes / (rate * 1e9), rel=0.1)
+    assert seconds == pytest.approx(ring_share(kind, count) * nbytes / (rate * 1e9), rel=0.12)
+
+
+def test_rings_over_many_nodes_lose_what_was_measured() -> None:
+    """Reduce-scatters of H100 nodes, NVIDIA/nccl, issue 1229; the size is not given there, 8 GiB is what its neighbour 1211 asks of."""
+    prices = network("128x8xH100")
+    for nodes, rate in zip((4, 8, 16, 32, 64, 128), (360, 345, 320, 300, 280, 260)):
+        seconds = prices.seconds("reduce-scatter", 8 * GIB, prices.group(range(8 * nodes)))
+        assert seconds == pytest.approx(ring_share("reduce-scatter", 8 * nodes) * 8 * GIB / (rate * 1e9), rel=0.1)
 
 
 # ---- laws ------------------------------------------------------------------------------------------------------
