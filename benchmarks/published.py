@@ -1,0 +1,219 @@
+"""Predictions against published measurements, a source at a time.
+
+    python -m benchmarks.published DATA.jsonl [--json] [--source NAME ...] [--limit N] [--details]
+
+Each row of the file is priced with its own plan on its own cluster. Sources with a star are held out: no figure of a device was fitted to
+them. "all" has every row that has a price; "counted" leaves out toys, slips and repetitions (:data:`benchmarks.published_rows.APART`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.published_prices import Prediction, bubble, price_row
+from benchmarks.published_rows import Row, Unpriced, read, rows_of
+from benchmarks.published_scores import Outcome, Scores, relative, score
+from benchmarks.published_sources import held_out
+
+NEW = ("H100", "H200", "H800", "B200", "B300", "GB200", "GB300")
+"""Beginnings of the names of devices of Hopper's generation and later."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    row: Row
+    outcome: Outcome
+    prediction: Prediction | None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A row without a price, and why."""
+
+    id: str
+    source: str
+    why: str
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.published", description=__doc__.split("\n")[0])
+    parser.add_argument("data", type=Path, metavar="DATA.jsonl")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--source", action="append", metavar="NAME", help="only these sources; default: all")
+    parser.add_argument("--limit", type=int, help="only so many rows of each source, spread evenly")
+    parser.add_argument("--details", action="store_true", help="every row")
+    options = parser.parse_args(arguments)
+    rows = list(chosen(rows_of(options.data), options.source, options.limit))
+    results = [priced(row) for row in _watched(rows)]
+    found = [result for result in results if isinstance(result, Priced)]
+    missing = [result for result in results if isinstance(result, Missing)]
+    if options.json:
+        print(json.dumps(as_json(found, missing, options.details), indent=1))
+    else:
+        print_report(found, missing, options.details)
+
+
+def chosen(
+    rows: Iterator[Mapping[str, Any]], sources: Sequence[str] | None, limit: int | None
+) -> Iterator[Mapping[str, Any]]:
+    wanted = [row for row in rows if not sources or row["source"] in sources]
+    if not limit:
+        yield from wanted
+        return
+    for source in dict.fromkeys(row["source"] for row in wanted):
+        own = [row for row in wanted if row["source"] == source]
+        yield from own[:: max(1, -(-len(own) // limit))]
+
+
+def _watched(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The rows, with a word on stderr now and then."""
+    last = time.monotonic()
+    for number, row in enumerate(rows):
+        if time.monotonic() - last > 10:
+            last = time.monotonic()
+            print(f"{number} of {len(rows)} rows", file=sys.stderr)
+        yield row
+
+
+def priced(raw: Mapping[str, Any]) -> Priced | Missing:
+    try:
+        row = read(raw)
+        known = row.measured
+        times = None if known.bubble is None else (bubble(row), known.bubble)
+        prediction = price_row(row) if known.step_time_s or known.memory_bytes or known.oom else None
+    except Unpriced as error:
+        return Missing(raw["id"], raw["source"], str(error))
+    if prediction is None and times is None:
+        return Missing(raw["id"], raw["source"], f"it has neither time, memory nor bubble of a step: {', '.join(raw['measured'])}")
+    return Priced(row, outcome(row, prediction, times), prediction)
+
+
+def outcome(row: Row, prediction: Prediction | None, times: tuple[float, float] | None) -> Outcome:
+    known = row.measured
+    return Outcome(
+        id=row.id,
+        source=row.source,
+        counted=row.counted,
+        group=row.group,
+        step_time_s=(prediction.step_time_s, known.step_time_s) if prediction and known.step_time_s else None,
+        memory_bytes=(prediction.memory_bytes, known.memory_bytes) if prediction and known.memory_bytes else None,
+        bubble=times,
+        fits=prediction.fits if prediction else None,
+        ran=None if prediction is None else not known.oom,
+    )
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------
+
+
+def selections(found: Sequence[Priced]) -> dict[str, list[Priced]]:
+    """The rows of each line of a table: a source, or several."""
+    lines = {source: [result for result in found if result.row.source == source] for source in dict.fromkeys(r.row.source for r in found)}
+    lines["A100, several nodes"] = [r for r in found if r.row.cluster.device.name.startswith("A100") and r.row.cluster.nodes > 1]
+    lines["H100 and later"] = [r for r in found if r.row.cluster.device.name.startswith(NEW)]
+    lines["held out"] = [result for result in found if held_out(result.row.source)]
+    lines["not held out"] = [result for result in found if not held_out(result.row.source)]
+    lines["everything"] = list(found)
+    return {name: results for name, results in lines.items() if results}
+
+
+def tables(found: Sequence[Priced]) -> dict[str, dict[str, Scores]]:
+    lines = selections(found)
+    return {
+        "all": {name: score([result.outcome for result in results]) for name, results in lines.items()},
+        "counted": {
+            name: score([result.outcome for result in results if result.outcome.counted]) for name, results in lines.items()
+        },
+    }
+
+
+def as_json(found: Sequence[Priced], missing: Sequence[Missing], details: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        kind: {name: asdict(scores) | {"held_out": held_out(name)} for name, scores in lines.items()}
+        for kind, lines in tables(found).items()
+    }
+    shown["unpriced"] = [asdict(row) for row in missing]
+    if details:
+        shown["rows"] = [asdict(result.outcome) | {"assumed": result.row.assumed} for result in found]
+    return shown
+
+
+def print_report(found: Sequence[Priced], missing: Sequence[Missing], details: bool) -> None:
+    console = Console(width=150)
+    for kind, lines in tables(found).items():
+        console.print(table(kind, lines))
+    reasons = Counter((row.source, row.why) for row in missing)
+    if reasons:
+        console.print(f"{sum(reasons.values())} rows have no price:")
+    for (source, why), count in reasons.items():
+        console.print(f"  {count:4} {source}: {why}", markup=False, highlight=False)
+    assumed = Counter((result.row.source, fact) for result in found for fact in result.row.assumed)
+    if assumed:
+        console.print("Taken for granted:")
+    for (source, fact), count in assumed.items():
+        console.print(f"  {count:4} {source}: {fact}", markup=False, highlight=False)
+    if details:
+        for result in found:
+            console.print(line_of(result), markup=False, highlight=False)
+
+
+_COLUMNS = (
+    "rows", "error", "bias", "groups", "tau", "regret", "outcomes", "OOM right", "false fits", "memories", "error", "bubbles", "points",
+)  # fmt: skip
+
+
+def table(kind: str, lines: Mapping[str, Scores]) -> Table:
+    made = Table("source", title=f"{kind} rows", title_justify="left")
+    for column in _COLUMNS:
+        made.add_column(column, justify="right")
+    for name, scores in lines.items():
+        label = f"{name} *" if held_out(name) and name.isidentifier() else name
+        made.add_row(label, *cells(scores))
+    return made
+
+
+def cells(scores: Scores) -> list[str]:
+    percent = [_percent(value) for value in (scores.mape, scores.bias, scores.regret, scores.oom_accuracy, scores.false_fit, scores.memory)]
+    error, bias, regret, accuracy, false_fit, memory = percent
+    tau = "" if scores.tau is None else f"{scores.tau:.2f}"
+    points = "" if scores.bubble is None else f"{scores.bubble:.2f}"
+    counts = [str(n or "") for n in (scores.rows, scores.groups, scores.outcomes, scores.memories, scores.bubbles)]
+    rows, groups, outcomes, memories, bubbles = counts
+    return [rows, error, bias, groups, tau, regret, outcomes, accuracy, false_fit, memories, memory, bubbles, points]
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
+
+
+def line_of(result: Priced) -> str:
+    """A row as a line: its plan, and what was predicted and measured."""
+    row, seen = result.row, result.outcome
+    degrees = " ".join(f"{axis}{degree}" for axis, degree in row.degrees.items() if degree > 1)
+    plan = f"{degrees} dp{row.replicas} {row.schedule}/{row.stages_per_rank} mb{row.microbatch_size}x{row.microbatches} zero{row.zero}"
+    words = [f"{row.id:24} {row.model} s{row.shape.seq} {row.cluster} {plan} {row.recompute}{' sp' if row.sequence_parallel else ''}"]
+    if seen.step_time_s:
+        words.append(f"{seen.step_time_s[0]:.4g} s for {seen.step_time_s[1]:.4g} ({100 * relative(seen.step_time_s):+.1f}%)")
+    if seen.memory_bytes:
+        said, found = (value / 2**30 for value in seen.memory_bytes)
+        words.append(f"{said:.1f} GiB for {found:.1f} ({100 * relative(seen.memory_bytes):+.1f}%)")
+    if seen.fits is not None and not (seen.fits and seen.ran):
+        words.append(f"{'fits' if seen.fits else 'does not fit'}, {'ran' if seen.ran else 'did not run'}")
+    if seen.bubble:
+        words.append(f"bubble {100 * seen.bubble[0]:.2f} for {100 * seen.bubble[1]:.2f}")
+    return "  ".join(words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The price of a row: its own plan, on its own cluster.
+
+    Row ──its model's units──► Pricing ──its layout──► Estimate ──► Prediction
+     └── printed stage times ──simulate(the row's schedule)──► bubble
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from benchmarks.published_programs import Cut, Parts, parts, with_scores_again
+from benchmarks.published_rows import HALF, Profile, Row, Unpriced
+from graphpar.cluster import Cluster
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.pricing import Estimate, Layout, Pricing
+from graphpar.errors import GraphparError
+from graphpar.mesh import Mesh
+from graphpar.schedule import ActionTable, Order, Transfers, action_table, order_of, parse_table, simulate
+from graphpar.zero_bubble import StageCosts, automatic
+
+AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}
+"""Schedules that are made for given costs, by how often the memory of 1F1B they may take."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a row; ``memory_bytes`` is that of the rank that was measured, ``fits`` is about all."""
+
+    step_time_s: float
+    memory_bytes: float
+    fits: bool
+    estimates: tuple[Estimate, ...] = ()
+
+
+def price_row(row: Row) -> Prediction:
+    """
+    Raises:
+        Unpriced: graphpar has no price for what the row ran.
+    """
+    if row.recompute == HALF:
+        without, whole = (price_row(replace(row, recompute=kind)) for kind in ("none", "full"))
+        return Prediction(
+            (without.step_time_s + whole.step_time_s) / 2,
+            memory := (without.memory_bytes + whole.memory_bytes) / 2,
+            memory <= row.cluster.device.memory_bytes,
+            (*without.estimates, *whole.estimates),
+        )
+    try:
+        estimate = pricing_of(row).estimate(layout_of(row))
+    except GraphparError as error:
+        raise Unpriced(str(error)) from None
+    peaks = estimate.peak_memory_bytes
+    return Prediction(
+        estimate.step_time_s,
+        max(peaks) if row.memory_of is None else peaks[row.memory_of],
+        max(peaks) <= row.cluster.device.memory_bytes,
+        (estimate,),
+    )
+
+
+def pricing_of(row: Row) -> Pricing:
+    units = _parts(row).chain(row.experts_after, row.layers - row.experts_after)
+    return Pricing(units, mesh_of(row), _cluster(row), execution_of(row), dtype=row.products)
+
+
+def _parts(row: Row) -> Parts:
+    for axis in ("cp", "ep"):
+        if row.degrees[axis] > 1:
+            raise Unpriced(f"{axis}={row.degrees[axis]}")
+    cut = Cut(row.degrees["tp"], row.sequence_parallel and row.degrees["tp"] > 1)
+    made = with_scores_again if _makes_scores_again(row) else parts
+    kinds = row.experts_after > 0, row.layers > row.experts_after
+    return made(row.shape, cut, row.dtype, *kinds, row.habits.fused, row.habits.gradient_bytes)
+
+
+def _makes_scores_again(row: Row) -> bool:
+    return row.recompute == "selective" and row.shape.attention != "flash"
+
+
+def mesh_of(row: Row) -> Mesh:
+    degrees = row.degrees
+    return Mesh(
+        pp=degrees["pp"], dp_replicate=row.replicas // row.shards, dp_shard=row.shards, cp=degrees["cp"], ep=degrees["ep"], tp=degrees["tp"]
+    )
+
+
+def execution_of(row: Row) -> Execution:
+    habits = row.habits
+    return Execution(
+        main_copies=True,
+        gradient_bytes=habits.gradient_bytes,
+        zero=row.zero,
+        shards=row.shards,
+        recompute="none" if _makes_scores_again(row) else row.recompute,
+        fused=habits.fused,
+        overlap_gradients=habits.overlap_gradients,
+        prefetch=habits.prefetch,
+        hold_messages=False,
+        overlap_tp=1 - 1 / row.degrees["tp"] if habits.overlap_tp else 0.0,
+    )
+
+
+def _cluster(row: Row) -> Cluster:
+    """With half the rates of attention where it was the first FlashAttention."""
+    if not row.habits.first_flash:
+        return row.cluster
+    forward, backward = row.cluster.device.attention_efficiency
+    return replace(row.cluster, device=replace(row.cluster.device, attention_efficiency=(forward / 2, backward / 2)))
+
+
+# ---- layout ----------------------------------------------------------------------------------------------------
+
+
+def starts(layers: int, stages: int) -> tuple[int, ...]:
+    """The first unit of each stage. Layers are divided evenly; where that can't be, the embedding and the head count as layers,
+    and first stages have one more."""
+    if layers % stages == 0:
+        return (0, *(1 + stage * (layers // stages) for stage in range(1, stages)))
+    each, more = divmod(layers + 2, stages)
+    return tuple(stage * each + min(stage, more) for stage in range(stages))
+
+
+def layout_of(row: Row) -> Layout:
+    pp = row.degrees["pp"]
+    count = pp * row.stages_per_rank
+    if row.layers + 2 < count:
+        raise Unpriced(f"{row.layers} layers are fewer than {count} stages")
+    first = starts(row.layers, count)
+    if row.schedule not in AUTOMATIC:
+        order = order_of(few(pp, row.microbatches)) if row.schedule == "1F1B" and row.microbatches < pp else None
+        return Layout(row.schedule, row.microbatch_size, row.microbatches, first, order)
+    named = Layout("ZB-H1", row.microbatch_size, row.microbatches, first)
+    found = pricing_of(row).estimate(named).stages
+    costs = StageCosts(
+        [stage.forward_s for stage in found],
+        [stage.backward_s - stage.weight_s for stage in found],
+        [stage.weight_s for stage in found],
+        Transfers([0.0] * (pp - 1), [0.0] * (pp - 1)),
+    )
+    return replace(named, schedule=row.schedule, order=order_of(_automatic(row, costs)))
+
+
+def few(pp: int, microbatches: int) -> ActionTable:
+    """1F1B of fewer microbatches than ranks, which torch's does not run: every rank does what it has as soon as it can."""
+    rows = []
+    for rank in range(pp):
+        ahead = min(microbatches, pp - rank)
+        steps = [f"{rank}F{number}" for number in range(ahead)]
+        for number in range(microbatches):
+            steps += [f"{rank}B{number}", *([f"{rank}F{number + ahead}"] if number + ahead < microbatches else [])]
+        rows.append(",".join(steps))
+    return parse_table("\n".join(rows))
+
+
+def _automatic(row: Row, costs: StageCosts) -> ActionTable:
+    """For as many activations as the memory holds that are there until W, which is how :class:`Pricing` counts them."""
+    return automatic(row.microbatches, costs, row.degrees["pp"] * AUTOMATIC[row.schedule])
+
+
+# ---- bubbles ---------------------------------------------------------------------------------------------------
+
+
+def bubble(row: Row) -> float:
+    """The share of a step in which a rank computes nothing, from the stage times that the row prints."""
+    profile = row.measured.profile
+    assert profile is not None
+    return _bubble(row, profile)
+
+
+def _bubble(row: Row, profile: Profile) -> float:
+    pp, per_rank, count = row.degrees["pp"], row.stages_per_rank, row.microbatches
+    stages = pp * per_rank
+    one, two, three = (value / per_rank for value in (profile.forward, profile.by_input, profile.by_weight))
+    moves = Transfers([profile.transfer] * (stages - 1), [profile.transfer] * (stages - 1))
+    order = _order(row, StageCosts([one] * stages, [two] * stages, [three] * stages, moves))
+    timeline = simulate(order, [one] * stages, [two + three] * stages, [three] * stages, transfers=moves, spans=False)
+    return 1 - count * (profile.forward + profile.by_input + profile.by_weight) / timeline.period
+
+
+def _order(row: Row, costs: StageCosts) -> Order | ActionTable:
+    if row.schedule in AUTOMATIC:
+        return _automatic(row, costs)
+    if row.schedule == "1F1B" and row.microbatches < row.degrees["pp"]:
+        return few(row.degrees["pp"], row.microbatches)
+    return action_table(row.schedule, row.degrees["pp"], row.stages_per_rank, row.microbatches)

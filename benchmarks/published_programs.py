@@ -1,0 +1,105 @@
+"""A row's model as the program of one rank, with Megatron-LM's placement pinned.
+
+    Shape + Cut ──export a few blocks, plan with pins, shard──► units: embedding, block, ..., norm + head     once for each
+
+A model has two blocks of each kind at most: all others are the same, so the same unit is taken for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import graphpar as gp
+from benchmarks.published_models import GPT, Shape, loss_fn
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.units import Kind, Unit, units_of
+from graphpar.cost_models.work import Phase, Work
+from graphpar.passes.shard import shard
+from graphpar.program import Program
+
+ROWS = 2
+"""Of the example batch; prices are symbolic in it."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Degrees inside a replica, and whether the sequence is cut between the products of tp."""
+
+    tp: int
+    sequence: bool
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The units of a model: ``first``, blocks without experts and others (None where there are none), ``last``."""
+
+    first: Unit
+    dense: Unit | None
+    other: Unit | None
+    last: Unit
+
+    def chain(self, dense: int, others: int) -> list[Unit]:
+        """The units of a model with so many blocks."""
+        return [self.first, *([self.dense] * dense), *([self.other] * others), self.last]  # type: ignore[list-item]
+
+
+def pins(cut: Cut, shape: Shape) -> dict[str, Any]:
+    """Column- and row-parallel products, tables over their rows, and norms on parts of the sequence or on all of it."""
+    if cut.tp == 1:
+        return {}
+    between = {"inputs": ["S(1)@tp" if cut.sequence else "I@tp"], "outputs": ["S(1)@tp" if cut.sequence else "I@tp"]}
+    found: dict[str, Any] = {
+        "blocks.*.attention.qkv": "colwise",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.mlp.up": "colwise",
+        "blocks.*.mlp.down": "rowwise",
+        "tokens.weight": "S(0)@tp",
+        **dict.fromkeys(("blocks.*.norm1", "blocks.*.norm2", "norm"), between),
+    }
+    if not shape.tied:
+        found["head.weight"] = "S(0)@tp"
+    return found
+
+
+@functools.cache
+def lowered(shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool) -> Program:
+    """The program of a rank with two blocks of each kind that is asked for."""
+    ids = torch.zeros(ROWS, shape.seq, dtype=torch.long)
+    counts = 2 * dense, 2 * others
+    program = gp.export(lambda: GPT(shape, *counts), (ids,), loss_fn=loss_fn, targets=(ids.clone(),), dtype=dtype, mode="train")
+    plan = gp.plan(
+        program, mesh={"tp": cut.tp}, global_batch=ROWS, microbatch_size=ROWS, shard_plan=pins(cut, shape) or None, dtype=dtype
+    )
+    return shard(program.at_batch(ROWS), plan.sharding)
+
+
+def with_scores_again(shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool, fused: bool, gradient_bytes: int) -> Parts:
+    """Units that keep no scores, and make them again in their backward: the memory of a fused attention, with the work of scores."""
+    kept = parts(replace(shape, attention="flash"), cut, dtype, dense, others, fused, gradient_bytes)
+    made = parts(shape, cut, dtype, dense, others, fused, gradient_bytes)
+    return Parts(*(one and two and _with_work(one, two) for one, two in zip(_units(kept), _units(made))))  # type: ignore[arg-type]
+
+
+def _units(found: Parts) -> tuple[Unit | None, ...]:
+    return found.first, found.dense, found.other, found.last
+
+
+def _with_work(kept: Unit, made: Unit) -> Unit:
+    of_scores = Counter(made.kind.work.rows) - Counter(kept.kind.work.rows)
+    again = {row._replace(phase=Phase.INPUT): times for row, times in of_scores.items() if row.phase is Phase.FORWARD}
+    return replace(kept, kind=Kind(made.kind.work + Work(again), kept.kind.sends, lambda: kept.kind.memory))
+
+
+@functools.cache
+def parts(shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool, fused: bool, gradient_bytes: int) -> Parts:
+    """The units of :func:`lowered`: of two blocks of a kind the second, which is like all that follow."""
+    execution = Execution(fused=fused, gradient_bytes=gradient_bytes)
+    units = units_of(lowered(shape, cut, dtype, dense, others), {"tp": cut.tp}, execution, device="cuda")
+    first, *blocks, last = units
+    assert len(blocks) == 2 * (dense + others)
+    return Parts(first, blocks[1] if dense else None, blocks[-1] if others else None, last)

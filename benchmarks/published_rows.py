@@ -1,0 +1,313 @@
+"""A row of published measurements, read into what can be priced and what was measured.
+
+    {"model": {...}, "batch": {...}, "parallel": {...}, "measured": {...}}  ──read──► Row | Unpriced(why)
+
+A field that a source does not print and that a price needs makes the row unpriced; what is taken for granted instead is in
+``Row.assumed``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published_models import Experts, Latent, Shape
+from benchmarks.published_sources import SOURCES, Habits
+from graphpar.cluster import Cluster
+from graphpar.cost_models.devices import Link, device_named
+from graphpar.errors import GraphparError
+
+GIB, GB = 2**30, 10**9
+APART = frozenset({"tiny_model", "suspect", "repeat", "memory_only", "per_layer", "schedule_sim_only", "ranking_only"})
+"""Tags of rows that the headline leaves out: launch-bound toys, slips, repetitions, and rows without a step time of a whole run."""
+
+
+HALF = "half"
+"""Recomputation of every second block, in time and memory half way between none and full."""
+
+
+class Unpriced(Exception):
+    """The row says too little, or of something that has no price; the message says what."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Printed times of a stage, in one unit: forward, backward by input and by weight, and a transfer."""
+
+    forward: float
+    by_input: float
+    by_weight: float
+    transfer: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was printed, or follows from it at once."""
+
+    step_time_s: float | None = None
+    memory_bytes: float | None = None
+    oom: bool = False
+    bubble: float | None = None
+    profile: Profile | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run. ``experts_after``: layers at the model's beginning that have no experts. ``memory_of``: the pp rank that was measured
+    (-1: the last; None: the most of all)."""
+
+    id: str
+    source: str
+    tags: frozenset[str]
+    group: str | None
+    model: str
+    shape: Shape
+    layers: int
+    experts_after: int
+    cluster: Cluster
+    dtype: str
+    products: str
+    global_batch: int
+    microbatch_size: int
+    degrees: Mapping[str, int]
+    stages_per_rank: int
+    replicas: int
+    schedule: str
+    zero: int
+    shards: int
+    sequence_parallel: bool
+    recompute: str
+    habits: Habits
+    measured: Measured
+    memory_of: int | None = None
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def microbatches(self) -> int:
+        return self.global_batch // (self.replicas * self.microbatch_size)
+
+    @property
+    def counted(self) -> bool:
+        """Whether the headline counts it."""
+        return not self.tags & APART
+
+
+def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
+    for line in file.read_text().splitlines():
+        if line.strip():
+            yield json.loads(line)
+
+
+def read(row: Mapping[str, Any]) -> Row:
+    """
+    Raises:
+        Unpriced: it can't be priced.
+    """
+    habits = SOURCES.get(row["source"])
+    if habits is None:
+        raise Unpriced(f"nothing is known of how the runs of {row['source']} were made")
+    habits, assumed = _with_options(habits, row.get("options") or {}), []
+    degrees = _degrees(row)
+    batch, parallel = row["batch"], row["parallel"]
+    rows = _printed(batch, "global")
+    micro = batch.get("micro") or 1
+    if batch.get("micro") is None:
+        assumed.append("a row a microbatch")
+    replicas = _printed(parallel, "dp")
+    if rows % (replicas * micro):
+        raise Unpriced(f"a batch of {rows} is no multiple of {replicas} replicas x {micro} rows")
+    schedule, per_rank = _schedule(row, assumed)
+    dtype, products = _dtypes(row["precision"], assumed)
+    zero = int(parallel["zero"])
+    return Row(
+        id=row["id"],
+        source=row["source"],
+        tags=frozenset(row["tags"]),
+        group=row.get("rank_group"),
+        model=row["model"]["name"],
+        shape=_shape(row, habits),
+        layers=row["model"]["layers"],
+        experts_after=row["model"].get("dense_layers") or 0,
+        cluster=_cluster(row, habits),
+        dtype=dtype,
+        products=products,
+        global_batch=rows,
+        microbatch_size=micro,
+        degrees=degrees,
+        stages_per_rank=per_rank,
+        replicas=replicas,
+        schedule=schedule,
+        zero=zero,
+        shards=parallel.get("zero1_group") or (replicas * degrees["cp"] if zero else 1),
+        sequence_parallel=bool(parallel.get("sp")),
+        recompute=_recompute(row["recompute"], assumed),
+        habits=habits,
+        measured=measured(row),
+        memory_of=-1 if row["source"] == "megatron_ci" else None,  # its logs are of the last rank
+        assumed=tuple(assumed),
+    )
+
+
+def measured(row: Mapping[str, Any]) -> Measured:
+    found, derived = row["measured"], row.get("derived") or {}
+    times = (found.get("step_time_s"), derived.get("step_time_s"), derived.get("step_time_s_from_flops"))
+    memory = found["peak_mem_gib"] * GIB if "peak_mem_gib" in found else found["peak_mem_gb"] * GB if "peak_mem_gb" in found else None
+    printed = found.get("profile_ms")
+    return Measured(
+        step_time_s=next((time for time in times if time is not None), None),
+        memory_bytes=memory,
+        oom=bool(found.get("oom")),
+        bubble=found.get("bubble_rate"),
+        profile=None if printed is None else Profile(printed["TF"], printed["TB"], printed["TW"], printed["Tcomm"]),
+    )
+
+
+def _printed(table: Mapping[str, Any], name: str) -> int:
+    if table.get(name) is None:
+        raise Unpriced(f"{name} is not printed")
+    return int(table[name])
+
+
+def _degrees(row: Mapping[str, Any]) -> dict[str, int]:
+    parallel = row["parallel"]
+    degrees = {axis: _printed(parallel, axis) for axis in ("pp", "tp", "cp")}
+    degrees["ep"] = parallel.get("ep") or 1
+    used = degrees["pp"] * degrees["tp"] * degrees["cp"] * _printed(parallel, "dp")
+    if used != (count := _printed(row, "gpus")):
+        raise Unpriced(f"its degrees take {used} devices, but {count} are printed")
+    return degrees
+
+
+# ---- the model -------------------------------------------------------------------------------------------------
+
+_LATENT = re.compile(r"MLA q_lora(\d+) kv_lora(\d+) nope(\d+) rope(\d+) v(\d+)")
+
+
+def _shape(row: Mapping[str, Any], habits: Habits) -> Shape:
+    model = row["model"]
+    gated = model["mlp"] == "swiglu"
+    attention = model.get("attn") or ""
+    found = _LATENT.fullmatch(attention)
+    latent = Latent(*map(int, found.groups())) if found else None
+    if attention and latent is None:
+        raise Unpriced(f"attention is {attention!r}")
+    experts = None
+    if model.get("experts"):
+        experts = Experts(
+            model["experts"], model["topk"], model.get("moe_ffn") or _printed(model, "ffn"), model.get("shared_experts") or 0
+        )
+    options = row.get("options") or {}
+    block = 128 * row["parallel"]["tp"]  # Megatron-LM pads to a multiple; of what others do it changes next to nothing
+    return Shape(
+        hidden=model["hidden"],
+        heads=model["heads"],
+        kv_heads=model["kv_heads"],
+        head_dim=model.get("head_dim") or model["hidden"] // model["heads"],
+        ffn=model.get("dense_ffn") or _printed(model, "ffn"),
+        vocab=-(-(model.get("vocab") or habits.vocab) // block) * block,
+        seq=row["batch"]["seq"],
+        gated=gated,
+        rotary=gated or options.get("--position-embedding-type") == "rope",
+        rms=gated or options.get("--normalization") == "RMSNorm",
+        biases=habits.biases and not gated,
+        tied=model.get("tied", habits.tied and not gated),
+        experts=experts,
+        latent=latent,
+        attention=habits.attention,
+        dropout=0.0 if gated else habits.dropout,
+        composed_norm=options.get("kernel") is not None and "RMS" not in options["kernel"],
+    )
+
+
+def _with_options(habits: Habits, options: Mapping[str, Any]) -> Habits:
+    """What the options of the row say of kernels and overlap."""
+    kernel = options.get("kernel")
+    if kernel is not None:
+        attention = {"torch": "composed", "fused": "softmax"}.get(kernel, "flash")
+        habits = replace(habits, attention=attention, first_flash="v1" in kernel)
+    if "compile" in options:
+        habits = replace(habits, fused=options["compile"], overlap_tp=bool(options.get("async_tp")))
+    if options.get("fsdp_mixed") == "PURE":
+        habits = replace(habits, gradient_bytes=2)
+    if options.get("--disable-bias-linear"):
+        habits = replace(habits, biases=False)
+    if options.get("--transformer-impl") == "local":
+        habits = replace(habits, attention="softmax")
+    if options.get("--overlap-grad-reduce"):
+        habits = replace(habits, overlap_gradients=True)
+    return habits
+
+
+def _dtypes(precision: str, assumed: list[str]) -> tuple[str, str]:
+    """Of parameters, and of what products take."""
+    name = precision.lower()
+    if "fp4" in name:
+        raise Unpriced("products of 4 bits have no price")
+    if "fp8" in name or "float8" in name:
+        return "bf16", "fp8"
+    if name.startswith(("fp16/bf16", "bf16/fp16")):
+        assumed.append("bf16")
+        return "bf16", "bf16"
+    return ("fp16", "fp16") if name.startswith("fp16") else ("bf16", "bf16")
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------
+
+_SCHEDULES = {
+    "none": "1F1B", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2",
+    "zb-1p": "ZB-1p", "zb-2p": "ZB-2p",
+}  # fmt: skip
+
+
+def _schedule(row: Mapping[str, Any], assumed: list[str]) -> tuple[str, int]:
+    """Its name, and stages a rank."""
+    pp, per_rank = row["parallel"]["pp"], row["parallel"].get("vpp")
+    given = row["schedule"] or ("interleaved-1f1b" if (per_rank or 1) > 1 else "1f1b")
+    name = given.partition("(")[0]
+    if name not in _SCHEDULES:
+        raise Unpriced(f"the schedule is {given!r}")
+    if name != "interleaved-1f1b" or pp == 1:
+        return ("1F1B" if pp == 1 else _SCHEDULES[name]), 1
+    if per_rank is None:
+        per_rank = row["model"]["layers"] // pp
+        assumed.append("a layer a stage")
+    return (_SCHEDULES[name], per_rank) if per_rank > 1 else ("1F1B", 1)
+
+
+def _recompute(given: str | None, assumed: list[str]) -> str:
+    if given in ("none", "selective", "full"):
+        return given
+    if given is None or given in ("unspecified", "none(assumed)"):
+        assumed.append("nothing is recomputed")
+        return "none"
+    if given == "selective(assumed)":
+        assumed.append("scores are recomputed")
+        return "selective"
+    if given == "selective_op":  # torchtitan: elementwise operators, and of products every second
+        assumed.append("half of what full recomputation does")
+    elif given != "selective_layer(every 2nd)":
+        raise Unpriced(f"recomputation is {given!r}")
+    return HALF
+
+
+# ---- the cluster -----------------------------------------------------------------------------------------------
+
+
+def _cluster(row: Mapping[str, Any], habits: Habits) -> Cluster:
+    try:
+        device = device_named(row["hardware"].partition("(")[0])
+    except GraphparError as error:
+        raise Unpriced(str(error)) from None
+    count = row["gpus"]
+    usual = 16 if "DGX-2" in row["hardware"] else device.devices_per_node or count
+    nodes = -(-count // usual)
+    if count % nodes:
+        raise Unpriced(f"{count} devices fill no nodes of {usual}")
+    cluster = Cluster.of(device, nodes, count // nodes)
+    if habits.node_gbps is None:
+        return cluster
+    return replace(cluster, inter_node=Link(cluster.inter_node.latency_s, habits.node_gbps * GB / usual))

@@ -1,0 +1,93 @@
+"""What a source's rows do not say of themselves: the program that was run, and the links of its cluster.
+
+    row ──its source──► Habits: framework, kernels, dtypes, overlap, GB/s between nodes      each a fact, with where it is from
+
+Nothing here is fitted. Facts are from the notes of the rows and from the frameworks' code of the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How the runs of a source were made.
+
+    Attributes:
+        attention: of :data:`benchmarks.published_models.ATTENTIONS`.
+        first_flash: the first FlashAttention, which takes twice the time of the second (arXiv 2307.08691, abstract).
+        dropout: of the scores (where they are there), of what a block adds, and of the embedding.
+        biases: of the products of a block.
+        tied: the head is the embedding's weight.
+        vocab: where the row has none.
+        fused: elementwise chains are one kernel each.
+        gradient_bytes: of an element in which gradients are summed.
+        overlap_gradients: their sums run beside the backward.
+        prefetch: divided parameters are gathered ahead.
+        overlap_tp: collectives of tp are cut into as many pieces as there are ranks, of which all but the first are hidden.
+        node_gbps: GB/s between nodes of one whole node in one direction, where it is not the device's usual.
+        per_node: devices of a node, by a part of the hardware's name.
+    """
+
+    attention: str = "flash"
+    first_flash: bool = False
+    dropout: float = 0.0
+    biases: bool = False
+    tied: bool = False
+    vocab: int = 51200
+    fused: bool = True
+    gradient_bytes: int = 4
+    overlap_gradients: bool = True
+    prefetch: bool = True
+    overlap_tp: bool = False
+    node_gbps: float | None = None
+    per_node: Mapping[str, int] | None = None
+
+
+_MEGATRON = Habits(  # Megatron-LM of 2020 to 2022: fused softmax, bias + GELU, bias + dropout + add; no overlap of gradients
+    attention="softmax", dropout=0.1, biases=True, tied=True, gradient_bytes=2, overlap_gradients=False,
+)  # fmt: skip
+_MEGATRON_DEEPSPEED = replace(_MEGATRON)  # the same model code; with fp16 gradients are summed in fp16
+_CORE = Habits(biases=False, overlap_gradients=True)  # Megatron Core: flash attention, fp32 main gradients
+_FSDP = Habits(fused=False)
+
+SOURCES: Mapping[str, Habits] = {
+    "megatron_sc21": _MEGATRON,
+    "megatron_readme2020": _MEGATRON,
+    # 18 bytes a parameter in its table of memory: 2 + 4 (gradient) + 12
+    "korthikanti": replace(_MEGATRON, gradient_bytes=4),
+    # 800 Gb/s InfiniBand a node
+    "vtrain_single": replace(_MEGATRON_DEEPSPEED, node_gbps=100),
+    "vtrain_multi": replace(_MEGATRON_DEEPSPEED, node_gbps=100),
+    # four 100 Gb/s Omni-Path a node; BLOOM trains without dropout
+    "bigscience_tr11": replace(_MEGATRON_DEEPSPEED, dropout=0.0, node_gbps=50),
+    # a fork of Megatron-LM of 2023, by default without flash attention
+    "zero_bubble": _MEGATRON,
+    # Llama without biases in a framework of their own; no kernel for RMSNorm (but where a row says so), SwiGLU and rotary
+    "hagemann_layouts": Habits(fused=False, overlap_gradients=False),
+    "megascale": replace(_CORE, biases=True, tied=True, overlap_gradients=False),
+    "megatron_readme_h100": replace(_CORE, biases=True, tied=True, overlap_tp=True),
+    "megatron_bridge": replace(_CORE, overlap_tp=True),
+    "nemo_longseq": replace(_CORE, overlap_tp=True),
+    "nemo_2407": replace(_CORE, biases=True, tied=True, overlap_tp=True),
+    "mlperf_gpt3": replace(_CORE, biases=True, tied=True, dropout=0.1, overlap_tp=True),
+    # GPT-2's vocabulary padded; what overlaps, its options say
+    "megatron_ci": replace(_CORE, biases=True, vocab=50304, dropout=0.1, overlap_gradients=False),
+    # four 100 Gb/s RoCE a node
+    "internevo": Habits(gradient_bytes=2, node_gbps=50),
+    "llm_foundry": replace(_FSDP, tied=True),
+    "torchtitan": Habits(fused=True),
+    # 2 Tb/s RoCE a node
+    "fsdp_paper": replace(_FSDP, attention="softmax", biases=True, dropout=0.1, node_gbps=250),
+    "colossalai": Habits(),
+    "alpa_readme": Habits(attention="softmax", biases=True, tied=True, gradient_bytes=2, overlap_gradients=False),
+    "primus_pp": Habits(),
+}
+
+
+def held_out(source: str) -> bool:
+    """Whether nothing was fitted to the source, which its name alone decides: a third of all names."""
+    return int(hashlib.sha256(source.encode()).hexdigest(), 16) % 3 == 0
