@@ -24,7 +24,7 @@ from graphpar.cost_models.flops import tensor_bytes
 from graphpar.cost_models.saved import Activations, Reach, attributes
 from graphpar.cost_models.work import Size, Work, Works
 from graphpar.errors import GraphparError
-from graphpar.passes.split import Stage, cut_candidates, split
+from graphpar.passes.split import Stage, cut_candidates, positions_of, split
 from graphpar.plans import Cut, SplitPoint
 from graphpar.program import Program, batch_coefficients, value_of
 from graphpar.runtime.layout import R
@@ -101,6 +101,8 @@ class Unit:
 
     cut: Cut | None
     """Where it begins; None for the first."""
+    position: int
+    """The same as an index into the nodes of the root graph."""
     modules: tuple[str, ...]
     kind: Kind
     held: tuple[Held, ...]
@@ -109,8 +111,8 @@ class Unit:
     stage: Stage = field(repr=False)
 
 
-def unit_cuts(program: Program) -> list[tuple[int, Cut]]:
-    """Every place where a stage may begin: (position in the root graph, split point)."""
+def unit_cuts(program: Program, wanted: Sequence[Cut] = ()) -> list[tuple[int, Cut]]:
+    """Every place where a stage may begin, and those that are ``wanted``: (position in the root graph, split point)."""
     nodes = list(program.graph.nodes)
     blocks: dict[str, list[int]] = {}
     for index, node in enumerate(nodes):
@@ -123,10 +125,11 @@ def unit_cuts(program: Program) -> list[tuple[int, Cut]]:
         last, places = max(blocks.items(), key=lambda entry: entry[1][-1])
         found.append((places[-1] + 1, Cut(last, SplitPoint.END)))
     work = [index for index, node in enumerate(nodes) if _has_work(node)]
+    pinned = {positions_of(program, [cut])[0]: cut for cut in wanted}
     legal: list[tuple[int, Cut]] = []
     begin = 0
-    for position, cut in sorted(found, key=lambda entry: entry[0]):
-        if any(begin <= index < position for index in work) and any(index >= position for index in work) and _can_split(program, position):
+    for position, cut in sorted((dict(found) | pinned).items()):
+        if position in pinned or (any(begin <= index < position for index in work) and any(index >= position for index in work) and _can_split(program, position)):
             legal.append((position, cut))
             begin = position
     return legal
@@ -145,7 +148,12 @@ def _can_split(program: Program, position: int) -> bool:
 
 
 def units_of(
-    program: Program, degrees: Mapping[str, int], execution: Execution | None = None, *, device: str = "cpu"
+    program: Program,
+    degrees: Mapping[str, int],
+    execution: Execution | None = None,
+    *,
+    device: str = "cpu",
+    wanted: Sequence[Cut] = (),
 ) -> list[Unit]:
     """The units of a lowered program.
 
@@ -154,23 +162,25 @@ def units_of(
         degrees: ranks by axis.
         execution: whether kernels are fused, and the dtype of gradients.
         device: ``cpu`` or ``cuda``, as :class:`Activations` takes it.
+        wanted: split points at which a unit is to begin besides.
     """
     execution = execution or Execution()
-    cuts = unit_cuts(program)
-    stages = split(program, [position for position, _ in cuts])
+    cuts = unit_cuts(program, wanted)
+    positions = [position for position, _ in cuts]
+    stages = split(program, positions)
     works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
     activations = Activations(program, degrees, device=device, even_experts=True)
     kinds: dict[Any, Kind] = {}
     shared: set[str] = set()
     units = []
-    for stage, cut in zip(stages, [None, *(cut for _, cut in cuts)]):
+    for stage, position, cut in zip(stages, [0, *positions], [None, *(cut for _, cut in cuts)]):
         again = shared & set(stage.recomputed)
         key = _signature(program, stage), frozenset(again)
         if key not in kinds:
             kinds[key] = Kind(works.of(stage.graph, without=again), _sends(stage), partial(_memory, activations, stage))
         shared |= set(stage.recomputed)
         held, buffers = _held(program, degrees, stage)
-        units.append(Unit(cut, stage.modules, kinds[key], held, buffers, stage.inputs, stage))
+        units.append(Unit(cut, position, stage.modules, kinds[key], held, buffers, stage.inputs, stage))
     return units
 
 

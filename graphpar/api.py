@@ -8,6 +8,7 @@ parts.save("out/");  verify(parts);  check(parts)
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from graphpar.codegen.package import emit_package, import_stage
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.passes.choose import Pins, choose
+from graphpar.passes.planning import search_plan
 from graphpar.passes.shard import shard
 from graphpar.passes.split import Stage, positions_of, split
 from graphpar.passes.table import Pass, run_passes
@@ -108,10 +110,12 @@ def plan(
     """Decide how to run ``program`` on ``cluster``; what is given is taken as it is.
 
     Args:
-        cluster: the hardware, whose speeds and links count, or only how many devices there are.
+        cluster: the hardware, or how many devices of this machine's kind. The axes pp, dp_replicate and tp that ``mesh`` leaves out are
+            searched, and so are the schedule and the microbatch size: the fastest plan that fits is taken.
         devices: how many devices, by name.
         global_batch: rows of the whole batch; by default that of the example inputs.
-        mesh: degrees of axes, e.g. ``{"pp": 4}``.
+        mesh: degrees of axes, e.g. ``{"pp": 4}``. Without a cluster or a number of devices, the other axes are 1 and the schedule and
+            the microbatches are the usual ones.
         split: split points, e.g. ``["layers.4"]``, ``[{"layers.3": "end"}]`` or ``{"layers.3": SplitPoint.END}``; ``["layers.*"]``
             spreads the layers evenly; a function of the program returns such a list. Without any, ``pipe_split()`` calls in the
             model's forward count, else stages are balanced by flops.
@@ -139,7 +143,11 @@ def plan(
         shard_plan=shard_plan,
         cluster=cluster if isinstance(cluster, Cluster) else None,
     )
-    return choose(program, Mesh.resolve(mesh, count), pins)
+    if table is not None or count is None or (mesh and math.prod(mesh.values()) == count):
+        return choose(program, Mesh.resolve(mesh, count), pins)
+    resolved = Mesh.resolve(mesh, count).degrees()  # what is wrong with the pins is said here
+    hardware = cluster if isinstance(cluster, Cluster) else Cluster.of_this_machine(count)
+    return search_plan(program, hardware, {axis: degree for axis, degree in resolved.items() if axis in (mesh or {})}, pins)
 
 
 def _device_count(cluster: Cluster | int | None, devices: int | None) -> int | None:

@@ -8,12 +8,13 @@ between nodes, the adapters of a node divided by its devices.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,6 +76,23 @@ class Cluster:
     def of(device: Device, nodes: int, devices_per_node: int) -> Cluster:
         """Nodes of ``device`` with its usual links."""
         return Cluster(nodes, devices_per_node, device, device.intra_node, device.inter_node)
+
+    def grown(self, times: int) -> Cluster:
+        """With so many times the devices: full nodes first, where the device has a usual number, then more nodes."""
+        usual = self.device.devices_per_node
+        if self.nodes == 1 and (usual is None or self.devices_per_node * times <= usual):
+            return replace(self, devices_per_node=self.devices_per_node * times)
+        return replace(self, nodes=self.nodes * times)
+
+    @staticmethod
+    def of_this_machine(devices: int) -> Cluster:
+        """``devices`` of the kind that is here: the GPU that torch sees, where the table has it, else processes on the CPU."""
+        import torch
+
+        if torch.cuda.is_available():
+            with contextlib.suppress(GraphparError):
+                return Cluster.of(device_named(torch.cuda.get_device_name()), *_filled(device_named(torch.cuda.get_device_name()), devices))
+        return Cluster.of(DEVICES["CPU"], 1, devices)
 
     def __str__(self) -> str:
         """As :meth:`parse` reads it, for a known device with its usual links."""

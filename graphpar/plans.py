@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphpar.cluster import Cluster
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.sharding import Sharding
+
+if TYPE_CHECKING:
+    from graphpar.cost_models.pricing import Estimate
+    from graphpar.passes.planner import Found
 
 VERSION = 1
 
@@ -45,7 +49,8 @@ class StagePlan:
 class Plan:
     """What graphpar decided. ``actions`` is a schedule table of the user's own, one tuple of cells a rank.
 
-    ``cluster`` is what it was decided for; None where only a number of devices is known.
+    ``cluster`` is what it was decided for; None where only a mesh is known. ``predicted`` is what a step takes there, and ``found``
+    what else the search saw; neither is part of the plan's data.
     """
 
     model: str
@@ -64,6 +69,8 @@ class Plan:
     sharding: Sharding = field(default_factory=Sharding)
     cluster: Cluster | None = None
     warnings: tuple[str, ...] = field(default=(), compare=False)
+    predicted: Estimate | None = field(default=None, compare=False, repr=False)
+    found: Found | None = field(default=None, compare=False, repr=False)
 
     @property
     def microbatches(self) -> int:

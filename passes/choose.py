@@ -68,7 +68,7 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
         raise GraphparError(
             f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows."
         )
-    cuts = _pinned_cuts(program, mesh, pins)
+    cuts = pinned_cuts(program, mesh, pins)
     if cuts:
         positions_of(program, cuts)  # a misspelt name is the first thing to hear of
     if pins.table is not None:
@@ -91,7 +91,7 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     return plan if warning is None else _warned(plan, warning)
 
 
-def _pinned_cuts(program: Program, mesh: Mesh, pins: Pins) -> tuple[Cut, ...] | None:
+def pinned_cuts(program: Program, mesh: Mesh, pins: Pins) -> tuple[Cut, ...] | None:
     """The split points that the user gave, in whichever way; None leaves them to the search."""
     by_layers = pins.layers_per_stage is not None or pins.edge_layers is not None
     ways = {
@@ -185,14 +185,9 @@ def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[Cut] | None) -> i
 def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, batch: int, pins: Pins) -> int:
     """The number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be cut."""
     rows = batch // mesh.dp_replicate
-    reason = program.unsplittable
-    if program.couplings and not pins.allow_batch_coupling and reason is None:
-        reason = "examples depend on each other: " + "; ".join(program.couplings[:3])
-    if mesh.dp_replicate > 1:
-        if reason is None and program.couplings and _writes_buffers(program):
-            reason = "each replica would keep its own running statistics: " + "; ".join(program.couplings[:3])
-        if reason is not None:
-            raise GraphparError(_refusal(program, batch, mesh.dp_replicate, reason))
+    reason = coupling_reason(program, pins)
+    if mesh.dp_replicate > 1 and (refused := reason or replica_reason(program)) is not None:
+        raise GraphparError(_refusal(program, batch, mesh.dp_replicate, refused))
     if pins.microbatch_size is not None:
         size = pins.microbatch_size
         if size < 1 or rows % size:
@@ -220,6 +215,20 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
     wanted = 2 * mesh.pp * per_rank
     enough = [count for count in legal if count >= wanted]
     return min(enough) if enough else max(legal)
+
+
+def coupling_reason(program: Program, pins: Pins) -> str | None:
+    """Why the batch can't be cut at all; None where it can."""
+    if program.couplings and not pins.allow_batch_coupling and program.unsplittable is None:
+        return "examples depend on each other: " + "; ".join(program.couplings[:3])
+    return program.unsplittable
+
+
+def replica_reason(program: Program) -> str | None:
+    """Why a batch that can be cut into microbatches can't be cut over replicas; None where it can."""
+    if program.couplings and _writes_buffers(program):
+        return "each replica would keep its own running statistics: " + "; ".join(program.couplings[:3])
+    return None
 
 
 def _writes_buffers(program: Program) -> bool:

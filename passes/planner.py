@@ -26,6 +26,7 @@ from graphpar.cost_models.pricing import Estimate, Layout, Pricing, RunBytes
 from graphpar.cost_models.units import Unit, units_of
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
+from graphpar.plans import Cut
 from graphpar.program import Program
 from graphpar.schedule import SCHEDULES, legal_microbatches, stage_ranks
 from graphpar.sharding import Sharding
@@ -40,12 +41,15 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user pinned; None is searched. ``starts``: the first unit of each stage, given the units, if stages are pinned."""
+    """What the user pinned; None is searched.
+
+    ``cuts``: the split points for a mesh and a schedule; what it raises says why there is no such plan.
+    ``one_microbatch``, ``replicas``: the batch can't be cut into microbatches, or may be cut over replicas.
+    """
 
     schedule: str | None = None
     microbatch_size: int | None = None
-    stages: int | None = None
-    starts: Callable[[Sequence[Unit]], tuple[int, ...]] | None = None
+    cuts: Callable[[Mesh, str], tuple[Cut, ...]] | None = None
     one_microbatch: bool = False
     replicas: bool = True
 
@@ -59,6 +63,7 @@ class Candidate:
     stages_per_rank: int
     microbatch_size: int
     microbatches: int
+    cuts: tuple[Cut, ...] | None = None
     bound: float = field(default=0.0, compare=False)
 
     @property
@@ -74,6 +79,7 @@ class Priced:
 
     candidate: Candidate
     layout: Layout
+    cuts: tuple[Cut, ...]
     estimate: Estimate
     missing: int
 
@@ -99,7 +105,7 @@ class Found:
     considered: int
     priced: int
     infeasible: int
-    refused: Mapping[int, str]
+    refused: tuple[str, ...]
 
 
 class Planner:
@@ -124,9 +130,10 @@ class Planner:
     ) -> None:
         self.program, self.cluster, self.batch, self.sharding, self.dtype = program, cluster, batch, sharding, dtype
         self.pinned, self.wishes, self.execution = dict(pinned or {}), wishes or Wishes(), execution or Execution()
-        self.refused: dict[int, str] = {}
-        self._units: dict[tuple[int, int], list[Unit] | None] = {}
-        self._pricings: dict[tuple[Mesh, int], Pricing] = {}
+        self.refused: dict[str, None] = {}
+        self._programs: dict[tuple[int, int], Program | None] = {}
+        self._units: dict[tuple[int, int, tuple[Cut, ...]], list[Unit]] = {}
+        self._pricings: dict[tuple[Mesh, int, tuple[Cut, ...]], Pricing] = {}
         self._cuts: dict[tuple[Mesh, int], _Cuts] = {}
 
     # ---- what there is ----
@@ -149,55 +156,67 @@ class Planner:
             if self.batch % (mesh.dp_replicate * mesh.dp_shard) or (mesh.dp_replicate > 1 and not self.wishes.replicas):
                 continue
             rows = self.batch // (mesh.dp_replicate * mesh.dp_shard)
-            for schedule, depth in self._schedules(mesh):
+            for schedule, depth, cuts in self._schedules(mesh):
                 counts = legal_microbatches(schedule, mesh.pp, depth, rows) if mesh.pp > 1 else _divisors(rows)
                 for count in counts:
                     if self._wanted(rows // count, count):
-                        yield Candidate(mesh, schedule, depth, rows // count, count)
+                        yield Candidate(mesh, schedule, depth, rows // count, count, cuts)
 
     def _wanted(self, size: int, count: int) -> bool:
         if self.wishes.one_microbatch and count > 1:
             return False
         return self.wishes.microbatch_size in (None, size)
 
-    def _schedules(self, mesh: Mesh) -> Iterator[tuple[str, int]]:
-        """(name, stages a rank)."""
+    def _schedules(self, mesh: Mesh) -> Iterator[tuple[str, int, tuple[Cut, ...] | None]]:
+        """(name, stages a rank, split points if they are pinned)."""
         wished = self.wishes.schedule
         if mesh.pp == 1:
-            if self.wishes.stages in (None, 1):
-                yield "1F1B" if self.program.mode == "train" else "GPipe", 1
+            if self.wishes.cuts is None and wished is None:
+                yield "1F1B" if self.program.mode == "train" else "GPipe", 1, None
             return
         for row in SCHEDULES.values():
             if (wished is None and not row.runnable) or wished not in (None, row.name):
                 continue
             if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
                 continue
-            depths = [depth for depth in DEPTHS if depth >= row.min_stages] if row.max_stages is None else [row.default_stages]
-            for depth in depths if self.wishes.stages is None else [self.wishes.stages // mesh.pp]:
-                if self.wishes.stages in (None, depth * mesh.pp) and row.min_stages <= depth <= (row.max_stages or depth):
-                    yield row.name, depth
+            if self.wishes.cuts is None:
+                depths = [depth for depth in DEPTHS if depth >= row.min_stages] if row.max_stages is None else [row.default_stages]
+                yield from ((row.name, depth, None) for depth in depths)
+                continue
+            try:
+                cuts = self.wishes.cuts(mesh, row.name)
+            except GraphparError as error:
+                self.refused[str(error)] = None
+                continue
+            depth, rest = divmod(len(cuts) + 1, mesh.pp)
+            if not rest and row.min_stages <= depth <= (row.max_stages or depth):
+                yield row.name, depth, cuts
 
     # ---- prices ----
 
-    def units(self, mesh: Mesh, rows: int) -> list[Unit] | None:
+    def units(self, mesh: Mesh, rows: int, cuts: tuple[Cut, ...] | None = None) -> list[Unit] | None:
         """Those of the ranks of the compute axes; None where the model can't be divided so, or not into microbatches of ``rows``."""
         size = 0 if self.program.symbolic else rows
         key = mesh.tp, size
-        if key not in self._units:
-            compute = replace(mesh, pp=1, dp_replicate=1, dp_shard=1)
-            kind = "cuda" if self.cluster.device.kind == "gpu" else "cpu"
+        compute = replace(mesh, pp=1, dp_replicate=1, dp_shard=1)
+        if key not in self._programs:
             try:
-                _, lowered = self.sharding(compute, rows if size else 1)
-                self._units[key] = units_of(lowered, compute.degrees(), self.execution, device=kind)
+                self._programs[key] = self.sharding(compute, rows if size else 1)[1]
             except GraphparError as error:
-                self._units[key] = None
-                self.refused[mesh.tp] = str(error)
-        return self._units[key]
+                self._programs[key] = None
+                self.refused[str(error)] = None
+        lowered, wanted = self._programs[key], cuts or ()
+        if lowered is not None and (*key, wanted) not in self._units:
+            kind = "cuda" if self.cluster.device.kind == "gpu" else "cpu"
+            self._units[*key, wanted] = units_of(lowered, compute.degrees(), self.execution, device=kind, wanted=wanted)
+        return None if lowered is None else self._units[*key, wanted]
 
-    def pricing(self, mesh: Mesh, rows: int) -> Pricing | None:
-        key = mesh, 0 if self.program.symbolic else rows
+    def pricing(self, candidate: Candidate) -> Pricing | None:
+        """Prices of the candidate's mesh; None where there are none."""
+        mesh, rows, cuts = candidate.mesh, candidate.microbatch_size, candidate.cuts
+        key = mesh, 0 if self.program.symbolic else rows, cuts or ()
         if key not in self._pricings:
-            units = self.units(mesh, rows)
+            units = self.units(mesh, rows, cuts)
             if units is None:
                 return None
             self._pricings[key] = Pricing(units, mesh, self.cluster, self.execution, dtype=self.dtype)
@@ -207,7 +226,7 @@ class Planner:
         """Candidates with their bounds, the most promising first, and how many are not possible."""
         found, impossible = [], 0
         for candidate in self.candidates():
-            pricing = self.pricing(candidate.mesh, candidate.microbatch_size)
+            pricing = self.pricing(candidate)
             if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:
                 impossible += 1
                 continue
@@ -218,11 +237,12 @@ class Planner:
 
     def price(self, candidate: Candidate) -> Priced:
         """The candidate with the stage cut whose slowest stage is fastest; where that does not fit, under the memory of ranks."""
-        pricing = self.pricing(candidate.mesh, candidate.microbatch_size)
+        pricing = self.pricing(candidate)
         assert pricing is not None
         stages = candidate.mesh.pp * candidate.stages_per_rank
-        if self.wishes.starts is not None or stages == 1:
-            return self._priced(candidate, pricing, self.wishes.starts(pricing.units) if self.wishes.starts else (0,))
+        if candidate.cuts is not None or stages == 1:
+            pinned = {unit.cut: place for place, unit in enumerate(pricing.units)}
+            return self._priced(candidate, pricing, (0, *sorted(pinned[cut] for cut in candidate.cuts or ())))
         cuts = self._cuts_of(candidate, pricing)
         balanced = cuts.balanced(stages)
         assert balanced is not None
@@ -239,16 +259,17 @@ class Planner:
 
     def exactly(self, priced: Priced) -> Priced:
         """With every microbatch simulated."""
-        pricing = self.pricing(priced.candidate.mesh, priced.candidate.microbatch_size)
+        pricing = self.pricing(priced.candidate)
         assert pricing is not None
-        return self._with_estimate(priced.candidate, priced.layout, pricing.estimate(priced.layout))
+        return self._with_estimate(priced.candidate, pricing, priced.layout, pricing.estimate(priced.layout))
 
     def _priced(self, candidate: Candidate, pricing: Pricing, starts: tuple[int, ...]) -> Priced:
         layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, starts)
-        return self._with_estimate(candidate, layout, pricing.estimate(layout, exact=False))
+        return self._with_estimate(candidate, pricing, layout, pricing.estimate(layout, exact=False))
 
-    def _with_estimate(self, candidate: Candidate, layout: Layout, estimate: Estimate) -> Priced:
-        return Priced(candidate, layout, estimate, max(estimate.peak_memory_bytes) - self.cluster.device.memory_bytes)
+    def _with_estimate(self, candidate: Candidate, pricing: Pricing, layout: Layout, estimate: Estimate) -> Priced:
+        cuts = tuple(cut for start in layout.starts[1:] if (cut := pricing.units[start].cut) is not None)
+        return Priced(candidate, layout, cuts, estimate, max(estimate.peak_memory_bytes) - self.cluster.device.memory_bytes)
 
     def _cuts_of(self, candidate: Candidate, pricing: Pricing) -> _Cuts:
         key = candidate.mesh, candidate.microbatch_size
@@ -280,7 +301,7 @@ class Planner:
         nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))
         others = (ranked[1:] if ranked else nearest)[:SHOWN]
         return Found(
-            ranked[0] if ranked else None, tuple(others), len(candidates) + infeasible, count, infeasible, dict(self.refused)
+            ranked[0] if ranked else None, tuple(others), len(candidates) + infeasible, count, infeasible, tuple(self.refused)
         )
 
 

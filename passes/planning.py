@@ -1,0 +1,152 @@
+"""``planning``: a plan from a program and a cluster, with what the user pinned; and what a given plan takes.
+
+    pins ──Wishes──► Planner ──► the fastest that fits ──choose──► Plan, with its Estimate and what else there was
+    plan ──units, layout──► Estimate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from graphpar.cluster import Cluster
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.flops import dominant_dtype
+from graphpar.cost_models.memory import table_of
+from graphpar.cost_models.pricing import Estimate, Layout, Pricing
+from graphpar.cost_models.units import units_of
+from graphpar.errors import GraphparError
+from graphpar.mesh import Mesh
+from graphpar.passes.choose import Pins, choose, choose_sharding, coupling_reason, pinned_cuts, replica_reason
+from graphpar.passes.cuts import marked_cuts
+from graphpar.passes.planner import Found, Planner, Wishes
+from graphpar.passes.shard import shard
+from graphpar.passes.split import positions_of
+from graphpar.plans import Cut, Plan
+from graphpar.program import Program
+from graphpar.schedule import canonical_name, order_of
+from graphpar.sharding import Sharding
+
+GROWTH = (2, 4, 8, 16)
+"""How many times the devices are tried where nothing fits."""
+
+
+def search_plan(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins) -> Plan:
+    """The fastest plan that fits ``cluster``; axes that are not ``pinned`` are searched.
+
+    Raises:
+        GraphparError: what is pinned is not possible, or nothing fits.
+    """
+    pins = replace(pins, cluster=cluster)
+    found = planner_for(program, cluster, pinned, pins).search()
+    if not found.priced:
+        choose(program, Mesh.resolve(pinned, cluster.size), pins)  # says what is wrong with the pins
+        reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
+        raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
+    if found.best is None:
+        raise GraphparError(_misfit(program, cluster, pinned, pins, found))
+    best = found.best
+    decided = replace(
+        pins,
+        schedule=best.candidate.schedule,
+        microbatch_size=best.candidate.microbatch_size,
+        cuts=best.cuts if best.candidate.mesh.pp > 1 else None,
+        stages=None,
+        layers_per_stage=None,
+        edge_layers=None,
+    )
+    plan = choose(program, best.candidate.mesh, decided)
+    return replace(plan, predicted=estimate_plan(program, plan, cluster), found=found)
+
+
+def planner_for(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins) -> Planner:
+    """A planner that takes the user's pins as wishes."""
+    batch = pins.global_batch or program.batch
+    if batch < 1:
+        raise GraphparError(f"The global batch is {batch}; it must be at least 1.")
+    reason = coupling_reason(program, pins)
+
+    def sharding(mesh: Mesh, rows: int) -> tuple[Sharding, Program]:
+        sized = program if program.symbolic else program.at_batch(rows)
+        chosen = choose_sharding(sized, mesh, rows, 1, pins.shard_plan, cluster)
+        return chosen, shard(sized, chosen)
+
+    def cuts(mesh: Mesh, schedule: str) -> tuple[Cut, ...]:
+        given = pinned_cuts(program, mesh, replace(pins, schedule=schedule))
+        assert given is not None
+        positions_of(program, given)
+        return given
+
+    wishes = Wishes(
+        schedule=canonical_name(pins.schedule) if pins.schedule else None,
+        microbatch_size=pins.microbatch_size,
+        cuts=cuts if _has_cuts(program, pins) else None,
+        one_microbatch=reason is not None,
+        replicas=reason is None and replica_reason(program) is None,
+    )
+    return Planner(program, cluster, batch, sharding, pinned, wishes, dtype=dominant_dtype(program))
+
+
+def _has_cuts(program: Program, pins: Pins) -> bool:
+    given = (pins.cuts, pins.stages, pins.layers_per_stage, pins.edge_layers, marked_cuts(program))
+    return any(each is not None for each in given)
+
+
+# ---- a given plan ----------------------------------------------------------------------------------------------
+
+
+def estimate_plan(program: Program, plan: Plan, cluster: Cluster, execution: Execution | None = None) -> Estimate:
+    """What a step of ``plan`` takes on ``cluster``, as the emitted program runs it unless ``execution`` says otherwise."""
+    pricing, layout = pricing_of(program, plan, cluster, execution)
+    return pricing.estimate(layout)
+
+
+def pricing_of(
+    program: Program, plan: Plan, cluster: Cluster, execution: Execution | None = None
+) -> tuple[Pricing, Layout]:
+    """Prices of the plan's mesh and sharding, and its layout.
+
+    Raises:
+        GraphparError: the cluster has another number of devices.
+    """
+    if cluster.size != plan.mesh.size:
+        raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
+    sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
+    run = execution or Execution(zero=plan.zero, recompute=plan.recompute)
+    kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
+    units = units_of(sized, plan.mesh.degrees(), run, device=kind, wanted=plan.cuts)
+    places = {unit.position: place for place, unit in enumerate(units)}
+    starts = (0, *(places[position] for position in positions_of(sized, plan.cuts)))
+    order = None if plan.actions is None else order_of(table_of(plan))
+    layout = Layout(plan.schedule, plan.microbatch_size, plan.microbatches, starts, order)
+    return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(program)), layout
+
+
+# ---- where nothing fits ----------------------------------------------------------------------------------------
+
+
+def _misfit(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, found: Found) -> str:
+    """By how much the nearest plan does not fit, on which stage, and the smallest change that would."""
+    nearest = found.alternatives[0]
+    peaks = nearest.estimate.peak_memory_bytes
+    fullest = max(range(len(peaks)), key=peaks.__getitem__)
+    mesh = ", ".join(f"{axis}={degree}" for axis, degree in nearest.candidate.mesh.degrees().items() if degree > 1) or "one device"
+    room = cluster.device.memory_bytes
+    stages = "/".join(str(stage.index) for stage in nearest.estimate.stages if stage.rank == fullest)
+    text = (
+        f"No plan for {program.name} fits {cluster}. The nearest ({mesh}, {nearest.candidate.schedule}, microbatches of "
+        f"{nearest.candidate.microbatch_size}) needs {peaks[fullest] / 1e9:.1f} GB on stage {stages}, where {room / 1e9:.1f} GB are: "
+        f"{nearest.missing / 1e9:.1f} GB too much."
+    )
+    return text + _remedy(program, cluster, pinned, pins, peaks[fullest])
+
+
+def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, needed: int) -> str:
+    memory = f"devices with {needed / 1e9:.0f} GB"
+    for times in GROWTH:
+        larger = Cluster.grown(cluster, times)
+        found = planner_for(program, larger, pinned, replace(pins, cluster=larger)).search()
+        if found.best is not None:
+            degrees = ", ".join(f"{axis}={degree}" for axis, degree in found.best.candidate.mesh.degrees().items() if degree > 1)
+            return f" {larger} would fit ({degrees}), and so would {memory}."
+    return f" It would take {memory}; {GROWTH[-1]} times as many of these would not do."
