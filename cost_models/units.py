@@ -129,7 +129,8 @@ def unit_cuts(program: Program, wanted: Sequence[Cut] = ()) -> list[tuple[int, C
     legal: list[tuple[int, Cut]] = []
     begin = 0
     for position, cut in sorted((dict(found) | pinned).items()):
-        if position in pinned or (any(begin <= index < position for index in work) and any(index >= position for index in work) and _can_split(program, position)):
+        between = any(begin <= index < position for index in work) and work[-1] >= position
+        if position in pinned or (between and _can_split(program, position)):
             legal.append((position, cut))
             begin = position
     return legal
