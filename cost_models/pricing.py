@@ -426,23 +426,45 @@ class Pricing:
         activations: int,
     ) -> Memory:
         rows, run = layout.microbatch_size, self.execution
+        units = [unit for place in own for unit in self.units[slice(*stages[place])]]
         transient = max(max(costs[place][1:3]) for place in own)
-        messages = layout.microbatches if run.hold_messages else 1
-        boundaries = sum((costs[place][3] if place else 0) + self._returned(stages[place][1], rows) for place in own)
-        state = self._state(self._held([stages[place] for place in own]))
-        buckets = min(state.gradients, BUCKET_BYTES) if self.mesh.size > self.mesh.pp else 0
+        received = {place: costs[place][3] if place else 0 for place in own}
+        returned = {place: self._returned(stages[place][1], rows) for place in own}
+        boundaries = sum(received.values()) + sum(returned.values())
+        boundaries *= layout.microbatches if run.hold_messages else 1
+        if len(own) == 1 and len(stages) > 1:  # the last message on its way
+            sent = self.units[stages[own[0]][1] - 1].kind.memory.sent.at(rows) if own[0] + 1 < len(stages) else 0
+            boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
+        held = self._held([stages[place] for place in own])
+        state = self._state(held)
+        buckets = self._buckets(held, [part.tied for place in range(len(stages)) if place not in own for part in self._tied(stages[place])])
         if run.zero == 3:  # the unit that runs and the next are there whole
-            sizes = [sum(part.nbytes for part in unit.held) for place in own for unit in self.units[slice(*stages[place])]]
-            buckets += 2 * max(sizes, default=0)
+            buckets += 2 * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
+        inputs = {name: line for unit in units for name, line in unit.inputs.items()}
         return replace(
             state,
-            buffers=sum(unit.buffers for place in own for unit in self.units[slice(*stages[place])]),
+            buffers=sum({name: nbytes for unit in units for name, nbytes in unit.buffers.items()}.values()),
             buckets=buckets,
-            boundaries=messages * boundaries,
+            inputs=sum(line.at(rows * layout.microbatches) for line in inputs.values()),
+            boundaries=boundaries,
             activations=activations,
             transient=transient,
             slack=round(ALLOCATOR_SLACK * (activations + transient + buckets)),
         )
+
+    def _tied(self, stage: tuple[int, int]) -> list[Held]:
+        return [held for unit in self.units[slice(*stage)] for held in unit.held if held.tied is not None]
+
+    def _buckets(self, held: Sequence[Held], elsewhere: Sequence[str | None]) -> int:
+        """The largest bucket in which gradients are summed over ranks."""
+        replicated = any(self.mesh.degrees()[axis] > 1 for axis in REPLICAS)
+        summed: dict[tuple[tuple[str, ...], bool], int] = {}
+        for part in held:
+            shared = part.tied is not None and part.tied in elsewhere
+            if part.trained and (part.axes or replicated or shared):
+                key = part.axes, shared
+                summed[key] = summed.get(key, 0) + part.elements * self._gradient_bytes(part)
+        return max((min(nbytes, BUCKET_BYTES) for nbytes in summed.values()), default=0)
 
     def _state(self, held: Iterable[Held]) -> Memory:
         """Parameters and what the optimizer needs for them."""
@@ -477,7 +499,7 @@ class Pricing:
         received = np.append(column["received"], 0.0)
         received[0] = 0.0
         sent = np.append(0.0, column["sent"])
-        state = np.array([self._state(unit.held).total + unit.buffers for unit in self.units], dtype=float)
+        state = np.array([self._state(unit.held).total + sum(unit.buffers.values()) for unit in self.units], dtype=float)
         return RunBytes(
             fixed=_run_sums(state),
             kept=_run_sums(column["inside"]) + _run_sums(between, last=False) + _run_largest(alone) + sent[None, :],

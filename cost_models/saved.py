@@ -97,7 +97,8 @@ class Reach:
         shared: kept of values that every stage computes for itself; once, however many units of a stage want them.
         given: of what it receives, the part that it keeps; the sender keeps it already where it is in the same stage and ``held``.
         received: all that it receives.
-        sent: of what it sends, as new storages; ``held``: whether autograd keeps them too.
+        sent: of what it sends, as new storages; ``passed``: without those that only pass on what it received, which are none where the
+            next unit is in the same stage; ``held``: whether autograd keeps them too.
         forward, backward: what each takes on top of what is kept.
     """
 
@@ -106,6 +107,7 @@ class Reach:
     given: int
     received: int
     sent: int
+    passed: int
     held: bool
     forward: int
     backward: int
@@ -346,7 +348,8 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int) -> Reach:
     runner = _Sharing(activations, stage.recomputed)
     with Live() as live:
         with saved_tensors_hooks(note, lambda tensor: tensor):
-            outputs = _outputs(stage, runner.run_graph(stage.graph, "", given), given)
+            result = runner.run_graph(stage.graph, "", given)
+            outputs = _outputs(stage, result, given)
         forward, kept = live.turn()
         sent = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
         shared = sum(nbytes for key, nbytes in saved.items() if key in runner.storages and key not in sent)
@@ -362,12 +365,15 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int) -> Reach:
     for value in activations.state.values():
         value.grad = None
     new = sum(nbytes for key, nbytes in sent.items() if key not in received)
+    relays = {id(tensor) for tensor in given}
+    copies = {storage_of(o) for r, o in zip(result if isinstance(result, tuple | list) else (result,), outputs) if id(r) in relays}
     return Reach(
         inside=kept - new - shared,
         shared=shared,
         given=taken,
         received=sum(received.values()),
         sent=new,
+        passed=new - sum(nbytes for key, nbytes in sent.items() if key in copies and key not in received),
         held=held,
         forward=forward - kept,
         backward=max(0, backward - kept),

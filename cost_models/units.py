@@ -12,6 +12,7 @@ tables), which are there once in a stage.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -59,6 +60,7 @@ class UnitMemory:
     given: Bytes
     received: Bytes
     sent: Bytes
+    passed: Bytes
     held: bool
     forward: Bytes
     backward: Bytes
@@ -106,8 +108,10 @@ class Unit:
     modules: tuple[str, ...]
     kind: Kind
     held: tuple[Held, ...]
-    buffers: int
-    inputs: tuple[str, ...]
+    buffers: Mapping[str, int]
+    """Bytes of each buffer and constant."""
+    inputs: Mapping[str, Bytes]
+    """Of each of the program's inputs that it takes."""
     stage: Stage = field(repr=False)
 
 
@@ -181,7 +185,7 @@ def units_of(
             kinds[key] = Kind(works.of(stage.graph, without=again), _sends(stage), partial(_memory, activations, stage))
         shared |= set(stage.recomputed)
         held, buffers = _held(program, degrees, stage)
-        units.append(Unit(cut, position, stage.modules, kinds[key], held, buffers, stage.inputs, stage))
+        units.append(Unit(cut, position, stage.modules, kinds[key], held, buffers, _inputs(program, stage), stage))
     return units
 
 
@@ -223,14 +227,23 @@ def _sends(stage: Stage) -> tuple[tuple[Size, bool], ...]:
     return tuple(found)
 
 
-def _held(program: Program, degrees: Mapping[str, int], stage: Stage) -> tuple[tuple[Held, ...], int]:
+def _inputs(program: Program, stage: Stage) -> dict[str, Bytes]:
+    found = {}
+    for name in stage.inputs:
+        spec = program.input(name)
+        others = math.prod(size for dim, size in enumerate(spec.shape) if dim != spec.batch_dim) * spec.dtype.itemsize
+        found[name] = Bytes(float(others)) if spec.batch_dim is None else Bytes(0.0, float(others))
+    return found
+
+
+def _held(program: Program, degrees: Mapping[str, int], stage: Stage) -> tuple[tuple[Held, ...], dict[str, int]]:
     """The parameters of a unit by what becomes of their gradients, and the bytes of its buffers and constants."""
     groups: dict[tuple[tuple[str, ...], int, bool], list[int]] = {}
     tied: list[Held] = []
-    buffers = 0
+    buffers: dict[str, int] = {}
     for name in dict.fromkeys(program.tie_of(name)[0] for name in attributes(program, stage)):
         if name not in program.parameters:
-            buffers += program.tensor_info(name).nbytes
+            buffers[name] = program.tensor_info(name).nbytes
             continue
         info = program.parameters[name]
         axes = tuple(sorted(axis for axis, kind in info.spec if kind == R and degrees.get(axis, 1) > 1))
@@ -257,5 +270,5 @@ def joined(units: Sequence[Unit], rows: int) -> tuple[int, int, int, int, int]:
 
 def joint(before: UnitMemory, after: UnitMemory, rows: int) -> int:
     """What is kept of the values that one unit of a stage gives to the next: all, if the first wants it, else what the next wants."""
-    sent = before.sent.at(rows)
+    sent = before.passed.at(rows)
     return sent if before.held else min(sent, after.given.at(rows))
