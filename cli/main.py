@@ -1,6 +1,6 @@
 """The terminal: parse, call the command's module, print.
 
-    graphpar compile | run | verify | check | report | passes
+    graphpar compile | run | verify | check | report | calibrate | passes
 
 Exit codes: 0 done, 1 a check failed, 2 the user must change something (message, no traceback), 3 our bug (traceback).
 Nothing here imports torch, so that ``graphpar --help`` answers at once; each command is a module of its own.
@@ -58,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--html", metavar="FILE", help="write the report as a page instead")
     report.add_argument("--trace", metavar="FILE", help="write the schedule's timeline as a Chrome trace instead")
     report.add_argument("--json", action="store_true", help="print its data as one JSON object")
+    _calibrate_parser(commands)
     passes = commands.add_parser("passes", help="the pass table: name, what it needs, what it ensures")
     passes.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -76,7 +77,9 @@ def _compile_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     where = parser.add_argument_group("devices")
     where.add_argument("--devices", type=int, metavar="N", help="how many devices (default: 1)")
     where.add_argument(
-        "--cluster", metavar="NAME|FILE", help="which devices: 8xH100-SXM-80GB, 2x8xA100 (nodes first), or a TOML file"
+        "--cluster",
+        metavar="NAME|FILE",
+        help="which devices: 8xH100-SXM-80GB, 2x8xA100 (nodes first), or a file (TOML, or a profile of calibrate)",
     )
     pins = parser.add_argument_group("pins (what is left out is chosen)")
     pins.add_argument("--mesh", metavar="pp=2,tp=2", help="degrees of mesh axes; alone, they give the device count")
@@ -113,6 +116,15 @@ def _compile_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     output.add_argument("--dump-after", metavar="PASS|all", help="print the program after a pass, on standard error")
     output.add_argument("--run", action="store_true", help="then run it here, on local processes")
     output.add_argument("--steps", type=int, metavar="K", help="optimizer steps of --run (default: 10)")
+
+
+def _calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("calibrate", help="measure this machine, and write a profile for --cluster")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
+    parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: one a core, or a GPU)")
+    parser.add_argument("--quick", action="store_true", help="few, small shapes: seconds instead of a minute, and rough")
+    parser.add_argument("-o", "--out", metavar="PROFILE.json", help="default: ./calibrated-cpu.json, or -cuda")
+    parser.add_argument("--json", action="store_true", help="print the profile as one JSON object")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -137,6 +137,8 @@ class Compute:
         flops = 4.0 * heads * queries * keys * width * np.where(causal, 0.5, 1.0) * np.where(backward, ATTENTION_BACKWARD, 1.0)
         forward_share, backward_share = self.device.attention_efficiency
         rate = np.array([self.rate(size) for size in tables.attention_itemsizes]) * np.where(backward, backward_share, forward_share)
+        if self.device.kind == "cpu":  # a core has no tiles to fill
+            return self._with_launch(flops / rate)
         shape = keys / (keys + np.where(causal, 2 * HALF_ROW, HALF_ROW)) * width / (width + HALF_WIDTH) * (128 + HALF_WIDTH) / 128
         return self._with_launch(flops / (rate * np.minimum(shape, 1.0)))
 

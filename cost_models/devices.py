@@ -96,6 +96,7 @@ class Device:
         intra_node: the link to devices of the same node.
         inter_node: the usual link to other nodes: the node's adapters divided by its devices.
         devices_per_node: how many devices ``intra_node`` usually connects; None: any number.
+        cores: of a CPU: how many of a node's devices compute at once, while more of them take turns; None: all do.
         sources: where each group of figures is from.
     """
 
@@ -114,6 +115,7 @@ class Device:
     attention_efficiency: tuple[float, float] = (0.5, 0.4)
     memory_efficiency: float = 0.8
     dispatch_s: float = 0.0
+    cores: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -142,8 +144,9 @@ class Device:
         shares |= {f"attention_efficiency[{place}]": share for place, share in enumerate(self.attention_efficiency)}
         for name, share in shares.items():
             check_share(name, share)
-        if self.devices_per_node is not None:
-            check_number("devices_per_node", self.devices_per_node, whole=True)
+        for name, count in (("devices_per_node", self.devices_per_node), ("cores", self.cores)):
+            if count is not None:
+                check_number(name, count, whole=True)
 
     def peak(self, dtype: str) -> float:
         """Flop/s of dense products of ``dtype``; a 16-bit dtype (or tf32) that the device has no units for runs at fp32's rate.
@@ -234,6 +237,13 @@ _VOLTA_SOURCES = {
     "links": f"inside: {_NETWORK}; between: from memory, four EDR adapters (12.5 GB/s) for eight devices; rented nodes have less",
     "efficiency": _ASSUMED,
 }
+
+_CALIBRATED = (
+    "graphpar calibrate on two cores of an AMD EPYC (family 26, model 2), a process and a thread on each, gloo between them: "
+    "benchmarks/data/cpu_profile.json; between nodes assumed to be as inside"
+)
+_GLOO = Link(3.92e-4, 2.57e9, efficiency=0.44)
+"""Between processes of one machine. It is as slow as processes are at waking each other."""
 
 _ROWS = (
     _gpu("V100-SXM2-16GB", {"fp32": 15.7, "fp16": 125}, usable(16), 0.9, 150, 6.25, _VOLTA_SOURCES),
@@ -333,10 +343,9 @@ _ROWS = (
         },
     ),
     Device(
-        "CPU", "cpu", {"fp32": 1e11}, 16 * 2**30, 2e10, 5e-6, _EFFICIENCY, Link(5e-5, 1e9), Link(1e-4, 1e9), None,
-        sources=dict.fromkeys(
-            ("flops", "memory", "links", "efficiency", "latency", "launch"), "assumed: a process with two or three cores, gloo"
-        ),
+        "CPU", "cpu", {"fp32": 9.74e10}, 12 * 2**30, 4.52e10, 1.86e-6, 0.98, _GLOO, _GLOO, None,
+        half_reduction=12.0, attention_efficiency=(0.364, 0.382), memory_efficiency=0.72,
+        sources=dict.fromkeys(("flops", "memory", "links", "efficiency", "latency", "launch"), _CALIBRATED),
     ),
 )  # fmt: skip
 

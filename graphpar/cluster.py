@@ -1,6 +1,6 @@
 """``Cluster``: the hardware that a plan is for, as nodes of equal devices with one link inside a node and one between nodes.
 
-    "2x8xH100-SXM-80GB" or a TOML file ──parse──► Cluster ──graphpar.cost_models.collectives.Network──► seconds of collectives
+    "2x8xH100-SXM-80GB" or a file ──parse──► Cluster ──graphpar.cost_models.collectives.Network──► seconds of collectives
 
 Ranks fill the nodes in order, so the inner axes of a mesh stay inside a node where they fit. A link's bandwidth is that of one device:
 between nodes, the adapters of a node divided by its devices.
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,9 @@ from graphpar.cost_models.devices import DEVICES, Device, Link, check_number, de
 from graphpar.errors import GraphparError, near_match
 
 _TEXT = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<device>[a-z][\w -]*)", re.IGNORECASE)
+_FILE = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<file>.+\.(?:json|toml))", re.IGNORECASE)
+_PROFILE = ("graphpar", "machine", "error", "measured")
+"""What a profile of ``graphpar calibrate`` holds besides a cluster."""
 _LINKS = ("intra_node", "inter_node")
 _WIRES = ("pair_bytes_per_s", "in_switch")
 _Record = TypeVar("_Record", Device, Link)
@@ -48,16 +52,20 @@ class Cluster:
 
     @staticmethod
     def parse(source: str | Path) -> Cluster:
-        """``8xH100-SXM-80GB`` (devices), ``16x8xA100-SXM-80GB`` (nodes x devices), ``H100`` (one), or a TOML file.
+        """``8xH100-SXM-80GB`` (devices), ``16x8xA100-SXM-80GB`` (nodes x devices), ``H100`` (one), or a file: TOML, or a profile.
 
-        More devices than a node usually has are taken as full nodes: ``16xH100`` is ``2x8xH100``.
+        More devices than a node usually has are taken as full nodes: ``16xH100`` is ``2x8xH100``. ``4xprofile.json`` is one node of
+        four devices of the file, ``2x4xcluster.toml`` two.
 
         Raises:
             GraphparError: the text or the file means no cluster; the message names the field.
         """
         file = Path(source)
-        if isinstance(source, Path) or file.suffix == ".toml" or file.is_file():
+        if isinstance(source, Path) or file.is_file():
             return _from_file(file)
+        if named := _FILE.fullmatch(source.strip()):
+            counts = [int(named[place]) for place in ("first", "second") if named[place]]
+            return _from_file(Path(named["file"]), counts)
         found = _TEXT.fullmatch(source.strip())
         if found is None:
             raise GraphparError(
@@ -144,16 +152,26 @@ def _filled(device: Device, count: int) -> tuple[int, int]:
 # ---- reading ---------------------------------------------------------------------------------------------------
 
 
-def _from_file(file: Path) -> Cluster:
+def _from_file(file: Path, counts: Sequence[int] = ()) -> Cluster:
+    """``counts``: devices, or nodes and devices, in place of those in the file."""
     if not file.is_file():
-        siblings = [entry.name for entry in file.parent.glob("*.toml")] if file.parent.is_dir() else []
+        siblings = [entry.name for entry in file.parent.glob(f"*{file.suffix}")] if file.parent.is_dir() else []
         raise GraphparError(f"There is no cluster file {file}.{near_match(file.name, siblings)}")
     try:
-        return Cluster.from_json(tomllib.loads(file.read_text()))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise GraphparError(f"{file} is no TOML: {error}.") from None
+        return Cluster.from_json(_read(file) | dict(zip(("devices_per_node", "nodes"), [*counts[::-1], 1] if counts else [])))
     except GraphparError as error:
         raise GraphparError(f"{file}: {error}") from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    kind = "JSON" if file.suffix.lower() == ".json" else "TOML"
+    try:
+        data = (json if kind == "JSON" else tomllib).loads(file.read_text())
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise GraphparError(f"it is no {kind}: {error}.") from None
+    if not isinstance(data, dict):
+        raise GraphparError("it must be an object with nodes, devices_per_node and device.")
+    return {name: value for name, value in data.items() if kind == "TOML" or name not in _PROFILE}
 
 
 def _device(data: Mapping[str, Any]) -> Device:

@@ -210,6 +210,7 @@ def test_compile_commands_run(arguments: list[str], tmp_path: Path, monkeypatch:
     for block in ALL:
         if block.kind == "file":
             (tmp_path / block.argument).write_text(block.text)
+    (tmp_path / "here.json").symlink_to(ROOT / "benchmarks" / "data" / "cpu_profile.json")
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 0
 

@@ -1,0 +1,150 @@
+"""``graphpar calibrate``: measure this machine, fit a device to it, and write both as a profile that ``--cluster`` takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphpar.cli.output import Result, progress, write_text
+from graphpar.errors import GraphparError
+from graphpar.report_text import bytes_text, plural, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from graphpar.cost_models.calibrate import Profile
+    from graphpar.cost_models.measure import Row
+
+
+def run(options: argparse.Namespace) -> Result:
+    out = options.out or f"calibrated-{options.device}.json"
+    if Path(out).suffix.lower() != ".json":
+        raise GraphparError(f"-o {out}: a profile is JSON; name it {Path(out).with_suffix('.json')}.")
+    if not Path(out).absolute().parent.is_dir():
+        raise GraphparError(f"{out} can't be written: the folder {Path(out).parent} does not exist.")
+    with progress("measuring this machine, which takes about a minute"):
+        from graphpar.cost_models.calibrate import calibrate
+
+        profile = calibrate(options.device, options.processes, quick=options.quick)
+    data = profile.to_json()
+    write_text(out, json_text(data))
+    return Result({**data, "out": out}, lambda console: show(profile, out, console))
+
+
+def json_text(data: dict[str, Any]) -> str:
+    """A profile as text: figures on lines of their own, one row a line."""
+    rows = ",\n  ".join(json.dumps(row) for row in data["measured"])
+    head = json.dumps({name: value for name, value in data.items() if name != "measured"}, indent=1)
+    return f'{head[:-2]},\n "measured": [\n  {rows}\n ]\n}}\n'
+
+
+# ---- for people ------------------------------------------------------------------------------------------------
+
+
+def show(profile: Profile, out: str, console: Console) -> None:
+    """The machine, measured and fitted rates by class of shape, the figures, and the errors of the fit."""
+    machine = profile.machine
+    threads = f", {plural(machine['threads'], 'thread')} a process" if machine["threads"] else ""
+    console.print(f"\n {machine['name']}, {plural(machine['cores'], 'core')}{threads}, torch {machine['torch']}\n")
+    console.print(_rates(profile))
+    console.print(_figures(profile))
+    for kind, error in profile.errors.items():
+        console.print(
+            f" fit of {kind}: {error.rows} times, median error {error.median:.0%}, worst {error.worst:.0%} ({error.worst_row})"
+        )
+    console.print(f"\n Written: {out}. Use it with --cluster {out}, or {2 * profile.cluster.size}x{out} for more devices.")
+
+
+def _rates(profile: Profile) -> Any:
+    from rich.table import Table
+
+    from graphpar.cost_models.fit_device import kind_of, priced, sent
+
+    together = max(row.processes for row in profile.rows if row.what == "operator")
+    table = Table(box=None, padding=(0, 2, 0, 1))
+    for heading in ("what", "times", "alone", f"{together} at once", "fitted"):
+        table.add_column(heading, justify="left" if heading == "what" else "right", no_wrap=True)
+    for name, rows in _classes(profile.rows).items():
+        both = [[row for row in rows if row.processes == count] for count in (1, together)]
+        if kind_of(rows[0]) == "operator":
+            cells = [seconds_text(_middle([row.seconds for row in each])) for each in both] + [""]
+        elif kind_of(rows[0]) in ("collective", "transfer"):
+            fitted = sent(profile.cluster.device, profile.cluster.intra_node, rows)
+            cells = ["", *(_sent_text(rows, seconds) for seconds in ([row.seconds for row in rows], fitted))]
+        else:
+            unit = "GB/s" if kind_of(rows[0]) == "traffic" else "Gflop/s"
+            fitted = [_rate(row, seconds) for row, seconds in zip(both[1], priced(profile.cluster.device, both[1]))]
+            rates = [*([_rate(row, row.seconds) for row in each] for each in both), fitted]
+            cells = [f"{_middle(each) / 1e9:,.1f} {unit}" for each in rates]
+        table.add_row(name, str(len(rows)), *cells)
+    return table
+
+
+def _classes(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by what they are and how large: a class has one line."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(_class(row), []).append(row)
+    return found
+
+
+def _class(row: Row) -> str:
+    from graphpar.cost_models.fit_device import kind_of
+
+    kind = kind_of(row)
+    if kind == "product":
+        m, n, k = row.shape
+        size = _size(2 * m * n * k, ((1e6, "under 1 Mflop"), (1e9, "under 1 Gflop"), (1e12, "under 1 Tflop")), "larger")
+        return f"products {row.dtype}, {size}"
+    if kind == "traffic":
+        what = row.what.partition(",")[0]
+        return f"{what}, {_size(math.prod(row.shape), ((2**19, 'under 512 Ki elements'),), 'larger')}"
+    if kind in ("collective", "transfer"):
+        return f"{row.what}, {_size(row.shape[0], ((2**17, 'under 128 KiB'), (2**22, 'under 4 MiB')), 'larger')}"
+    return row.what
+
+
+def _sent_text(rows: Sequence[Row], seconds: Sequence[float]) -> str:
+    """Large messages by rate, small ones by time."""
+    if rows[0].shape[0] < 2**17:
+        return seconds_text(_middle(seconds))
+    return f"{_middle([row.shape[0] / taken for row, taken in zip(rows, seconds)]) / 1e9:.2f} GB/s"
+
+
+def _size(value: float, limits: Sequence[tuple[float, str]], largest: str) -> str:
+    return next((name for limit, name in limits if value < limit), largest)
+
+
+def _rate(row: Row, seconds: float) -> float:
+    from dataclasses import replace
+
+    from graphpar.cost_models.fit_device import rate
+
+    return rate(replace(row, seconds=seconds))
+
+
+def _middle(values: Sequence[float]) -> float:
+    from statistics import median
+
+    return median(values)
+
+
+def _figures(profile: Profile) -> str:
+    device, link = profile.cluster.device, profile.cluster.intra_node
+    flops = ", ".join(f"{dtype} {rate / 1e9:,.1f}" for dtype, rate in device.flops.items())
+    lines = [
+        f"products: {flops} Gflop/s at best, {device.matrix_efficiency:.0%} in general, half at a reduction of {device.half_reduction:.0f}",
+        f"attention: {device.attention_efficiency[0]:.0%} forward, {device.attention_efficiency[1]:.0%} backward",
+        f"memory: {device.memory_bytes_per_s / 1e9:,.1f} GB/s at best, {device.memory_efficiency:.0%} in general; "
+        f"{bytes_text(device.memory_bytes)} a process",
+        f"operators: {seconds_text(device.launch_s)} each, {seconds_text(device.dispatch_s)} of the host",
+    ]
+    if any(row.what == "transfer" for row in profile.rows):
+        lines.append(
+            f"link: {seconds_text(link.latency_s)} a message, {link.bytes_per_s / 1e9:.2f} GB/s at best, {link.efficiency:.0%} in rings"
+        )
+    return "\n".join(["", *(f" {line}" for line in lines), ""])

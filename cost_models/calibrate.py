@@ -1,0 +1,179 @@
+"""``calibrate``: a profile of this machine, which the compiler takes wherever it takes a cluster.
+
+    calibrate("cpu", 2) ──torchrun──► rows of times (measure) ──fit──► Cluster, errors ──► PROFILE.json ──Cluster.parse──► Cluster
+
+A profile holds the figures as :meth:`graphpar.cluster.Cluster.to_json` writes them, the times they are from, and how well they fit.
+Ranks of a CPU have the threads that the runtime gives them (``OMP_NUM_THREADS``, or one), so that the figures are those of a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import graphpar
+from graphpar.cluster import Cluster
+from graphpar.cost_models.devices import DEVICES, Device, Link, device_named, usable
+from graphpar.cost_models.fit_device import COLLECTIVES, Error, fit_device, fit_link
+from graphpar.cost_models.measure import Request, Row
+from graphpar.errors import GraphparError
+from graphpar.runtime.launch import torchrun
+
+TIMEOUT_S = 1800.0
+MOST_PROCESSES = 64
+_UNKNOWN_LINK = Link(5e-6, 31e9)  # PCIe 4 x16: of one device, which has nobody to talk to
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured, as a cluster.
+
+    Attributes:
+        machine: names and versions, for people.
+        rows: the times.
+        errors: of the fit, by kind of row.
+    """
+
+    cluster: Cluster
+    machine: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    errors: Mapping[str, Error]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that :meth:`Cluster.parse` reads when it lies in a file."""
+        figures = self.cluster.to_json()
+        del figures["inter_node"]  # there is one node, and nobody has measured between nodes
+        return {
+            "graphpar": graphpar.__version__,
+            "machine": dict(self.machine),
+            **figures,
+            "error": {kind: asdict(error) for kind, error in self.errors.items()},
+            "measured": [asdict(row) for row in self.rows],
+        }
+
+
+def calibrate(kind: str = "cpu", processes: int | None = None, *, quick: bool = False) -> Profile:
+    """Measure this machine.
+
+    Args:
+        kind: ``cpu`` or ``cuda``.
+        processes: ranks that exchange data; default: as many as there are cores for (GPUs).
+        quick: few, small shapes: seconds instead of a minute, and rough.
+
+    Raises:
+        GraphparError: there is no such device here, or not as many.
+    """
+    most = _places(kind)
+    count = processes if processes is not None else min(most, MOST_PROCESSES)
+    if count < 1 or count > (most if kind == "cuda" else MOST_PROCESSES):
+        limit = f"{most} GPUs are here" if kind == "cuda" else f"at most {MOST_PROCESSES} are measured"
+        raise GraphparError(f"processes is {count}; it must be at least 1, and {limit}.")
+    at_once = tuple(sorted({1, min(count, most)}))
+    rows = _measured(Request(at_once, 0.01 if quick else 0.08, quick), kind, count)
+    return profile_of(rows, _blank(kind, count, most), count, machine(kind))
+
+
+def profile_of(rows: list[Row], start: Device, processes: int, described: Mapping[str, Any]) -> Profile:
+    """The profile that ``rows`` tell: rates are those of as many ranks at once as were measured.
+
+    Args:
+        start: see :func:`graphpar.cost_models.fit_device.fit_device`.
+        processes: devices of the cluster.
+    """
+    sent = [row for row in rows if row.what in (*COLLECTIVES, "transfer")]
+    computed = [row for row in rows if row not in sent]
+    most = max(row.processes for row in computed)
+    device, errors = fit_device(start, [row for row in computed if row.processes == most], _known(start))
+    link = start.intra_node
+    if sent:
+        link, of_link = fit_link(device, sent)
+        errors |= of_link
+    device = replace(device, intra_node=link, inter_node=link)
+    return Profile(Cluster(1, processes, device, link, link), described, tuple(rows), errors)
+
+
+def machine(kind: str) -> dict[str, Any]:
+    """What was measured, in words."""
+    return {
+        "name": _name(kind),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": _threads() if kind == "cpu" else None,
+        "torch": torch.__version__,
+    }
+
+
+def _measured(request: Request, kind: str, processes: int) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="graphpar_calibrate_") as scratch:
+        folder = Path(scratch)
+        (folder / "request.json").write_text(json.dumps(asdict(request)))
+        env = {"CUDA_VISIBLE_DEVICES": ""} if kind == "cpu" else {}
+        torchrun("graphpar.cost_models.measure", [scratch], nproc=processes, timeout_s=TIMEOUT_S, env=env, module=True)
+        rows = json.loads((folder / "rows.json").read_text())
+    return [Row(**{**row, "shape": tuple(row["shape"])}) for row in rows]
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------
+
+
+def _threads() -> int:
+    """Of a rank, as :func:`graphpar.runtime.launch.torchrun` starts it."""
+    given = os.environ.get("OMP_NUM_THREADS", "1")
+    return int(given) if given.isdecimal() and int(given) > 0 else 1
+
+
+def _places(kind: str) -> int:
+    """How many ranks compute at once without taking turns."""
+    if kind == "cpu":
+        return max(1, len(os.sched_getaffinity(0)) // _threads())
+    if kind != "cuda":
+        raise GraphparError(f"device is {kind!r}; it must be cpu or cuda.")
+    if not torch.cuda.is_available():
+        raise GraphparError("device is cuda, but torch finds no GPU here; use --device cpu.")
+    return torch.cuda.device_count()
+
+
+def _name(kind: str) -> str:
+    if kind == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.is_file() else "", re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _known(device: Device) -> Device | None:
+    """The GPU of the table that this is; what a driver adds to the name is left out."""
+    if device.kind == "cpu":
+        return None
+    try:
+        return device_named(re.sub(r"\s+HBM\w*$", "", device.name))
+    except GraphparError:
+        return None
+
+
+def _blank(kind: str, processes: int, places: int) -> Device:
+    """This machine's device before anything is measured: what it is called, its memory, and how many there are."""
+    usual = DEVICES["CPU"]
+    if kind == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
+        return replace(usual, name=f"CPU {_name(kind)}", memory_bytes=memory, cores=places, sources={})
+    properties = torch.cuda.get_device_properties(0)
+    return replace(
+        usual,
+        name=_name(kind),
+        kind="gpu",
+        memory_bytes=usable(properties.total_memory, 1),
+        intra_node=_UNKNOWN_LINK,
+        inter_node=_UNKNOWN_LINK,
+        devices_per_node=places,
+        compute_units=properties.multi_processor_count,
+        sources={},
+    )

@@ -1,0 +1,255 @@
+"""From measured times to the figures of a device and its link, by least squares on the logarithms of the times.
+
+    rows ──small operators──► launch_s, dispatch_s
+         ──traffic──────────► memory_efficiency
+         ──products─────────► matrix_efficiency, half_reduction
+         ──attention────────► attention_efficiency
+         ──collectives──────► latency_s, efficiency of the link  each with the figures found before it; then the error over all rows
+
+What is fitted is what programs are priced with (``graphpar.cost_models.compute``, ``collectives``), so a figure is whatever makes those
+prices fit. Peaks are the best rates that any row reached, or the vendor's for a device of the table: times don't tell a peak from the
+share of it that is reached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphpar.cluster import Cluster
+from graphpar.cost_models.collectives import Group, Network
+from graphpar.cost_models.compute import Compute
+from graphpar.cost_models.devices import Device, Link
+from graphpar.cost_models.measure import DTYPES, Row
+from graphpar.cost_models.work import ONE, Attention, Phase, Product, Size, Traffic, Work
+from graphpar.errors import GraphparError
+
+Array = NDArray[np.float64]
+
+TRAFFIC = {"add": 3, "mul": 3, "gelu": 2, "layer_norm": 2, "gelu, backward": 3, "layer_norm, backward": 3}
+"""Tensors that an operator reads and writes."""
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+HOST_BOUND = 3.0
+"""Rows of a GPU that take less than so many operators of the host say nothing about the GPU."""
+_HALF = math.log(0.5)
+_USUAL = 0.1
+"""Errors beyond this count by their size, not by its square: one shape that a library is bad at should not spoil the others."""
+_WIDEST = 8.0  # of the logarithm of a share: efficiencies stay above 1 / 3000
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far the fitted times are from the measured ones: 0.1 is a tenth of the measured time, either way."""
+
+    rows: int
+    median: float
+    worst: float
+    worst_row: str
+
+    @staticmethod
+    def of(rows: Sequence[Row], fitted: Sequence[float]) -> Error:
+        off = [math.exp(abs(math.log(seconds / row.seconds))) - 1 for row, seconds in zip(rows, fitted)]
+        worst = max(range(len(off)), key=off.__getitem__)
+        row = rows[worst]
+        return Error(len(rows), median(off), off[worst], f"{row.what} {'x'.join(map(str, row.shape))} {row.dtype}")
+
+
+def kind_of(row: Row) -> str:
+    """The class of a row's error: product, traffic, attention, operator, collective or transfer."""
+    first = row.what.partition(",")[0]
+    return "traffic" if row.what in TRAFFIC else "collective" if row.what in COLLECTIVES else first
+
+
+def work_of(row: Row) -> Work:
+    """What a row of products, traffic or attention did, as programs are priced."""
+    itemsize = DTYPES[row.dtype].itemsize
+    kind = kind_of(row)
+    if kind == "product":
+        m, n, k = (Size(float(size)) for size in row.shape)
+        return Work({Product(Phase.FORWARD, ONE, m, n, k, itemsize): 1})
+    if kind == "traffic":
+        return Work({Traffic(Phase.FORWARD, Size(float(TRAFFIC[row.what] * math.prod(row.shape) * itemsize))): 1})
+    assert kind == "attention"
+    batch, heads, length, width = row.shape
+    phase = Phase.INPUT if row.what.endswith("backward") else Phase.FORWARD
+    return Work({Attention(phase, Size(float(batch * heads)), Size(float(length)), Size(float(length)), width, True, itemsize): 1})
+
+
+def priced(device: Device, rows: Sequence[Row]) -> list[float]:
+    """Seconds of products, traffic and attention on ``device``."""
+    computes = {dtype: Compute(device, dtype) for dtype in {row.dtype for row in rows}}
+    return [sum(phase.busy for phase in computes[row.dtype].seconds(work_of(row), 1)) for row in rows]
+
+
+def rate(row: Row) -> float:
+    """Flop/s of a product or of attention, bytes/s of traffic."""
+    work = work_of(row)
+    flops = work.flops(1)
+    return (flops or sum(each.nbytes.at(1) for each in work.rows if isinstance(each, Traffic))) / row.seconds
+
+
+# ---- the device ------------------------------------------------------------------------------------------------
+
+
+def fit_device(start: Device, rows: Sequence[Row], peaks: Device | None = None) -> tuple[Device, dict[str, Error]]:
+    """``start`` with the figures that ``rows`` (all of as many processes at once) tell, and the errors by kind of row.
+
+    Args:
+        start: name, kind, compute units and memory; its other figures are replaced.
+        peaks: the device of the table that this is, for its peaks.
+
+    Raises:
+        GraphparError: there are no products, traffic or operators among the rows.
+    """
+    by_kind: dict[str, list[Row]] = {}
+    for row in rows:
+        by_kind.setdefault(kind_of(row), []).append(row)
+    for kind in ("operator", "product", "traffic"):
+        if kind not in by_kind:
+            raise GraphparError(f"A device can't be fitted: there are no rows of kind {kind!r} among the {len(rows)}.")
+    device = _with_peaks(_with_overheads(start, by_kind["operator"]), by_kind, peaks)
+    device = _fitted(device, _long(device, by_kind["traffic"]), _with_memory, [_HALF])
+    device = _fitted(device, _long(device, by_kind["product"]), _with_matrices, [_HALF, math.log(16.0)])
+    attention = _long(device, by_kind.get("attention", ()))
+    if attention:
+        device = _fitted(device, attention, _with_attention, [_HALF, _HALF])
+    errors = {}
+    for kind in ("product", "traffic", "attention"):
+        if found := _long(device, by_kind.get(kind, ())):
+            errors[kind] = Error.of(found, priced(device, found))
+    return device, errors
+
+
+def _long(device: Device, rows: Sequence[Row]) -> list[Row]:
+    """The rows that say something about the device, and not about its host."""
+    found = [row for row in rows if row.seconds > HOST_BOUND * device.dispatch_s]
+    return found or list(rows)
+
+
+def _with_overheads(device: Device, rows: Sequence[Row]) -> Device:
+    """On a CPU there is no host beside the device; on a GPU the host's work is what small operators take in a row."""
+    times: dict[str, float] = {row.what: row.seconds for row in rows}
+    eager = [times[what] for what in ("operator", "operator, backward") if what in times]
+    mean = sum(eager) / len(eager)
+    if "operator, replayed" in times:
+        return replace(device, launch_s=times["operator, replayed"], dispatch_s=mean)
+    return replace(device, launch_s=mean, dispatch_s=0.0)
+
+
+def _with_peaks(device: Device, rows: Mapping[str, Sequence[Row]], known: Device | None) -> Device:
+    flops: dict[str, float] = {}
+    for row in (*rows["product"], *rows.get("attention", ())):
+        flops[row.dtype] = max(flops.get(row.dtype, 0.0), rate(row))
+    largest = max(math.prod(row.shape) for row in rows["traffic"])
+    bandwidth = max(rate(row) for row in rows["traffic"] if math.prod(row.shape) == largest)  # small ones stay in caches
+    if known is not None:
+        flops = {dtype: max(best, known.flops.get(dtype, 0.0)) for dtype, best in flops.items()}
+        bandwidth = known.memory_bytes_per_s
+    return replace(device, flops=flops, memory_bytes_per_s=bandwidth)
+
+
+def _share(logarithm: float) -> float:
+    """A share of a peak, at most 1."""
+    return math.exp(max(-_WIDEST, min(0.0, logarithm)))
+
+
+def _with_memory(device: Device, logs: Sequence[float]) -> Device:
+    return replace(device, memory_efficiency=_share(logs[0]))
+
+
+def _with_matrices(device: Device, logs: Sequence[float]) -> Device:
+    """A rate above every peak is that of endless reductions, which nobody has measured: peaks are raised to it."""
+    above = math.exp(min(max(0.0, logs[0]), _WIDEST))
+    flops = {dtype: peak * above for dtype, peak in device.flops.items()}
+    return replace(device, flops=flops, matrix_efficiency=_share(logs[0]), half_reduction=math.exp(min(logs[1], 10.0)))
+
+
+def _with_attention(device: Device, logs: Sequence[float]) -> Device:
+    return replace(device, attention_efficiency=(_share(logs[0]), _share(logs[1])))
+
+
+def _fitted(
+    device: Device, rows: Sequence[Row], figures: Callable[[Device, Sequence[float]], Device], start: Sequence[float]
+) -> Device:
+    measured = np.log([row.seconds for row in rows])
+
+    def off(logs: Array) -> Array:
+        return soft(np.log(priced(figures(device, list(logs)), rows)) - measured)
+
+    return figures(device, list(least_squares(off, np.array(start))))
+
+
+# ---- the link --------------------------------------------------------------------------------------------------
+
+
+def fit_link(device: Device, rows: Sequence[Row]) -> tuple[Link, dict[str, Error]]:
+    """The link that ``rows`` of collectives and transfers tell, and the error of each kind.
+
+    Its bandwidth is the best that any transfer reached; rings reach a share of it.
+    """
+    measured = np.log([row.seconds for row in rows])
+    best = max(row.shape[0] / row.seconds for row in rows)
+
+    def link(logs: Sequence[float]) -> Link:
+        return Link(math.exp(logs[0]), best, efficiency=_share(logs[1]))
+
+    def off(logs: Array) -> Array:
+        return soft(np.log(sent(device, link(list(logs)), rows)) - measured)
+
+    found = link(list(least_squares(off, np.array([math.log(1e-4), _HALF]))))
+    errors = {}
+    for kind in ("collective", "transfer"):
+        if own := [row for row in rows if kind_of(row) == kind]:
+            errors[kind] = Error.of(own, sent(device, found, own))
+    return found, errors
+
+
+def sent(device: Device, link: Link, rows: Sequence[Row]) -> list[float]:
+    """Seconds of collectives and transfers over ``link``."""
+    networks = {count: Network(Cluster(1, count, device, link, link)) for count in {row.processes for row in rows}}
+    found = []
+    for row in rows:
+        kind, ranks = ("send", 2) if row.what == "transfer" else (row.what, row.processes)
+        found.append(networks[row.processes].seconds(kind, row.shape[0], Group(ranks, 1, ranks)))
+    return found
+
+
+# ---- least squares ---------------------------------------------------------------------------------------------
+
+
+def soft(errors: Array) -> Array:
+    """What to square so that small errors count by their squares and large ones by their sizes (pseudo-Huber)."""
+    return np.asarray(np.sign(errors) * _USUAL * np.sqrt(2 * (np.sqrt(1 + (errors / _USUAL) ** 2) - 1)))
+
+
+def least_squares(residuals: Callable[[Array], Array], start: Array, steps: int = 60) -> Array:
+    """The point near ``start`` with the least sum of squares, by the method of Levenberg and Marquardt."""
+    point, damping = start.astype(float), 1e-2
+    here = residuals(point)
+    for _ in range(steps):
+        slopes = np.stack(list(_slopes(residuals, point, here)), axis=1)
+        normal = slopes.T @ slopes
+        step = np.linalg.solve(normal + damping * (np.diag(np.diag(normal)) + 1e-12 * np.eye(len(point))), -slopes.T @ here)
+        there = residuals(point + step)
+        if there @ there < here @ here:
+            done = here @ here - there @ there < 1e-12 * (here @ here)
+            point, here, damping = point + step, there, damping / 3
+            if done:
+                break
+        elif damping > 1e9:
+            break
+        else:
+            damping *= 4
+    return point
+
+
+def _slopes(residuals: Callable[[Array], Array], point: Array, here: Array, width: float = 1e-4) -> Iterator[Array]:
+    for place in range(len(point)):
+        moved = point.copy()
+        moved[place] += width
+        yield (residuals(moved) - here) / width
