@@ -11,9 +11,11 @@ is priced for the slowest rank of each stage; ranks of one stage do the same.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +30,7 @@ from graphpar.cost_models.work import Phase
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.runtime.gradients import BUCKET_BYTES
-from graphpar.schedule import Order, action_order, in_flight, peak_in_flight, stage_ranks
+from graphpar.schedule import Order, action_order, forwards, in_flight, order_of, peak_in_flight, stage_ranks
 from graphpar.simulation import Timeline, Transfers, simulate
 
 Array = NDArray[np.float64]
@@ -63,20 +65,20 @@ class UnitSeconds:
 class StageSeconds:
     """One microbatch of a stage. ``backward`` has both halves, and the forward again where it is recomputed.
 
-    ``sent``: seconds of collectives by axis, forward and backward.
+    ``sent``: seconds of collectives by axis, forward and backward; ``exposed``: what of them nothing hides.
     """
 
     forward: float
     backward: float
     weight: float
     sent: Mapping[str, float]
-    exposed: float
+    exposed: Mapping[str, float]
     compute: float
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """A stage in a report. Seconds of one microbatch; bytes of its rank's whole."""
+    """A stage in a report. Seconds of one microbatch; those of what it sends on, and of the gradients that it is sent back."""
 
     index: int
     rank: int
@@ -85,6 +87,8 @@ class StageEstimate:
     backward_s: float
     weight_s: float
     parameters: int
+    sent_s: float
+    returned_s: float
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,12 @@ class Estimate:
         memory: of each pp rank at its peak.
         compute_s: of the busiest rank.
         communication_s: of the busiest rank, by axis, hidden or not.
-        exposed_communication_s: what of it nothing hides.
-        pipeline_s, gradients_s, optimizer_s: the parts of the step; of gradients what is exposed.
+        exposed_s: what of it nothing hides.
+        parts_s: what the step of the busiest rank is made of, adding up to ``step_time_s``: ``compute``, ``host`` (its device waits for
+            operators to be started), exposed collectives by axis, ``pp`` (it waits for what is on its way), ``bubble`` (it has
+            nothing to do), ``gradients`` and ``optimizer`` as below.
+        pipeline_s, gradients_s, optimizer_s: the parts of the step; of gradients what is exposed; gathers of parameters are in the last.
+        cluster, memory_bytes: what it is for, and what a device of it has.
     """
 
     step_time_s: float
@@ -108,15 +116,47 @@ class Estimate:
     memory: tuple[Memory, ...]
     compute_s: float
     communication_s: Mapping[str, float]
-    exposed_communication_s: float
+    exposed_s: Mapping[str, float]
+    parts_s: Mapping[str, float]
     pipeline_s: float
     gradients_s: float
     optimizer_s: float
     stages: tuple[StageEstimate, ...]
+    cluster: str
+    memory_bytes: int
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
         return tuple(memory.total for memory in self.memory)
+
+    @property
+    def exposed_communication_s(self) -> float:
+        return math.fsum(self.exposed_s.values())
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much the fullest rank is above the device's memory; not above 0 where all fit."""
+        return max(self.peak_memory_bytes) - self.memory_bytes
+
+    @property
+    def fullest(self) -> tuple[int, tuple[int, ...]]:
+        """The pp rank that holds the most at its peak, and its stages."""
+        rank = max(range(len(self.memory)), key=lambda pp: self.memory[pp].total)
+        return rank, tuple(stage.index for stage in self.stages if stage.rank == rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; peaks and parts of memory are of each pp rank."""
+        names = ("step_time_s", "mfu", "bubble_fraction", "compute_s", "communication_s", "exposed_communication_s", "exposed_s",
+                 "parts_s", "pipeline_s", "gradients_s", "optimizer_s", "cluster", "memory_bytes")  # fmt: skip
+        data = {name: getattr(self, name) for name in names}
+        return data | {
+            "communication_s": dict(self.communication_s),
+            "exposed_s": dict(self.exposed_s),
+            "parts_s": dict(self.parts_s),
+            "peak_memory_bytes": list(self.peak_memory_bytes),
+            "memory": [asdict(memory) for memory in self.memory],
+            "stages": [asdict(stage) | {"units": list(stage.units)} for stage in self.stages],
+        }
 
 
 class Pricing:
@@ -126,15 +166,23 @@ class Pricing:
         units: of the program that each rank of the compute axes runs; alike ones share a kind, which is priced once a size.
         mesh: its cp, ep and tp are those that the units were made for.
         dtype: of 16-bit products, see :class:`Compute`.
+        train: else the schedule runs its forwards alone.
 
     Raises:
         GraphparError: the mesh has more devices than the cluster, or the device no rate for the dtype.
     """
 
     def __init__(
-        self, units: Sequence[Unit], mesh: Mesh, cluster: Cluster, execution: Execution | None = None, *, dtype: str = "bf16"
+        self,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        cluster: Cluster,
+        execution: Execution | None = None,
+        *,
+        dtype: str = "bf16",
+        train: bool = True,
     ) -> None:
-        self.units, self.mesh, self.cluster = tuple(units), mesh, cluster
+        self.units, self.mesh, self.cluster, self.train = tuple(units), mesh, cluster, train
         self.execution = replace(execution or Execution(), shards=mesh.dp_shard)
         self.compute, self.network = Compute(cluster.device, dtype), Network(cluster)
         self.dtype = dtype
@@ -175,10 +223,12 @@ class Pricing:
         times = 2 if self.execution.recompute == "full" else 1
         everything = _sum_by_axis([sent[0]] * times + sent[1:])
         forward, backward = seconds[0], again + seconds[1] + seconds[2]
+        exposed = {axis: shown * value for axis, value in everything.items()}
         if self.execution.zero == 3 and self.mesh.dp_shard > 1:
+            plain = forward + backward
             forward, backward, gathered = self._gathered(first, after, rows, forward, backward)
             everything = _sum_by_axis([everything, {"dp_shard": gathered}])
-        exposed = shown * sum(_sum_by_axis([sent[0]] * times + sent[1:]).values())
+            exposed = _sum_by_axis([exposed, {"dp_shard": forward + backward - plain}])
         compute = sum(phase.busy for phase in busy) + (again if times == 1 else busy[0].busy)
         return StageSeconds(forward, backward, seconds[2], everything, exposed, compute)
 
@@ -240,16 +290,23 @@ class Pricing:
         after = max(step + gather for step, gather in zip(optimizer, gathers))
         step = ends + after
         busiest = max(range(self.mesh.pp), key=lambda pp: timeline.busy[pp])
-        sent = _sum_by_axis([{axis: count * value for axis, value in seconds[place].sent.items()} for place in own[busiest]])
-        replicas = next((axis for axis in reversed(REPLICAS) if self.mesh.degrees()[axis] > 1), None)
-        if replicas is not None:
-            sent = _sum_by_axis([sent, {replicas: gradients[busiest][0] + gradients[busiest][1]}])
+        sent, exposed = (
+            _sum_by_axis([{axis: count * value for axis, value in getattr(seconds[place], name).items()} for place in own[busiest]])
+            for name in ("sent", "exposed")
+        )
+        compute = sum(count * seconds[place].compute for place in own[busiest])
+        parts = {"compute": compute, "host": max(0.0, timeline.busy[busiest] - compute - sum(exposed.values())), **exposed}
         crossings = self._crossings(layout, stages)
         if self.mesh.pp > 1:
             sent["pp"] = count * max(map(sum, zip(*crossings)), default=0.0)
-        exposed = sum(count * seconds[place].exposed for place in own[busiest])
-        exposed += timeline.waiting[busiest] + shown[busiest] + gathers[busiest]
-        compute = sum(count * seconds[place].compute for place in own[busiest])
+            exposed["pp"] = parts["pp"] = timeline.waiting[busiest]
+        summed_over = self._summed_over([stages[place] for place in own[busiest]])
+        if summed_over is not None:
+            sent = _sum_by_axis([sent, {summed_over: gradients[busiest][0] + gradients[busiest][1]}])
+            exposed = _sum_by_axis([exposed, {summed_over: shown[busiest] + gathers[busiest]}])
+        pipeline = max(timeline.ends)
+        parts["bubble"] = max(0.0, pipeline - timeline.busy[busiest] - timeline.waiting[busiest])
+        parts |= {"gradients": ends - pipeline, "optimizer": after}
         return Estimate(
             step_time_s=step,
             mfu=self.flops(layout) / (step * self.mesh.size * self.compute.rate(self._itemsize)),
@@ -257,14 +314,19 @@ class Pricing:
             memory=self._memories(layout, stages, own, exact),
             compute_s=compute,
             communication_s=sent,
-            exposed_communication_s=exposed,
-            pipeline_s=max(timeline.ends),
-            gradients_s=ends - max(timeline.ends),
+            exposed_s=exposed,
+            parts_s=parts,
+            pipeline_s=pipeline,
+            gradients_s=ends - pipeline,
             optimizer_s=after,
             stages=tuple(
-                StageEstimate(place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._elements(stage))
-                for place, (stage, cost) in enumerate(zip(stages, seconds))
+                StageEstimate(place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._elements(stage), there, back)
+                for place, (stage, cost, there, back) in enumerate(
+                    zip(stages, seconds, *([*crossing, 0.0] for crossing in crossings))
+                )
             ),
+            cluster=str(self.cluster),
+            memory_bytes=self.cluster.device.memory_bytes,
         )
 
     @cached_property
@@ -313,6 +375,7 @@ class Pricing:
 
         def run(microbatches: int) -> Timeline:
             order = self._order(layout, len(stages), microbatches)
+            order = order if self.train else order_of(forwards(order.table))
             return simulate(order, forward, backward, weight, transfers=transfers, spans=False)
 
         few = self._few(layout)
@@ -394,6 +457,13 @@ class Pricing:
                 reduced += self.network.seconds("all-reduce", total / self.mesh.dp_shard, self._groups["dp_replicate"])
         return reduced, gathered, total
 
+    def _summed_over(self, stages: Sequence[tuple[int, int]]) -> str | None:
+        """The axis that sums of gradients are told of: the innermost of replicas, else the first that some parameter's are partial on."""
+        replicas = [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
+        trained = [held for held in self._held(stages) if held.trained]
+        partial = [axis for held in trained for axis in held.axes]
+        return next(iter([*reversed(replicas), *partial]), None) if trained else None
+
     def _shown_gather(self, gathered: float, stages: Sequence[StageSeconds]) -> float:
         return max(0.0, gathered - sum(cost.forward for cost in stages)) if self.execution.prefetch else gathered
 
@@ -406,6 +476,8 @@ class Pricing:
                 updated = 2 * main * (1 + OPTIMIZERS[self.execution.optimizer]) + 2 * self._gradient_bytes(held)
                 nbytes += held.elements * (updated + (held.itemsize if main != held.itemsize else 0))
         shards = self.execution.shards if self.execution.zero else 1
+        if not nbytes:
+            return 0.0
         return float(self.compute.traffic_s(nbytes * (1 if self.execution.fused else 3) / shards))
 
     # ---- bytes ----

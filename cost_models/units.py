@@ -182,7 +182,7 @@ def units_of(
         again = shared & set(stage.recomputed)
         key = _signature(program, stage), frozenset(again)
         if key not in kinds:
-            kinds[key] = Kind(works.of(stage.graph, without=again), _sends(stage), partial(_memory, activations, stage))
+            kinds[key] = Kind(works.of(stage.graph, without=again), _sends(program, stage), partial(_memory, activations, stage))
         shared |= set(stage.recomputed)
         held, buffers = _held(program, degrees, stage)
         units.append(Unit(cut, position, stage.modules, kinds[key], held, buffers, _inputs(program, stage), stage))
@@ -219,11 +219,11 @@ def _memory(activations: Activations, stage: Stage) -> UnitMemory:
     return UnitMemory(held=first.held, **line)  # type: ignore[arg-type]
 
 
-def _sends(stage: Stage) -> tuple[tuple[Size, bool], ...]:
+def _sends(program: Program, stage: Stage) -> tuple[tuple[Size, bool], ...]:
     found = []
     for boundary in stage.sends:
         scales = any(c is not None for c in batch_coefficients(boundary.node))
-        found.append((Size(float(tensor_bytes(boundary.node, 1)), 1 if scales else 0), boundary.requires_grad))
+        found.append((Size(float(tensor_bytes(boundary.node, 1)), 1 if scales else 0), boundary.requires_grad and program.mode == "train"))
     return tuple(found)
 
 
@@ -238,6 +238,7 @@ def _inputs(program: Program, stage: Stage) -> dict[str, Bytes]:
 
 def _held(program: Program, degrees: Mapping[str, int], stage: Stage) -> tuple[tuple[Held, ...], dict[str, int]]:
     """The parameters of a unit by what becomes of their gradients, and the bytes of its buffers and constants."""
+    train = program.mode == "train"
     groups: dict[tuple[tuple[str, ...], int, bool], list[int]] = {}
     tied: list[Held] = []
     buffers: dict[str, int] = {}
@@ -248,9 +249,9 @@ def _held(program: Program, degrees: Mapping[str, int], stage: Stage) -> tuple[t
         info = program.parameters[name]
         axes = tuple(sorted(axis for axis, kind in info.spec if kind == R and degrees.get(axis, 1) > 1))
         if len(program.tie_of(name)) > 1:
-            tied.append(Held(axes, info.numel, info.nbytes, info.dtype.itemsize, info.requires_grad, name))
+            tied.append(Held(axes, info.numel, info.nbytes, info.dtype.itemsize, train and info.requires_grad, name))
         else:
-            groups.setdefault((axes, info.dtype.itemsize, info.requires_grad), []).append(info.numel)
+            groups.setdefault((axes, info.dtype.itemsize, train and info.requires_grad), []).append(info.numel)
     alone = [
         Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained) for (axes, itemsize, trained), sizes in groups.items()
     ]

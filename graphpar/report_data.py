@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphpar.report_sharding import sharding_data
 from graphpar.report_text import compressed
-from graphpar.schedule_table import Action, ActionTable, format_table, make_table, parse_table
+from graphpar.schedule_table import ActionTable, format_table, forwards, parse_table
 from graphpar.simulation import Timeline, simulate
 
 if TYPE_CHECKING:
@@ -188,10 +188,7 @@ def _actions(plan: Plan) -> list[str]:
     from graphpar.schedule import action_table
 
     table = action_table(plan.schedule, plan.mesh.pp, plan.stages_per_rank, plan.microbatches)
-    if plan.mode == "infer":
-        rows = [[cell for cell in row if isinstance(cell, Action) and cell.kind == "F"] for row in table.rows]
-        table = make_table(rows)
-    return format_table(table).splitlines()
+    return format_table(table if plan.mode == "train" else forwards(table)).splitlines()
 
 
 def timeline_of(data: Mapping[str, Any]) -> Timeline:

@@ -110,6 +110,11 @@ def make_table(rows: Sequence[Sequence[Cell]]) -> ActionTable:
     return ActionTable(tuple(trimmed))
 
 
+def forwards(table: ActionTable) -> ActionTable:
+    """The forwards alone, as inference runs them."""
+    return make_table([[cell for cell in row if isinstance(cell, Action) and cell.kind == "F"] for row in table.rows])
+
+
 # ------------------------------------------------------------------------------------------------ text
 
 

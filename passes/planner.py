@@ -219,7 +219,8 @@ class Planner:
             units = self.units(mesh, rows, cuts)
             if units is None:
                 return None
-            self._pricings[key] = Pricing(units, mesh, self.cluster, self.execution, dtype=self.dtype)
+            train = self.program.mode == "train"
+            self._pricings[key] = Pricing(units, mesh, self.cluster, self.execution, dtype=self.dtype, train=train)
         return self._pricings[key]
 
     def bounded(self) -> tuple[list[Candidate], int]:

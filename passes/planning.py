@@ -119,7 +119,8 @@ def pricing_of(
     starts = (0, *(places[position] for position in positions_of(sized, plan.cuts)))
     order = None if plan.actions is None else order_of(table_of(plan))
     layout = Layout(plan.schedule, plan.microbatch_size, plan.microbatches, starts, order)
-    return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(program)), layout
+    train = program.mode == "train"
+    return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(program), train=train), layout
 
 
 # ---- where nothing fits ----------------------------------------------------------------------------------------
