@@ -74,6 +74,8 @@ def operator_flops(node: fx.Node, batch: int) -> float:
         return 2.0 * elements * _shape(operands[0], batch)[-1]
     if name in ("addmm", "baddbmm"):
         return 2.0 * elements * _shape(operands[1], batch)[-1]
+    if name.startswith("conv_transpose"):
+        return 2.0 * math.prod(_shape(operands[0], batch)) * math.prod(_shape(operands[1], batch)[1:])
     if name.startswith("conv"):
         weight = _shape(operands[1], batch)
         return 2.0 * elements * math.prod(weight[1:])

@@ -215,7 +215,8 @@ def _scoped(program: Program) -> Iterator[tuple[fx.Node, str]]:
             yield node, name
 
 
-_PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "grouped_mm", "einsum"}
+_PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "grouped_mm", "einsum",
+             "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}  # fmt: skip
 _SILENT_BACKWARD = {"add", "sub", "neg", "to", "clone", "cat", "stack", "sum", "mean"}
 """Operators whose backward reads no input: it passes gradients on."""
 _EXPENSIVE = {"embedding", "vocab_embedding", "index", "index_select", "gather", "index_add", "scatter", "index_put", "topk",
@@ -314,6 +315,9 @@ class _Walk:
             experts = b[0]
             rows = Size(a[0].number / experts.number, a[0].power)
             return experts, rows, b[2], a[-1]
+        if name.startswith("conv_transpose"):
+            groups = next((arg for arg in node.args[6:7] if isinstance(arg, int)), 1) or 1
+            return Size(float(groups)), a[0] * product_of(a[2:]), product_of(b[1:]), Size(a[1].number / groups)
         if name.startswith("conv"):
             groups = next((arg for arg in node.args[6:7] if isinstance(arg, int)), 1) or 1
             reduction = product_of(b[1:])

@@ -34,6 +34,9 @@ MATMULS = {
     "conv1d",
     "conv2d",
     "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
     "grouped_mm",
     "scaled_dot_product_attention",
 }
