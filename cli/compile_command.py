@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -219,6 +220,12 @@ def _edge_layers(text: str | None) -> tuple[int, int] | None:
         raise GraphparError(f"--edge-layers wants two whole numbers such as 1,2; got {text!r}.") from None
 
 
+def _may_be_pipelined(mesh: Mapping[str, int] | None, devices: int | None) -> bool:
+    """Whether the devices may have several stages: the mesh says so, or leaves it to the search."""
+    pp = (mesh or {}).get("pp")
+    return pp > 1 if pp is not None else devices is not None and devices > math.prod((mesh or {}).values())
+
+
 def _plan(
     file: ModelFile,
     program: Program,
@@ -230,8 +237,7 @@ def _plan(
     mesh = Mesh.parse(options.mesh) if options.mesh else None
     devices = _devices(options, cluster, table, mesh)
     by_layers = options.layers_per_stage is not None or options.edge_layers is not None
-    pipelined = Mesh.resolve(mesh, devices if devices or mesh else 1).pp > 1
-    own_split = file.split_points if pipelined and not by_layers else None
+    own_split = file.split_points if not by_layers and _may_be_pipelined(mesh, devices) else None
     return api.plan(
         program,
         cluster,

@@ -26,6 +26,7 @@ from graphpar.codegen.package import emit_package, import_stage
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.passes.choose import Pins, choose
+from graphpar.passes.planner import FREE_AXES
 from graphpar.passes.planning import search_plan
 from graphpar.passes.shard import shard
 from graphpar.passes.split import Stage, positions_of, split
@@ -143,11 +144,16 @@ def plan(
         shard_plan=shard_plan,
         cluster=cluster if isinstance(cluster, Cluster) else None,
     )
-    if table is not None or count is None or (mesh and math.prod(mesh.values()) == count):
-        return choose(program, Mesh.resolve(mesh, count), pins)
-    resolved = Mesh.resolve(mesh, count).degrees()  # what is wrong with the pins is said here
+    given = Mesh.pinned(mesh, count)
+    if table is not None and "pp" not in given:
+        given["pp"] = len(table.strip().splitlines())
+    alone = not given and not isinstance(cluster, Cluster) and count == 1
+    complete = bool(given) and count in (None, math.prod(given.values()))
+    if table is not None or alone or complete or set(FREE_AXES) <= set(given):
+        return choose(program, Mesh.resolve(given, count), pins)
+    assert count is not None  # without it the mesh is complete
     hardware = cluster if isinstance(cluster, Cluster) else Cluster.of_this_machine(count)
-    return search_plan(program, hardware, {axis: degree for axis, degree in resolved.items() if axis in (mesh or {})}, pins)
+    return search_plan(program, hardware, given, pins)
 
 
 def _device_count(cluster: Cluster | int | None, devices: int | None) -> int | None:

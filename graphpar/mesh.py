@@ -54,8 +54,12 @@ class Mesh:
         return degrees
 
     @staticmethod
-    def resolve(degrees: Mapping[str, int] | None, devices: int | None) -> Mesh:
-        """The mesh of ``devices`` devices with some degrees given; a pipeline takes what is left."""
+    def pinned(degrees: Mapping[str, int] | None, devices: int | None = None) -> dict[str, int]:
+        """The degrees that are given, checked; ``dp_shard=-1`` is what the others leave of ``devices``.
+
+        Raises:
+            GraphparError: an axis is unknown, a degree is no positive number, or they don't divide the devices.
+        """
         given = dict(degrees or {})
         for axis in given:
             if axis not in AXES:
@@ -69,21 +73,29 @@ class Mesh:
             elif degree < 1:
                 raise GraphparError(f"Mesh axis {axis} has degree {degree}; it must be at least 1.")
         if devices is None:
-            return Mesh(**given)
+            return given
         if devices < 1:
             raise GraphparError(f"{devices} devices: at least 1 is needed.")
-        if "pp" not in given:
-            rest = math.prod(given.values())
-            if devices % rest:
-                shown = ", ".join(f"{axis}={degree}" for axis, degree in given.items())
-                raise GraphparError(
-                    f"{devices} devices don't divide by the mesh's {shown}; take a multiple of {rest} devices, or other degrees."
-                )
-            given["pp"] = devices // rest
         product = math.prod(given.values())
-        if product != devices:
-            shown = " * ".join(f"{axis}({given[axis]})" for axis in AXES if axis in given)
+        if devices % product:
+            shown = ", ".join(f"{axis}={degree}" for axis, degree in given.items())
             raise GraphparError(
-                f"Invalid mesh: {shown} = {product} != {devices} devices. Leave out pp, and it takes what is left."
+                f"{devices} devices don't divide by the mesh's {shown}; take a multiple of {product} devices, or other degrees."
+            )
+        return given
+
+    @staticmethod
+    def resolve(degrees: Mapping[str, int] | None, devices: int | None) -> Mesh:
+        """The mesh of the degrees that are given, and 1 for the others.
+
+        Raises:
+            GraphparError: as :meth:`pinned`, or it has not as many devices as there are.
+        """
+        given = Mesh.pinned(degrees, devices)
+        product = math.prod(given.values())
+        if devices is not None and product != devices:
+            shown = " * ".join(f"{axis}({given[axis]})" for axis in AXES if axis in given) or "no axis"
+            raise GraphparError(
+                f"Invalid mesh: {shown} = {product} != {devices} devices. Leave out pp, dp_replicate or tp, and it is searched."
             )
         return Mesh(**given)

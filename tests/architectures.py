@@ -200,4 +200,4 @@ def program_of(name: str, *, double: bool = False) -> gp.Program:
 def architecture(name: str) -> gp.Parts:
     """``name`` in two stages."""
     program = program_of(name)
-    return gp.partition(program, gp.plan(program, 2, schedule="1F1B"))
+    return gp.partition(program, gp.plan(program, mesh={"pp": 2}, schedule="1F1B"))

@@ -131,12 +131,12 @@ def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_schedule_that_torch_lacks_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = message(capsys, "compile", HEAD_FIRST, "--devices", "2", "--schedule", "zb-h1")
+    error = message(capsys, "compile", HEAD_FIRST, "--mesh", "pp=2", "--schedule", "zb-h1")
     assert "ZB-H1 can be priced, not run" in error and "ZBVZeroBubble" in error
 
 
 def test_a_plan_is_reused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = compiled(capsys, HEAD_FIRST, "--devices", "2", "--schedule", "zbv", "-o", "first")
+    first = compiled(capsys, HEAD_FIRST, "--mesh", "pp=2", "--schedule", "zbv", "-o", "first")
     again = compiled(capsys, HEAD_FIRST, "--plan", "first/plan.json", "-o", "again")
     assert again["plan"] == first["plan"]
     names = sorted(path.name for path in (folder / "first").iterdir())
@@ -192,7 +192,7 @@ def test_shard_plans_of_the_model_file_and_of_the_command(folder: Path, capsys: 
 
     assert cut("--mesh", "tp=2") == {"0.weight": "S(0)", "1.weight": "S(1)"}
     assert cut("--mesh", "tp=2", "--shard-plan", "own.py")["0.weight"] in ("R", "I")
-    assert cut("--devices", "2") == {}
+    assert cut("--mesh", "pp=2") == {}
     (folder / "bad.json").write_text('{"7.weight": "colwise"}')
     for mesh in ("tp=2", "pp=2"):
         said = message(capsys, "compile", "model.py", "--no-emit", "--mesh", mesh, "--shard-plan", "bad.json")
@@ -248,7 +248,7 @@ def test_a_plan_from_before_clusters_is_read(folder: Path, capsys: pytest.Captur
 
 
 def test_explain_and_dump(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["compile", GPT, "--devices", "2", "--no-emit", "--explain", "*.weight", "--dump-after", "outline"]
+    arguments = ["compile", GPT, "--mesh", "pp=2", "--no-emit", "--explain", "*.weight", "--dump-after", "outline"]
     assert main(arguments) == 0
     captured = capsys.readouterr()
     assert "tokens.weight: a parameter [211, 64] on stage 0-1, tied: tokens.weight = head.weight" in captured.out
@@ -317,16 +317,16 @@ def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
     ("arguments", "expected"),
     [
         (["--devices", "2", "--split", "bodi.4"], "Did you mean 'body.4'"),
-        (["--devices", "16", "--batch", "16"], "16 stages were asked for, but HeadFirst has only 8 blocks"),
+        (["--mesh", "pp=16", "--batch", "16"], "16 stages were asked for, but HeadFirst has only 8 blocks"),
         (["--devices", "2", "--microbatch-size", "3"], "sizes that do: 1, 2, 4, 8"),
         (["--mesh", "tq=2"], "There is no mesh axis 'tq'"),
         (["--mesh", "tp=2", "--shard-plan", "nope.toml"], "There is no shard plan nope.toml"),
-        (["--devices", "4", "--mesh", "pp=2"], "pp(2) = 2 != 4 devices"),
+        (["--devices", "4", "--mesh", "pp=2,dp_replicate=1,tp=1"], "= 2 != 4 devices"),
         (["--devices", "2", "--schedule", "gpip"], "Did you mean 'GPipe'?"),
         (["--cluster", "some"], "There is no device 'some'; known are"),
         (["--cluster", "nope.toml"], "There is no cluster file nope.toml"),
         (["--cluster", "4xCPU", "--devices", "2"], "--devices is 2, but the cluster 4xCPU has 4"),
-        (["--cluster", "2x4xH100", "--mesh", "pp=2,tp=2"], "pp(2) * tp(2) = 4 != 8 devices"),
+        (["--cluster", "2x4xH100", "--mesh", "pp=2,tp=2,dp_replicate=1"], "pp(2) * dp_replicate(1) * tp(2) = 4 != 8 devices"),
         (["--cluster", "2xH100", "--mesh", "tp=4"], "2 devices don't divide by the mesh's tp=4; take a multiple of 4 devices"),
         (["--dump-after", "outlin"], "Did you mean 'outline'?"),
         (["--devices", "2", "--explain", "bode"], "matches no module"),

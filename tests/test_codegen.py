@@ -26,7 +26,7 @@ from tests.programs import SMALL, example, example_file
 
 def _parts(name: str, devices: int = 2, **pins: object) -> gp.Parts:
     program = example(name)
-    return gp.partition(program, gp.plan(program, devices, allow_batch_coupling=True, **pins))  # type: ignore[arg-type]
+    return gp.partition(program, gp.plan(program, mesh={"pp": devices}, allow_batch_coupling=True, **pins))  # type: ignore[arg-type]
 
 
 def _sources(parts: gp.Parts) -> dict[str, str]:
@@ -110,10 +110,10 @@ def test_no_baked_batch_size_and_no_numeric_ids(name: str) -> None:
     """A program with another batch size prints the same modules; names carry no counters from the trace."""
     program = example(name)
     sources = _sources(
-        gp.partition(program, gp.plan(program, 2, global_batch=8, allow_batch_coupling=True, schedule="GPipe"))
+        gp.partition(program, gp.plan(program, mesh={"pp": 2}, global_batch=8, allow_batch_coupling=True, schedule="GPipe"))
     )
     wider = _sources(
-        gp.partition(program, gp.plan(program, 2, global_batch=24, allow_batch_coupling=True, schedule="GPipe"))
+        gp.partition(program, gp.plan(program, mesh={"pp": 2}, global_batch=24, allow_batch_coupling=True, schedule="GPipe"))
     )
 
     for file in sources:
@@ -137,7 +137,7 @@ def test_as_many_lines_for_96_layers_as_for_12() -> None:
         )  # fmt: skip
         ids = torch.zeros(4, 8, dtype=torch.int64)
         program = gp.export(lambda: GPT2LMHeadModel(config), kwargs={"input_ids": ids, "labels": ids.clone()})
-        parts = gp.partition(program, gp.plan(program, 2))
+        parts = gp.partition(program, gp.plan(program, mesh={"pp": 2}))
         return sum(len(text.splitlines()) for text in _sources(parts).values())
 
     assert abs(lines(96) - lines(12)) <= 4
@@ -230,7 +230,7 @@ def test_a_model_whose_own_children_are_numbered() -> None:
     program = gp.export(
         _sequential(), (torch.randn(4, 8),), loss_fn=nn.functional.cross_entropy, targets=(torch.arange(4) % 3,)
     )
-    parts = gp.partition(program, gp.plan(program, 2, microbatch_size=1))
+    parts = gp.partition(program, gp.plan(program, mesh={"pp": 2}, microbatch_size=1))
     assert "def forward(self, *, input: Tensor)" in parts.files["stage_0.py"]
     assert {name.partition(".")[0] for name in parts.stage(1).state_dict()} < {"0", "1", "2", "3", "4", "5", "6"}
     assert gp.verify(parts, steps=2).ok

@@ -29,11 +29,11 @@ def test_outputs_equal_the_models() -> None:
     torch.manual_seed(0)
     program = gp.export(_Scores(), (torch.randn(8, 5, 8),))
     assert program.mode == "infer"
-    plan = gp.plan(program, 2, microbatch_size=2)
+    plan = gp.plan(program, mesh={"pp": 2}, microbatch_size=2)
 
     file = example_file("gpt_dropout")
     evaluated = gp.export(file.model, file.args, file.kwargs, mode="infer")
-    results = verify_all([gp.partition(program, plan), gp.partition(evaluated, gp.plan(evaluated, 2))])
+    results = verify_all([gp.partition(program, plan), gp.partition(evaluated, gp.plan(evaluated, mesh={"pp": 2}))])
 
     assert all(result.ok for result in results), [result.to_json() for result in results]
     assert results[0].max_error.keys() == {"output"}

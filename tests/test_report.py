@@ -24,7 +24,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def made(name: str, **pins: Any) -> gp.Parts:
     file = load_model_file(EXAMPLES / f"{name}.py")
     program = gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets, mode=pins.pop("mode", None))
-    return gp.partition(program, gp.plan(program, **pins))
+    devices = pins.pop("devices")
+    return gp.partition(program, gp.plan(program, mesh={"pp": devices}, **pins))
 
 
 def text_of(data: dict[str, Any]) -> str:

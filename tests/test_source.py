@@ -15,7 +15,7 @@ from tests.programs import EXAMPLES
 def _emitted(path: Path) -> dict[str, str]:
     file = load_model_file(path)
     program = gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets)
-    return gp.partition(program, gp.plan(program, 2)).files
+    return gp.partition(program, gp.plan(program, mesh={"pp": 2})).files
 
 
 @pytest.mark.parametrize("folder", ["graphpar", "torch"])

@@ -37,7 +37,7 @@ def _layers(plan: gp.Plan) -> list[list[str]]:
 
 
 def test_seven_layers_by_pattern() -> None:
-    plan = gp.plan(_program(7), 2, split=["layers.*"])
+    plan = gp.plan(_program(7), mesh={"pp": 2}, split=["layers.*"])
 
     assert [len(layers) for layers in _layers(plan)] == [4, 3]
     assert plan.stages[0].modules[0] == "embed" and plan.stages[1].modules[-1] == "head"
@@ -47,11 +47,11 @@ def test_beginning_of_the_next_is_the_end_of_the_last() -> None:
     program = _program(4)
 
     plans = [
-        gp.plan(program, 2, split=["layers.2"]),
-        gp.plan(program, 2, split=[{"layers.1": "end"}]),
-        gp.plan(program, 2, split={"layers.1": SplitPoint.END}),
-        gp.plan(program, 2, split=lambda _: ["layers.2"]),
-        gp.plan(program, 2, stages=[["embed", "layers.0", "layers.1"], ["layers.2", "layers.3", "head"]]),
+        gp.plan(program, mesh={"pp": 2}, split=["layers.2"]),
+        gp.plan(program, mesh={"pp": 2}, split=[{"layers.1": "end"}]),
+        gp.plan(program, mesh={"pp": 2}, split={"layers.1": SplitPoint.END}),
+        gp.plan(program, mesh={"pp": 2}, split=lambda _: ["layers.2"]),
+        gp.plan(program, mesh={"pp": 2}, stages=[["embed", "layers.0", "layers.1"], ["layers.2", "layers.3", "head"]]),
     ]
     sources = []
     for plan in plans:
@@ -64,14 +64,14 @@ def test_beginning_of_the_next_is_the_end_of_the_last() -> None:
 def test_marks_in_the_forward() -> None:
     marked = _program(4, marks=(1,))
 
-    assert _layers(gp.plan(marked, 2)) == [["layers.0"], ["layers.1", "layers.2", "layers.3"]]
+    assert _layers(gp.plan(marked, mesh={"pp": 2})) == [["layers.0"], ["layers.1", "layers.2", "layers.3"]]
     # What the user says goes before what the model says.
-    assert _layers(gp.plan(marked, 2, split=["layers.3"]))[1] == ["layers.3"]
+    assert _layers(gp.plan(marked, mesh={"pp": 2}, split=["layers.3"]))[1] == ["layers.3"]
 
 
 def test_by_layers_with_weighted_ends() -> None:
-    assert [len(layers) for layers in _layers(gp.plan(_program(3), 2, edge_layers=(2, 2)))] == [2, 1]
-    by_two = gp.plan(_program(6), 2, layers_per_stage=2, schedule="Interleaved1F1B")
+    assert [len(layers) for layers in _layers(gp.plan(_program(3), mesh={"pp": 2}, edge_layers=(2, 2)))] == [2, 1]
+    by_two = gp.plan(_program(6), mesh={"pp": 2}, layers_per_stage=2, schedule="Interleaved1F1B")
     assert [len(layers) for layers in _layers(by_two)] == [1, 2, 2, 1]
 
 
@@ -97,14 +97,14 @@ def test_by_layers_with_weighted_ends() -> None:
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(pins: dict[str, object], message: str) -> None:
     with pytest.raises(gp.GraphparError, match=message):
-        gp.plan(_program(4), 2, **pins)  # type: ignore[arg-type]
+        gp.plan(_program(4), mesh={"pp": 2}, **pins)  # type: ignore[arg-type]
 
 
 def test_more_stages_than_layers() -> None:
     with pytest.raises(gp.GraphparError, match=r"has only 4 blocks: at most \d stages"):
-        gp.plan(_program(4), 16, global_batch=64)
+        gp.plan(_program(4), mesh={"pp": 16}, global_batch=64)
     with pytest.raises(gp.GraphparError, match="only 2 layers"):
-        gp.plan(_program(2), 8, edge_layers=(1, 1))
+        gp.plan(_program(2), mesh={"pp": 8}, edge_layers=(1, 1))
 
 
 def test_compiling_twice_changes_nothing_in_the_model() -> None:
@@ -114,7 +114,7 @@ def test_compiling_twice_changes_nothing_in_the_model() -> None:
 
     for _ in range(2):
         program = gp.export(model, (torch.zeros(8, 4, dtype=torch.int64),))
-        gp.partition(program, gp.plan(program, 2))
+        gp.partition(program, gp.plan(program, mesh={"pp": 2}))
 
     assert model.forward == forward and "forward" not in vars(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -122,7 +122,7 @@ def test_compiling_twice_changes_nothing_in_the_model() -> None:
 
 def test_the_plan_alone_gives_the_same_bytes() -> None:
     program = example("gpt")
-    plan = gp.plan(program, 2, schedule="ZBVZeroBubble")
+    plan = gp.plan(program, mesh={"pp": 2}, schedule="ZBVZeroBubble")
     again = gp.Plan.from_json(plan.to_json())
 
     assert again == plan

@@ -18,7 +18,7 @@ from tests.programs import example, example_file
 
 def _program(name: str, folder: Path, **pins: object) -> tuple[gp.Parts, Path]:
     program = example(name)
-    plan = gp.plan(program, 2, **pins)  # type: ignore[arg-type]
+    plan = gp.plan(program, mesh={"pp": 2}, **pins)  # type: ignore[arg-type]
     model_file = str(example_file(name).path.resolve())
     parts = gp.partition(program, plan, model_file=model_file)
     return parts, parts.save(folder)
@@ -129,7 +129,7 @@ def test_it_runs_from_saved_weights_without_the_model_file(tmp_path: Path) -> No
 
     file = load_model_file(tmp_path / "model.py")
     program = gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets)
-    parts = gp.partition(program, gp.plan(program, 2))
+    parts = gp.partition(program, gp.plan(program, mesh={"pp": 2}))
     out = parts.save(tmp_path / "out", weights=initial_weights(file))
     (tmp_path / "model.py").unlink()
 
