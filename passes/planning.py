@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -40,7 +41,9 @@ def search_plan(program: Program, cluster: Cluster, pinned: Mapping[str, int], p
     pins = replace(pins, cluster=cluster)
     found = planner_for(program, cluster, pinned, pins).search()
     if not found.priced:
-        choose(program, Mesh.resolve(pinned, cluster.size), pins)  # says what is wrong with the pins
+        rest = cluster.size // math.prod(pinned.values())
+        pipeline = {"pp": rest, **pinned} if "pp" not in pinned else {"dp_replicate": rest, **pinned}
+        choose(program, Mesh.resolve(pipeline, cluster.size), pins)  # says what is wrong with the pins
         reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
         raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
     if found.best is None:

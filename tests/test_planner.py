@@ -1,0 +1,259 @@
+"""The planner against brute force, and what it says where nothing fits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import graphpar as gp
+from graphpar.cluster import Cluster
+from graphpar.cost_models.devices import DEVICES, Device
+from graphpar.cost_models.pricing import Estimate, Layout, Pricing
+from graphpar.errors import GraphparError
+from graphpar.mesh import Mesh
+from graphpar.passes.choose import Pins
+from graphpar.passes.planner import DEPTHS, Planner, Priced
+from graphpar.passes.planning import estimate_plan, planner_for, search_plan
+from graphpar.program import Program
+from graphpar.schedule import SCHEDULES, check_legal
+from tests.programs import example
+
+A100 = DEVICES["A100-SXM-80GB"]
+
+
+class Uneven(nn.Module):
+    """Blocks of two kinds and a wide head: stages of equal length are not equally fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(3))
+        self.wide = nn.ModuleList(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)) for _ in range(3))
+        self.head = nn.Linear(64, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.narrow, *self.wide]:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def program_of(name: str) -> Program:
+    if name == "uneven":
+        return gp.export(Uneven(), (torch.randn(8, 64),), loss_fn=lambda y: y.square().mean())
+    return example(name)
+
+
+def small(memory: float = 1e12, launch: float = 1e-7) -> Device:
+    """A device so slow that small programs are bound by what they compute."""
+    return replace(A100, flops={"fp32": 1e11}, launch_s=launch, dispatch_s=0.0, memory_bytes=int(memory))
+
+
+def planner_of(name: str, cluster: Cluster, **pins: Any) -> Planner:
+    return planner_for(program_of(name), cluster, {}, Pins(cluster=cluster, **pins))
+
+
+# ---- against brute force ---------------------------------------------------------------------------------------
+
+
+def every_way(planner: Planner) -> Iterator[tuple[tuple[Any, ...], Estimate]]:
+    """Written anew: every mesh, schedule, number of microbatches and cut into stages, each simulated whole.
+
+    Of the cuts, those whose slowest stage is fastest, and of these the one with the earliest starts.
+    """
+    count, batch = planner.cluster.size, planner.batch
+    for pp, dp, tp in itertools.product(range(1, count + 1), repeat=3):
+        if pp * dp * tp != count or batch % dp:
+            continue
+        mesh = Mesh(pp=pp, dp_replicate=dp, tp=tp)
+        for name, row in SCHEDULES.items():
+            depths = [1] if pp == 1 else [v for v in (1, *DEPTHS) if row.min_stages <= v <= (row.max_stages or 99)]
+            if not row.runnable or (pp == 1 and name != "1F1B"):
+                continue
+            for depth, microbatches in itertools.product(depths, range(1, batch // dp + 1)):
+                if (batch // dp) % microbatches or (pp > 1 and not _legal(name, pp, depth, microbatches)):
+                    continue
+                rows = batch // dp // microbatches
+                units = planner.units(mesh, rows)
+                if units is None or len(units) < pp * depth:
+                    continue
+                pricing = Pricing(units, mesh, planner.cluster, planner.execution, dtype=planner.dtype)
+                starts = _best_cut(pricing, pp * depth, rows)
+                estimate = pricing.estimate(Layout(name, rows, microbatches, starts))
+                key = pp, tp, list(SCHEDULES).index(name), depth, microbatches
+                yield (estimate.step_time_s, *key, starts), estimate
+
+
+def _legal(name: str, pp: int, depth: int, microbatches: int) -> bool:
+    try:
+        check_legal(name, pp, depth, microbatches)
+    except GraphparError:
+        return False
+    return True
+
+
+def _best_cut(pricing: Pricing, stages: int, rows: int) -> tuple[int, ...]:
+    def slowest(starts: tuple[int, ...]) -> float:
+        ends = (*starts[1:], len(pricing.units))
+        costs = [pricing.stage_seconds(place, place + 1, rows) for place in range(len(pricing.units))]
+        return max(math.fsum(c.forward + c.backward for c in costs[a:b]) for a, b in zip(starts, ends))
+
+    cuts = [(0, *rest) for rest in itertools.combinations(range(1, len(pricing.units)), stages - 1)]
+    least = min(map(slowest, cuts))
+    return min(cut for cut in cuts if slowest(cut) <= least * (1 + 1e-12))
+
+
+@pytest.mark.parametrize(("name", "devices"), [("uneven", 2), ("uneven", 4), ("gpt", 2), ("gpt", 4), ("resnet", 2)])
+def test_the_plan_of_brute_force(name: str, devices: int) -> None:
+    planner = planner_of(name, Cluster.of(small(), 1, devices))
+    best = planner.search().best
+    assert best is not None
+    key, estimate = min((way for way in every_way(planner)), key=lambda way: way[0][:-1])
+    assert best.estimate.step_time_s == pytest.approx(key[0], rel=1e-9)
+    slowest = _slowest_stage(best)
+    assert slowest == pytest.approx(max(stage.forward_s + stage.backward_s for stage in estimate.stages), rel=1e-9)
+    found = best.candidate
+    assert (found.mesh.pp, found.mesh.tp, found.schedule, found.stages_per_rank, found.microbatches) == (
+        key[1], key[2], list(SCHEDULES)[key[3]], key[4], key[5],
+    )  # fmt: skip
+
+
+def _slowest_stage(priced: Priced) -> float:
+    return max(stage.forward_s + stage.backward_s for stage in priced.estimate.stages)
+
+
+@pytest.mark.parametrize("name", ["uneven", "gpt", "unet"])
+@pytest.mark.parametrize("launch", [1e-7, 2e-5])
+def test_leaving_out_what_can_not_win_changes_nothing(name: str, launch: float) -> None:
+    planner = planner_of(name, Cluster.of(small(launch=launch), 2, 2))
+    pruned, whole = planner.search(), planner.search(prune=False)
+    assert pruned.best is not None and whole.best is not None
+    assert pruned.best.candidate == whole.best.candidate
+    assert pruned.best.layout == whole.best.layout
+    assert [other.candidate for other in pruned.alternatives] == [other.candidate for other in whole.alternatives]
+    assert pruned.priced <= whole.priced == pruned.considered - (whole.considered - whole.priced)
+
+
+def test_a_bound_is_below_the_price() -> None:
+    planner = planner_of("uneven", Cluster.of(small(), 1, 4))
+    candidates, _ = planner.bounded()
+    assert len(candidates) > 50
+    for candidate in candidates:
+        assert candidate.bound <= planner.exactly(planner.price(candidate)).estimate.step_time_s * (1 + 1e-9)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------
+
+
+def test_stages_are_cut_under_the_memory_of_ranks() -> None:
+    """The balanced cut is too much for the first stage, which keeps the most microbatches: it gets fewer units."""
+    planner = planner_of("uneven", Cluster.of(small(), 1, 4), schedule="1F1B", microbatch_size=1)
+    candidate = min((c for c in planner.bounded()[0] if c.mesh.pp == 4), key=lambda c: c.microbatches)
+    balanced, pricing = planner.price(candidate), planner.pricing(candidate)
+    assert pricing is not None
+    cuts = [(0, *rest) for rest in itertools.combinations(range(1, len(pricing.units)), 3)]
+    peaks = {cut: max(pricing.estimate(replace(balanced.layout, starts=cut)).peak_memory_bytes) for cut in cuts}
+    room = round(1.01 * min(peaks.values()))
+    assert room < peaks[balanced.layout.starts]
+    tight = planner_of("uneven", Cluster.of(small(room), 1, 4), schedule="1F1B", microbatch_size=1)
+    found = tight.price(candidate)
+    assert found.fits and peaks[found.layout.starts] <= room
+    assert found.estimate.step_time_s >= balanced.estimate.step_time_s
+
+
+@given(st.lists(st.floats(2e6, 4e7), min_size=2, max_size=4))
+@settings(max_examples=15, deadline=None)
+def test_more_memory_never_turns_a_fit_into_a_misfit(sizes: list[float]) -> None:
+    times = []
+    for memory in sorted(sizes):
+        best = planner_of("gpt", Cluster.of(small(memory), 1, 2)).search().best
+        times.append(math.inf if best is None else best.estimate.step_time_s)
+    assert times == sorted(times, reverse=True)
+
+
+def test_where_nothing_fits() -> None:
+    cluster = Cluster.of(small(3e6), 1, 1)
+    with pytest.raises(GraphparError) as error:
+        search_plan(program_of("gpt"), cluster, {}, Pins())
+    message = str(error.value)
+    assert "No plan for GPT fits" in message and "GB on stage 0" in message and "too much" in message
+    assert "would fit (" in message and "devices with" in message
+
+
+# ---- pins ------------------------------------------------------------------------------------------------------
+
+
+def test_pins_are_kept() -> None:
+    program = program_of("gpt")
+    plan = gp.plan(program, 4, mesh={"tp": 2})
+    assert plan.mesh.tp == 2 and plan.mesh.size == 4
+    plan = gp.plan(program, 4, schedule="gpipe", microbatch_size=2)
+    assert plan.schedule == "GPipe" and plan.mesh.pp > 1 and plan.microbatch_size == 2
+    plan = gp.plan(program, 4, split=["blocks.3"])
+    assert [cut.path for cut in plan.cuts] == ["blocks.3"] and plan.mesh.pp == 2
+    plan = gp.plan(program, 4, mesh={"dp_replicate": 2, "tp": 1})
+    assert plan.mesh == Mesh(pp=2, dp_replicate=2)
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"mesh": {"tp": 3}}, "4 devices don't divide by the mesh's tp=3"),
+        ({"mesh": {"pp": 2, "dp_replicate": 1, "tp": 1}}, "Invalid mesh"),
+        ({"microbatch_size": 3}, "3"),
+        ({"schedule": "1F2B"}, "unknown schedule"),
+        ({"split": ["blocks.99"]}, "blocks.99"),
+    ],
+)
+def test_pins_that_are_not_possible(pins: dict[str, Any], message: str) -> None:
+    with pytest.raises(GraphparError, match=message):
+        gp.plan(program_of("gpt"), 4, **pins)
+
+
+def test_examples_that_depend_on_each_other_are_not_cut() -> None:
+    plan = gp.plan(program_of("resnet_batchnorm"), 4)
+    assert plan.mesh.dp_replicate == plan.microbatches == 1
+
+
+def test_the_plan_takes_what_it_was_said_to_take() -> None:
+    """The chosen candidate and the plan that is made of it are priced alike."""
+    cluster = Cluster.of(small(), 1, 4)
+    plan = gp.plan(program_of("gpt"), cluster)
+    assert plan.predicted is not None and plan.found is not None and plan.found.best is not None
+    assert plan.predicted.step_time_s == pytest.approx(plan.found.best.estimate.step_time_s, rel=1e-6)
+    assert estimate_plan(program_of("gpt"), plan, cluster).step_time_s == plan.predicted.step_time_s
+
+
+_SCRIPT = """
+import json, sys
+import graphpar as gp
+from graphpar.modelfile import load_model_file
+file = load_model_file(sys.argv[1])
+program = gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets, file.batch_dims)
+plan = gp.plan(program, gp.Cluster.parse("4xA100"))
+print(json.dumps([plan.to_json(), [str(other.candidate) for other in plan.found.alternatives], plan.predicted.step_time_s]))
+"""
+
+
+def test_the_same_plan_on_every_run() -> None:
+    outputs = set()
+    for seed in ("0", "1", "77"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", _SCRIPT, "examples/gpt.py"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
+        json.loads(done.stdout)
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
