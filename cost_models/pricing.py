@@ -190,6 +190,7 @@ class Pricing:
         self._seconds: dict[tuple[int, int], UnitSeconds] = {}
         self._stages: dict[tuple[int, int, int], StageSeconds] = {}
         self._flops: dict[tuple[int, int], float] = {}
+        self._averages: dict[int, tuple[int, int, int]] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
 
     # ---- seconds ----
@@ -556,6 +557,22 @@ class Pricing:
         """The gradients that come back to a stage whose last unit is the one before ``after``."""
         sends = self.units[after - 1].kind.sends if after < len(self.units) else ()
         return sum(round(size.at(rows)) for size, gradient in sends if gradient)
+
+    def average_bytes(self, rows: int, microbatches: int, alive: int) -> float:
+        """What the ranks of pp need at least, on average, if each keeps ``alive`` microbatches: no cut into stages needs less."""
+        if rows not in self._averages:
+            state = sum(self._state(unit.held).total for unit in self.units) - self._tied_twice()
+            messages = [unit.kind.memory.sent.at(rows) for unit in self.units[:-1]]
+            self._averages[rows] = state, self._kept(0, len(self.units), rows)[0], min(messages, default=0)
+        state, kept, message = self._averages[rows]
+        inner = microbatches * message if self.execution.hold_messages and self.mesh.pp > 1 else 0
+        return (state + alive * kept) / self.mesh.pp + inner * (self.mesh.pp - 1) / self.mesh.pp
+
+    def _tied_twice(self) -> int:
+        """Bytes of state that tied parameters would have on top if each of their units had its own."""
+        return sum(self._state([held]).total for unit in self.units for held in unit.held) - sum(
+            self._state([held]).total for held in self._held([(0, len(self.units))])
+        )
 
     def run_bytes(self, rows: int) -> RunBytes:
         """Of every run of units, as tables [first, after]."""

@@ -35,6 +35,7 @@ FREE_AXES = ("pp", "dp_replicate", "tp")
 """The axes whose degrees are searched where they are not pinned."""
 DEPTHS = (2, 3, 4)
 """Stages a rank that are tried for schedules that take any number of them."""
+_KEEPS_ALL = ("GPipe", "LoopedBFS")  # whose ranks keep every microbatch at once
 SHOWN = 4
 """How many other meshes are priced to the end, to be shown beside the chosen plan."""
 
@@ -223,18 +224,52 @@ class Planner:
             self._pricings[key] = Pricing(units, mesh, self.cluster, self.execution, dtype=self.dtype, train=train)
         return self._pricings[key]
 
-    def bounded(self) -> tuple[list[Candidate], int]:
-        """Candidates with their bounds, the most promising first, and how many are not possible."""
+    def bounded(self, *, all_degrees: bool = False) -> tuple[list[Candidate], int]:
+        """Candidates with their bounds, the most promising first, and how many are not possible.
+
+        Unless ``all_degrees``, a tp degree that makes a rank's microbatches no faster than a smaller one is left out with all above it:
+        more replicas or stages do more with the devices. (It may still be wanted for its memory.)
+        """
         found, impossible = [], 0
-        for candidate in self.candidates():
-            pricing = self.pricing(candidate)
+        candidates = list(self.candidates())
+        degrees = None if all_degrees else self._useful_degrees(candidates)
+        for candidate in candidates:
+            pricing = self.pricing(candidate) if degrees is None or candidate.mesh.tp in degrees else None
             if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:
                 impossible += 1
                 continue
-            whole = pricing.stage_seconds(0, len(pricing.units), candidate.microbatch_size)
-            bound = candidate.microbatches * (whole.forward + whole.backward) / candidate.mesh.pp
+            bound = candidate.microbatches * self._microbatch_s(candidate, pricing) / candidate.mesh.pp
             found.append(replace(candidate, bound=bound))
         return sorted(found, key=lambda candidate: (candidate.bound, candidate.key)), impossible
+
+    def _microbatch_s(self, candidate: Candidate, pricing: Pricing) -> float:
+        """Seconds of a microbatch through all units, forward and back."""
+        whole = pricing.stage_seconds(0, len(pricing.units), candidate.microbatch_size)
+        return whole.forward + whole.backward
+
+    def _useful_degrees(self, candidates: Sequence[Candidate]) -> set[int]:
+        sizes = {candidate.microbatch_size for candidate in candidates}
+        useful: set[int] = set()
+        best = [math.inf, math.inf]
+        for degree in sorted({candidate.mesh.tp for candidate in candidates}):
+            first = next(candidate for candidate in candidates if candidate.mesh.tp == degree)
+            seconds = []
+            for size in (min(sizes), max(sizes)) if sizes else ():
+                pricing = self.pricing(replace(first, microbatch_size=size))
+                seconds.append(math.inf if pricing is None else self._microbatch_s(replace(first, microbatch_size=size), pricing))
+            if useful and all(now >= before for now, before in zip(seconds, best)):
+                break
+            useful.add(degree)
+            best = [min(now, before) for now, before in zip(seconds, best)]
+        return useful
+
+    def _has_room(self, candidate: Candidate) -> bool:
+        """False where even the average rank has too little memory, which no stage cut can change."""
+        pricing = self.pricing(candidate)
+        assert pricing is not None
+        alive = candidate.microbatches if candidate.schedule in _KEEPS_ALL else 1
+        least = pricing.average_bytes(candidate.microbatch_size, candidate.microbatches, alive)
+        return least <= self.cluster.device.memory_bytes
 
     def price(self, candidate: Candidate) -> Priced:
         """The candidate with the stage cut whose slowest stage is fastest; where that does not fit, under the memory of ranks."""
@@ -282,27 +317,40 @@ class Planner:
 
     def search(self, prune: bool = True) -> Found:
         """The fastest candidate that fits. Without ``prune`` all are priced, which gives the same."""
-        candidates, infeasible = self.bounded()
+        found = self._searched(prune, all_degrees=False)
+        return found if found.best is not None else self._searched(prune, all_degrees=True)
+
+    def _searched(self, prune: bool, all_degrees: bool) -> Found:
+        candidates, impossible = self.bounded(all_degrees=all_degrees)
         best: dict[Mesh, Priced] = {}
         misfits: list[Priced] = []
-        count = 0
+        hopeless: list[Candidate] = []
+        priced_count = 0
         for candidate in candidates:
             if prune and len(best) > SHOWN and candidate.bound > sorted(each.rank_key for each in best.values())[SHOWN][0]:
                 break
             if prune and candidate.mesh in best and candidate.bound > best[candidate.mesh].estimate.step_time_s:
                 continue
+            if not self._has_room(candidate):
+                hopeless.append(candidate)
+                continue
             priced = self.price(candidate)
-            count += 1
             if not priced.fits:
-                infeasible += 1
                 misfits.append(priced)
             elif candidate.mesh not in best or priced.rank_key < best[candidate.mesh].rank_key:
                 best[candidate.mesh] = priced
+            priced_count += 1
         ranked = sorted(map(self.exactly, best.values()), key=lambda each: each.rank_key)
+        if not ranked:
+            misfits += [self.price(candidate) for candidate in hopeless[: 4 * SHOWN]]
         nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))
-        others = (ranked[1:] if ranked else nearest)[:SHOWN]
         return Found(
-            ranked[0] if ranked else None, tuple(others), len(candidates) + infeasible, count, infeasible, tuple(self.refused)
+            best=ranked[0] if ranked else None,
+            alternatives=tuple((ranked[1:] if ranked else nearest)[:SHOWN]),
+            considered=len(candidates) + impossible,
+            priced=priced_count,
+            infeasible=impossible + len(misfits) + len(hopeless),
+            refused=tuple(self.refused),
         )
 
 
