@@ -133,20 +133,21 @@ def unit_cuts(program: Program, wanted: Sequence[Cut] = ()) -> list[tuple[int, C
     legal: list[tuple[int, Cut]] = []
     begin = 0
     for position, cut in sorted((dict(found) | pinned).items()):
-        between = any(begin <= index < position for index in work) and work[-1] >= position
-        if position in pinned or (between and _can_split(program, position)):
+        if position in pinned or (any(begin <= index < position for index in work) and work[-1] >= position):
             legal.append((position, cut))
             begin = position
-    return legal
+    if _can_split(program, [position for position, _ in legal]):
+        return legal
+    return [(position, cut) for position, cut in legal if position in pinned or _can_split(program, [position])]
 
 
 def _has_work(node: fx.Node) -> bool:
     return node.op == "call_module" or (node.op == "call_function" and any(a.op == "get_attr" for a in node.all_input_nodes))
 
 
-def _can_split(program: Program, position: int) -> bool:
+def _can_split(program: Program, positions: Sequence[int]) -> bool:
     try:
-        split(program, [position])
+        split(program, positions)
     except GraphparError:
         return False
     return True
