@@ -1,16 +1,18 @@
-"""Seconds and peak memory of ``graphpar compile``, each model in a process of its own; then seconds of the sharding search.
+"""Seconds and peak memory of ``graphpar compile``, each model in a process of its own; then seconds of one price, and of the search
+for shardings.
 
     python -m benchmarks.planning [--json] [--only 'compile gpt2'] [--only 'search*'] [--repetitions 7]
 
 No weight is allocated: the models are built under fake tensors. "process" is the whole command, imports included; peak
-memory is that process's largest resident set, as the operating system counts it. For the search see
-:mod:`benchmarks.search_times`.
+memory is that process's largest resident set, as the operating system counts it. Nothing is pinned: meshes, schedules, microbatches and
+stages are searched. For prices see :mod:`benchmarks.pricing_times`, for shardings :mod:`benchmarks.search_times`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,7 +27,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import search_times
+from benchmarks import pricing_times, search_times
+from benchmarks.pricing_times import PricingTime
 from benchmarks.search_times import Ratio, SearchTime
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -33,14 +36,21 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @dataclass(frozen=True)
 class Case:
-    """A model file, the devices to compile it for, and the global batch."""
+    """A model file, the devices to compile it for, the global batch, the dtype, and whether a program is written too."""
 
     model: str
-    devices: int
+    cluster: str
     batch: int
+    dtype: str = "bf16"
+    emitted: bool = False
 
 
-CASES = (Case("gpt2", 8, 32), Case("llama3_8b", 32, 128), Case("llama3_405b", 126, 504))
+CASES = (
+    Case("gpt2", "8xCPU", 32, "fp32", emitted=True),
+    Case("llama3_8b", "8x8xH100-SXM-80GB", 256, emitted=True),
+    Case("llama3_70b", "64x8xH100-SXM-80GB", 1024),
+    Case("llama3_405b", "2048x8xH100-SXM-80GB", 2048),
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,12 @@ class Measurement:
     """What one command took. ``emit_s`` is the splitting alone where nothing is written."""
 
     model: str
+    cluster: str
     devices: int
     parameters: int
     emitted: bool
+    considered: int
+    priced: int
     capture_s: float
     plan_s: float
     emit_s: float
@@ -61,19 +74,23 @@ class Measurement:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.planning", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    names = [*(f"compile {case.model}" for case in CASES), *(f"search {model.label}" for model in search_times.MODELS)]
+    names = [f"compile {case.model}" for case in CASES] + [f"price {case.model}" for case in pricing_times.CASES]
+    names += [*(f"search {model.label}" for model in search_times.MODELS)]
     parser.add_argument("--only", action="append", metavar="PATTERN", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--repetitions", type=int, default=7, help="of each search (default: 7)")
     options = parser.parse_args(arguments)
     wanted = {name for name in names if any(fnmatch(name, pattern) for pattern in options.only or ["*"])}
     if not wanted:
         parser.error(f"--only {' '.join(options.only)} fits none of: {'; '.join(names)}")
-    measured = [_measure(case, emit) for case in CASES if f"compile {case.model}" in wanted for emit in (False, True)]
+    chosen = [case for case in CASES if f"compile {case.model}" in wanted]
+    measured = [_measure(case, emit) for case in chosen for emit in (False, True)[: 1 + case.emitted]]
+    prices = pricing_times.measure([case for case in pricing_times.CASES if f"price {case.model}" in wanted])
     models = [model for model in search_times.MODELS if f"search {model.label}" in wanted]
     times, ratios = search_times.measure(models, options.repetitions)
     if options.json:
         found = {
             "measurements": [asdict(row) for row in measured],
+            "prices": [asdict(row) for row in prices],
             "searches": [asdict(row) for row in times],
             "ratios": [asdict(row) for row in ratios],
         }
@@ -81,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     tables = [_table(measured)] if measured else []
+    tables += [_price_table(prices)] if prices else []
     tables += [_search_table(times), _ratio_table(ratios)] if times else []
     for i, table in enumerate(tables):
         console.print(*[""] * (i > 0), table, sep="\n")
@@ -89,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _measure(case: Case, emit: bool) -> Measurement:
     with tempfile.TemporaryDirectory(prefix="graphpar_benchmark_") as scratch:
         command = [sys.executable, "-m", "graphpar.cli.main", "compile", str(EXAMPLES / f"{case.model}.py"), "--json"]
-        command += ["--devices", str(case.devices), "--batch", str(case.batch)]
+        command += ["--cluster", case.cluster, "--batch", str(case.batch), "--dtype", case.dtype]
         command += ["-o", str(Path(scratch) / "out")] if emit else ["--no-emit"]
         began = time.perf_counter()
         data, peak = _run(command, Path(scratch))
@@ -97,9 +115,12 @@ def _measure(case: Case, emit: bool) -> Measurement:
     took = data["seconds"]
     return Measurement(
         model=case.model,
-        devices=case.devices,
+        cluster=case.cluster,
+        devices=math.prod(data["plan"]["mesh"].values()),
         parameters=data["model"]["parameters"],
         emitted=emit,
+        considered=data["search"]["considered"],
+        priced=data["search"]["priced"],
         capture_s=took["capture"],
         plan_s=took["plan"],
         emit_s=took["emit"],
@@ -123,7 +144,7 @@ def _run(command: Sequence[str], scratch: Path) -> tuple[dict[str, Any], int]:
 
 def _table(measured: Sequence[Measurement]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("model", "parameters", "devices", "output", "capture", "plan", "emit", "process", "peak memory"):
+    for heading in ("model", "parameters", "devices", "output", "plans", "priced", "capture", "plan", "emit", "process", "peak memory"):
         table.add_column(heading, justify="left" if heading in ("model", "output") else "right", no_wrap=True)
     for row in measured:
         table.add_row(
@@ -131,9 +152,20 @@ def _table(measured: Sequence[Measurement]) -> Table:
             f"{row.parameters / 1e9:.2f} B",
             str(row.devices),
             "program" if row.emitted else "plan",
+            f"{row.considered:,}",
+            f"{row.priced:,}",
             *(f"{seconds:.1f} s" for seconds in (row.capture_s, row.plan_s, row.emit_s, row.process_s)),
             f"{row.peak_memory_bytes / 1e9:.2f} GB",
         )
+    return table
+
+
+def _price_table(times: Sequence[PricingTime]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("price of a plan", "devices", "once a tp degree", "each plan"):
+        table.add_column(heading, justify="left" if not table.columns else "right", no_wrap=True)
+    for row in times:
+        table.add_row(row.model, f"{row.devices:,}", f"{row.once_s:.2f} s", f"{row.plan_s * 1e3:.1f} ms")
     return table
 
 

@@ -15,7 +15,7 @@ from graphpar.modelfile import ModelFile, load_model_file
 from graphpar.program import Program
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-LARGE = {"llama3_8b", "llama3_405b", "gpt2"}
+LARGE = {"llama3_8b", "llama3_70b", "llama3_405b", "gpt2"}
 SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LARGE)
 
 
