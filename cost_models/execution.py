@@ -29,6 +29,7 @@ class Execution:
         prefetch: parameters that are divided are gathered for the next unit while this one computes.
         hold_messages: buffers for what stages receive, and for the gradients that come back, are there for every microbatch of a
             step, as torch's pipeline stages make them; else for those in flight.
+        wait_for_sends: a stage waits until what it sends has arrived, as pipelines do that exchange messages in pairs; else it goes on.
         overlap_tp: the share of the collectives inside operators that is hidden behind the products next to them.
     """
 
@@ -42,6 +43,7 @@ class Execution:
     overlap_gradients: bool = True
     prefetch: bool = True
     hold_messages: bool = True
+    wait_for_sends: bool = False
     overlap_tp: float = 0.0
 
     def __post_init__(self) -> None:

@@ -372,7 +372,8 @@ class Pricing:
         if self.mesh.pp == 1 and layout.order is None:
             total = layout.microbatches * (sum(forward) + sum(backward))
             return Timeline((), (), total, total, 0.0, (total,), (0.0,), (0.0,), (total,), (1,))
-        transfers = Transfers(*self._crossings(layout, stages), one_at_a_time=True)
+        there, back = self._crossings(layout, stages)
+        transfers = Transfers(there, back, one_at_a_time=True, sender_waits=self.execution.wait_for_sends)
 
         def run(microbatches: int) -> Timeline:
             order = self._order(layout, len(stages), microbatches)

@@ -275,6 +275,16 @@ def test_gradients_that_do_not_overlap_show() -> None:
     assert beside.gradients_s < after.gradients_s
 
 
+def test_waiting_for_sends_costs_time() -> None:
+    units, _, _ = _units(("gpt", "pp=1", ""))
+    cluster, layout = Cluster.of(A100, 2, 1), Layout("1F1B", 2, 4, (0, 1))
+    free, waits = (
+        Pricing(units, Mesh(pp=2), cluster, Execution(wait_for_sends=flag), dtype="fp32").estimate(layout) for flag in (False, True)
+    )
+    assert waits.pipeline_s > free.pipeline_s
+    assert waits.compute_s == free.compute_s
+
+
 def test_stages_must_have_units_and_ranks() -> None:
     units, _, _ = _units(("gpt", "pp=1", ""))
     pricing = Pricing(units, Mesh(pp=2), Cluster.of(A100, 1, 2), dtype="fp32")
