@@ -263,13 +263,12 @@ class Planner:
             best = [min(now, before) for now, before in zip(seconds, best)]
         return useful
 
-    def _has_room(self, candidate: Candidate) -> bool:
-        """False where even the average rank has too little memory, which no stage cut can change."""
+    def _least_bytes(self, candidate: Candidate) -> float:
+        """What the average rank needs at least, which no stage cut can change."""
         pricing = self.pricing(candidate)
         assert pricing is not None
         alive = candidate.microbatches if candidate.schedule in _KEEPS_ALL else 1
-        least = pricing.average_bytes(candidate.microbatch_size, candidate.microbatches, alive)
-        return least <= self.cluster.device.memory_bytes
+        return pricing.average_bytes(candidate.microbatch_size, candidate.microbatches, alive)
 
     def price(self, candidate: Candidate) -> Priced:
         """The candidate with the stage cut whose slowest stage is fastest; where that does not fit, under the memory of ranks."""
@@ -320,6 +319,14 @@ class Planner:
         found = self._searched(prune, all_degrees=False)
         return found if found.best is not None else self._searched(prune, all_degrees=True)
 
+    def any_that_fits(self, tries: int = 40) -> Candidate | None:
+        """A candidate that fits, of those that need the least memory on average; None if none of so many does."""
+        candidates = [(self._least_bytes(candidate), candidate.key, candidate) for candidate in self.bounded()[0]]
+        for least, _, candidate in sorted(candidates, key=lambda entry: entry[:2])[:tries]:
+            if least <= self.cluster.device.memory_bytes and self.price(candidate).fits:
+                return candidate
+        return None
+
     def _searched(self, prune: bool, all_degrees: bool) -> Found:
         candidates, impossible = self.bounded(all_degrees=all_degrees)
         best: dict[Mesh, Priced] = {}
@@ -331,7 +338,7 @@ class Planner:
                 break
             if prune and candidate.mesh in best and candidate.bound > best[candidate.mesh].estimate.step_time_s:
                 continue
-            if not self._has_room(candidate):
+            if self._least_bytes(candidate) > self.cluster.device.memory_bytes:
                 hopeless.append(candidate)
                 continue
             priced = self.price(candidate)
@@ -342,7 +349,7 @@ class Planner:
             priced_count += 1
         ranked = sorted(map(self.exactly, best.values()), key=lambda each: each.rank_key)
         if not ranked:
-            misfits += [self.price(candidate) for candidate in hopeless[: 4 * SHOWN]]
+            misfits += [self.price(candidate) for candidate in sorted(hopeless, key=self._least_bytes)[: 4 * SHOWN]]
         nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))
         return Found(
             best=ranked[0] if ranked else None,

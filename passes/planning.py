@@ -40,7 +40,7 @@ def search_plan(program: Program, cluster: Cluster, pinned: Mapping[str, int], p
     """
     pins = replace(pins, cluster=cluster)
     found = planner_for(program, cluster, pinned, pins).search()
-    if not found.priced:
+    if found.best is None and not found.alternatives:
         rest = cluster.size // math.prod(pinned.values())
         pipeline = {"pp": rest, **pinned} if "pp" not in pinned else {"dp_replicate": rest, **pinned}
         choose(program, Mesh.resolve(pipeline, cluster.size), pins)  # says what is wrong with the pins
@@ -149,8 +149,8 @@ def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins:
     memory = f"devices with {needed / 1e9:.0f} GB"
     for times in GROWTH:
         larger = Cluster.grown(cluster, times)
-        found = planner_for(program, larger, pinned, replace(pins, cluster=larger)).search()
-        if found.best is not None:
-            degrees = ", ".join(f"{axis}={degree}" for axis, degree in found.best.candidate.mesh.degrees().items() if degree > 1)
-            return f" {larger} would fit ({degrees}), and so would {memory}."
+        fitting = planner_for(program, larger, pinned, replace(pins, cluster=larger)).any_that_fits()
+        if fitting is not None:
+            degrees = ", ".join(f"{axis}={degree}" for axis, degree in fitting.mesh.degrees().items() if degree > 1)
+            return f" {larger} would fit (with {degrees}), and so would {memory}."
     return f" It would take {memory}; {GROWTH[-1]} times as many of these would not do."

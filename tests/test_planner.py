@@ -184,13 +184,14 @@ def test_more_memory_never_turns_a_fit_into_a_misfit(sizes: list[float]) -> None
     assert times == sorted(times, reverse=True)
 
 
-def test_where_nothing_fits() -> None:
-    cluster = Cluster.of(small(3e6), 1, 1)
+@pytest.mark.parametrize("memory", [3e6, 1.5e6])  # less than activations need, and less than parameters need
+def test_where_nothing_fits(memory: float) -> None:
+    cluster = Cluster.of(small(memory), 1, 1)
     with pytest.raises(GraphparError) as error:
         search_plan(program_of("gpt"), cluster, {}, Pins())
     message = str(error.value)
     assert "No plan for GPT fits" in message and "GB on stage 0" in message and "too much" in message
-    assert "would fit (" in message and "devices with" in message
+    assert "would fit (with " in message and "devices with" in message
 
 
 # ---- pins ------------------------------------------------------------------------------------------------------
