@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,12 @@ from graphpar.cli import run_command
 from graphpar.cli.explain import explain
 from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, progress, write_text
-from graphpar.cli.plan_file import check_sharding, read_plan, read_record
+from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cluster import Cluster
 from graphpar.errors import GraphparError, near_match
 from graphpar.mesh import Mesh
 from graphpar.modelfile import ModelFile, initial_weights, load_model_file
+from graphpar.passes.given import given_plan
 from graphpar.passes.shard import shard
 from graphpar.passes.split import Stage, positions_of, split
 from graphpar.passes.table import PASSES, Pass
@@ -90,7 +91,7 @@ def run(options: argparse.Namespace) -> Result:
     if wishes is None and given is None:
         wishes = file.shard_plan
     with progress("planning"):
-        plan = _plan(file, program, options, cluster, table, wishes) if given is None else replan(program, given)
+        plan = _plan(file, program, options, cluster, table, wishes) if given is None else given_plan(program, given)
     clock.phase("plan")
     folder = None if options.no_emit else Path(options.out or default_folder(file, plan))
     compiled = _compiled(file, program, plan, folder)
@@ -254,45 +255,6 @@ def _plan(
         allow_batch_coupling=options.allow_batch_coupling,
         dtype=options.dtype or "fp32",
     )
-
-
-def replan(program: Program, given: Plan) -> Plan:
-    """The plan ``given`` with every decision pinned, so that one that was edited is checked as options are.
-
-    Its sharding is not searched again: the pins that it was made under are not in the plan. It is checked against the rules.
-
-    Raises:
-        GraphparError: the plan is not legal for ``program``, or contradicts itself.
-    """
-    if given.model != program.name:
-        raise GraphparError(f"The plan is for {given.model!r}, but the model file gives {program.name!r}.")
-    custom = None if given.actions is None else "\n".join(",".join(row) for row in given.actions)
-    plan = api.plan(
-        program,
-        global_batch=given.global_batch,
-        mesh=given.mesh.degrees() | dict.fromkeys(given.mesh.compute, 1),
-        schedule=None if custom else given.schedule,
-        microbatch_size=given.microbatch_size,
-        split=[{cut.path: cut.where.value} for cut in given.cuts],
-        table=custom,
-        allow_batch_coupling=given.allow_batch_coupling,
-        dtype=given.dtype,
-    )
-    if given.cluster is not None and given.cluster.size != given.mesh.size:
-        raise GraphparError(
-            f"The plan contradicts itself: its mesh has {given.mesh.size} devices, but its cluster {given.cluster} has "
-            f"{given.cluster.size}."
-        )
-    plan = replace(plan, mesh=given.mesh, sharding=given.sharding, cluster=given.cluster)
-    check_sharding(program, plan)
-    if plan != given:
-        ours, theirs = plan.to_json(), given.to_json()
-        name = next(key for key in ours if ours[key] != theirs[key])
-        raise GraphparError(
-            f"The plan contradicts itself, or the model has changed: {name} is {theirs[name]}, but its other decisions "
-            f"give {ours[name]}."
-        )
-    return plan
 
 
 def default_folder(file: ModelFile, plan: Plan) -> str:

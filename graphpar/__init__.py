@@ -20,6 +20,7 @@ _EXPORTS = {
     "Program": "graphpar.program",
     "SplitPoint": "graphpar.plans",
     "check": "graphpar.api",
+    "estimate": "graphpar.api",
     "export": "graphpar.api",
     "merge_plans": "graphpar.shard_plans",
     "partition": "graphpar.api",
@@ -29,7 +30,7 @@ _EXPORTS = {
 }
 
 if TYPE_CHECKING:
-    from graphpar.api import Parts, check, export, partition, plan, verify
+    from graphpar.api import Parts, check, estimate, export, partition, plan, verify
     from graphpar.cluster import Cluster
     from graphpar.errors import GraphparError
     from graphpar.mesh import Mesh
@@ -48,6 +49,7 @@ __all__ = [
     "SplitPoint",
     "__version__",
     "check",
+    "estimate",
     "export",
     "merge_plans",
     "partition",

@@ -1,7 +1,8 @@
-"""The Python API: export, plan, partition, verify, check.
+"""The Python API: export, plan, estimate, partition, verify, check.
 
 program = export(model, args, kwargs, loss_fn, targets)     trace and normalize
 plan    = plan(program, cluster, mesh=..., schedule=...)    decide
+seconds = estimate(program, plan).step_time_s               predict
 parts   = partition(program, plan)                          the emitted package, in memory
 parts.save("out/");  verify(parts);  check(parts)
 """
@@ -12,7 +13,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ from torch import Tensor, nn
 from graphpar.capture import ModelLike, capture
 from graphpar.cluster import Cluster
 from graphpar.codegen.package import emit_package, import_stage
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.pricing import Estimate
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.passes.choose import Pins, choose
-from graphpar.passes.planner import FREE_AXES
-from graphpar.passes.planning import search_plan
+from graphpar.passes.given import check_model, given_plan
+from graphpar.passes.planner import FREE_AXES, SHOWN
+from graphpar.passes.planning import estimate_plan, search_plan
 from graphpar.passes.shard import shard
 from graphpar.passes.split import Stage, positions_of, split
 from graphpar.passes.table import Pass, run_passes
@@ -107,6 +111,7 @@ def plan(
     shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
     dtype: str = "fp32",
+    top: int = SHOWN,
 ) -> Plan:
     """Decide how to run ``program`` on ``cluster``; what is given is taken as it is.
 
@@ -126,6 +131,7 @@ def plan(
         table: a schedule of one's own as CSV text, one row a rank: ``0F0,0F1,0B0,0B1``.
         shard_plan: how parameters, inputs and outputs of modules lie, by pattern; see :mod:`graphpar.annotations`.
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
+        top: how many of the plans that were not taken are kept in ``plan.found``.
     """
     count = _device_count(cluster, devices)
     if count is None and not mesh:
@@ -150,10 +156,11 @@ def plan(
     alone = not given and not isinstance(cluster, Cluster) and count == 1
     complete = bool(given) and count in (None, math.prod(given.values()))
     if table is not None or alone or complete or set(FREE_AXES) <= set(given):
-        return choose(program, Mesh.resolve(given, count), pins)
+        chosen = choose(program, Mesh.resolve(given, count), pins)
+        return chosen if pins.cluster is None else replace(chosen, predicted=estimate_plan(program, chosen, pins.cluster))
     assert count is not None  # without it the mesh is complete
     hardware = cluster if isinstance(cluster, Cluster) else Cluster.of_this_machine(count)
-    return search_plan(program, hardware, given, pins)
+    return search_plan(program, hardware, given, pins, top)
 
 
 def _device_count(cluster: Cluster | int | None, devices: int | None) -> int | None:
@@ -238,14 +245,25 @@ def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def partition(program: Program, plan: Plan, *, model_file: str | None = None) -> Parts:
     """Split ``program`` as ``plan`` says and print the stage modules."""
-    if plan.model != program.name:
-        raise GraphparError(f"The plan is for {plan.model!r}, but the program is {program.name!r}.")
-    if plan.mode != program.mode:
-        raise GraphparError(f"The plan is for mode {plan.mode!r}, but the program was traced for {program.mode!r}.")
+    check_model(program, plan)
     sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
     stages = split(sized, positions_of(sized, plan.cuts))
     package = emit_package(sized, plan, stages, model_file)
     return Parts(sized, plan, stages, package.files, package.constants, model_file)
+
+
+def estimate(program: Program, plan: Plan, cluster: Cluster | None = None, execution: Execution | None = None) -> Estimate:
+    """What a training step (or a batch of inference) of ``plan`` takes: seconds, communication, memory.
+
+    Args:
+        cluster: by default the plan's own, or else as many devices of this machine's kind.
+        execution: how the program is run, where it is not as graphpar emits it: fused kernels, optimizer, overlap.
+
+    Raises:
+        GraphparError: the plan is for another program, contradicts itself, or is for another number of devices.
+    """
+    hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
+    return estimate_plan(program, given_plan(program, plan), hardware, execution)
 
 
 def verify(parts: Parts | str | Path, steps: int = 3, **options: Any) -> Any:

@@ -49,8 +49,8 @@ class StagePlan:
 class Plan:
     """What graphpar decided. ``actions`` is a schedule table of the user's own, one tuple of cells a rank.
 
-    ``cluster`` is what it was decided for; None where only a mesh is known. ``predicted`` is what a step takes there, and ``found``
-    what else the search saw; neither is part of the plan's data.
+    ``cluster`` is what it was decided for; None where only a mesh is known, and then nothing is ``predicted``: what a step takes there.
+    ``found`` is what else a search saw. Neither of them is part of the plan's data.
     """
 
     model: str

@@ -34,6 +34,11 @@ def seconds_text(value: float) -> str:
     return " ".join(_scaled(value * 1e9, ("ns", "us", "ms", "s"))) if value else "0 s"
 
 
+def share_text(value: float) -> str:
+    """``43.1%``, ``0.152%``: three significant digits."""
+    return f"{100 * value:.3g}%"
+
+
 def flops_text(value: float) -> str:
     return " ".join(_scaled(value, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")))
 

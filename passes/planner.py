@@ -26,6 +26,7 @@ from graphpar.cost_models.pricing import Estimate, Layout, Pricing, RunBytes
 from graphpar.cost_models.units import Unit, units_of
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
+from graphpar.passes.why_not import why_not
 from graphpar.plans import Cut
 from graphpar.program import Program
 from graphpar.schedule import SCHEDULES, legal_microbatches, stage_ranks
@@ -37,7 +38,7 @@ DEPTHS = (2, 3, 4)
 """Stages a rank that are tried for schedules that take any number of them."""
 _KEEPS_ALL = ("GPipe", "LoopedBFS")  # whose ranks keep every microbatch at once
 SHOWN = 4
-"""How many other meshes are priced to the end, to be shown beside the chosen plan."""
+"""How many other meshes are priced to the end by default, to be shown beside the chosen plan."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +77,34 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with its stages and what it takes; ``missing``: bytes by which its fullest rank is above the device's memory."""
+    """A candidate with its stages and what it takes."""
 
     candidate: Candidate
     layout: Layout
     cuts: tuple[Cut, ...]
     estimate: Estimate
-    missing: int
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which its fullest rank is above the device's memory."""
+        return self.estimate.missing_bytes
 
     @property
     def fits(self) -> bool:
         return self.missing <= 0
+
+    def to_json(self) -> dict[str, Any]:
+        candidate = self.candidate
+        return {
+            "mesh": candidate.mesh.degrees(),
+            "schedule": candidate.schedule,
+            "stages_per_rank": candidate.stages_per_rank,
+            "microbatches": candidate.microbatches,
+            "microbatch_size": candidate.microbatch_size,
+            "step_time_s": self.estimate.step_time_s,
+            "peak_memory_bytes": list(self.estimate.peak_memory_bytes),
+            "fits": self.fits,
+        }
 
     @property
     def rank_key(self) -> tuple[Any, ...]:
@@ -98,6 +116,7 @@ class Found:
     """What a search gives.
 
     ``alternatives``: the best of each other mesh among the fastest, and those nearest to fit where ``best`` is None.
+    ``misfits``: those that would be faster than ``best`` on meshes on which nothing fits, the fastest of each.
     ``priced``: how many candidates the simulator ran; ``infeasible``: how many are illegal or don't fit.
     """
 
@@ -107,6 +126,24 @@ class Found:
     priced: int
     infeasible: int
     refused: tuple[str, ...]
+    misfits: tuple[Priced, ...] = ()
+
+    def why_not(self, other: Priced) -> str:
+        """What ``other`` loses against the best, in words."""
+        return why_not(None if self.best is None else self.best.estimate, other.estimate)
+
+    def to_json(self) -> dict[str, Any]:
+        """What was searched, as plain data. The gap is to the best there is, under this cost model and of what is searched: 0, as all
+        that could have been faster was priced."""
+        shown = sorted((*self.alternatives, *self.misfits), key=lambda each: each.rank_key)
+        return {
+            "considered": self.considered,
+            "priced": self.priced,
+            "infeasible": self.infeasible,
+            "optimality_gap": 0.0,
+            "alternatives": [each.to_json() | {"why_not": self.why_not(each)} for each in shown],
+            "refused": list(self.refused),
+        }
 
 
 class Planner:
@@ -116,6 +153,7 @@ class Planner:
         batch: rows of the global batch.
         pinned: degrees of axes that are not searched.
         sharding: of compute axes and a microbatch size: how tensors lie, and the program of a rank.
+        shown: how many alternatives are wanted.
     """
 
     def __init__(
@@ -128,9 +166,11 @@ class Planner:
         wishes: Wishes | None = None,
         execution: Execution | None = None,
         dtype: str = "fp32",
+        shown: int = SHOWN,
     ) -> None:
         self.program, self.cluster, self.batch, self.sharding, self.dtype = program, cluster, batch, sharding, dtype
         self.pinned, self.wishes, self.execution = dict(pinned or {}), wishes or Wishes(), execution or Execution()
+        self.shown = shown
         self.refused: dict[str, None] = {}
         self._programs: dict[tuple[int, int], Program | None] = {}
         self._units: dict[tuple[int, int, tuple[Cut, ...]], list[Unit]] = {}
@@ -304,7 +344,7 @@ class Planner:
 
     def _with_estimate(self, candidate: Candidate, pricing: Pricing, layout: Layout, estimate: Estimate) -> Priced:
         cuts = tuple(cut for start in layout.starts[1:] if (cut := pricing.units[start].cut) is not None)
-        return Priced(candidate, layout, cuts, estimate, max(estimate.peak_memory_bytes) - self.cluster.device.memory_bytes)
+        return Priced(candidate, layout, cuts, estimate)
 
     def _cuts_of(self, candidate: Candidate, pricing: Pricing) -> _Cuts:
         key = candidate.mesh, candidate.microbatch_size
@@ -334,7 +374,7 @@ class Planner:
         hopeless: list[Candidate] = []
         priced_count = 0
         for candidate in candidates:
-            if prune and len(best) > SHOWN and candidate.bound > sorted(each.rank_key for each in best.values())[SHOWN][0]:
+            if prune and len(best) > self.shown and candidate.bound > sorted(each.rank_key for each in best.values())[self.shown][0]:
                 break
             if prune and candidate.mesh in best and candidate.bound > best[candidate.mesh].estimate.step_time_s:
                 continue
@@ -353,12 +393,21 @@ class Planner:
         nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))
         return Found(
             best=ranked[0] if ranked else None,
-            alternatives=tuple((ranked[1:] if ranked else nearest)[:SHOWN]),
+            alternatives=tuple((ranked[1:] if ranked else nearest)[: self.shown]),
             considered=len(candidates) + impossible,
             priced=priced_count,
             infeasible=impossible + len(misfits) + len(hopeless),
             refused=tuple(self.refused),
+            misfits=_fastest([each for each in misfits if ranked and each.candidate.mesh not in best and each.rank_key < ranked[0].rank_key])[: self.shown],
         )
+
+
+def _fastest(found: Sequence[Priced]) -> tuple[Priced, ...]:
+    """The fastest of each mesh, the fastest first."""
+    by_mesh: dict[Mesh, Priced] = {}
+    for each in sorted(found, key=lambda each: each.rank_key):
+        by_mesh.setdefault(each.candidate.mesh, each)
+    return tuple(by_mesh.values())
 
 
 def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -20,7 +20,7 @@ from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.passes.choose import Pins, choose, choose_sharding, coupling_reason, pinned_cuts, replica_reason
 from graphpar.passes.cuts import marked_cuts
-from graphpar.passes.planner import Found, Planner, Wishes
+from graphpar.passes.planner import SHOWN, Found, Planner, Wishes
 from graphpar.passes.shard import shard
 from graphpar.passes.split import positions_of
 from graphpar.plans import Cut, Plan
@@ -32,14 +32,14 @@ GROWTH = (2, 4, 8, 16)
 """How many times the devices are tried where nothing fits."""
 
 
-def search_plan(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins) -> Plan:
-    """The fastest plan that fits ``cluster``; axes that are not ``pinned`` are searched.
+def search_plan(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, top: int = SHOWN) -> Plan:
+    """The fastest plan that fits ``cluster``, with ``top`` others; axes that are not ``pinned`` are searched.
 
     Raises:
         GraphparError: what is pinned is not possible, or nothing fits.
     """
     pins = replace(pins, cluster=cluster)
-    found = planner_for(program, cluster, pinned, pins).search()
+    found = planner_for(program, cluster, pinned, pins, top).search()
     if found.best is None and not found.alternatives:
         rest = cluster.size // math.prod(pinned.values())
         pipeline = {"pp": rest, **pinned} if "pp" not in pinned else {"dp_replicate": rest, **pinned}
@@ -62,7 +62,9 @@ def search_plan(program: Program, cluster: Cluster, pinned: Mapping[str, int], p
     return replace(plan, predicted=estimate_plan(program, plan, cluster), found=found)
 
 
-def planner_for(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins) -> Planner:
+def planner_for(
+    program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, top: int = SHOWN
+) -> Planner:
     """A planner that takes the user's pins as wishes."""
     batch = pins.global_batch or program.batch
     if batch < 1:
@@ -87,7 +89,7 @@ def planner_for(program: Program, cluster: Cluster, pinned: Mapping[str, int], p
         one_microbatch=reason is not None,
         replicas=reason is None and replica_reason(program) is None,
     )
-    return Planner(program, cluster, batch, sharding, pinned, wishes, dtype=dominant_dtype(program))
+    return Planner(program, cluster, batch, sharding, pinned, wishes, dtype=dominant_dtype(program), shown=top)
 
 
 def _has_cuts(program: Program, pins: Pins) -> bool:
@@ -112,9 +114,15 @@ def pricing_of(
     Raises:
         GraphparError: the cluster has another number of devices.
     """
+    return lowered_pricing(shard(program.at_batch(plan.microbatch_size), plan.sharding), plan, cluster, execution)
+
+
+def lowered_pricing(
+    sized: Program, plan: Plan, cluster: Cluster, execution: Execution | None = None
+) -> tuple[Pricing, Layout]:
+    """The same for the program that a rank of the compute axes runs."""
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
-    sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
     run = execution or Execution(zero=plan.zero, recompute=plan.recompute)
     kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
     units = units_of(sized, plan.mesh.degrees(), run, device=kind, wanted=plan.cuts)
@@ -122,8 +130,8 @@ def pricing_of(
     starts = (0, *(places[position] for position in positions_of(sized, plan.cuts)))
     order = None if plan.actions is None else order_of(table_of(plan))
     layout = Layout(plan.schedule, plan.microbatch_size, plan.microbatches, starts, order)
-    train = program.mode == "train"
-    return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(program), train=train), layout
+    train = sized.mode == "train"
+    return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(sized), train=train), layout
 
 
 # ---- where nothing fits ----------------------------------------------------------------------------------------
@@ -132,17 +140,17 @@ def pricing_of(
 def _misfit(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, found: Found) -> str:
     """By how much the nearest plan does not fit, on which stage, and the smallest change that would."""
     nearest = found.alternatives[0]
-    peaks = nearest.estimate.peak_memory_bytes
-    fullest = max(range(len(peaks)), key=peaks.__getitem__)
+    estimate = nearest.estimate
+    fullest, on = estimate.fullest
+    needed, room = estimate.peak_memory_bytes[fullest], estimate.memory_bytes
     mesh = ", ".join(f"{axis}={degree}" for axis, degree in nearest.candidate.mesh.degrees().items() if degree > 1) or "one device"
-    room = cluster.device.memory_bytes
-    stages = "/".join(str(stage.index) for stage in nearest.estimate.stages if stage.rank == fullest)
+    stages = "/".join(map(str, on))
     text = (
         f"No plan for {program.name} fits {cluster}. The nearest ({mesh}, {nearest.candidate.schedule}, microbatches of "
-        f"{nearest.candidate.microbatch_size}) needs {peaks[fullest] / 1e9:.1f} GB on stage {stages}, where {room / 1e9:.1f} GB are: "
+        f"{nearest.candidate.microbatch_size}) needs {needed / 1e9:.1f} GB on stage {stages}, where {room / 1e9:.1f} GB are: "
         f"{nearest.missing / 1e9:.1f} GB too much."
     )
-    return text + _remedy(program, cluster, pinned, pins, peaks[fullest])
+    return text + _remedy(program, cluster, pinned, pins, needed)
 
 
 def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, needed: int) -> str:
