@@ -6,14 +6,14 @@ import argparse
 import math
 import os
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar import api
 from graphpar.cli import run_command
+from graphpar.cli.clock import Clock
 from graphpar.cli.explain import explain
 from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, progress, write_text
@@ -50,20 +50,6 @@ _PLAN_DECIDES = (
 )
 
 
-@dataclass
-class _Clock:
-    """Seconds of each phase."""
-
-    seconds: dict[str, float] = field(default_factory=lambda: {"capture": 0.0, "plan": 0.0, "emit": 0.0, "total": 0.0})
-    started: float = field(default_factory=time.perf_counter)
-
-    def phase(self, name: str) -> None:
-        """The phase that ends now."""
-        now = time.perf_counter()
-        self.seconds[name] = now - self.started - self.seconds["total"]
-        self.seconds["total"] = now - self.started
-
-
 @dataclass(frozen=True)
 class _Compiled:
     """What the planning part of the command gives."""
@@ -71,11 +57,12 @@ class _Compiled:
     program: Program  # for one microbatch
     plan: Plan
     stages: list[Stage]
+    report: dict[str, Any]
     parts: api.Parts | None
 
 
 def run(options: argparse.Namespace) -> Result:
-    clock = _Clock()
+    clock = Clock()
     _check_options(options)
     cluster = _cluster(options)
     table = _schedule_table(options.schedule_table)
@@ -100,10 +87,10 @@ def run(options: argparse.Namespace) -> Result:
         _save(compiled, file, folder, options.weights or options.run)
     clock.phase("emit")
     out = None if folder is None else str(folder)
-    data = compile_json(compiled.program, plan, compiled.stages, clock.seconds, out)
+    report = compiled.report if plan.found is None else compiled.report | {"search": plan.found.to_json()}
+    data = compile_json(report, plan, clock.seconds, out)
     if options.explain:
         data["explain"] = explanation
-    report = report_data(compiled.program, plan, compiled.stages)
     if options.html:
         write_text(options.html, html(report))
     ran = run_command.launch(folder, options.steps or 10) if options.run and folder is not None else None
@@ -111,7 +98,7 @@ def run(options: argparse.Namespace) -> Result:
         data["run"] = ran
 
     def show(console: Console) -> None:
-        render(report, console, out)
+        render(report, console, out, clock.seconds["plan"])
         if explanation:
             console.out("\n" + "\n".join(explanation), highlight=False)
         if out is not None:
@@ -137,6 +124,10 @@ def _check_options(options: argparse.Namespace) -> None:
         raise GraphparError("--steps is the number of steps of --run; give --run too.")
     if options.steps is not None and options.steps < 1:
         raise GraphparError(f"--steps is {options.steps}; it must be at least 1.")
+    if options.top < 0:
+        raise GraphparError(f"--top is {options.top}; it is a number of plans, from 0.")
+    if options.top < 0:
+        raise GraphparError(f"--top is {options.top}; it is a number of plans, from 0.")
     if options.dump_after not in (None, "all"):
         names = [row.name for row in PASSES]
         if options.dump_after not in names:
@@ -254,6 +245,7 @@ def _plan(
         shard_plan=shard_plan,
         allow_batch_coupling=options.allow_batch_coupling,
         dtype=options.dtype or "fp32",
+        top=options.top,
     )
 
 
@@ -266,11 +258,12 @@ def _compiled(file: ModelFile, program: Program, plan: Plan, folder: Path | None
     if folder is None:
         with progress("splitting"):
             sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
-            return _Compiled(sized, plan, split(sized, positions_of(sized, plan.cuts)), None)
+            stages = split(sized, positions_of(sized, plan.cuts))
+            return _Compiled(sized, plan, stages, report_data(sized, plan, stages), None)
     reference = file.reference or os.path.relpath(file.path.resolve(), folder.resolve())
     with progress("printing the stages"):
         parts = api.partition(program, plan, model_file=reference)
-    return _Compiled(parts.program, plan, parts.stages, parts)
+    return _Compiled(parts.program, plan, parts.stages, parts.report, parts)
 
 
 def _explanation(

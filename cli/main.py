@@ -58,10 +58,20 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--html", metavar="FILE", help="write the report as a page instead")
     report.add_argument("--trace", metavar="FILE", help="write the schedule's timeline as a Chrome trace instead")
     report.add_argument("--json", action="store_true", help="print its data as one JSON object")
+    _estimate_parser(commands)
     _calibrate_parser(commands)
     passes = commands.add_parser("passes", help="the pass table: name, what it needs, what it ensures")
     passes.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _estimate_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("estimate", help="what a step of a given plan takes: seconds, communication, memory")
+    parser.add_argument("model", metavar="MODEL", help="a Python file with `model` and `example_inputs`, or package.module")
+    parser.add_argument("--plan", metavar="PLAN.json", required=True, help="the plan, or the emitted folder that holds it")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="where (default: the plan's own, or this machine's kind)")
+    parser.add_argument("--formula", action="store_true", help="print flops and bytes as polynomials in the batch and the sequence")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _compile_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -112,6 +122,7 @@ def _compile_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     output.add_argument("--weights", action="store_true", help="write the initial weights too")
     output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument("--html", metavar="FILE", help="write the report as a page too")
+    output.add_argument("--top", type=int, default=4, metavar="K", help="plans that were not taken to show, and why (default: 4)")
     output.add_argument("--explain", metavar="PATTERN", help="say where matching modules and values are, and why")
     output.add_argument("--dump-after", metavar="PASS|all", help="print the program after a pass, on standard error")
     output.add_argument("--run", action="store_true", help="then run it here, on local processes")

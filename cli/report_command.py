@@ -21,6 +21,9 @@ def run(options: argparse.Namespace) -> Result:
     data = record.get("report")
     if data is None:
         return _plan_only(path, record, options.html or options.trace)
+    search = path.parent / "search.json"
+    if path.name == "plan.json" and search.is_file():
+        data = data | {"search": read_record(search)[1]}
     if options.html and options.trace:
         raise GraphparError("Give --html or --trace, not both: each is written instead of the report.")
     if options.html:

@@ -388,3 +388,17 @@ def device_named(name: str) -> Device:
     close = [_ALIASES[match] for match in difflib.get_close_matches(key, _ALIASES, n=len(_ALIASES), cutoff=0.5)]
     known = dict.fromkeys([*close, *DEVICES])
     raise GraphparError(f"There is no device {name!r}; known are {', '.join(known)}, or give its figures in a TOML file.")
+
+
+def figures_of(device: Device) -> str:
+    """Where the figures of a device are from: ``published figures; launch assumed``, or its own where the table has others."""
+    known = DEVICES.get(device.name)
+    if known != device:
+        return "figures of one's own"
+    groups: dict[str, list[str]] = {}
+    for group, source in known.sources.items():
+        origin = "measured" if source.startswith("graphpar calibrate") else "assumed" if source.startswith(_ASSUMED) else "published"
+        groups.setdefault(origin, []).append(group)
+    main = max(groups, key=lambda origin: len(groups[origin]), default="assumed")
+    others = [f"{', '.join(names)} {origin}" for origin, names in groups.items() if origin != main]
+    return "; ".join([f"{main} figures", *others])

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from graphpar.cluster import Cluster
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
+from graphpar.cost_models.devices import figures_of
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
 from graphpar.cost_models.units import Held, Kind, Unit, joined, joint
@@ -107,7 +108,7 @@ class Estimate:
             operators to be started), exposed collectives by axis, ``pp`` (it waits for what is on its way), ``bubble`` (it has
             nothing to do), ``gradients`` and ``optimizer`` as below.
         pipeline_s, gradients_s, optimizer_s: the parts of the step; of gradients what is exposed; gathers of parameters are in the last.
-        cluster, memory_bytes: what it is for, and what a device of it has.
+        cluster, device: what it is for; memory_bytes, what a device of it has; figures, where what is known of it is from.
     """
 
     step_time_s: float
@@ -123,7 +124,9 @@ class Estimate:
     optimizer_s: float
     stages: tuple[StageEstimate, ...]
     cluster: str
+    device: str
     memory_bytes: int
+    figures: str
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -147,7 +150,7 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Plain data; peaks and parts of memory are of each pp rank."""
         names = ("step_time_s", "mfu", "bubble_fraction", "compute_s", "communication_s", "exposed_communication_s", "exposed_s",
-                 "parts_s", "pipeline_s", "gradients_s", "optimizer_s", "cluster", "memory_bytes")  # fmt: skip
+                 "parts_s", "pipeline_s", "gradients_s", "optimizer_s", "cluster", "device", "memory_bytes", "figures")  # fmt: skip
         data = {name: getattr(self, name) for name in names}
         return data | {
             "communication_s": dict(self.communication_s),
@@ -299,7 +302,7 @@ class Pricing:
         parts = {"compute": compute, "host": max(0.0, timeline.busy[busiest] - compute - sum(exposed.values())), **exposed}
         crossings = self._crossings(layout, stages)
         if self.mesh.pp > 1:
-            sent["pp"] = count * max(map(sum, zip(*crossings)), default=0.0)
+            sent["pp"] = count * self._received(crossings, own[busiest], ranks)
             exposed["pp"] = parts["pp"] = timeline.waiting[busiest]
         summed_over = self._summed_over([stages[place] for place in own[busiest]])
         if summed_over is not None:
@@ -327,7 +330,9 @@ class Pricing:
                 )
             ),
             cluster=str(self.cluster),
+            device=self.cluster.device.name,
             memory_bytes=self.cluster.device.memory_bytes,
+            figures=figures_of(self.cluster.device),
         )
 
     @cached_property
@@ -404,6 +409,14 @@ class Pricing:
         few = 2 * pp + layout.microbatches % pp
         repeats = layout.order is None and layout.microbatches > few + pp and layout.microbatches % pp == 0
         return few if repeats else None
+
+    @staticmethod
+    def _received(crossings: tuple[list[float], list[float]], own: Sequence[int], ranks: Sequence[int]) -> float:
+        """Seconds of what comes from other ranks to the stages of one."""
+        there, back = crossings
+        before = [there[place - 1] for place in own if place and ranks[place - 1] != ranks[place]]
+        after = [back[place] for place in own if place < len(back) and ranks[place + 1] != ranks[place]]
+        return sum(before) + sum(after)
 
     def _crossings(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> tuple[list[float], list[float]]:
         """Seconds of what each stage but the last sends on, and of the gradients that come back."""

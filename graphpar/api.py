@@ -174,13 +174,14 @@ def _device_count(cluster: Cluster | int | None, devices: int | None) -> int | N
 
 @dataclass
 class Parts:
-    """A partitioned program: its plan, its stages and the text of the emitted package."""
+    """A partitioned program: its plan, its stages, the text of the emitted package, and the data of its report."""
 
     program: Program
     plan: Plan
     stages: list[Stage]
     files: dict[str, str]
     constants: dict[str, Tensor]
+    report: dict[str, Any]
     model_file: str | None = None
     _folder: Any = field(default=None, repr=False)
 
@@ -249,7 +250,7 @@ def partition(program: Program, plan: Plan, *, model_file: str | None = None) ->
     sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
     stages = split(sized, positions_of(sized, plan.cuts))
     package = emit_package(sized, plan, stages, model_file)
-    return Parts(sized, plan, stages, package.files, package.constants, model_file)
+    return Parts(sized, plan, stages, package.files, package.constants, package.report, model_file)
 
 
 def estimate(program: Program, plan: Plan, cluster: Cluster | None = None, execution: Execution | None = None) -> Estimate:

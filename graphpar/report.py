@@ -1,7 +1,7 @@
 """The report: what the compiler decided and what it costs, as plain data, as text for a terminal, or as a page.
 
     program, plan, stages ──report_data──► a dictionary (kept in plan.json) ──render──► the printed report
-                                                                            ──html────► report.html
+                          search (kept in search.json) ──┘                  ──html────► report.html
     plan ──plan_text──► the same without a program
 
 Reading a report needs no torch.
@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphpar.report_data import compile_json, decisions, report_data, timeline_of
+from graphpar.report_data import compile_json, decisions, predicted_data, report_data, timeline_of
 from graphpar.report_html import html
 from graphpar.report_layout import layout_text, sharding_lines, sharding_sections
+from graphpar.report_predicted import assumed_lines, communication_lines, predicted_lines, runners_up, stage_columns
 from graphpar.report_text import (
     bytes_text,
     compressed,
@@ -44,19 +45,27 @@ WIDTH = 100
 BAR = 12
 
 
-def render(data: Mapping[str, Any], console: Console, out: str | None = None) -> None:
-    """Print the report. ``out`` is the emitted folder, for the commands to run next."""
+def render(data: Mapping[str, Any], console: Console, out: str | None = None, seconds: float | None = None) -> None:
+    """Print the report.
+
+    Args:
+        data: of :func:`report_data`; with ``search``, also what else was found.
+        out: the emitted folder, for the commands to run next.
+        seconds: that the search took.
+    """
     width = min(console.width, WIDTH)
-    closing = [("Warning", line) for line in data["warnings"]]
+    closing = [*assumed_lines(data), *(("Warning", line) for line in data["warnings"])]
     closing += [("Next", line) for line in next_commands(out, data["mode"])] if out is not None else []
-    table = _stage_table(data["stages"], data["devices"] // data["mesh"]["pp"])
     sections = [
         [_header(data)],
-        _fields(_plan_lines(data), width),
-        _lines_of(table, width),
+        _fields([_plan_line(data), *predicted_lines(data, seconds)], width),
+        _lines_of(_stage_table(data), width),
+        _fields(_facts(data), width),
         *sharding_sections(data.get("sharding"), width),
+        communication_lines(data),
         _fields(_notes(data), width),
         [f" {line}" for line in _timeline(data, width - 1)],
+        runners_up(data, width),
         _fields(closing, width),
     ]
     console.out("\n\n".join("\n".join(lines) for lines in sections if lines), highlight=False)
@@ -71,9 +80,10 @@ def _timeline(data: Mapping[str, Any], width: int) -> list[str]:
 
 
 def trace(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The simulated schedule as a Chrome trace, a row a pp rank; its times are relative, from flops."""
+    """The simulated schedule as a Chrome trace, a row a pp rank; without a prediction its times are relative, from flops."""
     label = "rank" if data["devices"] == data["mesh"]["pp"] else "pp"
-    return chrome_trace(timeline_of(data), [f"{label} {rank}" for rank in range(data["mesh"]["pp"])])
+    names = [f"{label} {rank}" for rank in range(data["mesh"]["pp"])]
+    return chrome_trace(timeline_of(data), names, 1e6 if data.get("predicted") else None)
 
 
 def next_commands(out: str, mode: str) -> list[str]:
@@ -89,13 +99,17 @@ def _header(data: Mapping[str, Any]) -> str:
     )
 
 
-def _plan_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _plan_line(data: Mapping[str, Any]) -> tuple[str, str]:
     degrees = [f"{axis} {degree}" for axis, degree in data["mesh"].items() if degree > 1] or ["1 device"]
     count, size = data["microbatches"], data["microbatch_size"]
     microbatches = plural(count, "microbatch", "microbatches")
     plan = f"{' · '.join(degrees)}   {data['schedule']}, {microbatches} of {size} (global batch {data['global_batch']})"
-    lines = [("Plan", plan)]
-    if "bubble_fraction" in data and data["mesh"]["pp"] > 1:
+    return "Plan", plan
+
+
+def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lines = []
+    if data["mesh"]["pp"] > 1 and not data.get("predicted"):
         flops = [stage["flops"] for stage in data["stages"]]
         mean = sum(flops) / len(flops)
         largest = max(range(len(flops)), key=flops.__getitem__)
@@ -104,6 +118,7 @@ def _plan_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"bubble {data['bubble_fraction']:.1%} · largest stage {largest}, {ratio} (from flops; transfers free)"
         )
         lines.append(("Simulated", simulated))
+    if data["mesh"]["pp"] > 1:
         lines.append(("In flight", f"at most {_in_flight(data)}"))
         lines.append(("Traffic", _traffic(data)))
     if data.get("sharding"):
@@ -140,28 +155,50 @@ def _traffic(data: Mapping[str, Any]) -> str:
     return f"activations {bytes_text(forward)}{gradients} a step, over all boundaries"
 
 
-def _stage_table(stages: Sequence[Mapping[str, Any]], together: int) -> Table:
-    """``together``: how many ranks hold a stage, each its pieces."""
+def _stage_table(data: Mapping[str, Any]) -> Table:
+    """A row a stage; with what is predicted its times and its rank's memory beside the device's, else its share of the flops."""
+    stages, predicted = data["stages"], data.get("predicted")
+    together = data["devices"] // data["mesh"]["pp"]  # ranks that hold a stage, each its pieces
     table = Table(box=None, padding=(0, 1))
     table.add_column("Stage", justify="right", no_wrap=True)
     table.add_column("rank" if together == 1 else "ranks", justify="right", no_wrap=True)
     table.add_column("modules", overflow="fold", ratio=1)
+    if predicted is None and "flops" not in stages[0]:
+        extra: list[list[str]] = [[] for _ in stages]
+    elif predicted is None:
+        extra = _flops_columns(table, stages)
+    else:
+        extra = _time_columns(table, stages, predicted)
+    for stage, cells in zip(stages, extra):
+        ranks = indices_text(range(stage["rank"] * together, (stage["rank"] + 1) * together))
+        row = [str(stage["index"]), ranks, ", ".join(stage["modules"]), *cells]
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _flops_columns(table: Table, stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     table.add_column("params", justify="right", no_wrap=True)
     table.add_column("forward", justify="right", no_wrap=True)
     table.add_column("share", no_wrap=True)
-    total = sum(stage["flops"] for stage in stages) or 1.0
-    most = max(stage["flops"] for stage in stages) or 1.0
-    for stage in stages:
-        cells = [
-            str(stage["index"]),
-            indices_text(range(stage["rank"] * together, (stage["rank"] + 1) * together)),
-            ", ".join(stage["modules"]),
-            count_text(stage["parameters"]),
-            flops_text(stage["flops"]),
-            f"{_bar(stage['flops'] / most)} {stage['flops'] / total:4.0%}",
-        ]
-        table.add_row(*(Text(cell) for cell in cells))
-    return table
+    flops = [stage["flops"] for stage in stages]
+    total, most = sum(flops) or 1.0, max(flops) or 1.0
+    return [
+        [count_text(stage["parameters"]), flops_text(own), f"{_bar(own / most)} {own / total:4.0%}"]
+        for stage, own in zip(stages, flops)
+    ]
+
+
+def _time_columns(table: Table, stages: Sequence[Mapping[str, Any]], predicted: Mapping[str, Any]) -> list[list[str]]:
+    columns = stage_columns(predicted)
+    backward = any(column[1] for column in columns)
+    for name in ("params", "fwd", *(["bwd"] if backward else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("memory", no_wrap=True)
+    rows = []
+    for own, (forward, back, peak, share) in zip(predicted["stages"], columns):
+        memory = f"{_bar(share)} {peak:>8}" if peak else ""
+        rows.append([count_text(own["parameters"]), forward, *([back] if backward else []), memory])
+    return rows
 
 
 def _sent(value: Mapping[str, Any]) -> str:
@@ -235,18 +272,22 @@ def _lines_of(table: Table, width: int) -> list[str]:
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan alone, without what only the program knows: sizes, flops, and what crosses."""
-    table = Table(box=None, padding=(0, 1))
-    table.add_column("Stage", justify="right")
-    table.add_column("rank", justify="right")
-    table.add_column("modules", overflow="fold")
-    for stage, modules in zip(plan.stages, compressed([list(stage.modules) for stage in plan.stages])):
-        table.add_row(Text(str(stage.index)), Text(str(stage.rank)), Text(", ".join(modules)))
+    """The plan alone, without what only the program knows: sizes, and what crosses."""
+    modules = compressed([list(stage.modules) for stage in plan.stages])
+    data = {
+        **decisions(plan),
+        "stages": [{"index": stage.index, "rank": stage.rank, "modules": names} for stage, names in zip(plan.stages, modules)],
+        **({} if plan.predicted is None else predicted_data(plan, plan.predicted)),
+        **({} if plan.found is None else {"search": plan.found.to_json()}),
+    }
+    warnings = data.get("misfits", []) + list(plan.warnings)
     sections = [
-        [f" graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {place_text(decisions(plan))}"],
-        _fields(_plan_lines({**decisions(plan), "model": {"blocks": []}}), WIDTH),
-        _lines_of(table, WIDTH),
+        [f" graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {place_text(data)}"],
+        _fields([_plan_line(data), *predicted_lines(data)], WIDTH),
+        _lines_of(_stage_table(data), WIDTH),
         _fields(layout_text(plan), WIDTH),
-        _fields([("Warning", line) for line in plan.warnings], WIDTH),
+        communication_lines(data),
+        runners_up(data, WIDTH),
+        _fields([*assumed_lines(data), *(("Warning", line) for line in warnings)], WIDTH),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)

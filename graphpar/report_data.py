@@ -1,7 +1,7 @@
 """What a report says, as plain data: sizes, flops, what crosses, what is computed twice, and the schedule.
 
-The schedule is kept as a table of actions; its timeline and bubble come from the simulator, with each stage's forward
-flops as cost, twice as much backward, and free transfers.
+The schedule is kept as a table of actions; its timeline and bubble come from the simulator, with the predicted seconds of stages and
+transfers. Where nothing could be predicted, a stage costs its forward flops, twice as much backward, and transfers are free.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from graphpar.cluster import Cluster
+from graphpar.errors import GraphparError
 from graphpar.report_sharding import sharding_data
-from graphpar.report_text import compressed
+from graphpar.report_text import bytes_text, compressed
 from graphpar.schedule_table import ActionTable, format_table, forwards, parse_table
-from graphpar.simulation import Timeline, simulate
+from graphpar.simulation import Timeline, Transfers, simulate
 
 if TYPE_CHECKING:
+    from graphpar.cost_models.pricing import Estimate
     from graphpar.passes.split import Boundary, Stage
     from graphpar.plans import Plan
     from graphpar.program import Program
@@ -24,11 +27,12 @@ BACKWARD = 2.0
 """Cost of a backward as a multiple of its forward: two matrix products for each one."""
 
 
-def report_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, Any]:
-    """Everything that the report shows, as plain JSON data; the same inputs give the same data.
+def report_data(program: Program, plan: Plan, stages: Sequence[Stage], predicted: Estimate | None = None) -> dict[str, Any]:
+    """Everything that the report shows but for the search, as plain JSON data; the same inputs give the same data.
 
     Args:
         program: the program for one microbatch (``program.at_batch(plan.microbatch_size)``), which the stages are of.
+        predicted: what the plan takes; by default on its own cluster, or on as many devices of this machine's kind.
     """
     rows = [_stage_data(program, plan, stage) for stage in stages]
     compress = compressed([_shown_modules(program, stage) for stage in stages])
@@ -48,8 +52,9 @@ def report_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[s
         "ties": [_tie_data(group, rows) for group in program.ties],
         "actions": _actions(plan),
         "backward_cost": BACKWARD,
-        "warnings": list(dict.fromkeys((*plan.warnings, *program.warnings))),
+        **_prediction(program, plan, predicted or plan.predicted),
     }
+    data["warnings"] = list(dict.fromkeys((*data.pop("misfits", ()), *plan.warnings, *program.warnings)))
     experts = _expert_data(program, rows)
     if experts is not None:
         data["experts"] = experts
@@ -61,6 +66,42 @@ def report_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[s
     timeline = timeline_of(data)
     data["bubble_fraction"] = round(timeline.bubble, 6)
     data["in_flight"] = list(timeline.peak_in_flight)
+    return data
+
+
+def _prediction(program: Program, plan: Plan, predicted: Estimate | None) -> dict[str, Any]:
+    """What a step takes, or why that can't be said."""
+    from graphpar.passes.planning import lowered_pricing  # imports torch; a report is read without it
+
+    try:
+        if predicted is None:
+            cluster = plan.cluster or Cluster.of_this_machine(plan.mesh.size)
+            pricing, layout = lowered_pricing(program, plan, cluster)
+            predicted = pricing.estimate(layout)
+    except GraphparError as error:
+        return {"predicted": None, "unpriced": str(error)}
+    return predicted_data(plan, predicted)
+
+
+def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
+    """An estimate, what it takes for granted, and by how much it does not fit."""
+    from graphpar.passes.why_not import misfit
+
+    data: dict[str, Any] = {
+        "predicted": predicted.to_json(),
+        "assumed": {
+            "optimizer": "AdamW",
+            "recompute": plan.recompute,
+            "operators": "not fused",
+            "device": predicted.device,
+            "figures": predicted.figures,
+        },
+    }
+    if predicted.missing_bytes > 0:
+        data["misfits"] = [
+            f"This plan {misfit(predicted)} on {predicted.cluster}, {bytes_text(predicted.missing_bytes)} too much. It was taken because "
+            "it was given; leave axes of the mesh to the search, or take other hardware (--cluster)."
+        ]
     return data
 
 
@@ -192,21 +233,27 @@ def _actions(plan: Plan) -> list[str]:
 
 
 def timeline_of(data: Mapping[str, Any]) -> Timeline:
-    """The schedule of a report in time; the unit is flops."""
+    """The schedule of a report in time: in seconds, with transfers; without a prediction in flops, with free transfers."""
     table: ActionTable = parse_table("\n".join(data["actions"]))
-    forward = [float(stage["flops"]) for stage in data["stages"]]
-    return simulate(table, forward, [data["backward_cost"] * cost for cost in forward])
+    if not data.get("predicted"):
+        forward = [float(stage["flops"]) for stage in data["stages"]]
+        return simulate(table, forward, [data["backward_cost"] * cost for cost in forward])
+    stages = data["predicted"]["stages"]
+    costs = [[stage[name] for stage in stages] for name in ("forward_s", "backward_s", "weight_s")]
+    there, back = ([stage[name] for stage in stages[:-1]] for name in ("sent_s", "returned_s"))
+    return simulate(table, *costs, transfers=Transfers(there, back, one_at_a_time=True))
 
 
-def compile_json(
-    program: Program, plan: Plan, stages: Sequence[Stage], seconds: Mapping[str, float], out: str | None
-) -> dict[str, Any]:
-    """The JSON of ``graphpar compile``. Predictions that have no model yet are left out."""
+NO_SEARCH: Mapping[str, Any] = {"considered": 1, "priced": 1, "infeasible": 0, "optimality_gap": None, "alternatives": [], "refused": []}
+"""Of a plan that was given, or whose mesh was."""
+
+
+def compile_json(data: Mapping[str, Any], plan: Plan, seconds: Mapping[str, float], out: str | None) -> dict[str, Any]:
+    """The JSON of ``graphpar compile`` and ``graphpar estimate``, from a report's data."""
     import torch
 
     from graphpar import __version__
 
-    data = report_data(program, plan, stages)
     return {
         "graphpar": __version__,
         "torch": torch.__version__,
@@ -214,7 +261,7 @@ def compile_json(
         "warnings": data["warnings"],
         "model": data["model"],
         "plan": plan.to_json(),
-        "predicted": {"bubble_fraction": data["bubble_fraction"]},
-        "search": {"considered": 1, "priced": 1, "infeasible": 0, "optimality_gap": None, "alternatives": []},
+        "predicted": data["predicted"] or {"bubble_fraction": data["bubble_fraction"]},
+        "search": NO_SEARCH if plan.found is None else plan.found.to_json(),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
     }

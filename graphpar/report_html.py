@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from graphpar.report_charts import COLORS, memory_chart, timeline_svg
 from graphpar.report_data import timeline_of
 from graphpar.report_layout import cost_text, turn_text
-from graphpar.report_text import bytes_text, count_text, flops_text, indices_text, place_text, plural, seconds_text
+from graphpar.report_predicted import (
+    assumed_lines,
+    communication_text,
+    named,
+    parts_text,
+    peak_text,
+    searched_text,
+    stage_columns,
+)
+from graphpar.report_text import (
+    bytes_text,
+    count_text,
+    flops_text,
+    indices_text,
+    place_text,
+    plural,
+    seconds_text,
+    share_text,
+)
 from graphpar.schedule_table import KINDS
-from graphpar.simulation import Span, Timeline
-
-COLORS = {"F": "#3b82c4", "B": "#e08a3c", "I": "#c9a227", "W": "#5a9e6f"}
-LABELLED = 3000
-"""With more actions than this, the timeline is drawn as shapes without labels and tooltips: the page stays small."""
 
 _STYLE = """
 :root { --ink: #1c2733; --soft: #5d6b79; --line: #dfe4e9; --paper: #ffffff; --tint: #f5f7f9; }
@@ -47,16 +61,16 @@ def html(data: Mapping[str, Any]) -> str:
         f"<h1>{name}</h1>",
         f'<div class="soft">graphpar · {data["mode"]} · {data["dtype"]} · {escape(place_text(data))}</div>',
         _facts(data),
+        *(f'<div class="warning">{escape(line)}</div>' for line in data["warnings"]),
         "<h2>Stages</h2>",
         _stages(data),
-        *_sharding(data.get("sharding")),
+        *_runners_up(data),
         "<h2>Schedule</h2>",
         _schedule(data),
+        *_predicted(data),
+        *_sharding(data.get("sharding")),
         _notes(data),
     ]
-    if data["warnings"]:
-        body.append("<h2>Warnings</h2>")
-        body += [f'<div class="warning">{escape(line)}</div>' for line in data["warnings"]]
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name} · graphpar</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
@@ -65,12 +79,19 @@ def html(data: Mapping[str, Any]) -> str:
 
 def _facts(data: Mapping[str, Any]) -> str:
     mesh = " · ".join(f"{axis} {degree}" for axis, degree in data["mesh"].items() if degree > 1) or "1 device"
+    predicted = data.get("predicted")
+    step = [] if predicted is None else [
+        (seconds_text(predicted["step_time_s"]), "a step" if data["mode"] == "train" else "a batch"),
+        (share_text(predicted["mfu"]), "MFU"),
+        (peak_text(predicted), f"peak, {predicted['cluster']}"),
+    ]  # fmt: skip
     facts = [
+        *step,
         (count_text(data["model"]["parameters"]), "parameters"),
         (mesh, "mesh"),
         (data["schedule"], "schedule"),
         (f"{data['microbatches']} x {data['microbatch_size']}", "microbatches x rows"),
-        (f"{data['bubble_fraction']:.1%}", "bubble, simulated"),
+        (share_text(data["bubble_fraction"]), "bubble"),
         (flops_text(sum(stage["flops"] for stage in data["stages"])), "forward of a microbatch"),
     ]
     cells = "".join(f'<div class="fact"><b>{escape(str(value))}</b><span>{what}</span></div>' for value, what in facts)
@@ -81,7 +102,9 @@ def _stages(data: Mapping[str, Any]) -> str:
     most = max(stage["flops"] for stage in data["stages"]) or 1.0
     total = sum(stage["flops"] for stage in data["stages"]) or 1.0
     rows = []
+    times = stage_columns(data["predicted"]) if data.get("predicted") else []
     for stage in data["stages"]:
+        timed = "".join(f'<td class="right">{text}</td>' for text in times[stage["index"]][:3]) if times else ""
         width = 110 * stage["flops"] / most
         sends = "<br>".join(_sent(value) for value in stage["sends"]) or '<span class="soft">the result</span>'
         rows.append(
@@ -91,11 +114,12 @@ def _stages(data: Mapping[str, Any]) -> str:
             f'<span class="soft">{bytes_text(stage["parameter_bytes"])}</span></td>'
             f'<td class="right">{flops_text(stage["flops"])}</td>'
             f'<td style="white-space:nowrap"><span class="bar" style="width:{width:.0f}px"></span> '
-            f"{stage['flops'] / total:.0%}</td><td>{sends}</td></tr>"
+            f"{stage['flops'] / total:.0%}</td>{timed}<td>{sends}</td></tr>"
         )
+    timed = "".join(f'<th class="right">{name}</th>' for name in ("Forward", "Backward", "Memory")) if times else ""
     head = (
         '<tr><th class="right">Stage</th><th class="right">Rank</th><th>Modules</th><th class="right">Parameters</th>'
-        '<th class="right">Forward</th><th>Share</th><th>Sends, a microbatch</th></tr>'
+        f'<th class="right">Work</th><th>Share</th>{timed}<th>Sends, a microbatch</th></tr>'
     )
     return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
 
@@ -106,6 +130,34 @@ def _sent(value: Mapping[str, Any]) -> str:
         notes.append("no gradient")
     shape = "x".join(map(str, value["shape"])) or "scalar"
     return f'<code>{escape(value["name"])}</code> {shape} {value["dtype"]} <span class="soft">{", ".join(notes)}</span>'
+
+
+# ---- what was predicted, and what was not taken ----------------------------------------------------------------
+
+
+def _predicted(data: Mapping[str, Any]) -> list[str]:
+    predicted = data.get("predicted")
+    if predicted is None:
+        return []
+    lines = [f"Step: {parts_text(predicted)}."]
+    if communication := communication_text(predicted):
+        lines.append(f"Communication a step: {communication}.")
+    lines += [f"{label}: {text}." for label, text in assumed_lines(data)]
+    return [*(f'<p class="soft">{escape(line)}</p>' for line in lines), "<h2>Memory</h2>", memory_chart(predicted)]
+
+
+def _runners_up(data: Mapping[str, Any]) -> list[str]:
+    search = data.get("search")
+    if not search:
+        return []
+    step = data["predicted"]["step_time_s"]
+    rows = []
+    for other in search["alternatives"]:
+        texts = (*named(other), seconds_text(other["step_time_s"]), f"{other['step_time_s'] / step - 1:+.1%}", other["why_not"])
+        rows.append(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("Mesh", "Schedule", "A step", "", "Why not"))
+    table = f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>' if rows else ""
+    return ["<h2>Runners-up</h2>", f'<p class="soft">{escape(searched_text(search))}.</p>', table]
 
 
 # ---- cut operators ---------------------------------------------------------------------------------------------
@@ -157,53 +209,16 @@ def _schedule(data: Mapping[str, Any]) -> str:
     key = "".join(f'<span class="key" style="background:{COLORS[kind]}"></span>{KINDS[kind][1]}' for kind in kinds)
     held = " · ".join(f"rank {rank}: {peak}" for rank, peak in enumerate(data["in_flight"][:16]))
     more = " · …" if len(data["in_flight"]) > 16 else ""
+    costs = "Simulated with the predicted seconds of stages and of transfers between them."
+    if not data.get("predicted"):
+        costs = (
+            f"Simulated with each stage's forward flops as cost, {data['backward_cost']:g} times as much backward, and free transfers."
+        )
     return (
-        f'<div class="scroll">{_svg(timeline, len(data["stages"]) > data["devices"])}</div>'
+        f'<div class="scroll">{timeline_svg(timeline, len(data["stages"]) > data["mesh"]["pp"], bool(data.get("predicted")))}</div>'
         f'<div class="soft">{key}</div>'
-        '<p class="soft">Simulated with each stage\'s forward flops as cost, '
-        f"{data['backward_cost']:g} times as much backward, and free transfers. "
-        f"Microbatch activations alive at once, at most: {held}{more}.</p>"
+        f'<p class="soft">{costs} Microbatch activations alive at once, at most: {held}{more}.</p>'
     )
-
-
-def _svg(timeline: Timeline, several: bool, left: int = 58, height: int = 22, gap: int = 5) -> str:
-    count = sum(len(row) for row in timeline.spans)
-    longest = max(len(row) for row in timeline.spans)
-    width = max(900, min(longest * (26 if count <= LABELLED else 8), 6000))
-    scale = (width - left - 4) / (timeline.makespan or 1.0)
-    shapes = []
-    for rank, row in enumerate(timeline.spans):
-        top = rank * (height + gap)
-        shapes.append(f'<text class="axis" x="0" y="{top + height - 7}">rank {rank}</text>')
-        if count <= LABELLED:
-            shapes += [_box(span, top, left, scale, height, several) for span in row]
-        else:
-            shapes += _paths(row, top, left, scale, height)
-    tall = len(timeline.spans) * (height + gap)
-    return f'<svg viewBox="0 0 {width} {tall}" width="{width}" height="{tall}" role="img">{"".join(shapes)}</svg>'
-
-
-def _box(span: Span, top: int, left: int, scale: float, height: int, several: bool) -> str:
-    x, wide = left + span.start * scale, max((span.end - span.start) * scale - 1, 0.5)
-    action = span.action
-    label = f"{action.stage}{action.kind}{action.microbatch}" if several else f"{action.kind}{action.microbatch}"
-    text = ""
-    if wide > 6.5 * len(label) + 2:
-        text = f'<text x="{x + wide / 2:.1f}" y="{top + height - 7}" text-anchor="middle" fill="#fff">{label}</text>'
-    tip = f"stage {action.stage}, {KINDS[action.kind][1]} of microbatch {action.microbatch}"
-    return (
-        f'<g><title>{tip}</title><rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{height}" rx="2" '
-        f'fill="{COLORS[action.kind]}"/>{text}</g>'
-    )
-
-
-def _paths(row: Sequence[Span], top: int, left: int, scale: float, height: int) -> list[str]:
-    """One shape for each kind of action of a rank."""
-    outlines: dict[str, list[str]] = {}
-    for span in row:
-        x, wide = left + span.start * scale, (span.end - span.start) * scale
-        outlines.setdefault(span.action.kind, []).append(f"M{x:.1f} {top}h{max(wide - 0.4, 0.4):.1f}v{height}H{x:.1f}z")
-    return [f'<path fill="{COLORS[kind]}" d="{"".join(outlines[kind])}"/>' for kind in COLORS if kind in outlines]
 
 
 def _notes(data: Mapping[str, Any]) -> str:

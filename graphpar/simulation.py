@@ -282,15 +282,16 @@ def draw(timeline: Timeline, width: int = 100) -> list[str]:
     """A line a rank, time from left to right: ``rank 0  F0 F1 .. .. B0 -- B1 --``.
 
     ``..`` is idle, ``--`` the rest of a longer action. Columns are as long as the shortest action, or a quarter of
-    the longest if that is more, so that times are approximate and the order is exact. The stage is named where a
-    rank has more than one. Wider than ``width``, the middle is left out (``…``), at the same time on every rank;
-    the first and last column always stay.
+    the longest if that is more, so that times are approximate and the order is exact. Of columns in which all ranks
+    wait, one after the other, the first alone is drawn. The stage is named where a rank has more than one. Wider
+    than ``width``, the middle is left out (``…``), at the same time on every rank; the first and last column always
+    stay.
     """
     assert timeline.spans or timeline.makespan == 0, "a timeline without spans can't be drawn"
     lengths = [span.end - span.start for row in timeline.spans for span in row if span.end > span.start]
     quantum = max(min(lengths), max(lengths) / 4) if lengths else 1.0
     several = any(len({span.action.stage for span in row}) > 1 for row in timeline.spans)
-    lines = [_columns(row, quantum, several) for row in timeline.spans]
+    lines = _without_long_waits([_columns(row, quantum, several) for row in timeline.spans])
     total = max((len(line) for line in lines), default=0)
     column = max((len(label) for line in lines for label in line), default=2)
     names = [f"rank {rank}" for rank in range(len(lines))]
@@ -301,10 +302,17 @@ def draw(timeline: Timeline, width: int = 100) -> list[str]:
     head, tail = (room // 2, (room - 1) // 2) if cut else (total, 0)
     drawing = []
     for name, line in zip(names, lines):
-        padded = line + [".."] * (total - len(line))
-        shown = padded[:head] + (["…", *padded[total - tail :]] if cut else [])
+        shown = line[:head] + (["…", *line[total - tail :]] if cut else [])
         drawing.append((name.ljust(margin) + "".join(" " + label.ljust(column) for label in shown)).rstrip())
     return drawing
+
+
+def _without_long_waits(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    total = max(map(len, lines), default=0)
+    padded = [[*line, *[".."] * (total - len(line))] for line in lines]
+    waits = [all(line[column] == ".." for line in padded) for column in range(total)]
+    kept = [column for column in range(total) if not (waits[column] and column and waits[column - 1])]
+    return [[line[column] for column in kept] for line in padded]
 
 
 def _columns(row: Sequence[Span], quantum: float, several: bool) -> list[str]:

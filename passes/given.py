@@ -74,7 +74,7 @@ def check_model(program: Program, plan: Plan) -> None:
     if plan.model == program.name and planned == there:
         return
     differences = [
-        f"{what} {_names(names)}"
+        f"{what} {_names(names, planned & there)}"
         for what, names in (("only the plan has", planned - there), ("only the program has", there - planned))
         if names
     ]
@@ -88,8 +88,9 @@ def check_model(program: Program, plan: Plan) -> None:
     )
 
 
-def _names(names: Collection[str]) -> str:
-    return listed(compressed([sorted(names, key=_natural)])[0], _NAMED)
+def _names(names: Collection[str], others: Collection[str]) -> str:
+    """``names`` as few, where none of the ``others`` is among what they stand for."""
+    return listed(compressed([sorted(names, key=_natural), sorted(others)])[0], _NAMED)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -11,7 +11,7 @@ priced in the order of their bounds until the bound is above what was found, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -116,7 +116,7 @@ class Found:
     """What a search gives.
 
     ``alternatives``: the best of each other mesh among the fastest, and those nearest to fit where ``best`` is None.
-    ``misfits``: those that would be faster than ``best`` on meshes on which nothing fits, the fastest of each.
+    ``misfits``: those that would be faster than ``best`` on meshes on which nothing fits, the nearest to fit of each.
     ``priced``: how many candidates the simulator ran; ``infeasible``: how many are illegal or don't fit.
     """
 
@@ -393,21 +393,33 @@ class Planner:
         nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))
         return Found(
             best=ranked[0] if ranked else None,
-            alternatives=tuple((ranked[1:] if ranked else nearest)[: self.shown]),
+            alternatives=tuple(ranked[1 : self.shown + 1] if ranked else nearest[: max(1, self.shown)]),
             considered=len(candidates) + impossible,
             priced=priced_count,
             infeasible=impossible + len(misfits) + len(hopeless),
             refused=tuple(self.refused),
-            misfits=_fastest([each for each in misfits if ranked and each.candidate.mesh not in best and each.rank_key < ranked[0].rank_key])[: self.shown],
+            misfits=self._faster(ranked[0], best, misfits, hopeless) if ranked else (),
         )
 
+    def _faster(
+        self, chosen: Priced, fitting: Collection[Mesh], misfits: Sequence[Priced], hopeless: Sequence[Candidate]
+    ) -> tuple[Priced, ...]:
+        """On meshes on which nothing fits, what is nearest to fit of those faster than ``chosen``."""
+        smallest: dict[Mesh, Candidate] = {}
+        for candidate in sorted(hopeless, key=lambda candidate: (self._least_bytes(candidate), candidate.key)):
+            if candidate.mesh not in fitting and candidate.bound < chosen.estimate.step_time_s:
+                smallest.setdefault(candidate.mesh, candidate)
+        first = sorted(smallest.values(), key=lambda candidate: (candidate.bound, candidate.key))[: self.shown]
+        others = [each for each in misfits if each.candidate.mesh not in fitting] + [self.price(candidate) for candidate in first]
+        return _nearest([each for each in others if each.rank_key < chosen.rank_key])[: self.shown]
 
-def _fastest(found: Sequence[Priced]) -> tuple[Priced, ...]:
-    """The fastest of each mesh, the fastest first."""
+
+def _nearest(found: Sequence[Priced]) -> tuple[Priced, ...]:
+    """The one of each mesh that is nearest to fit, the fastest first."""
     by_mesh: dict[Mesh, Priced] = {}
-    for each in sorted(found, key=lambda each: each.rank_key):
+    for each in sorted(found, key=lambda each: (each.missing, each.rank_key)):
         by_mesh.setdefault(each.candidate.mesh, each)
-    return tuple(by_mesh.values())
+    return tuple(sorted(by_mesh.values(), key=lambda each: each.rank_key))
 
 
 def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:

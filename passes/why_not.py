@@ -63,8 +63,8 @@ def _rate(estimate: Estimate) -> float:
 
 
 def _compute(best: Estimate, other: Estimate, part: str) -> str:
-    rates = f", at {share_text(_rate(other))} of the peak, not {share_text(_rate(best))}" if _rate(other) < 0.99 * _rate(best) else ""
-    return f"computes for {seconds_text(other.compute_s)}, not {seconds_text(best.compute_s)}{rates}"
+    rates = f": {share_text(_rate(other))} of the peak, not {share_text(_rate(best))}" if _rate(other) < 0.99 * _rate(best) else ""
+    return f"computes {seconds_text(other.compute_s)}, not {seconds_text(best.compute_s)}{rates}"
 
 
 def _host(best: Estimate, other: Estimate, part: str) -> str:
@@ -77,7 +77,8 @@ def _uneven(best: Estimate, other: Estimate, part: str) -> str:
 
 def _bubble(best: Estimate, other: Estimate, part: str) -> str:
     shares = [estimate.parts_s.get("bubble", 0.0) / estimate.step_time_s for estimate in (other, best)]
-    return f"bubble of {seconds_text(other.parts_s['bubble'])}: {share_text(shares[0])} of the step, not {share_text(shares[1])}"
+    against = f", not {share_text(shares[1])}" if shares[1] else ""
+    return f"bubble of {seconds_text(other.parts_s['bubble'])}: {share_text(shares[0])} of the step{against}"
 
 
 def _transfers(best: Estimate, other: Estimate, part: str) -> str:

@@ -1,8 +1,9 @@
 """``codegen``: the emitted package, file by file.
 
-    stages, blocks, plan ──► plan.json  blocks.py  stage_0.py …  train.py  report.html  (constants beside them)
+    stages, blocks, plan ──► plan.json  blocks.py  stage_0.py …  train.py  report.html  (search.json, constants beside them)
 
-The text depends on the program and the plan alone, byte for byte.
+The text depends on the program and the plan alone, byte for byte; but ``search.json``, which is there where the plan was searched,
+and ``report.html`` tell of the plans that were not taken, too.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ _PARAMETERS = '''def parameters(dtype: torch.dtype = torch.float32, **shapes: tu
 
 @dataclass(frozen=True)
 class Package:
-    """The text of each file by name, and the tensors of ``constants.safetensors``."""
+    """The text of each file by name, the tensors of ``constants.safetensors``, and what the report says."""
 
     files: dict[str, str]
     constants: dict[str, Tensor]
+    report: dict[str, Any]
 
 
 def emit_package(program: Program, plan: Plan, stages: Sequence[Stage], model_file: str | None = None) -> Package:
@@ -77,12 +79,15 @@ def emit_package(program: Program, plan: Plan, stages: Sequence[Stage], model_fi
     }
     files["plan.json"] = json.dumps(record, indent=1) + "\n"
     files["train.py"] = train_script(program, plan, shown)
-    files["report.html"] = html(data)
+    search = {} if plan.found is None else {"search": plan.found.to_json()}
+    if search:
+        files["search.json"] = json.dumps(search["search"], indent=1) + "\n"
+    files["report.html"] = html(data | search)
     wanted = {name for infos in tensors for name, info in infos.items() if not info.persistent}
     wanted |= {
         name for paths in instances for path in paths for name in program.constants if name.startswith(f"{path}.")
     }
-    return Package(files, {name: value for name, value in program.constants.items() if name in wanted})
+    return Package(files, {name: value for name, value in program.constants.items() if name in wanted}, data)
 
 
 def stage_contents(
