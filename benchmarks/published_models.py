@@ -1,6 +1,6 @@
 """The models of published runs as plain modules, built from their dims alone.
 
-    Shape(hidden, heads, ...) ──GPT(shape, layers)──► tokens -> blocks -> norm -> head, and loss_fn
+    Shape(hidden, heads, ...) ──GPT(shape, layers)──► tokens -> blocks -> norm -> head
 
 Products are merged as in Megatron-LM: one for q, k and v, one for the gate and the feed-forward part. Attention is one kernel
 (``flash``), or its scores are there as a tensor: scaled, masked and made to shares by one kernel (``softmax``), or by three
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from benchmarks.published_kernels import dropped
 
 ATTENTIONS = ("flash", "softmax", "composed")
 
@@ -50,6 +52,7 @@ class Shape:
         biases: of the products of a block.
         attention: of :data:`ATTENTIONS`.
         dropout: of the shares (where they are there), of what a block adds, and of the embedding.
+        loss: of :data:`benchmarks.published_kernels.LOSSES`.
     """
 
     hidden: int
@@ -69,6 +72,7 @@ class Shape:
     latent: Latent | None = None
     attention: str = "flash"
     dropout: float = 0.0
+    loss: str = "plain"
 
 
 class ComposedNorm(nn.Module):
@@ -88,7 +92,7 @@ def _norm(shape: Shape, width: int | None = None) -> nn.Module:
     width = width or shape.hidden
     if shape.composed_norm:
         return ComposedNorm(width)
-    return nn.RMSNorm(width, eps=1e-5) if shape.rms else nn.LayerNorm(width)
+    return nn.LayerNorm(width, bias=not shape.rms)  # a kernel of RMSNorm keeps and moves what one of LayerNorm does
 
 
 def turning(seq: int, dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -118,7 +122,7 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2) for part in self.qkv(x).split(self.sizes, -1))
         if cos is not None and sin is not None:
             q, k = turned(q, cos, sin), turned(k, cos, sin)
-        projected: Tensor = self.out(mixed(self.shape, q, k, v, self.training).transpose(1, 2).flatten(2))
+        projected: Tensor = self.out(mixed(self.shape, q, k, v).transpose(1, 2).flatten(2))
         return projected
 
 
@@ -148,11 +152,11 @@ class LatentAttention(nn.Module):
             q_turned, key = turned(q_turned, cos, sin), turned(key, cos, sin)
         k = torch.cat([plain, key.expand(-1, heads[1], -1, -1)], dim=-1)
         q = torch.cat([q_plain, q_turned], dim=-1)
-        projected: Tensor = self.out(mixed(self.shape, q, k, v, self.training).transpose(1, 2).flatten(2))
+        projected: Tensor = self.out(mixed(self.shape, q, k, v).transpose(1, 2).flatten(2))
         return projected
 
 
-def mixed(shape: Shape, q: Tensor, k: Tensor, v: Tensor, training: bool) -> Tensor:
+def mixed(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: q [b, h, s, d], k [b, g, s, d], v [b, g, s, e] -> [b, h, s, e]"""
     if shape.attention == "flash":
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.size(1) < q.size(1))
@@ -160,7 +164,7 @@ def mixed(shape: Shape, q: Tensor, k: Tensor, v: Tensor, training: bool) -> Tens
     if shape.attention == "composed":
         future = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).triu(1)
         scores = (scores * q.size(-1) ** -0.5).masked_fill(future, -10000.0)
-    return F.dropout(scores.softmax(-1), shape.dropout, training) @ v
+    return dropped(scores.softmax(-1), shape.dropout) @ v
 
 
 class MLP(nn.Module):
@@ -218,8 +222,8 @@ class Block(nn.Module):
         self.dropout = shape.dropout
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        x = x + F.dropout(self.attention(self.norm1(x), cos, sin), self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+        x = x + dropped(self.attention(self.norm1(x), cos, sin), self.dropout)
+        return x + dropped(self.mlp(self.norm2(x)), self.dropout)
 
 
 class GPT(nn.Module):
@@ -241,12 +245,9 @@ class GPT(nn.Module):
             x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
         width = shape.head_dim if shape.latent is None else shape.latent.rotary
         cos, sin = turning(shape.seq, width, x.device, x.dtype) if shape.rotary else (None, None)
-        x = F.dropout(x, shape.dropout, self.training)
+        x = dropped(x, shape.dropout)
         for block in self.blocks:
             x = block(x, cos, sin)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
-
-def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())

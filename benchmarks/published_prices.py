@@ -101,11 +101,11 @@ def execution_of(row: Row) -> Execution:
 
 
 def _cluster(row: Row) -> Cluster:
-    """With half the rates of attention where it was the first FlashAttention."""
-    if not row.habits.first_flash:
-        return row.cluster
-    forward, backward = row.cluster.device.attention_efficiency
-    return replace(row.cluster, device=replace(row.cluster.device, attention_efficiency=(forward / 2, backward / 2)))
+    """With the rates of the attention that ran."""
+    device = row.cluster.device
+    rate = next((rate for part, rate in row.habits.attention_rates.items() if part in device.name), 1.0)
+    forward, backward = (min(1.0, rate * share) for share in device.attention_efficiency)
+    return replace(row.cluster, device=replace(device, attention_efficiency=(forward, backward)))
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def layout_of(row: Row) -> Layout:
         [stage.weight_s for stage in found],
         Transfers([0.0] * (pp - 1), [0.0] * (pp - 1)),
     )
-    return replace(named, schedule=row.schedule, order=order_of(_automatic(row, costs)))
+    return replace(named, schedule=row.schedule, order=order_of(_automatic(row, costs, 1.0)))  # Pricing counts activations as whole until W
 
 
 def few(pp: int, microbatches: int) -> ActionTable:
@@ -152,9 +152,8 @@ def few(pp: int, microbatches: int) -> ActionTable:
     return parse_table("\n".join(rows))
 
 
-def _automatic(row: Row, costs: StageCosts) -> ActionTable:
-    """For as many activations as the memory holds that are there until W, which is how :class:`Pricing` counts them."""
-    return automatic(row.microbatches, costs, row.degrees["pp"] * AUTOMATIC[row.schedule])
+def _automatic(row: Row, costs: StageCosts, for_weight: float) -> ActionTable:
+    return automatic(row.microbatches, costs, row.degrees["pp"] * AUTOMATIC[row.schedule], for_weight)
 
 
 # ---- bubbles ---------------------------------------------------------------------------------------------------
@@ -179,7 +178,8 @@ def _bubble(row: Row, profile: Profile) -> float:
 
 def _order(row: Row, costs: StageCosts) -> Order | ActionTable:
     if row.schedule in AUTOMATIC:
-        return _automatic(row, costs)
+        # of 34 + 5 a s / h bytes of a value that a layer keeps, 32 stay for the weights (arXiv 2401.10241, section 2.3)
+        return _automatic(row, costs, 32 / (34 + 5 * row.shape.heads * row.shape.seq / row.shape.hidden))
     if row.schedule == "1F1B" and row.microbatches < row.degrees["pp"]:
         return few(row.degrees["pp"], row.microbatches)
     return action_table(row.schedule, row.degrees["pp"], row.stages_per_rank, row.microbatches)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_models import Experts, Latent, Shape
-from benchmarks.published_sources import SOURCES, Habits
+from benchmarks.published_sources import FIRST_FLASH, SOURCES, Habits
 from graphpar.cluster import Cluster
 from graphpar.cost_models.devices import Link, device_named
 from graphpar.errors import GraphparError
@@ -123,6 +123,7 @@ def read(row: Mapping[str, Any]) -> Row:
     schedule, per_rank = _schedule(row, assumed)
     dtype, products = _dtypes(row["precision"], assumed)
     zero = int(parallel["zero"])
+    habits = replace(habits, gradient_bytes=habits.gradient_bytes or (2 if dtype == "fp16" else 4))
     return Row(
         id=row["id"],
         source=row["source"],
@@ -219,6 +220,7 @@ def _shape(row: Mapping[str, Any], habits: Habits) -> Shape:
         latent=latent,
         attention=habits.attention,
         dropout=0.0 if gated else habits.dropout,
+        loss=habits.loss,
         composed_norm=options.get("kernel") is not None and "RMS" not in options["kernel"],
     )
 
@@ -228,7 +230,7 @@ def _with_options(habits: Habits, options: Mapping[str, Any]) -> Habits:
     kernel = options.get("kernel")
     if kernel is not None:
         attention = {"torch": "composed", "fused": "softmax"}.get(kernel, "flash")
-        habits = replace(habits, attention=attention, first_flash="v1" in kernel)
+        habits = replace(habits, attention=attention, attention_rates=FIRST_FLASH if "v1" in kernel else {})
     if "compile" in options:
         habits = replace(habits, fused=options["compile"], overlap_tp=bool(options.get("async_tp")))
     if options.get("fsdp_mixed") == "PURE":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,15 @@ class Habits:
 
     Attributes:
         attention: of :data:`benchmarks.published_models.ATTENTIONS`.
-        first_flash: the first FlashAttention, which takes twice the time of the second (arXiv 2307.08691, abstract).
+        attention_rates: the rate of its fused attention over that of FlashAttention-2, by a part of the device's name: the first
+            FlashAttention has a half (arXiv 2307.08691, abstract), later kernels on Hopper 1.6 (arXiv 2407.08608, abstract).
         dropout: of the scores (where they are there), of what a block adds, and of the embedding.
         biases: of the products of a block.
+        loss: of :data:`benchmarks.published_kernels.LOSSES`.
         tied: the head is the embedding's weight.
         vocab: where the row has none.
         fused: elementwise chains are one kernel each.
-        gradient_bytes: of an element in which gradients are summed.
+        gradient_bytes: of an element in which gradients are summed; None: 2 with fp16, 4 with bf16, as Megatron-LM and DeepSpeed do.
         overlap_gradients: their sums run beside the backward.
         prefetch: divided parameters are gathered ahead.
         overlap_tp: collectives of tp are cut into as many pieces as there are ranks, of which all but the first are hidden.
@@ -33,13 +35,14 @@ class Habits:
     """
 
     attention: str = "flash"
-    first_flash: bool = False
+    attention_rates: Mapping[str, float] = field(default_factory=dict)
     dropout: float = 0.0
     biases: bool = False
+    loss: str = "plain"
     tied: bool = False
     vocab: int = 51200
     fused: bool = True
-    gradient_bytes: int = 4
+    gradient_bytes: int | None = None
     overlap_gradients: bool = True
     prefetch: bool = True
     overlap_tp: bool = False
@@ -48,10 +51,13 @@ class Habits:
 
 
 _MEGATRON = Habits(  # Megatron-LM of 2020 to 2022: fused softmax, bias + GELU, bias + dropout + add; no overlap of gradients
-    attention="softmax", dropout=0.1, biases=True, tied=True, gradient_bytes=2, overlap_gradients=False,
+    attention="softmax", dropout=0.1, biases=True, tied=True, loss="megatron", overlap_gradients=False,
 )  # fmt: skip
-_MEGATRON_DEEPSPEED = replace(_MEGATRON)  # the same model code; with fp16 gradients are summed in fp16
-_CORE = Habits(biases=False, overlap_gradients=True)  # Megatron Core: flash attention, fp32 main gradients
+_MEGATRON_DEEPSPEED = replace(_MEGATRON, prefetch=False)  # the same model code; parameters are gathered after the optimizer
+FIRST_FLASH = {"": 0.5}
+_LATER_KERNELS = {"H100": 1.6, "B200": 1.6, "B300": 1.6, "GB": 1.6}
+# Megatron Core with Transformer Engine: cuDNN's attention, fp32 main gradients
+_CORE = Habits(attention_rates=_LATER_KERNELS, loss="megatron")
 _FSDP = Habits(fused=False)
 
 SOURCES: Mapping[str, Habits] = {
@@ -66,8 +72,9 @@ SOURCES: Mapping[str, Habits] = {
     "bigscience_tr11": replace(_MEGATRON_DEEPSPEED, dropout=0.0, node_gbps=50),
     # a fork of Megatron-LM of 2023, by default without flash attention
     "zero_bubble": _MEGATRON,
-    # Llama without biases in a framework of their own; no kernel for RMSNorm (but where a row says so), SwiGLU and rotary
-    "hagemann_layouts": Habits(fused=False, overlap_gradients=False),
+    # a framework of its own; no kernel for RMSNorm (but where a row says so), SwiGLU and rotary; gradients of 16 bits: with those of 32
+    # 13B could not have run on one device
+    "hagemann_layouts": Habits(fused=False, gradient_bytes=2, overlap_gradients=False, prefetch=False),
     "megascale": replace(_CORE, biases=True, tied=True, overlap_gradients=False),
     "megatron_readme_h100": replace(_CORE, biases=True, tied=True, overlap_tp=True),
     "megatron_bridge": replace(_CORE, overlap_tp=True),
@@ -78,12 +85,13 @@ SOURCES: Mapping[str, Habits] = {
     "megatron_ci": replace(_CORE, biases=True, vocab=50304, dropout=0.1, overlap_gradients=False),
     # four 100 Gb/s RoCE a node
     "internevo": Habits(gradient_bytes=2, node_gbps=50),
-    "llm_foundry": replace(_FSDP, tied=True),
+    # no kernel is named; at 64k tokens a row both kinds of devices reach what the first FlashAttention did
+    "llm_foundry": replace(_FSDP, tied=True, loss="kernel", attention_rates=FIRST_FLASH),
     "torchtitan": Habits(fused=True),
     # 2 Tb/s RoCE a node
     "fsdp_paper": replace(_FSDP, attention="softmax", biases=True, dropout=0.1, node_gbps=250),
     "colossalai": Habits(),
-    "alpa_readme": Habits(attention="softmax", biases=True, tied=True, gradient_bytes=2, overlap_gradients=False),
+    "alpa_readme": Habits(attention="softmax", biases=True, tied=True, overlap_gradients=False),
     "primus_pp": Habits(),
 }
 

@@ -109,13 +109,27 @@ class Compute:
         if not len(tables.product_times):
             return np.zeros(0)
         matrices, m, n, k = (_at(tables.products[:, place], batch) for place in range(4))
-        rate = np.array([self.rate(size) for size in tables.itemsizes]) * self.device.matrix_efficiency
-        seconds = self._tiled(matrices, m, n, k, rate)
-        moved = matrices * (m * k + k * n + m * n) * tables.itemsizes / (self.device.memory_bytes_per_s * self.device.memory_efficiency)
-        return self._with_launch(np.maximum(seconds, moved))
+        peaks = np.array([self.rate(size) for size in tables.itemsizes])
+        half = self.device.half_reduction * peaks / np.array([self.rate_16(size) for size in tables.itemsizes])
+        seconds = self._tiled(matrices, m, n, k, peaks * self.device.matrix_efficiency, half)
+        bandwidth = self.device.memory_bytes_per_s * self.device.memory_efficiency
+        moved = matrices * (m * k + k * n + m * n) * tables.itemsizes / bandwidth
+        cast = np.where(tables.itemsizes == 2, self._casts(tables), 0.0) * matrices * m * k / bandwidth
+        return self._with_launch(np.maximum(seconds, moved) + cast)
 
-    def _tiled(self, matrices: Array, m: Array, n: Array, k: Array, rate: Array) -> Array:
-        half = self.device.half_reduction
+    def _casts(self, tables: _Tables) -> Array:
+        """Bytes an element of what a product of 8 bits takes: it is read in 16 bits and written in 8 as it is and transposed, which the
+        backward by weight finds."""
+        return np.where((self.dtype == "fp8") & (tables.product_phases != Phase.WEIGHT), 4.0, 0.0)
+
+    def rate_16(self, itemsize: int) -> float:
+        """As :meth:`rate`, of what is never done in 8 bits."""
+        if itemsize == 2 and self.dtype == "fp8":
+            return self.device.peak("bf16")
+        return self.rate(itemsize)
+
+    def _tiled(self, matrices: Array, m: Array, n: Array, k: Array, rate: Array, half: Array) -> Array:
+        """``half``: the device's ``half_reduction`` is a time, so it is longer where the rate is higher than that of 16 bits."""
         if self.device.compute_units is None:
             return np.asarray(2 * matrices * m * n * (k + half) / rate)
         units = self.device.compute_units
@@ -136,7 +150,7 @@ class Compute:
         width, causal, backward = tables.attention_width, tables.attention_causal, tables.attention_backward
         flops = 4.0 * heads * queries * keys * width * np.where(causal, 0.5, 1.0) * np.where(backward, ATTENTION_BACKWARD, 1.0)
         forward_share, backward_share = self.device.attention_efficiency
-        rate = np.array([self.rate(size) for size in tables.attention_itemsizes]) * np.where(backward, backward_share, forward_share)
+        rate = np.array([self.rate_16(size) for size in tables.attention_itemsizes]) * np.where(backward, backward_share, forward_share)
         if self.device.kind == "cpu":  # a core has no tiles to fill
             return self._with_launch(flops / rate)
         shape = keys / (keys + np.where(causal, 2 * HALF_ROW, HALF_ROW)) * width / (width + HALF_WIDTH) * (128 + HALF_WIDTH) / 128

@@ -12,13 +12,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from graphpar.errors import GraphparError, near_match
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 KINDS = ("gpu", "cpu")
-_Figure = TypeVar("_Figure", int, float)
+_Figure = TypeVar("_Figure")
 
 
 def check_number(name: str, value: Any, *, whole: bool = False, zero: bool = False) -> None:
@@ -169,11 +169,40 @@ _ASSUMED = "assumed"
 _MEASURED = f"best large bf16 product over peak, {_SPEC}"
 _LATENCIES = "inside: smallest all-reduces of 8 H200 over ring steps, same place; between: two nodes of A100, H100, B200"
 
-_GPU_LAUNCH = 4e-6  # assumed: a small kernel with the gap before it
-_GPU_DISPATCH = 6e-6  # assumed: PyTorch's own work for an operator
-_HALF_REDUCTION = 150.0  # assumed
+_GPU_LAUNCH = 5e-6  # assumed: a small kernel with the gap before it
 _COMPUTE_UNITS = {"V100": 80, "A100": 108, "A800": 108, "H": 132, "B": 148, "GB": 152, "MI300X": 304, "L40S": 142}
-_EFFICIENCY = 0.8  # assumed where nobody measured
+
+
+class _Reached(NamedTuple):
+    """What training programs reach of a generation's peaks: ``matrix_efficiency``, ``half_reduction``, ``memory_efficiency``,
+    ``attention_efficiency`` and ``dispatch_s`` of :class:`Device`, and where that is from."""
+
+    matrix: float
+    half: float
+    memory: float
+    attention: tuple[float, float]
+    dispatch: float
+    source: str
+
+
+_FIT = "least squares over the logarithms of step times that benchmarks/published.py reads"
+_PAPER = "attention: figures 5 to 7 of FlashAttention-2 (arXiv 2307.08691)"
+_REACHED = {
+    "A": _Reached(
+        0.79, 163.0, 0.534, (0.66, 0.60), 57e-6,
+        f"{_FIT}: vtrain_single (which alone is bound by its hosts), llm_foundry, zero_bubble, korthikanti; {_PAPER}",
+    ),
+    "H": _Reached(
+        0.60, 120.0, 0.78, (0.40, 0.32), 57e-6,
+        f"{_FIT}: llm_foundry, megatron_bridge, nemo_2407, nemo_longseq; dispatch: as A100; {_PAPER}",
+    ),
+    "B": (_BLACKWELL := _Reached(
+        0.55, 120.0, 0.78, (0.35, 0.28), 57e-6,
+        f"products: {_FIT}: megatron_bridge, whose step times are of clocks that fall under load; all else: as H100, attention assumed",
+    )),
+    "GB": _BLACKWELL,
+}  # fmt: skip
+_UNKNOWN = _Reached(0.8, 150.0, 0.7, (0.5, 0.4), 57e-6, "assumed; dispatch: as A100")
 _RING = 0.8  # assumed where nobody measured
 _RINGS = {"A": 0.78, "H800": 0.8, "H": 0.82, "B": 0.76, "GB": 0.76, "MI300X": 0.7}
 """What rings reach inside a node: all-reduces of 8 A100, 8 H200, 4 B200 and 4 GB300, 8 MI300X; 160 of 200 GB/s on H800 (DeepSeek-V3)."""
@@ -199,11 +228,15 @@ def _gpu(
     inside: float,
     between: float,
     sources: Mapping[str, str],
-    efficiency: float = _EFFICIENCY,
+    efficiency: float | None = None,
     pair: float | None = None,
     per_node: int = 8,
 ) -> Device:
-    """A row: 1e12 flop/s, bytes, TB/s, and GB/s of one device in one direction inside a node and between nodes."""
+    """A row: 1e12 flop/s, bytes, TB/s, and GB/s of one device in one direction inside a node and between nodes.
+
+    ``efficiency``: what large products reach, where that is known and no training program was fitted.
+    """
+    reached = _of_kind(_REACHED, name) or _UNKNOWN
     return Device(
         name,
         "gpu",
@@ -211,14 +244,16 @@ def _gpu(
         memory,
         memory_tbps * 1e12,
         _GPU_LAUNCH,
-        efficiency,
+        efficiency or reached.matrix,
         Link(_INSIDE_S, inside * 1e9, None if pair is None else pair * 1e9, _of_kind(_RINGS, name) or _RING, _of_kind(_IN_SWITCH, name)),
         Link(_BETWEEN_S, between * 1e9, efficiency=_ADAPTERS),
         per_node,
-        half_reduction=_HALF_REDUCTION,
+        half_reduction=reached.half,
         compute_units=_of_kind(_COMPUTE_UNITS, name),
-        dispatch_s=_GPU_DISPATCH,
-        sources={"efficiency": _MEASURED, "latency": _LATENCIES, "launch": _ASSUMED, **sources},
+        attention_efficiency=reached.attention,
+        memory_efficiency=reached.memory,
+        dispatch_s=reached.dispatch,
+        sources={"efficiency": _MEASURED if efficiency else reached.source, "latency": _LATENCIES, "launch": _ASSUMED, **sources},
     )
 
 
@@ -250,7 +285,7 @@ _ROWS = (
     _gpu("V100-SXM2-32GB", {"fp32": 15.7, "fp16": 125}, usable(32), 0.9, 150, 6.25, _VOLTA_SOURCES),
     _gpu(
         "A100-SXM-80GB", _AMPERE, usable(80), 2.0, 300, 25,
-        {**_SPEC_SOURCES, "links": f"{_NETWORK}; between: eight 200 Gb/s adapters a node, text of Korthikanti et al."}, 0.869,
+        {**_SPEC_SOURCES, "links": f"{_NETWORK}; between: eight 200 Gb/s adapters a node, text of Korthikanti et al."},
     ),
     _gpu(
         "A100-SXM-40GB", _AMPERE, usable(40), 1.555, 300, 25,
@@ -258,21 +293,18 @@ _ROWS = (
             "flops": _SPEC,
             "memory": f"size: {_SPEC}; bandwidth: {_VENDOR}",
             "links": f"inside: {_NETWORK}; between: as A100-SXM-80GB",
-            "efficiency": _AS_A100,
         },
-        0.869,
     ),
     _gpu(
         "A800-80GB", _AMPERE, usable(80), 2.0, 200, 25,
         {
-            **dict.fromkeys(("flops", "memory", "efficiency"), _AS_A100),
+            **dict.fromkeys(("flops", "memory"), _AS_A100),
             "links": f"inside: {_VENDOR}; between: as A100-SXM-80GB",
         },
-        0.869,
     ),
     _gpu(
         "H100-SXM-80GB", _HOPPER, usable(80), 3.35, 450, 50,
-        {**_SPEC_SOURCES, "links": f"{_NETWORK}; both also in the report of Nemotron-4 15B"}, 0.803,
+        {**_SPEC_SOURCES, "links": f"{_NETWORK}; both also in the report of Nemotron-4 15B"},
     ),
     _gpu(
         "H100-96GB-HBM2e-500W", _HOPPER, usable(96), 2.4, 450, 50,
@@ -280,25 +312,22 @@ _ROWS = (
             "flops": f"{_AS_H100}; what 500 W sustain of it is not known",
             "memory": "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md",
             "links": "as H100-SXM-80GB; between also there",
-            "efficiency": _AS_H100,
         },
-        0.803,
     ),
     _gpu(
         "H800-SXM-80GB", _HOPPER, usable(80), 3.35, 200, 50,
         {
-            **dict.fromkeys(("flops", "memory", "efficiency"), _AS_H100),
+            **dict.fromkeys(("flops", "memory"), _AS_H100),
             "links": f"inside: {_VENDOR} (the report of DeepSeek-V3: 160 GB/s usable); between: as H100-SXM-80GB",
         },
-        0.803,
     ),
     _gpu(
         "H200-SXM-141GB", _HOPPER, usable(141), 4.8, 450, 50,
-        {**_SPEC_SOURCES, "flops": f"{_SPEC}; fp32: {_AS_H100}"}, 0.803,
+        {**_SPEC_SOURCES, "flops": f"{_SPEC}; fp32: {_AS_H100}"},
     ),
     _gpu(
         "B200-SXM-180GB", {"fp32": 80, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500}, usable(180), 8.0, 900, 50,
-        _SPEC_SOURCES, 0.776,
+        _SPEC_SOURCES,
     ),
     _gpu(
         "GB200-NVL72", {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000}, usable(186), 8.0, 900, 50,
@@ -307,7 +336,7 @@ _ROWS = (
             "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
             "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
         },
-        0.729, per_node=72,
+        per_node=72,
     ),
     _gpu(
         "GB300-NVL72", {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000}, usable(288, 10**9), 8.0, 900, 100,
@@ -316,9 +345,8 @@ _ROWS = (
             "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
             "memory": f"{_SPEC}; taken as decimal GB, as B300-SXM-288GB",
             "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
-            "efficiency": "as GB200-NVL72",
         },
-        0.729, per_node=72,
+        per_node=72,
     ),
     _gpu(
         "B300-SXM-288GB", {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500}, usable(288, 10**9), 8.0, 900, 100,
@@ -327,7 +355,6 @@ _ROWS = (
             "memory": f"{_SPEC}; taken as decimal GB, as systems of this device report no more",
             "links": f"inside: {_SPEC}; between: {_VENDOR}",
         },
-        0.786,
     ),
     _gpu(
         "MI300X-192GB", {"fp32": 163.4, "tf32": 653.7, "bf16": 1300, "fp16": 1300, "fp8": 2610}, usable(192), 5.3, 448, 50,

@@ -1,0 +1,88 @@
+"""Functions as the frameworks' kernels compute them, for what they keep and what they move.
+
+Cross entropy of logits [n, v] and labels [n]:
+
+    plain      torch's: logits, their logarithms of shares and two gradients, in 32 bits
+    megatron   a copy in 32 bits becomes the shares, which become the gradient (Megatron-LM, core/tensor_parallel/cross_entropy.py)
+    kernel     the logits become the gradient, in their own dtype (flash-attention, csrc/xentropy, in place)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Dropped(torch.autograd.Function):
+    """Dropout in one kernel, which keeps a byte an element. It stands for one: nothing is drawn, as no price depends on what is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        kept = torch.ones_like(x, dtype=torch.bool)
+        ctx.save_for_backward(kept)
+        ctx.share = share
+        return (x * kept).div_(1 - share)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (kept,) = ctx.saved_tensors
+        return (gradient * kept).div_(1 - ctx.share), None
+
+
+def dropped(x: Tensor, share: float) -> Tensor:
+    """x, as it is where nothing is dropped"""
+    result: Tensor = Dropped.apply(x, share) if share else x
+    return result
+
+
+class MegatronLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        shares = logits.float()
+        shares.sub_(shares.amax(-1, keepdim=True))
+        picked = shares.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        sums = shares.exp_().sum(-1)
+        ctx.save_for_backward(shares.div_(sums.unsqueeze(-1)), labels)
+        ctx.dtype = logits.dtype
+        return sums.log() - picked
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        shares, labels = ctx.saved_tensors
+        shares.scatter_add_(-1, labels.unsqueeze(-1), -torch.ones_like(gradient).unsqueeze(-1))
+        return shares.mul_(gradient.unsqueeze(-1)).to(ctx.dtype), None
+
+
+class KernelLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        sums = torch.logsumexp(logits, -1)
+        ctx.save_for_backward(logits, sums, labels)
+        return (sums - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)).float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        logits, sums, labels = ctx.saved_tensors
+        shares = logits.detach().sub_(sums.unsqueeze(-1)).exp_()
+        shares.scatter_add_(-1, labels.unsqueeze(-1), -torch.ones_like(sums).unsqueeze(-1))
+        return shares.mul_(gradient.unsqueeze(-1).to(logits.dtype)), None
+
+
+def plain(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def megatron(logits: Tensor, labels: Tensor) -> Tensor:
+    losses: Tensor = MegatronLoss.apply(logits.flatten(0, 1), labels.flatten())
+    return losses.mean()
+
+
+def kernel(logits: Tensor, labels: Tensor) -> Tensor:
+    losses: Tensor = KernelLoss.apply(logits.flatten(0, 1), labels.flatten())
+    return losses.mean()
+
+
+LOSSES = {"plain": plain, "megatron": megatron, "kernel": kernel}
