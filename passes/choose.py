@@ -87,7 +87,8 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
         check_legal(schedule, mesh.pp, per_rank, microbatches)
     ranks = stage_ranks(schedule, mesh.pp, per_rank) if mesh.pp > 1 else [0]
     plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins)
-    warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches) if mesh.pp > 1 else None
+    predicted = pins.cluster is not None  # with the bubble beside the alternatives
+    warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches) if mesh.pp > 1 and not predicted else None
     return plan if warning is None else _warned(plan, warning)
 
 

@@ -42,6 +42,7 @@ def given_plan(program: Program, given: Plan) -> Plan:
         table=custom,
         allow_batch_coupling=given.allow_batch_coupling,
         dtype=given.dtype,
+        cluster=given.cluster,
     )
     plan = choose(program, Mesh(**(given.mesh.degrees() | dict.fromkeys(given.mesh.compute, 1))), pins)
     if given.cluster is not None and given.cluster.size != given.mesh.size:
@@ -49,7 +50,7 @@ def given_plan(program: Program, given: Plan) -> Plan:
             f"The plan contradicts itself: its mesh has {given.mesh.size} devices, but its cluster {given.cluster} has "
             f"{given.cluster.size}."
         )
-    plan = replace(plan, mesh=given.mesh, sharding=given.sharding, cluster=given.cluster)
+    plan = replace(plan, mesh=given.mesh, sharding=given.sharding)
     _check_sharding(program, plan)
     if plan != given:
         ours, theirs = plan.to_json(), given.to_json()

@@ -68,7 +68,7 @@ def _compute(best: Estimate, other: Estimate, part: str) -> str:
 
 
 def _host(best: Estimate, other: Estimate, part: str) -> str:
-    return f"devices wait {_both(best, other, part)} for the host to start operators"
+    return f"devices wait {_own(other, part)} for the host to start operators{_not(best, part)}"
 
 
 def _uneven(best: Estimate, other: Estimate, part: str) -> str:
@@ -82,24 +82,27 @@ def _bubble(best: Estimate, other: Estimate, part: str) -> str:
 
 
 def _transfers(best: Estimate, other: Estimate, part: str) -> str:
-    return f"waits {_both(best, other, part)} for transfers between stages"
+    return f"waits {_own(other, part)} for transfers between stages{_not(best, part)}"
 
 
 def _gradients(best: Estimate, other: Estimate, part: str) -> str:
-    return f"sums of gradients {_both(best, other, part)} exposed"
+    return f"sums of gradients {_own(other, part)} exposed{_not(best, part)}"
 
 
 def _optimizer(best: Estimate, other: Estimate, part: str) -> str:
-    return f"optimizer step of {_both(best, other, part)}"
+    return f"optimizer step of {_own(other, part)}{_not(best, part)}"
 
 
 def _traffic(best: Estimate, other: Estimate, part: str) -> str:
-    return f"{part} traffic {_both(best, other, part)} exposed"
+    return f"{part} traffic {_own(other, part)} exposed{_not(best, part)}"
 
 
-def _both(best: Estimate, other: Estimate, part: str) -> str:
-    mine, theirs = other.parts_s.get(part, 0.0), best.parts_s.get(part, 0.0)
-    return f"{seconds_text(mine)}, not {seconds_text(theirs)}," if theirs else seconds_text(mine)
+def _own(other: Estimate, part: str) -> str:
+    return seconds_text(other.parts_s.get(part, 0.0))
+
+
+def _not(best: Estimate, part: str) -> str:
+    return f", not {seconds_text(seconds)}" if (seconds := best.parts_s.get(part, 0.0)) else ""
 
 
 _WORDS = {

@@ -139,10 +139,11 @@ def made(stages: int = 1, work: tuple[float, ...] = (), memory: int = 10, room: 
     ("other", "said"),
     [
         (made(compute=8.0, tp=1.0), "computes 8.00 s, not 6.00 s: 37.5% of the peak, not 50%"),
-        (made(compute=6.5, tp=4.0), "tp traffic 4.00 s, not 1.00 s, exposed"),
+        (made(compute=6.5, tp=4.0), "tp traffic 4.00 s exposed, not 1.00 s"),
         (made(compute=6.0, tp=1.0, gradients=3.0), "sums of gradients 3.00 s exposed"),
         (made(compute=6.0, tp=1.0, host=1.0, optimizer=0.5), "devices wait 1.00 s for the host to start operators"),
         (made(compute=6.0, optimizer=2.0), "optimizer step of 2.00 s"),
+        (made(compute=6.0, ep=2.0), "ep traffic 2.00 s exposed"),
         (made(2, compute=6.0, bubble=2.0, pp=1.0), "bubble of 2.00 s: 22.2% of the step"),
         (made(2, compute=6.0, bubble=1.0, pp=3.0), "waits 3.00 s for transfers between stages"),
         (made(2, (1.0, 3.0), compute=7.5, bubble=1.0), "uneven stages: the slowest rank has 1.50x the mean to do, not 1.00x"),
@@ -222,6 +223,14 @@ def test_a_pinned_plan_that_does_not_fit_warns() -> None:
     assert re.match(r"This plan does not fit: stage \d needs [\d.]+ MB of 1\.00 MB on 4xH100-SXM-80GB, [\d.]+ .?B too much", first)
     assert "IT DOES NOT FIT" in " ".join(text_of(parts.report).split()) and "does not fit" in parts.files["report.html"]
     assert "does not fit" in str(plan)
+
+
+def test_a_bubble_that_is_predicted_is_not_warned_of(searched: gp.Plan) -> None:
+    few = {"mesh": {"pp": 4}, "schedule": "GPipe", "global_batch": 16, "microbatch_size": 8}
+    for cluster, warned in ((None, True), (H100, False)):
+        plan = gp.plan(example("gpt"), cluster, **few)
+        assert any("leaves ranks idle" in line for line in plan.warnings) == warned
+    assert not any("leaves ranks idle" in line for line in searched.warnings)
 
 
 # ---- the command line ------------------------------------------------------------------------------------------
