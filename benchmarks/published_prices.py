@@ -96,6 +96,7 @@ def execution_of(row: Row) -> Execution:
         overlap_gradients=habits.overlap_gradients,
         prefetch=habits.prefetch,
         hold_messages=False,
+        wait_for_sends=habits.wait_for_sends,
         overlap_tp=1 - 1 / row.degrees["tp"] if habits.overlap_tp else 0.0,
     )
 

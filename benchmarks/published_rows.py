@@ -110,6 +110,8 @@ def read(row: Mapping[str, Any]) -> Row:
     habits = SOURCES.get(row["source"])
     if habits is None:
         raise Unpriced(f"nothing is known of how the runs of {row['source']} were made")
+    if "nonstandard_model" in row["tags"]:
+        raise Unpriced("its blocks are others than its dims say")
     habits, assumed = _with_options(habits, row.get("options") or {}), []
     degrees = _degrees(row)
     batch, parallel = row["batch"], row["parallel"]

@@ -29,6 +29,7 @@ class Habits:
         gradient_bytes: of an element in which gradients are summed; None: 2 with fp16, 4 with bf16, as Megatron-LM and DeepSpeed do.
         overlap_gradients: their sums run beside the backward.
         prefetch: divided parameters are gathered ahead.
+        wait_for_sends: a stage waits until what it sends has arrived.
         overlap_tp: collectives of tp are cut into as many pieces as there are ranks, of which all but the first are hidden.
         node_gbps: GB/s between nodes of one whole node in one direction, where it is not the device's usual.
         per_node: devices of a node, by a part of the hardware's name.
@@ -45,13 +46,14 @@ class Habits:
     gradient_bytes: int | None = None
     overlap_gradients: bool = True
     prefetch: bool = True
+    wait_for_sends: bool = False
     overlap_tp: bool = False
     node_gbps: float | None = None
     per_node: Mapping[str, int] | None = None
 
 
-_MEGATRON = Habits(  # Megatron-LM of 2020 to 2022: fused softmax, bias + GELU, bias + dropout + add; no overlap of gradients
-    attention="softmax", dropout=0.1, biases=True, tied=True, loss="megatron", overlap_gradients=False,
+_MEGATRON = Habits(  # Megatron-LM of 2020 to 2022: fused softmax, bias + GELU, bias + dropout + add; gradients and messages are waited for
+    attention="softmax", dropout=0.1, biases=True, tied=True, loss="megatron", overlap_gradients=False, wait_for_sends=True,
 )  # fmt: skip
 _MEGATRON_DEEPSPEED = replace(_MEGATRON, prefetch=False)  # the same model code; parameters are gathered after the optimizer
 FIRST_FLASH = {"": 0.5}

@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import published
+from benchmarks.fit_devices import FIGURES, Array, changed, least_squares, samples
 from benchmarks.published_models import Shape
 from benchmarks.published_prices import few, price_row, pricing_of, starts
 from benchmarks.published_programs import Cut, lowered, parts, with_scores_again
@@ -81,7 +83,7 @@ def test_groups_weigh_by_their_rows() -> None:
 # ---- rows ------------------------------------------------------------------------------------------------------
 
 
-def changed(name: str, **parts: dict[str, Any]) -> dict[str, Any]:
+def altered(name: str, **parts: dict[str, Any]) -> dict[str, Any]:
     return {key: {**value, **parts[key]} if key in parts else value for key, value in ROWS[name].items()}
 
 
@@ -97,11 +99,11 @@ def test_a_row_is_read() -> None:
 def test_what_is_not_printed_is_not_guessed() -> None:
     for section, name in (("parallel", "pp"), ("batch", "global"), ("parallel", "dp")):
         with pytest.raises(Unpriced, match=f"{name} is not printed"):
-            read(changed("vtrain_multi:a", **{section: {name: None}}))
+            read(altered("vtrain_multi:a", **{section: {name: None}}))
     with pytest.raises(Unpriced, match="take 32 devices, but 16 are printed"):
-        read(changed("vtrain_multi:a", parallel={"dp": 4}))
+        read(altered("vtrain_multi:a", parallel={"dp": 4}))
     with pytest.raises(Unpriced, match="no multiple of 2 replicas x 3 rows"):
-        read(changed("vtrain_multi:a", batch={"micro": 3}))
+        read(altered("vtrain_multi:a", batch={"micro": 3}))
     with pytest.raises(Unpriced, match="nothing is known of how the runs of elsewhere were made"):
         read({**ROWS["vtrain_multi:a"], "source": "elsewhere"})
 
@@ -214,3 +216,29 @@ def test_sources_and_limits_choose_rows(capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr().out
     assert "vtrain_multi *" in printed and "vtrain_multi:a" in printed and "vtrain_multi:c" in printed
     assert "vtrain_multi:b" not in printed and "zero_bubble" not in printed
+
+
+# ---- fitting ---------------------------------------------------------------------------------------------------
+
+
+def test_least_squares_find_what_made_the_data_and_leave_what_does_not_matter() -> None:
+    x = np.linspace(0, 1, 20)
+    truth = 0.4 + 0.7 * x
+    truth[3] += 5.0  # one slip
+    found = least_squares(lambda p: p[0] + p[1] * x + 0 * p[2] - truth, np.zeros(3), np.ones(20), 0.1, rounds=30, pull=1e-6)
+    assert found == pytest.approx([0.4, 0.7, 0.0], abs=0.03)
+
+
+def test_held_out_sources_are_never_fitted() -> None:
+    assert {sample.row.source for sample in samples(FILE, "A100", 1)} == set()  # zero_bubble's row has no time, the others are held out
+    assert {sample.row.source for sample in samples(FILE, "H100", 1)} == {"megatron_bridge"}
+
+
+def test_figures_that_made_a_time_explain_it() -> None:
+    (sample,) = samples(FILE, "H100", 1)
+    device = sample.row.cluster.device
+    start = [float(getattr(device, name)) for name in FIGURES]
+    slower: Array = np.array([0.0, 0.0, 0.0, 0.5])
+    assert changed(start, slower)(device).dispatch_s == pytest.approx(device.dispatch_s * math.exp(0.5))
+    assert changed(start, np.full(4, 9.0))(device).matrix_efficiency == 1.0
+    assert sample.error(changed(start, slower)) > sample.error(lambda device: device)
