@@ -130,6 +130,7 @@ def unit_cuts(program: Program, wanted: Sequence[Cut] = ()) -> list[tuple[int, C
         found.append((places[-1] + 1, Cut(last, SplitPoint.END)))
     work = [index for index, node in enumerate(nodes) if _has_work(node)]
     pinned = {positions_of(program, [cut])[0]: cut for cut in wanted}
+    split(program, sorted(pinned))  # says what is wrong with them, in terms of the user's own stages
     legal: list[tuple[int, Cut]] = []
     begin = 0
     for position, cut in sorted((dict(found) | pinned).items()):

@@ -19,7 +19,7 @@ from tests.zoo import ZOO, Toy
 
 # What can't be split, and the words that say why.
 REFUSED = {
-    "data": "constant_0",
+    "data": "exported program constant",
     "FixedBatch": "can't be cut into",
     "ReadLater": "Buffer 'cache' is written, and is used on stages 0, 1",
     "SharedStatistics": "Buffer 'second.running_mean' is written, and is used on stages 0, 1",
@@ -42,7 +42,7 @@ def _program(toy: Toy) -> gp.Program:
 
 def _planned(toy: Toy, program: gp.Program, **further: Any) -> gp.Plan:
     pins = {"schedule": "1F1B", "split": list(toy.split), **toy.plan, **further}
-    return gp.plan(program, pins.pop("pp", 2), **pins)
+    return gp.plan(program, mesh={"pp": pins.pop("pp", 2)}, **pins)
 
 
 def _parts(name: str) -> gp.Parts:
