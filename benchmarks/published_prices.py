@@ -21,6 +21,12 @@ from graphpar.zero_bubble import StageCosts, automatic
 AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}
 """Schedules that are made for given costs, by how often the memory of 1F1B they may take."""
 
+OTHERWISE = {
+    "cp": "graphpar keeps the queries of causal attention whole, where a ring of pieces ran",
+    "ep": "graphpar gathers all tokens of a replica, where an all-to-all of the rows that move ran",
+}
+"""Axes on which graphpar's program is another than the one that was measured."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -64,9 +70,9 @@ def pricing_of(row: Row) -> Pricing:
 
 
 def _parts(row: Row) -> Parts:
-    for axis in ("cp", "ep"):
+    for axis, why in OTHERWISE.items():
         if row.degrees[axis] > 1:
-            raise Unpriced(f"{axis}={row.degrees[axis]}")
+            raise Unpriced(f"{axis}={row.degrees[axis]}: {why}")
     cut = Cut(row.degrees["tp"], row.sequence_parallel and row.degrees["tp"] > 1)
     made = with_scores_again if _makes_scores_again(row) else parts
     kinds = row.experts_after > 0, row.layers > row.experts_after
