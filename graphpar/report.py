@@ -103,7 +103,8 @@ def _plan_line(data: Mapping[str, Any]) -> tuple[str, str]:
     degrees = [f"{axis} {degree}" for axis, degree in data["mesh"].items() if degree > 1] or ["1 device"]
     count, size = data["microbatches"], data["microbatch_size"]
     microbatches = plural(count, "microbatch", "microbatches")
-    plan = f"{' · '.join(degrees)}   {data['schedule']}, {microbatches} of {size} (global batch {data['global_batch']})"
+    schedule = f"{data['schedule']}, " if data["mesh"]["pp"] > 1 else ""  # without a pipeline it says nothing
+    plan = f"{' · '.join(degrees)}   {schedule}{microbatches} of {size} (global batch {data['global_batch']})"
     return "Plan", plan
 
 

@@ -101,7 +101,8 @@ def named(other: Mapping[str, Any]) -> tuple[str, str]:
     """The mesh and the schedule of an alternative."""
     mesh = " · ".join(f"{axis} {degree}" for axis, degree in other["mesh"].items() if degree > 1) or "1 device"
     count = plural(other["microbatches"], "microbatch", "microbatches")
-    return mesh, f"{other['schedule']}, {count} of {other['microbatch_size']}"
+    schedule = f"{other['schedule']}, " if other["mesh"].get("pp", 1) > 1 else ""
+    return mesh, f"{schedule}{count} of {other['microbatch_size']}"
 
 
 def _beside(other: Mapping[str, Any], predicted: Mapping[str, Any]) -> tuple[str, str]:
