@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> Result:
     with progress("measuring this machine, which takes about a minute"):
         from graphpar.cost_models.calibrate import calibrate
 
-        profile = calibrate(options.device, options.processes, quick=options.quick)
+        profile = calibrate(options.device, options.processes, quick=options.quick, patience_s=options.patience)
     data = profile.to_json()
     write_text(out, json_text(data))
     return Result({**data, "out": out}, lambda console: show(profile, out, console))
@@ -70,6 +70,8 @@ def _rates(profile: Profile) -> Any:
         table.add_column(heading, justify="left" if heading == "what" else "right", no_wrap=True)
     for name, rows in _classes(profile.rows).items():
         both = [[row for row in rows if row.processes == count] for count in (1, together)]
+        if kind_of(rows[0]) == "pipeline":
+            continue
         if kind_of(rows[0]) == "operator":
             cells = [seconds_text(_middle([row.seconds for row in each])) for each in both] + [""]
         elif kind_of(rows[0]) in ("collective", "transfer"):
@@ -141,10 +143,13 @@ def _figures(profile: Profile) -> str:
         f"attention: {device.attention_efficiency[0]:.0%} forward, {device.attention_efficiency[1]:.0%} backward",
         f"memory: {device.memory_bytes_per_s / 1e9:,.1f} GB/s at best, {device.memory_efficiency:.0%} in general; "
         f"{bytes_text(device.memory_bytes)} a process",
-        f"operators: {seconds_text(device.launch_s)} each, {seconds_text(device.dispatch_s)} of the host",
+        f"operators: {seconds_text(device.launch_s)} each, {seconds_text(device.dispatch_s)} of the host; actions of a pipeline: "
+        f"{seconds_text(device.action_s)}",
     ]
     if any(row.what == "transfer" for row in profile.rows):
+        alone = link.latency_s if link.send_latency_s is None else link.send_latency_s
         lines.append(
-            f"link: {seconds_text(link.latency_s)} a message, {link.bytes_per_s / 1e9:.2f} GB/s at best, {link.efficiency:.0%} in rings"
+            f"link: {seconds_text(link.latency_s)} a message of a collective, {seconds_text(alone)} alone; "
+            f"{link.bytes_per_s / 1e9:.2f} GB/s at best, {link.efficiency:.0%} in rings"
         )
     return "\n".join(["", *(f" {line}" for line in lines), ""])

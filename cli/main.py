@@ -134,6 +134,9 @@ def _calibrate_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
     parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: one a core, or a GPU)")
     parser.add_argument("--quick", action="store_true", help="few, small shapes: seconds instead of a minute, and rough")
+    parser.add_argument(
+        "--patience", type=float, default=60.0, metavar="S", help="seconds to wait while others use the machine (default: 60)"
+    )
     parser.add_argument("-o", "--out", metavar="PROFILE.json", help="default: ./calibrated-cpu.json, or -cuda")
     parser.add_argument("--json", action="store_true", help="print the profile as one JSON object")
 

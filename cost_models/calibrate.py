@@ -23,13 +23,14 @@ import torch
 import graphpar
 from graphpar.cluster import Cluster
 from graphpar.cost_models.devices import DEVICES, Device, Link, device_named, usable
-from graphpar.cost_models.fit_device import COLLECTIVES, Error, fit_device, fit_link
+from graphpar.cost_models.fit_device import COLLECTIVES, Error, fit_actions, fit_device, fit_link, kind_of
 from graphpar.cost_models.measure import Request, Row
 from graphpar.errors import GraphparError
 from graphpar.runtime.launch import torchrun
 
 TIMEOUT_S = 1800.0
 MOST_PROCESSES = 64
+PATIENCE_S = 60.0
 _UNKNOWN_LINK = Link(5e-6, 31e9)  # PCIe 4 x16: of one device, which has nobody to talk to
 
 
@@ -61,13 +62,16 @@ class Profile:
         }
 
 
-def calibrate(kind: str = "cpu", processes: int | None = None, *, quick: bool = False) -> Profile:
+def calibrate(
+    kind: str = "cpu", processes: int | None = None, *, quick: bool = False, patience_s: float = PATIENCE_S
+) -> Profile:
     """Measure this machine.
 
     Args:
         kind: ``cpu`` or ``cuda``.
         processes: ranks that exchange data; default: as many as there are cores for (GPUs).
         quick: few, small shapes: seconds instead of a minute, and rough.
+        patience_s: how long to wait, in all, while others use the machine.
 
     Raises:
         GraphparError: there is no such device here, or not as many.
@@ -78,7 +82,7 @@ def calibrate(kind: str = "cpu", processes: int | None = None, *, quick: bool = 
         limit = f"{most} GPUs are here" if kind == "cuda" else f"at most {MOST_PROCESSES} are measured"
         raise GraphparError(f"processes is {count}; it must be at least 1, and {limit}.")
     at_once = tuple(sorted({1, min(count, most)}))
-    rows = _measured(Request(at_once, 0.01 if quick else 0.08, quick), kind, count)
+    rows = _measured(Request(at_once, 0.01 if quick else 0.08, quick, patience_s), kind, count)
     return profile_of(rows, _blank(kind, count, most), count, machine(kind))
 
 
@@ -90,7 +94,8 @@ def profile_of(rows: list[Row], start: Device, processes: int, described: Mappin
         processes: devices of the cluster.
     """
     sent = [row for row in rows if row.what in (*COLLECTIVES, "transfer")]
-    computed = [row for row in rows if row not in sent]
+    pipeline = {row.what: row for row in rows if kind_of(row) == "pipeline"}
+    computed = [row for row in rows if row not in sent and row.what not in pipeline]
     most = max(row.processes for row in computed)
     device, errors = fit_device(start, [row for row in computed if row.processes == most], _known(start))
     link = start.intra_node
@@ -98,6 +103,8 @@ def profile_of(rows: list[Row], start: Device, processes: int, described: Mappin
         link, of_link = fit_link(device, sent)
         errors |= of_link
     device = replace(device, intra_node=link, inter_node=link)
+    if pipeline:
+        device = replace(device, action_s=fit_actions(device, link, pipeline))
     return Profile(Cluster(1, processes, device, link, link), described, tuple(rows), errors)
 
 
@@ -116,7 +123,7 @@ def _measured(request: Request, kind: str, processes: int) -> list[Row]:
         folder = Path(scratch)
         (folder / "request.json").write_text(json.dumps(asdict(request)))
         env = {"CUDA_VISIBLE_DEVICES": ""} if kind == "cpu" else {}
-        torchrun("graphpar.cost_models.measure", [scratch], nproc=processes, timeout_s=TIMEOUT_S, env=env, module=True)
+        torchrun("graphpar.cost_models.measure", [scratch], nproc=processes, timeout_s=TIMEOUT_S + request.patience_s, env=env, module=True)
         rows = json.loads((folder / "rows.json").read_text())
     return [Row(**{**row, "shape": tuple(row["shape"])}) for row in rows]
 

@@ -53,6 +53,7 @@ class Link:
     ``pair_bytes_per_s``: what a device has to one neighbour, where each pair has a wire of its own and no switch.
     ``efficiency``: the share of ``bytes_per_s`` that rings reach with large messages.
     ``in_switch``: the share that reductions reach which the switch computes; None: it does not.
+    ``send_latency_s``: seconds a message that is sent to one other, where it is not ``latency_s``.
     """
 
     latency_s: float
@@ -60,6 +61,7 @@ class Link:
     pair_bytes_per_s: float | None = None
     efficiency: float = 0.8
     in_switch: float | None = None
+    send_latency_s: float | None = None
 
     def __post_init__(self) -> None:
         check_number("latency_s", self.latency_s, zero=True)
@@ -69,6 +71,8 @@ class Link:
         check_share("efficiency", self.efficiency)
         if self.in_switch is not None:
             check_share("in_switch", self.in_switch)
+        if self.send_latency_s is not None:
+            check_number("send_latency_s", self.send_latency_s, zero=True)
 
     def among(self, devices: int) -> Link:
         """The link as a group of ``devices`` sees it: without a switch, wires to devices outside of the group are of no use."""
@@ -96,6 +100,7 @@ class Device:
         intra_node: the link to devices of the same node.
         inter_node: the usual link to other nodes: the node's adapters divided by its devices.
         devices_per_node: how many devices ``intra_node`` usually connects; None: any number.
+        action_s: of a CPU: seconds that each action of a pipeline's schedule costs besides its operators.
         cores: of a CPU: how many of a node's devices compute at once, while more of them take turns; None: all do.
         sources: where each group of figures is from.
     """
@@ -115,6 +120,7 @@ class Device:
     attention_efficiency: tuple[float, float] = (0.5, 0.4)
     memory_efficiency: float = 0.8
     dispatch_s: float = 0.0
+    action_s: float = 0.0
     cores: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -135,6 +141,7 @@ class Device:
         check_number("launch_s", self.launch_s, zero=True)
         check_number("half_reduction", self.half_reduction, zero=True)
         check_number("dispatch_s", self.dispatch_s, zero=True)
+        check_number("action_s", self.action_s, zero=True)
         if self.compute_units is not None:
             check_number("compute_units", self.compute_units, whole=True)
         if isinstance(self.attention_efficiency, str) or len(self.attention_efficiency) != 2:
@@ -277,8 +284,8 @@ _CALIBRATED = (
     "graphpar calibrate on two cores of an AMD EPYC (family 26, model 2), a process and a thread on each, gloo between them: "
     "benchmarks/data/cpu_profile.json; between nodes assumed to be as inside"
 )
-_GLOO = Link(3.92e-4, 2.57e9, efficiency=0.44)
-"""Between processes of one machine. It is as slow as processes are at waking each other."""
+_GLOO = Link(7.83e-4, 1.84e9, efficiency=0.398, send_latency_s=1.13e-3)
+"""Between processes of one machine that compute in between: it is as slow as they are at waking each other."""
 
 _ROWS = (
     _gpu("V100-SXM2-16GB", {"fp32": 15.7, "fp16": 125}, usable(16), 0.9, 150, 6.25, _VOLTA_SOURCES),
@@ -370,8 +377,8 @@ _ROWS = (
         },
     ),
     Device(
-        "CPU", "cpu", {"fp32": 9.74e10}, 12 * 2**30, 4.52e10, 1.86e-6, 0.98, _GLOO, _GLOO, None,
-        half_reduction=12.0, attention_efficiency=(0.364, 0.382), memory_efficiency=0.72,
+        "CPU", "cpu", {"fp32": 1.005e11}, 12 * 2**30, 4.93e10, 5.27e-6, 0.944, _GLOO, _GLOO, None,
+        half_reduction=8.7, attention_efficiency=(0.4, 0.416), memory_efficiency=0.743,
         sources=dict.fromkeys(("flops", "memory", "links", "efficiency", "latency", "launch"), _CALIBRATED),
     ),
 )  # fmt: skip

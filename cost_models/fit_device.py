@@ -4,7 +4,8 @@
          ──traffic──────────► memory_efficiency
          ──products─────────► matrix_efficiency, half_reduction
          ──attention────────► attention_efficiency
-         ──collectives──────► latency_s, efficiency of the link  each with the figures found before it; then the error over all rows
+         ──collectives──────► latency_s, efficiency of the link
+         ──pipeline─────────► action_s                           each with the figures found before it; then the error over all rows
 
 What is fitted is what programs are priced with (``graphpar.cost_models.compute``, ``collectives``), so a figure is whatever makes those
 prices fit. Peaks are the best rates that any row reached, or the vendor's for a device of the table: times don't tell a peak from the
@@ -28,6 +29,8 @@ from graphpar.cost_models.devices import Device, Link
 from graphpar.cost_models.measure import DTYPES, Row
 from graphpar.cost_models.work import ONE, Attention, Phase, Product, Size, Traffic, Work
 from graphpar.errors import GraphparError
+from graphpar.schedule import action_table, order_of
+from graphpar.simulation import Transfers, simulate
 
 Array = NDArray[np.float64]
 
@@ -134,11 +137,9 @@ def _long(device: Device, rows: Sequence[Row]) -> list[Row]:
 def _with_overheads(device: Device, rows: Sequence[Row]) -> Device:
     """On a CPU there is no host beside the device; on a GPU the host's work is what small operators take in a row."""
     times: dict[str, float] = {row.what: row.seconds for row in rows}
-    eager = [times[what] for what in ("operator", "operator, backward") if what in times]
-    mean = sum(eager) / len(eager)
     if "operator, replayed" in times:
-        return replace(device, launch_s=times["operator, replayed"], dispatch_s=mean)
-    return replace(device, launch_s=mean, dispatch_s=0.0)
+        return replace(device, launch_s=times["operator, replayed"], dispatch_s=times["operator"])
+    return replace(device, launch_s=times["operator"], dispatch_s=0.0)
 
 
 def _with_peaks(device: Device, rows: Mapping[str, Sequence[Row]], known: Device | None) -> Device:
@@ -190,23 +191,28 @@ def _fitted(
 def fit_link(device: Device, rows: Sequence[Row]) -> tuple[Link, dict[str, Error]]:
     """The link that ``rows`` of collectives and transfers tell, and the error of each kind.
 
-    Its bandwidth is the best that any transfer reached; rings reach a share of it.
+    Its bandwidth is the best that any transfer reached; rings reach a share of it. Messages between two alone have a latency of their own:
+    a collective wakes more threads than the receiver's.
     """
-    measured = np.log([row.seconds for row in rows])
     best = max(row.shape[0] / row.seconds for row in rows)
+    collectives, transfers = ([row for row in rows if kind_of(row) == kind] for kind in ("collective", "transfer"))
 
-    def link(logs: Sequence[float]) -> Link:
+    def off(own: Sequence[Row], link: Callable[[Array], Link]) -> Callable[[Array], Array]:
+        measured = np.log([row.seconds for row in own])
+        return lambda logs: soft(np.log(sent(device, link(logs), own)) - measured)
+
+    def ring(logs: Array) -> Link:
         return Link(math.exp(logs[0]), best, efficiency=_share(logs[1]))
 
-    def off(logs: Array) -> Array:
-        return soft(np.log(sent(device, link(list(logs)), rows)) - measured)
+    found = ring(least_squares(off(collectives, ring), np.array([math.log(1e-4), _HALF])))
 
-    found = link(list(least_squares(off, np.array([math.log(1e-4), _HALF]))))
-    errors = {}
-    for kind in ("collective", "transfer"):
-        if own := [row for row in rows if kind_of(row) == kind]:
-            errors[kind] = Error.of(own, sent(device, found, own))
-    return found, errors
+    def send(logs: Array) -> Link:
+        return replace(found, send_latency_s=math.exp(logs[0]))
+
+    if transfers:
+        found = send(least_squares(off(transfers, send), np.array([math.log(1e-4)])))
+    kinds = {"collective": collectives, "transfer": transfers}
+    return found, {kind: Error.of(own, sent(device, found, own)) for kind, own in kinds.items() if own}
 
 
 def sent(device: Device, link: Link, rows: Sequence[Row]) -> list[float]:
@@ -217,6 +223,30 @@ def sent(device: Device, link: Link, rows: Sequence[Row]) -> list[float]:
         kind, ranks = ("send", 2) if row.what == "transfer" else (row.what, row.processes)
         found.append(networks[row.processes].seconds(kind, row.shape[0], Group(ranks, 1, ranks)))
     return found
+
+
+def fit_actions(device: Device, link: Link, rows: Mapping[str, Row]) -> float:
+    """``action_s``: what an action of a pipeline takes besides what its stage computes and its transfers over ``link``.
+
+    Args:
+        rows: ``pipeline``, and ``pipeline, forward`` and ``pipeline, both ways`` of its stage alone.
+    """
+    row = rows["pipeline"]
+    microbatches, height, width = row.shape
+    order = order_of(action_table("1F1B", 2, 1, microbatches))
+    transfer = sent(device, link, [Row("transfer", (4 * height * width,), row.dtype, 2, 1.0)])
+    forward = rows["pipeline, forward"].seconds
+    backward = max(0.0, rows["pipeline, both ways"].seconds - forward)
+
+    def makespan(action: float) -> float:
+        costs = [forward + action] * 2, [backward + action] * 2
+        return simulate(order, *costs, transfers=Transfers(transfer, transfer, sender_waits=True), spans=False).makespan
+
+    low, high = 0.0, row.seconds
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if makespan(middle) < row.seconds else (low, middle)
+    return low
 
 
 # ---- least squares ---------------------------------------------------------------------------------------------

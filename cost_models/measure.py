@@ -5,8 +5,9 @@
     products     x @ W^T and the two products of its backward, from small to large, in every dtype that the device has
     traffic      elementwise operators and normalisations, forward and backward
     attention    fused and causal, forward and backward
-    operators    additions of four numbers: what an operator costs however small it is
+    operators    blocks of a few numbers: what an operator costs however small it is
     collectives  by size, between all ranks
+    pipeline     a schedule over two ranks, and its stage alone (CPU)
 
 A case runs first on one rank alone, then on as many at once as the machine has cores (or GPUs) for, which share its memory: plans run
 like that. A time is the lowest tenth of its samples, so that what else a machine does counts little; collectives wait for all ranks
@@ -16,25 +17,34 @@ and for the scheduler, as those of programs do, so theirs is a mean without the 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from graphpar.cost_models.quiet import Watch
 from graphpar.runtime.distributed import Ranks, gather_objects, start
 
 TIMEOUT_S = 300.0
 SAMPLE_S = 1e-3
 """Calls are repeated within a sample until it is at least this long."""
-LEAST_SAMPLES = 5
-OPERATORS = 100
-"""Small operators in a row."""
+LEAST_SAMPLES, MOST_SAMPLES = 5, 500
+MICROBATCHES = 8
+BETWEEN = (128, 512)
+"""Rows and columns of what a rank of a CPU computes between messages, by a square matrix: half a millisecond or more."""
+LEAST_S = 1e-5
+"""Below that a message is not told from the work before it."""
+BLOCKS, ADDITIONS = 20, 100
+"""How many small blocks, or additions of four numbers, follow each other."""
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,11 +68,15 @@ GPU_COLLECTIVES = (4**13, 4**14)
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: on how many ranks at once, the seconds that a case may take, and whether only small shapes are."""
+    """What to measure: on how many ranks at once, the seconds that a case may take, and whether only small shapes are.
+
+    ``patience_s``: see :class:`graphpar.cost_models.quiet.Watch`.
+    """
 
     at_once: tuple[int, ...] = (1,)
     budget_s: float = 0.08
     quick: bool = False
+    patience_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -189,32 +203,54 @@ def _attention(shape: tuple[int, int, int, int], dtype: str, device: torch.devic
 
 
 def _operators(device: torch.device) -> Iterator[Case]:
-    def chain(x: Tensor, y: Tensor) -> Tensor:
-        for _ in range(OPERATORS):
-            x = x + y
-        return x
+    """Small blocks as models have them: what each operator that has a price costs, with the views and the Python around it."""
 
-    def forward() -> Callable[[], object]:
-        x, y = torch.zeros(4, device=device, requires_grad=True), torch.zeros(4, device=device)
-        return lambda: chain(x, y)
+    def blocks() -> Callable[[], Tensor]:
+        layers = [_Small().to(device) for _ in range(BLOCKS)]
+        x = torch.randn(1, 4, _Small.WIDTH, device=device)
 
-    def backward() -> Callable[[], object]:
-        x, y = torch.zeros(4, device=device, requires_grad=True), torch.zeros(4, device=device, requires_grad=True)
-        result, gradient = chain(x, y), torch.ones(4, device=device)
-        return lambda: torch.autograd.grad(result, (x, y), gradient, retain_graph=True)
+        def forward() -> Tensor:
+            result = x
+            for layer in layers:
+                result = layer(result)
+            return result
+
+        return forward
+
+    def step() -> Callable[[], object]:
+        forward = blocks()
+        return lambda: forward().sum().backward()  # type: ignore[no-untyped-call]
 
     def replayed() -> Callable[[], object]:
         """Without the host: what is left is the device's own time between small kernels."""
         x, y = torch.zeros(4, device=device), torch.zeros(4, device=device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            chain(x, y)
+            for _ in range(ADDITIONS):
+                x = x + y
         return graph.replay
 
-    yield Case("operator", (4,), "fp32", forward, OPERATORS)
-    yield Case("operator, backward", (4,), "fp32", backward, OPERATORS)
+    yield Case("operator, forward", (BLOCKS,), "fp32", blocks, BLOCKS * _Small.FORWARD)
+    yield Case("operator", (BLOCKS,), "fp32", step, BLOCKS * (_Small.FORWARD + _Small.BACKWARD))
     if device.type == "cuda":
-        yield Case("operator, replayed", (4,), "fp32", replayed, OPERATORS)
+        yield Case("operator, replayed", (4,), "fp32", replayed, ADDITIONS)
+
+
+class _Small(nn.Module):
+    """A residual feed-forward block of four rows of eight numbers."""
+
+    WIDTH = 8
+    FORWARD, BACKWARD = 5, 13
+    """Operators that have a price: of the backward 4 products, 6 sums of parameters' gradients, the norm, gelu, and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(self.WIDTH)
+        self.up, self.down = nn.Linear(self.WIDTH, self.WIDTH), nn.Linear(self.WIDTH, self.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + added
 
 
 # ---- time ------------------------------------------------------------------------------------------------------
@@ -258,24 +294,29 @@ def _gpu_seconds(call: Callable[[], object], calls: int) -> float:
 def measure(request: Request, ranks: Ranks) -> list[Row]:
     """All rows, the same on every rank."""
     torch.manual_seed(0)
+    watch = Watch(ranks, request.patience_s)
     rows = []
     for case in cases(ranks.device, request.quick):
         torch.backends.cuda.matmul.allow_tf32 = case.dtype == "tf32"
+        call = case.make()
         for count in request.at_once:
-            dist.barrier()
-            own = None
-            if ranks.rank < count:
-                own = seconds(case.make(), ranks.device, request.budget_s) / case.times
-            found = [value for value in gather_objects(own) if value is not None]
+            own = watch.undisturbed(partial(seconds, call, ranks.device, request.budget_s) if ranks.rank < count else _nothing)
+            found = [value / case.times for value in gather_objects(own) if value is not None]
             rows.append(Row(case.what, case.shape, case.dtype, count, sum(found) / len(found)))
     if ranks.world_size > 1:
         sizes = COLLECTIVES[:2] if request.quick else COLLECTIVES + (GPU_COLLECTIVES if ranks.device.type == "cuda" else ())
         for nbytes in sizes:
-            rows += _collectives(nbytes, ranks, request.quick)
+            rows += _collectives(nbytes, ranks, watch, request.budget_s)
+        if ranks.device.type == "cpu":
+            rows += _pipeline(ranks, watch, request.budget_s)
     return rows
 
 
-def _collectives(nbytes: int, ranks: Ranks, quick: bool) -> Iterator[Row]:
+def _nothing() -> None:
+    """What ranks do that are not measured."""
+
+
+def _collectives(nbytes: int, ranks: Ranks, watch: Watch, budget_s: float) -> Iterator[Row]:
     """``nbytes``: of the whole tensor; a transfer goes from the first rank to the second and back, and is half of that."""
     piece = torch.ones(-(-nbytes // 4 // ranks.world_size), device=ranks.device)
     whole = torch.ones(piece.numel() * ranks.world_size, device=ranks.device)
@@ -296,28 +337,67 @@ def _collectives(nbytes: int, ranks: Ranks, quick: bool) -> Iterator[Row]:
         "all-to-all": lambda: dist.all_to_all_single(other, whole),
         "transfer": transfer,
     }
+    work = _work(ranks.device)
+    alone = _together(work, ranks, watch, budget_s)
     for what, call in calls.items():
-        count = 5 if quick else max(8, min(40, 2**24 // nbytes))
-        taken = _collective_seconds(call, ranks.device, count)
-        taken = max(gather_objects(taken)) / (2 if what == "transfer" else 1)
-        yield Row(what, (whole.numel() * 4,), "fp32", ranks.world_size, taken)
+        taken = _together(lambda call=call: (work(), call()), ranks, watch, budget_s) - alone  # type: ignore[misc]
+        yield Row(what, (whole.numel() * 4,), "fp32", ranks.world_size, max(taken, LEAST_S) / (2 if what == "transfer" else 1))
 
 
-def _collective_seconds(call: Callable[[], object], device: torch.device, count: int) -> float:
-    timed = _gpu_seconds if device.type == "cuda" else _cpu_seconds
-    dist.barrier()
-    for _ in range(2):
-        call()
-    samples = sorted(timed(call, 1) for _ in range(count))
-    kept = samples[count // 10 : count - count // 10]
-    return sum(kept) / len(kept)
+def _work(device: torch.device) -> Callable[[], object]:
+    """What a CPU computes before each message: a rank that has just computed is slower to send than one that only sends, since the
+    threads that do so have to be woken while the cores are busy."""
+    if device.type != "cpu":
+        return _nothing
+    x, weight = torch.randn(*BETWEEN), torch.randn(BETWEEN[1], BETWEEN[1])
+    return lambda: x @ weight
+
+
+def _pipeline(ranks: Ranks, watch: Watch, budget_s: float) -> Iterator[Row]:
+    """A short pipeline over the first two ranks, and what its stage takes alone: the rest is what actions and transfers cost."""
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
+    group = dist.new_group([0, 1])
+    rows, width = BETWEEN
+    shape = (MICROBATCHES, rows, width)
+    layer, piece = nn.Linear(width, width), torch.randn(rows, width)
+
+    def backward() -> None:
+        layer(piece.requires_grad_()).sum().backward()
+
+    step: Callable[[], object] = _nothing
+    if ranks.rank < 2:
+        received = (torch.ones(rows, width, requires_grad=ranks.rank > 0),)
+        sent = (torch.ones(rows, width, requires_grad=True),)
+        stage = PipelineStage(layer, ranks.rank, 2, ranks.device, input_args=received, output_args=sent, group=group)
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
+        whole = torch.randn(rows * MICROBATCHES, width)
+        step = partial(schedule.step, whole) if ranks.rank == 0 else partial(schedule.step, target=whole)
+    first_two = ranks.rank < 2
+    for what, call in (("pipeline, forward", lambda: layer(piece)), ("pipeline, both ways", backward), ("pipeline", step)):
+        taken = _together(call if first_two else _nothing, ranks, watch, 4 * budget_s)  # type: ignore[arg-type]
+        yield Row(what, shape, "fp32", 2, taken)
+    dist.destroy_process_group(group)
+
+
+def _together(call: Callable[[], object], ranks: Ranks, watch: Watch, budget_s: float) -> float:
+    """Seconds of a call that ranks do together: a mean without the extremes, of the slowest rank."""
+
+    def samples(count: int) -> float:
+        taken = sorted(timed(call, 1) for _ in range(count))
+        kept = taken[count // 10 : count - count // 10]
+        return sum(kept) / len(kept)
+
+    timed = _gpu_seconds if ranks.device.type == "cuda" else _cpu_seconds
+    once = max(gather_objects(samples(3)))
+    count = min(MOST_SAMPLES, max(LEAST_SAMPLES, round(budget_s / max(once, 1e-6))))
+    return float(max(gather_objects(watch.undisturbed(partial(samples, count)))))
 
 
 def main(arguments: Sequence[str]) -> None:
     """One rank of a launch: the folder holds the request, and gets the rows."""
     folder = Path(arguments[0])
     request = Request(**json.loads((folder / "request.json").read_text()))
-    with start(TIMEOUT_S) as ranks:
+    with start(TIMEOUT_S + request.patience_s) as ranks:
         rows = measure(request, ranks)
         if ranks.rank == 0:
             (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))

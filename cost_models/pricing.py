@@ -33,6 +33,7 @@ from graphpar.mesh import Mesh
 from graphpar.runtime.gradients import BUCKET_BYTES
 from graphpar.schedule import Order, action_order, forwards, in_flight, order_of, peak_in_flight, stage_ranks
 from graphpar.simulation import Timeline, Transfers, simulate
+from graphpar.turns import Turns
 
 Array = NDArray[np.float64]
 
@@ -105,8 +106,8 @@ class Estimate:
         communication_s: of the busiest rank, by axis, hidden or not.
         exposed_s: what of it nothing hides.
         parts_s: what the step of the busiest rank is made of, adding up to ``step_time_s``: ``compute``, ``host`` (its device waits for
-            operators to be started), exposed collectives by axis, ``pp`` (it waits for what is on its way), ``bubble`` (it has
-            nothing to do), ``gradients`` and ``optimizer`` as below.
+            operators to be started) or ``turns`` (ranks outnumber cores), exposed collectives by axis, ``pp`` (it waits for what is on
+            its way), ``bubble`` (it has nothing to do), ``gradients`` and ``optimizer`` as below.
         pipeline_s, gradients_s, optimizer_s: the parts of the step; of gradients what is exposed; gathers of parameters are in the last.
         cluster, device: what it is for; memory_bytes, what a device of it has; figures, where what is known of it is from.
     """
@@ -285,7 +286,9 @@ class Pricing:
         timeline = self._timeline(layout, stages, seconds, exact)
         own = [[place for place, rank in enumerate(ranks) if rank == pp] for pp in range(self.mesh.pp)]
         gradients = [self._gradients(layout, [stages[place] for place in places]) for places in own]
-        hidden = [sum(seconds[place].backward for place in places) if self.execution.overlap_gradients else 0.0 for places in own]
+        # On a CPU it is the cores that compute which add and copy what is summed.
+        beside = self.execution.overlap_gradients and self.cluster.device.kind != "cpu"
+        hidden = [sum(seconds[place].backward for place in places) if beside else 0.0 for places in own]
         least = [reduced * BUCKET_BYTES / max(nbytes, BUCKET_BYTES) for reduced, _, nbytes in gradients]
         shown = [max(reduced - window, rest) for (reduced, _, _), window, rest in zip(gradients, hidden, least)]
         ends = max(end + exposed for end, exposed in zip(timeline.ends, shown))
@@ -299,7 +302,8 @@ class Pricing:
             for name in ("sent", "exposed")
         )
         compute = sum(count * seconds[place].compute for place in own[busiest])
-        parts = {"compute": compute, "host": max(0.0, timeline.busy[busiest] - compute - sum(exposed.values())), **exposed}
+        waiting = "host" if self._crowd == 1 else "turns"  # of ranks that share cores the host is the device
+        parts = {"compute": compute, waiting: max(0.0, timeline.busy[busiest] - compute - sum(exposed.values())), **exposed}
         crossings = self._crossings(layout, stages)
         if self.mesh.pp > 1:
             sent["pp"] = count * self._received(crossings, own[busiest], ranks)
@@ -334,6 +338,12 @@ class Pricing:
             memory_bytes=self.cluster.device.memory_bytes,
             figures=figures_of(self.cluster.device),
         )
+
+    @cached_property
+    def _crowd(self) -> float:
+        """Ranks for each core where they take turns on the cores of a node, else 1."""
+        cores = self.cluster.device.cores
+        return 1.0 if cores is None else max(1.0, min(self.mesh.size, self.cluster.devices_per_node) / cores)
 
     @cached_property
     def _itemsize(self) -> int:
@@ -375,15 +385,28 @@ class Pricing:
     ) -> Timeline:
         forward, backward, weight = ([getattr(cost, name) for cost in seconds] for name in ("forward", "backward", "weight"))
         if self.mesh.pp == 1 and layout.order is None:
-            total = layout.microbatches * (sum(forward) + sum(backward))
+            waiting = sum(sum(cost.exposed.values()) for cost in seconds)
+            busy = sum(forward) + sum(backward) - waiting
+            total = layout.microbatches * (busy * self._crowd + waiting)
             return Timeline((), (), total, total, 0.0, (total,), (0.0,), (0.0,), (total,), (1,))
         there, back = self._crossings(layout, stages)
-        transfers = Transfers(there, back, one_at_a_time=True, sender_waits=self.execution.wait_for_sends)
+        # torch's schedules wait for what they send, which stops a GPU's stream at most, but a CPU's rank.
+        waits = self.execution.wait_for_sends or self.cluster.device.kind == "cpu"
+        transfers = Transfers(there, back, one_at_a_time=True, sender_waits=waits)
+        inward = [max(0.0, whole - part) for whole, part in zip(backward, weight)]
+        action = self.cluster.device.action_s
+        forward, backward, weight, inward = ([cost + action for cost in costs] for costs in (forward, backward, weight, inward))
+        turns = None
+        if self._crowd > 1:
+            shares = [1 - sum(cost.exposed.values()) / max(cost.forward + cost.backward, 1e-12) for cost in seconds]
+            turns = Turns(self.mesh.size / self._crowd, self.mesh.size / self.mesh.pp, shares)
 
         def run(microbatches: int) -> Timeline:
             order = self._order(layout, len(stages), microbatches)
             order = order if self.train else order_of(forwards(order.table))
-            return simulate(order, forward, backward, weight, transfers=transfers, spans=False)
+            return simulate(
+                order, forward, backward, weight, input_backward=inward, transfers=transfers, turns=turns, spans=False
+            )
 
         few = self._few(layout)
         if exact or few is None:
@@ -493,7 +516,7 @@ class Pricing:
         shards = self.execution.shards if self.execution.zero else 1
         if not nbytes:
             return 0.0
-        return float(self.compute.traffic_s(nbytes * (1 if self.execution.fused else 3) / shards))
+        return self._crowd * float(self.compute.traffic_s(nbytes * (1 if self.execution.fused else 3) / shards))
 
     # ---- bytes ----
 

@@ -27,7 +27,7 @@ _FILE = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<file>.+\.(?:js
 _PROFILE = ("graphpar", "machine", "error", "measured")
 """What a profile of ``graphpar calibrate`` holds besides a cluster."""
 _LINKS = ("intra_node", "inter_node")
-_WIRES = ("pair_bytes_per_s", "in_switch")
+_WIRES = ("pair_bytes_per_s", "in_switch", "send_latency_s")
 _Record = TypeVar("_Record", Device, Link)
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from graphpar.errors import GraphparError
 from graphpar.schedule_order import KIND_ORDER, Order, order_of
 from graphpar.schedule_table import Action, ActionTable
+from graphpar.turns import Turns, ends_in_turns
 
 Array: TypeAlias = NDArray[Any]
 
@@ -97,13 +98,15 @@ def simulate(
     *,
     input_backward: Sequence[float] | None = None,
     transfers: Transfers | None = None,
+    turns: Turns | None = None,
     spans: bool = True,
 ) -> Timeline:
     """Run the table with these costs per stage; transfers are free unless given.
 
     ``backward`` is the whole backward, the cost of ``B``. ``weight`` is the cost of ``W`` (half of the backward, when
-    not given), ``input_backward`` that of ``I`` (what ``weight`` leaves of the backward). Any unit of time. Without
-    ``spans`` it is faster and gives the sums alone. Raises on a table that deadlocks.
+    not given), ``input_backward`` that of ``I`` (what ``weight`` leaves of the backward). Any unit of time. With
+    ``turns`` an action takes longer where ranks outnumber cores. Without ``spans`` it is faster and gives the sums alone.
+    Raises on a table that deadlocks.
     """
     order = table if isinstance(table, Order) else order_of(table)
     weight = [cost / 2 for cost in backward] if weight is None else weight
@@ -123,7 +126,7 @@ def simulate(
     prices = {"F": forward, "B": backward, "I": input_backward, "W": weight}
     price = np.zeros(order.gate_price + 1)
     price[: order.first_transfer_price] = [cost for kind in KIND_ORDER for cost in prices[kind]]
-    return _timeline(order, price[order.price], transfers, spans)
+    return _timeline(order, price[order.price], transfers, spans, turns)
 
 
 def simulate_actions(
@@ -160,7 +163,9 @@ def _check_costs(name: str, values: Sequence[float], count: int, unit: str = "st
             raise GraphparError(f"the {name} cost of {unit} {index} is {value}; it must be finite and not negative")
 
 
-def _timeline(order: Order, durations: Array, transfers: Transfers | None, spans: bool) -> Timeline:
+def _timeline(
+    order: Order, durations: Array, transfers: Transfers | None, spans: bool, turns: Turns | None = None
+) -> Timeline:
     """Run the nodes: each starts when what is before it and what it needs have ended."""
     is_transfer = order.rank < 0
     before, needs = order.previous, order.needs
@@ -172,14 +177,17 @@ def _timeline(order: Order, durations: Array, transfers: Transfers | None, spans
             needs[list(order.second_sent)] = list(order.second_sent.values())
         if transfers.one_at_a_time:
             before = np.where(is_transfer, order.link, before)
-    ends = [0.0]
-    add = ends.append
-    for previous, need, duration in zip(before[1:].tolist(), needs[1:].tolist(), durations[1:].tolist()):
-        free, arrived = ends[previous], ends[need]
-        add((free if free > arrived else arrived) + duration)
+    if turns is None:
+        ends = _ends(durations, before, needs)
+    else:
+        on_core = np.append(np.tile(turns.shares, len(KIND_ORDER)), np.zeros(2 * order.stages + 1))
+        shares = np.where(is_transfer, 0.0, on_core[order.price])
+        ends = ends_in_turns(durations.tolist(), shares.tolist(), before.tolist(), needs.tolist(), turns)
 
     end = np.array(ends)
     start = np.maximum(end[before], end[needs])
+    if turns is not None:
+        durations = end - start
     busy = np.bincount(order.rank[~is_transfer], durations[~is_transfer], order.table.ranks)
     # What a rank waited for was on its way from when both its maker and the rank had ended what they did.
     ready = np.maximum(end[order.previous], end[order.needs][order.needs])
@@ -199,6 +207,15 @@ def _timeline(order: Order, durations: Array, transfers: Transfers | None, spans
         ends=tuple(float(end[nodes[-1]]) if len(nodes) else 0.0 for nodes in order.actions_of),
         peak_in_flight=peak_in_flight(order),
     )
+
+
+def _ends(durations: Array, before: Array, needs: Array) -> list[float]:
+    ends = [0.0]
+    add = ends.append
+    for previous, need, duration in zip(before[1:].tolist(), needs[1:].tolist(), durations[1:].tolist()):
+        free, arrived = ends[previous], ends[need]
+        add((free if free > arrived else arrived) + duration)
+    return ends
 
 
 def _price_transfers(order: Order, durations: Array, transfers: Transfers) -> None:

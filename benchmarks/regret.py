@@ -1,0 +1,288 @@
+"""How good the planner's choice is: every feasible plan of small models on local processes, predicted and measured.
+
+    python -m benchmarks.regret [--json] [--processes 2 4] [--models gpt llama mlp] [--cluster PROFILE.json]
+
+    calibrate ──► Cluster ──Planner: every mesh x schedule x microbatch size──► predicted seconds ─┐
+                     └─────── partition, save ──► steps on local processes ──► measured seconds ───┴─► rank correlation, regret
+
+Rank correlation is Spearman's, of predicted and measured step times of all plans of a model. Regret is the measured time of the plan that
+is predicted to be the fastest over that of the fastest measured one.
+
+A step in which others used the machine is taken again, as long as patience lasts. What they do all the same falls on some plan, so plans
+take steps in turn, a chunk at a time with one plan that is in every chunk: a plan's time is its median over that plan's in the same
+chunk. The few fastest and the predicted one are measured again, together and for longer; regret is of that. The machine is calibrated
+in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import graphpar as gp
+from benchmarks.regret_models import MODELS
+from graphpar.api import untied
+from graphpar.cluster import Cluster
+from graphpar.cost_models.calibrate import calibrate
+from graphpar.cost_models.quiet import Watch
+from graphpar.passes.choose import Pins, choose
+from graphpar.passes.planner import Priced
+from graphpar.passes.planning import planner_for
+from graphpar.program import Program
+from graphpar.runtime import Pipeline, Ranks, start
+from graphpar.runtime.launch import torchrun
+
+CHUNK, WARM_UP, ROUNDS = 10, 1, 5
+FINALISTS, FINAL_ROUNDS = 5, 15
+MOST_MICROBATCHES = 8
+GROUP_TIMEOUT_S, TIMEOUT_S = 3600, 7200
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan, in seconds of a step; ``again_s``: of a finalist, measured beside the others."""
+
+    plan: str
+    predicted_s: float
+    measured_s: float
+    again_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """One model on a number of processes."""
+
+    model: str
+    processes: int
+    rank_correlation: float
+    regret: float
+    chosen: str
+    best: str
+    error: float
+    """Median of |predicted / measured - 1|."""
+    disturbed: float
+    """The share of steps in which others used the machine."""
+    rows: tuple[Row, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.regret", description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="default: all")
+    parser.add_argument("--cluster", metavar="PROFILE.json", help="a profile instead of a calibration in the same run")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed steps of each plan (default: {ROUNDS})")
+    parser.add_argument(
+        "--patience", type=float, default=60.0, metavar="S", help="seconds to wait for others to be quiet, a model (default: 60)"
+    )
+    parser.add_argument("--rank", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)  # one process of a launch
+    options = parser.parse_args(arguments)
+    if options.rank is not None:
+        with start(GROUP_TIMEOUT_S) as ranks:
+            _measure(options.rank, ranks)
+        return
+    scores = []
+    for processes in options.processes:
+        cluster = Cluster.parse(f"{processes}x{options.cluster}") if options.cluster else calibrate("cpu", processes).cluster
+        for model in options.models:
+            scores.append(score(model, cluster, options.rounds, options.patience))
+            _say(f"{model} on {processes}: {len(scores[-1].rows)} plans, rank correlation {scores[-1].rank_correlation:.3f}")
+    if options.json:
+        print(json.dumps({"graphpar": gp.__version__, "torch": torch.__version__, "scores": [asdict(each) for each in scores]}))
+    else:
+        _show(scores)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---- the parent: predict, emit, launch, sum up -----------------------------------------------------------------
+
+
+def score(name: str, cluster: Cluster, rounds: int, patience_s: float) -> Score:
+    """Predict and measure every plan of the model ``name``."""
+    module, program = MODELS[name].program()
+    priced = predicted(program, cluster)
+    with tempfile.TemporaryDirectory(prefix="graphpar_regret_") as scratch:
+        folder = Path(scratch)
+        save_file(dict(MODELS[name].batch()), str(folder / "batch.safetensors"))
+        save_file(untied(module.state_dict()), str(folder / "weights.safetensors"))
+        saved = _emitted(program, cluster, priced, folder)
+        _say(f"{name} on {cluster.size}: measuring {len(saved)} plans")
+        measured, disturbed = _timed(folder, cluster.size, _chunks(list(saved)), rounds, patience_s)
+        chosen = min(saved, key=lambda plan: saved[plan].estimate.step_time_s)
+        fastest = sorted(measured, key=measured.__getitem__)[:FINALISTS]
+        finals = list(dict.fromkeys([chosen, *fastest]))
+        again, _ = _timed(folder, cluster.size, [finals], FINAL_ROUNDS, patience_s)
+    rows = tuple(
+        Row(plan, saved[plan].estimate.step_time_s, seconds, again.get(plan))
+        for plan, seconds in sorted(measured.items(), key=lambda entry: entry[1])
+    )
+    best = min(again, key=again.__getitem__)
+    return Score(
+        model=name,
+        processes=cluster.size,
+        rank_correlation=spearman([row.predicted_s for row in rows], [row.measured_s for row in rows]),
+        regret=again[chosen] / again[best],
+        chosen=chosen,
+        best=best,
+        error=statistics.median(abs(row.predicted_s / row.measured_s - 1) for row in rows),
+        disturbed=disturbed,
+        rows=rows,
+    )
+
+
+def predicted(program: Program, cluster: Cluster) -> list[Priced]:
+    """Every plan that the planner considers, but for those of very many microbatches, the most promising first."""
+    planner = planner_for(program, cluster, {}, Pins(cluster=cluster))
+    candidates = [each for each in planner.bounded(all_degrees=True)[0] if each.microbatches <= MOST_MICROBATCHES]
+    priced = [planner.exactly(planner.price(candidate)) for candidate in candidates]
+    return sorted((each for each in priced if each.fits), key=lambda each: each.rank_key)
+
+
+def plan_name(priced: Priced) -> str:
+    """Mesh, schedule, stages a rank and microbatches, as ``pp2 dp2 1F1B/1 x8``."""
+    candidate = priced.candidate
+    short = {"pp": "pp", "dp_replicate": "dp", "tp": "tp"}
+    mesh = " ".join(f"{short[axis]}{degree}" for axis, degree in candidate.mesh.degrees().items() if degree > 1)
+    schedule = f" {candidate.schedule}/{candidate.stages_per_rank}" if candidate.mesh.pp > 1 else ""
+    return f"{mesh}{schedule} x{candidate.microbatches}"
+
+
+def _emitted(program: Program, cluster: Cluster, priced: Sequence[Priced], folder: Path) -> dict[str, Priced]:
+    """Plans by name, each a folder of its own; those that can't be emitted are left out, and said."""
+    saved: dict[str, Priced] = {}
+    for each in priced:
+        candidate = each.candidate
+        pins = Pins(
+            schedule=candidate.schedule,
+            microbatch_size=candidate.microbatch_size,
+            cuts=each.cuts if candidate.mesh.pp > 1 else None,
+            cluster=cluster,
+        )
+        try:
+            plan = choose(program, candidate.mesh, pins)
+            gp.partition(program, plan).save(folder / plan_name(each))
+            saved[plan_name(each)] = each
+        except gp.GraphparError as error:
+            _say(f"{plan_name(each)}: {error}")
+    return saved
+
+
+def _chunks(plans: Sequence[str]) -> list[list[str]]:
+    """Plans a few at a time, every chunk with the first."""
+    rest = list(plans[1:])
+    return [[plans[0], *rest[at : at + CHUNK]] for at in range(0, len(rest), CHUNK)] or [[plans[0]]]
+
+
+def _timed(
+    folder: Path, processes: int, chunks: Sequence[Sequence[str]], rounds: int, patience_s: float
+) -> tuple[dict[str, float], float]:
+    """Seconds of a step by plan: relative to the plan that all chunks have, times what that took on the whole; the share disturbed."""
+    (folder / "request.json").write_text(json.dumps({"chunks": chunks, "rounds": rounds, "patience_s": patience_s}))
+    torchrun("benchmarks.regret", ["--rank", str(folder)], nproc=processes, timeout_s=TIMEOUT_S, module=True)
+    found = json.loads((folder / "steps.json").read_text())
+    steps: list[dict[str, list[float]]] = found["chunks"]
+    common = chunks[0][0]
+    usual = statistics.median(seconds for chunk in steps for seconds in chunk[common])
+    times = {
+        plan: usual * statistics.median(seconds) / statistics.median(chunk[common])
+        for chunk in steps
+        for plan, seconds in chunk.items()
+    }
+    return times, found["disturbed"]
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The correlation of ranks; equal values share a rank."""
+    if len(first) < 2:
+        return 1.0
+    return statistics.correlation(_ranks(first), _ranks(second))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2 for value in values]
+
+
+def _show(scores: Sequence[Score]) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    headings = ("model", "processes", "plans", "rank correlation", "regret", "off by", "disturbed", "chosen", "fastest")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("model", "chosen", "fastest") else "right", no_wrap=True)
+    for each in scores:
+        table.add_row(
+            each.model,
+            str(each.processes),
+            str(len(each.rows)),
+            f"{each.rank_correlation:.3f}",
+            f"{each.regret:.3f}",
+            f"{each.error:.0%}",
+            f"{each.disturbed:.0%}",
+            each.chosen,
+            each.best,
+        )
+    console.print(table)
+
+
+# ---- one rank: plans step by step ------------------------------------------------------------------------------
+
+
+def _measure(folder: Path, ranks: Ranks) -> None:
+    """Chunk after chunk: its plans are built, take steps in turn, each round in the other order, and are closed."""
+    request: dict[str, Any] = json.loads((folder / "request.json").read_text())
+    batch = load_file(folder / "batch.safetensors")
+    watch = Watch(ranks, request["patience_s"])
+    found: list[dict[str, list[float]]] = []
+    for chunk in request["chunks"]:
+        pipelines = {plan: Pipeline(folder / plan, ranks.device) for plan in chunk}
+        steps = {plan: _step_of(pipeline, folder, batch) for plan, pipeline in pipelines.items()}
+        seconds: dict[str, list[float]] = {plan: [] for plan in chunk}
+        for turn in range(WARM_UP + request["rounds"]):
+            for plan in list(chunk)[:: 1 if turn % 2 else -1]:
+                if turn < WARM_UP:
+                    steps[plan]()
+                else:
+                    seconds[plan].append(watch.undisturbed(steps[plan]))
+        for pipeline in pipelines.values():
+            pipeline.close()
+        found.append(seconds)
+    if ranks.rank == 0:
+        (folder / "steps.json").write_text(json.dumps({"chunks": found, "disturbed": watch.disturbed / max(1, watch.measured)}))
+
+
+def _step_of(pipeline: Pipeline, folder: Path, batch: dict[str, Tensor]) -> Callable[[], float]:
+    """A step of all ranks, which gives its seconds."""
+    pipeline.load_weights(folder / "weights.safetensors")
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=LEARNING_RATE)
+
+    def step() -> float:
+        began = time.perf_counter()
+        pipeline.step(batch)
+        optimizer.step()
+        pipeline.zero_grad()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Measuring while nobody else uses the machine much, as the kernel counts (``/proc/stat``)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from graphpar.runtime.distributed import Ranks, gather_objects
+
+OTHERS = 0.12
+"""The share of the cores that others may take while something is measured."""
+PEEK_S = 0.1
+_Result = TypeVar("_Result")
+
+
+class Watch:
+    """Repeats what is measured while others took more than ``OTHERS`` of the cores, for ``patience_s`` in all; then it counts as it is.
+
+    Every method is a collective call of all ranks, which are those of one machine.
+    """
+
+    def __init__(self, ranks: Ranks, patience_s: float) -> None:
+        self.ranks, self.patience_s = ranks, patience_s
+        self.measured = self.disturbed = 0
+
+    def undisturbed(self, call: Callable[[], _Result]) -> _Result:
+        """What ``call`` gives when others disturb it least, on every rank that of the same time."""
+        self.measured += 1
+        began = time.monotonic()
+        least, best = float("inf"), None
+        while True:
+            result, others, patient = self._watched(call)
+            if others < least:
+                least, best = others, result
+            if least > OTHERS and patient:
+                self._until_quiet(began)
+                self.patience_s -= time.monotonic() - began
+                began = time.monotonic()
+                continue
+            self.disturbed += least > OTHERS
+            return best  # type: ignore[return-value]
+
+    def _watched(self, call: Callable[[], _Result]) -> tuple[_Result, float, bool]:
+        """The result, the share of the cores that others took meanwhile, and whether there is patience left."""
+        dist.barrier()
+        began, worked, busy = time.perf_counter(), time.process_time(), busy_s()
+        result = call()
+        dist.barrier()
+        taken = time.perf_counter() - began
+        found = gather_objects((time.process_time() - worked, busy_s() - busy, taken, self.patience_s > 0))
+        _, everyone, taken, patient = found[0]
+        return result, (everyone - sum(own for own, *_ in found)) / (taken * _cores()), patient
+
+    def _until_quiet(self, began: float) -> None:
+        if self.ranks.rank == 0:
+            while time.monotonic() - began < self.patience_s:
+                before = busy_s()
+                time.sleep(PEEK_S)
+                if busy_s() - before <= OTHERS * PEEK_S * _cores():
+                    break
+        dist.barrier()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def busy_s() -> float:
+    """Seconds that all cores have been busy since the machine started; 0 where the kernel doesn't say."""
+    file = Path("/proc/stat")
+    if not file.is_file():
+        return 0.0
+    user, nice, system, _, _, interrupts, soft, *_ = map(int, file.read_text().splitlines()[0].split()[1:])
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")

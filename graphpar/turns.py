@@ -1,0 +1,75 @@
+"""Ranks that take turns on the cores of a machine, which has fewer of them than ranks that compute.
+
+    work of each node ──fluid: all that compute at once share the cores evenly──► when each node ends
+
+The scheduler of an operating system does so on the whole: nobody waits while a core is free, and slices are short beside an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Turns:
+    """``cores`` are shared by the ranks that compute; a rank of the simulation stands for ``ranks`` that do the same at once.
+
+    ``shares``: by stage, of an action's time, what is spent computing; the rest (collectives) takes no core.
+    """
+
+    cores: float
+    ranks: float
+    shares: Sequence[float]
+
+    def speed(self, computing: int) -> float:
+        """Of each rank, where so many ranks of the simulation compute at once."""
+        return min(1.0, self.cores / (self.ranks * computing)) if computing else 1.0
+
+
+def ends_in_turns(
+    durations: Sequence[float], shares: Sequence[float], before: Sequence[int], needs: Sequence[int], turns: Turns
+) -> list[float]:
+    """When each node ends. Node 0 is the start; a node starts when the nodes ``before`` it and what it ``needs`` have ended.
+
+    Args:
+        durations: alone on the machine.
+        shares: of a node's duration that takes a core; it comes first.
+    """
+    count = len(durations)
+    followers: list[list[int]] = [[] for _ in range(count)]
+    missing = [0] * count
+    for node in range(1, count):
+        for other in {before[node], needs[node]}:
+            followers[other].append(node)
+            missing[node] += 1
+    ends = [0.0] * count
+    now = 0.0
+    computing: dict[int, float] = {}  # seconds left
+    others: dict[int, float] = {0: 0.0}
+    while computing or others:
+        speed = turns.speed(len(computing))
+        passed = min(min((left / speed for left in computing.values()), default=float("inf")), min(others.values(), default=float("inf")))
+        now += passed
+        done = []
+        for running, rate in ((computing, speed), (others, 1.0)):
+            for node in list(running):
+                running[node] -= passed * rate
+                if running[node] <= 1e-12 * (1 + now):
+                    del running[node]
+                    done.append((node, running is computing))
+        for node, computed in done:
+            rest = durations[node] * (1 - shares[node])
+            if computed and rest > 0:
+                others[node] = rest
+                continue
+            ends[node] = now
+            for follower in followers[node]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    own = durations[follower] * shares[follower]
+                    if own > 0:
+                        computing[follower] = own
+                    else:
+                        others[follower] = durations[follower]
+    return ends
