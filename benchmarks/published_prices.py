@@ -90,6 +90,11 @@ def mesh_of(row: Row) -> Mesh:
     )
 
 
+DISPATCH_S = 57e-6
+"""The host's time for an operator in training frameworks, whose operators are many calls of Python each: fitted by
+:mod:`benchmarks.fit_devices`, in effect to vtrain_single, which alone is bound by its hosts. One figure for all sources."""
+
+
 def execution_of(row: Row) -> Execution:
     habits = row.habits
     return Execution(
@@ -103,6 +108,7 @@ def execution_of(row: Row) -> Execution:
         prefetch=habits.prefetch,
         hold_messages=False,
         wait_for_sends=habits.wait_for_sends,
+        dispatch_s=DISPATCH_S,
         overlap_tp=1 - 1 / row.degrees["tp"] if habits.overlap_tp else 0.0,
     )
 

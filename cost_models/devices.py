@@ -177,18 +177,18 @@ _MEASURED = f"best large bf16 product over peak, {_SPEC}"
 _LATENCIES = "inside: smallest all-reduces of 8 H200 over ring steps, same place; between: two nodes of A100, H100, B200"
 
 _GPU_LAUNCH = 5e-6  # assumed: a small kernel with the gap before it
+_GPU_DISPATCH = 1e-5  # assumed: what eager PyTorch does on the host for an operator, forward or backward
 _COMPUTE_UNITS = {"V100": 80, "A100": 108, "A800": 108, "H": 132, "B": 148, "GB": 152, "MI300X": 304, "L40S": 142}
 
 
 class _Reached(NamedTuple):
     """What training programs reach of a generation's peaks: ``matrix_efficiency``, ``half_reduction``, ``memory_efficiency``,
-    ``attention_efficiency`` and ``dispatch_s`` of :class:`Device`, and where that is from."""
+    ``attention_efficiency`` of :class:`Device`, and where that is from."""
 
     matrix: float
     half: float
     memory: float
     attention: tuple[float, float]
-    dispatch: float
     source: str
 
 
@@ -196,20 +196,19 @@ _FIT = "benchmarks/fit_devices.py on published step times of sources that are no
 _PAPER = "attention: figures 5 to 7 of FlashAttention-2 (arXiv 2307.08691)"
 _REACHED = {
     "A": _Reached(
-        0.787, 162.0, 0.535, (0.66, 0.60), 57e-6,
-        f"{_FIT}: vtrain_single (which alone is bound by its hosts), llm_foundry, zero_bubble, korthikanti; {_PAPER}",
+        0.787, 162.0, 0.535, (0.66, 0.60),
+        f"{_FIT}: vtrain_single, llm_foundry, zero_bubble, korthikanti; {_PAPER}",
     ),
     "H": _Reached(
-        0.576, 115.0, 0.81, (0.40, 0.32), 57e-6,
-        f"{_FIT}: llm_foundry, megatron_bridge, nemo_2407, nemo_longseq; dispatch: as A100; {_PAPER}",
+        0.576, 115.0, 0.81, (0.40, 0.32), f"{_FIT}: llm_foundry, megatron_bridge, nemo_2407, nemo_longseq; {_PAPER}",
     ),
     "B": (_BLACKWELL := _Reached(
-        0.55, 115.0, 0.81, (0.35, 0.28), 57e-6,
+        0.55, 115.0, 0.81, (0.35, 0.28),
         f"products: {_FIT}: megatron_bridge, whose step times are of clocks that fall under load; all else: as H100, attention assumed",
     )),
     "GB": _BLACKWELL,
 }  # fmt: skip
-_UNKNOWN = _Reached(0.8, 150.0, 0.7, (0.5, 0.4), 57e-6, "assumed; dispatch: as A100")
+_UNKNOWN = _Reached(0.8, 150.0, 0.7, (0.5, 0.4), "assumed")
 _RING = 0.8  # assumed where nobody measured
 _RINGS = {"A": 0.78, "H800": 0.8, "H": 0.82, "B": 0.76, "GB": 0.76, "MI300X": 0.7}
 """What rings reach inside a node: all-reduces of 8 A100, 8 H200, 4 B200 and 4 GB300, 8 MI300X; 160 of 200 GB/s on H800 (DeepSeek-V3)."""
@@ -259,7 +258,7 @@ def _gpu(
         compute_units=_of_kind(_COMPUTE_UNITS, name),
         attention_efficiency=reached.attention,
         memory_efficiency=reached.memory,
-        dispatch_s=reached.dispatch,
+        dispatch_s=_GPU_DISPATCH,
         sources={"efficiency": _MEASURED if efficiency else reached.source, "latency": _LATENCIES, "launch": _ASSUMED, **sources},
     )
 

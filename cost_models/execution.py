@@ -30,6 +30,7 @@ class Execution:
         hold_messages: buffers for what stages receive, and for the gradients that come back, are there for every microbatch of a
             step, as torch's pipeline stages make them; else for those in flight.
         wait_for_sends: a stage waits until what it sends has arrived, as pipelines do that exchange messages in pairs; else it goes on.
+        dispatch_s: seconds of the host for an operator, where a framework's own work makes them more than PyTorch's (the device's).
         overlap_tp: the share of the collectives inside operators that is hidden behind the products next to them.
     """
 
@@ -44,6 +45,7 @@ class Execution:
     prefetch: bool = True
     hold_messages: bool = True
     wait_for_sends: bool = False
+    dispatch_s: float | None = None
     overlap_tp: float = 0.0
 
     def __post_init__(self) -> None:

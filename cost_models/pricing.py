@@ -188,7 +188,9 @@ class Pricing:
     ) -> None:
         self.units, self.mesh, self.cluster, self.train = tuple(units), mesh, cluster, train
         self.execution = replace(execution or Execution(), shards=mesh.dp_shard)
-        self.compute, self.network = Compute(cluster.device, dtype), Network(cluster)
+        dispatch = self.execution.dispatch_s
+        device = cluster.device if dispatch is None else replace(cluster.device, dispatch_s=dispatch)
+        self.compute, self.network = Compute(device, dtype), Network(cluster)
         self.dtype = dtype
         self._groups = {axis: self.network.group_of_axes(mesh, [axis]) for axis, degree in mesh.degrees().items() if degree > 1}
         self._seconds: dict[tuple[int, int], UnitSeconds] = {}
