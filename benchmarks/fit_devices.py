@@ -25,7 +25,8 @@ from benchmarks.published_prices import DISPATCH_S, layout_of, pricing_of
 from benchmarks.published_rows import HALF, Row, Unpriced, read, rows_of
 from benchmarks.published_sources import held_out
 from graphpar.cost_models.devices import Device
-from graphpar.cost_models.pricing import Layout, Pricing
+from graphpar.cost_models.estimates import Layout
+from graphpar.cost_models.pricing import Pricing
 
 Array: TypeAlias = NDArray[np.float64]
 

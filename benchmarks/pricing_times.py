@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import graphpar as gp
 from benchmarks.search_times import EXAMPLES
-from graphpar.cost_models.pricing import Layout, Pricing
+from graphpar.cost_models.estimates import Layout
+from graphpar.cost_models.pricing import Pricing
 from graphpar.modelfile import load_model_file
 from graphpar.passes.planning import pricing_of
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from benchmarks.published_programs import Cut, Parts, parts, with_scores_again
 from benchmarks.published_rows import HALF, Profile, Row, Unpriced
 from graphpar.cluster import Cluster
+from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
-from graphpar.cost_models.pricing import Estimate, Layout, Pricing
+from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.schedule import ActionTable, Order, Transfers, action_table, order_of, parse_table, simulate

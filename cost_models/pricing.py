@@ -10,23 +10,19 @@ is priced for the slowest rank of each stage; ranks of one stage do the same.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from graphpar.cluster import Cluster
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
 from graphpar.cost_models.devices import figures_of
+from graphpar.cost_models.estimates import Estimate, Layout, StageEstimate
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
-from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
-from graphpar.cost_models.units import Held, Kind, Unit, joined, joint
+from graphpar.cost_models.memory import Memory
+from graphpar.cost_models.unit_bytes import REPLICAS, UnitBytes
+from graphpar.cost_models.units import Kind, Unit
 from graphpar.cost_models.work import Phase
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
@@ -34,25 +30,6 @@ from graphpar.runtime.gradients import BUCKET_BYTES
 from graphpar.schedule import Order, action_order, forwards, in_flight, order_of, peak_in_flight, stage_ranks
 from graphpar.simulation import Timeline, Transfers, simulate
 from graphpar.turns import Turns
-
-Array = NDArray[np.float64]
-
-REPLICAS = ("dp_replicate", "dp_shard")
-"""The axes on which every rank runs the same on other rows."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What of a plan is not in the units: stages, schedule, microbatches.
-
-    ``starts``: the first unit of each stage. ``order``: a schedule of the user's own, instead of a name.
-    """
-
-    schedule: str
-    microbatch_size: int
-    microbatches: int
-    starts: tuple[int, ...] = (0,)
-    order: Order | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -76,91 +53,6 @@ class StageSeconds:
     sent: Mapping[str, float]
     exposed: Mapping[str, float]
     compute: float
-
-
-@dataclass(frozen=True)
-class StageEstimate:
-    """A stage in a report. Seconds of one microbatch; those of what it sends on, and of the gradients that it is sent back."""
-
-    index: int
-    rank: int
-    units: tuple[int, int]
-    forward_s: float
-    backward_s: float
-    weight_s: float
-    parameters: int
-    sent_s: float
-    returned_s: float
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a step takes.
-
-    Attributes:
-        step_time_s: from the first forward to the end of the optimizer's step.
-        mfu: the program's own flops of products and attention, once forward and back, over what all devices could do in that time.
-        bubble_fraction: of ranks x pipeline time in which a rank computes nothing.
-        memory: of each pp rank at its peak.
-        compute_s: of the busiest rank.
-        communication_s: of the busiest rank, by axis, hidden or not.
-        exposed_s: what of it nothing hides.
-        parts_s: what the step of the busiest rank is made of, adding up to ``step_time_s``: ``compute``, ``host`` (its device waits for
-            operators to be started) or ``turns`` (ranks outnumber cores), exposed collectives by axis, ``pp`` (it waits for what is on
-            its way), ``bubble`` (it has nothing to do), ``gradients`` and ``optimizer`` as below.
-        pipeline_s, gradients_s, optimizer_s: the parts of the step; of gradients what is exposed; gathers of parameters are in the last.
-        cluster, device: what it is for; memory_bytes, what a device of it has; figures, where what is known of it is from.
-    """
-
-    step_time_s: float
-    mfu: float
-    bubble_fraction: float
-    memory: tuple[Memory, ...]
-    compute_s: float
-    communication_s: Mapping[str, float]
-    exposed_s: Mapping[str, float]
-    parts_s: Mapping[str, float]
-    pipeline_s: float
-    gradients_s: float
-    optimizer_s: float
-    stages: tuple[StageEstimate, ...]
-    cluster: str
-    device: str
-    memory_bytes: int
-    figures: str
-
-    @property
-    def peak_memory_bytes(self) -> tuple[int, ...]:
-        return tuple(memory.total for memory in self.memory)
-
-    @property
-    def exposed_communication_s(self) -> float:
-        return math.fsum(self.exposed_s.values())
-
-    @property
-    def missing_bytes(self) -> int:
-        """By how much the fullest rank is above the device's memory; not above 0 where all fit."""
-        return max(self.peak_memory_bytes) - self.memory_bytes
-
-    @property
-    def fullest(self) -> tuple[int, tuple[int, ...]]:
-        """The pp rank that holds the most at its peak, and its stages."""
-        rank = max(range(len(self.memory)), key=lambda pp: self.memory[pp].total)
-        return rank, tuple(stage.index for stage in self.stages if stage.rank == rank)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; peaks and parts of memory are of each pp rank."""
-        names = ("step_time_s", "mfu", "bubble_fraction", "compute_s", "communication_s", "exposed_communication_s", "exposed_s",
-                 "parts_s", "pipeline_s", "gradients_s", "optimizer_s", "cluster", "device", "memory_bytes", "figures")  # fmt: skip
-        data = {name: getattr(self, name) for name in names}
-        return data | {
-            "communication_s": dict(self.communication_s),
-            "exposed_s": dict(self.exposed_s),
-            "parts_s": dict(self.parts_s),
-            "peak_memory_bytes": list(self.peak_memory_bytes),
-            "memory": [asdict(memory) for memory in self.memory],
-            "stages": [asdict(stage) | {"units": list(stage.units)} for stage in self.stages],
-        }
 
 
 class Pricing:
@@ -188,6 +80,7 @@ class Pricing:
     ) -> None:
         self.units, self.mesh, self.cluster, self.train = tuple(units), mesh, cluster, train
         self.execution = replace(execution or Execution(), shards=mesh.dp_shard)
+        self.bytes = UnitBytes(units, mesh, self.execution)
         dispatch = self.execution.dispatch_s
         device = cluster.device if dispatch is None else replace(cluster.device, dispatch_s=dispatch)
         self.compute, self.network = Compute(device, dtype), Network(cluster)
@@ -196,8 +89,6 @@ class Pricing:
         self._seconds: dict[tuple[int, int], UnitSeconds] = {}
         self._stages: dict[tuple[int, int, int], StageSeconds] = {}
         self._flops: dict[tuple[int, int], float] = {}
-        self._averages: dict[int, tuple[int, int, int]] = {}
-        self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
 
     # ---- seconds ----
 
@@ -254,7 +145,7 @@ class Pricing:
         forwards = [self.compute.phase_s(each.phases[0]) + sum(each.sent[0].values()) for each in work]
         ratio = backward / forward if forward else 2.0
         gathers = [self.network.seconds("all-gather", sum(held.nbytes for held in unit.held), group) for unit in units]
-        scatters = [self.network.seconds("reduce-scatter", self._gradient_sizes(unit.held), group) for unit in units]
+        scatters = [self.network.seconds("reduce-scatter", self.bytes.gradient_sizes(unit.held), group) for unit in units]
         if not self.execution.prefetch:
             return forward + sum(gathers), backward + sum(gathers) + sum(scatters), 2 * sum(gathers) + sum(scatters)
         ahead = gathers[0] + sum(max(own, following) for own, following in zip(forwards, [*gathers[1:], 0.0]))
@@ -264,12 +155,6 @@ class Pricing:
             traffic = (gathers[place - 1] if place else 0.0) + (scatters[place + 1] if place + 1 < share else 0.0)
             behind += max(ratio * forwards[place], traffic)
         return max(forward, ahead), max(backward, behind + scatters[0]), 2 * sum(gathers) + sum(scatters)
-
-    def _gradient_sizes(self, held: Iterable[Held]) -> int:
-        return sum(part.elements * self._gradient_bytes(part) for part in held if part.trained)
-
-    def _gradient_bytes(self, held: Held) -> int:
-        return self.execution.gradient_bytes or held.itemsize
 
     # ---- a step ----
 
@@ -459,27 +344,17 @@ class Pricing:
 
     # ---- once a step ----
 
-    def _held(self, stages: Sequence[tuple[int, int]]) -> list[Held]:
-        """The parameters of a rank, a tied one once."""
-        found: list[Held] = []
-        tied: set[str] = set()
-        for held in itertools.chain.from_iterable(unit.held for first, after in stages for unit in self.units[first:after]):
-            if held.tied is None or held.tied not in tied:
-                found.append(held)
-                tied |= {held.tied} if held.tied is not None else set()
-        return found
-
     def _elements(self, stage: tuple[int, int]) -> int:
-        return sum(held.elements for held in self._held([stage]))
+        return sum(held.elements for held in self.bytes.held([stage]))
 
     def _gradients(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
         """Seconds in which a rank's gradients are summed, and its parameters gathered after the optimizer's step; bytes summed."""
         replicas = [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
         by_axes: dict[tuple[str, ...], float] = {}
         parameters = 0.0
-        for held in self._held(stages):
+        for held in self.bytes.held(stages):
             if held.trained:
-                by_axes[held.axes] = by_axes.get(held.axes, 0.0) + held.elements * self._gradient_bytes(held)
+                by_axes[held.axes] = by_axes.get(held.axes, 0.0) + held.elements * self.bytes.gradient_bytes(held)
                 parameters += held.nbytes
         total, reduced, gathered = sum(by_axes.values()), 0.0, 0.0
         zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
@@ -500,7 +375,7 @@ class Pricing:
     def _summed_over(self, stages: Sequence[tuple[int, int]]) -> str | None:
         """The axis that sums of gradients are told of: the innermost of replicas, else the first that some parameter's are partial on."""
         replicas = [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
-        trained = [held for held in self._held(stages) if held.trained]
+        trained = [held for held in self.bytes.held(stages) if held.trained]
         partial = [axis for held in trained for axis in held.axes]
         return next(iter([*reversed(replicas), *partial]), None) if trained else None
 
@@ -510,10 +385,10 @@ class Pricing:
     def _optimizer(self, stages: Sequence[tuple[int, int]]) -> float:
         """The optimizer reads gradients and its state and writes state and parameters; in several passes where it is not fused."""
         nbytes = 0.0
-        for held in self._held(stages):
+        for held in self.bytes.held(stages):
             if held.trained:
                 main = 4 if self.execution.main_copies else held.itemsize
-                updated = 2 * main * (1 + OPTIMIZERS[self.execution.optimizer]) + 2 * self._gradient_bytes(held)
+                updated = 2 * main * (1 + OPTIMIZERS[self.execution.optimizer]) + 2 * self.bytes.gradient_bytes(held)
                 nbytes += held.elements * (updated + (held.itemsize if main != held.itemsize else 0))
         shards = self.execution.shards if self.execution.zero else 1
         if not nbytes:
@@ -525,127 +400,9 @@ class Pricing:
     def _memories(
         self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[Sequence[int]], exact: bool
     ) -> tuple[Memory, ...]:
-        costs = [self._kept(first, after, layout.microbatch_size) for first, after in stages]
-        peaks = self._activations(layout, [kept for kept, _, _, _ in costs], exact)
-        return tuple(self._memory(layout, stages, places, costs, activations) for places, activations in zip(own, peaks))
-
-    def _memory(
-        self,
-        layout: Layout,
-        stages: Sequence[tuple[int, int]],
-        own: Sequence[int],
-        costs: Sequence[tuple[int, int, int, int]],
-        activations: int,
-    ) -> Memory:
-        rows, run = layout.microbatch_size, self.execution
-        units = [unit for place in own for unit in self.units[slice(*stages[place])]]
-        transient = max(max(costs[place][1:3]) for place in own)
-        received = {place: costs[place][3] if place else 0 for place in own}
-        returned = {place: self._returned(stages[place][1], rows) for place in own}
-        boundaries = sum(received.values()) + sum(returned.values())
-        boundaries *= layout.microbatches if run.hold_messages else 1
-        if len(own) == 1 and len(stages) > 1:  # the last message on its way
-            sent = self.units[stages[own[0]][1] - 1].kind.memory.sent.at(rows) if own[0] + 1 < len(stages) else 0
-            boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
-        held = self._held([stages[place] for place in own])
-        state = self._state(held)
-        buckets = self._buckets(held, [part.tied for place in range(len(stages)) if place not in own for part in self._tied(stages[place])])
-        if run.zero == 3:  # the unit that runs and the next are there whole
-            buckets += 2 * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
-        inputs = {name: line for unit in units for name, line in unit.inputs.items()}
-        return replace(
-            state,
-            buffers=sum({name: nbytes for unit in units for name, nbytes in unit.buffers.items()}.values()),
-            buckets=buckets,
-            inputs=sum(line.at(rows * layout.microbatches) for line in inputs.values()),
-            boundaries=boundaries,
-            activations=activations,
-            transient=transient,
-            slack=round(ALLOCATOR_SLACK * (activations + transient + buckets)),
-        )
-
-    def _tied(self, stage: tuple[int, int]) -> list[Held]:
-        return [held for unit in self.units[slice(*stage)] for held in unit.held if held.tied is not None]
-
-    def _buckets(self, held: Sequence[Held], elsewhere: Sequence[str | None]) -> int:
-        """The largest bucket in which gradients are summed over ranks."""
-        replicated = any(self.mesh.degrees()[axis] > 1 for axis in REPLICAS)
-        summed: dict[tuple[tuple[str, ...], bool], int] = {}
-        for part in held:
-            shared = part.tied is not None and part.tied in elsewhere
-            if part.trained and (part.axes or replicated or shared):
-                key = part.axes, shared
-                summed[key] = summed.get(key, 0) + part.elements * self._gradient_bytes(part)
-        return max((min(nbytes, BUCKET_BYTES) for nbytes in summed.values()), default=0)
-
-    def _state(self, held: Iterable[Held]) -> Memory:
-        """Parameters and what the optimizer needs for them."""
-        run, parts = self.execution, list(held)
-        trained = [part for part in parts if part.trained]
-        copied = [part for part in trained if run.main_copies and part.itemsize < MAIN_DTYPE.itemsize]
-        main = sum(part.elements * MAIN_DTYPE.itemsize for part in copied)
-        updated = sum(part.nbytes for part in trained) - sum(part.nbytes for part in copied) + main
-        return Memory(
-            parameters=run.divided(sum(part.nbytes for part in parts), 3),
-            gradients=run.divided(self._gradient_sizes(trained), 2),
-            main_copies=run.divided(main, 1),
-            optimizer=run.divided(updated * OPTIMIZERS[run.optimizer], 1),
-        )
-
-    def _returned(self, after: int, rows: int) -> int:
-        """The gradients that come back to a stage whose last unit is the one before ``after``."""
-        sends = self.units[after - 1].kind.sends if after < len(self.units) else ()
-        return sum(round(size.at(rows)) for size, gradient in sends if gradient)
-
-    def average_bytes(self, rows: int, microbatches: int, alive: int) -> float:
-        """What the ranks of pp need at least, on average, if each keeps ``alive`` microbatches: no cut into stages needs less."""
-        if rows not in self._averages:
-            state = sum(self._state(unit.held).total for unit in self.units) - self._tied_twice()
-            messages = [unit.kind.memory.sent.at(rows) for unit in self.units[:-1]]
-            self._averages[rows] = state, self._kept(0, len(self.units), rows)[0], min(messages, default=0)
-        state, kept, message = self._averages[rows]
-        inner = microbatches * message if self.execution.hold_messages and self.mesh.pp > 1 else 0
-        return (state + alive * kept) / self.mesh.pp + inner * (self.mesh.pp - 1) / self.mesh.pp
-
-    def _tied_twice(self) -> int:
-        """Bytes of state that tied parameters would have on top if each of their units had its own."""
-        return sum(self._state([held]).total for unit in self.units for held in unit.held) - sum(
-            self._state([held]).total for held in self._held([(0, len(self.units))])
-        )
-
-    def run_bytes(self, rows: int) -> RunBytes:
-        """Of every run of units, as tables [first, after]."""
-        memories = [unit.kind.memory for unit in self.units]
-        column = {name: np.array([getattr(each, name).at(rows) for each in memories], dtype=float) for name in _LINES}
-        full = self.execution.recompute == "full"
-        between = np.array([*(joint(a, b, rows) for a, b in itertools.pairwise(memories)), 0.0])
-        if full:
-            between, column["inside"] = np.append(column["received"][1:], 0.0), np.zeros(len(memories))
-        alone = column["shared"] if not full else np.zeros(len(memories))
-        again = column["backward"] + (column["shared"] + np.array([m.inside.at(rows) for m in memories]) if full else 0.0)
-        returned = [self._returned(after, rows) if after else 0 for after in range(len(self.units) + 1)]
-        received = np.append(column["received"], 0.0)
-        received[0] = 0.0
-        sent = np.append(0.0, column["sent"])
-        state = np.array([self._state(unit.held).total + sum(unit.buffers.values()) for unit in self.units], dtype=float)
-        return RunBytes(
-            fixed=_run_sums(state),
-            kept=_run_sums(column["inside"]) + _run_sums(between, last=False) + _run_largest(alone) + sent[None, :],
-            transient=_run_largest(np.maximum(column["forward"], again)),
-            message=received[:, None] + np.array(returned, dtype=float)[None, :],
-        )
-
-    def _kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:
-        """Of a microbatch of a stage: kept, what forward and backward take on top, received."""
-        key = first, after, rows
-        if key not in self._keeps:
-            units = self.units[first:after]
-            kept, forward, backward, sent, received = joined(units, rows)
-            if self.execution.recompute == "full":
-                kept = sum(unit.kind.memory.received.at(rows) for unit in units[1:]) + sent
-                backward = max(sum(getattr(unit.kind.memory, name).at(rows) for name in ("inside", "shared", "backward")) for unit in units)
-            self._keeps[key] = kept, forward, backward, received
-        return self._keeps[key]
+        rows, count = layout.microbatch_size, layout.microbatches
+        peaks = self._activations(layout, [self.bytes.kept(first, after, rows)[0] for first, after in stages], exact)
+        return tuple(self.bytes.memory(stages, places, rows, count, peak) for places, peak in zip(own, peaks))
 
     def _activations(self, layout: Layout, saved: Sequence[int], exact: bool) -> list[int]:
         """The most that each pp rank keeps at once."""
@@ -660,35 +417,6 @@ class Pricing:
             return [int(peak) for peak in peaks(layout.microbatches)]
         rounds = (layout.microbatches - few) / self.mesh.pp
         return [int(a + (b - a) * rounds) for a, b in zip(peaks(few), peaks(few + self.mesh.pp))]
-
-
-_LINES = ("inside", "shared", "received", "sent", "forward", "backward")
-
-
-@dataclass(frozen=True)
-class RunBytes:
-    """Bytes of every run of units [first, after], as tables: what is there all the time, what a microbatch keeps, what the running
-    one takes on top, and buffers for the messages of one microbatch."""
-
-    fixed: Array
-    kept: Array
-    transient: Array
-    message: Array
-
-
-def _run_sums(values: Array, *, last: bool = True) -> Array:
-    """[first, after]: the sum of a run, with or without its last."""
-    sums = np.append(0.0, np.cumsum(values))
-    ends = sums if last else np.append(0.0, sums[:-1])
-    return np.asarray(ends[None, :] - sums[:, None])
-
-
-def _run_largest(values: Array) -> Array:
-    """[first, after]: the largest of a run."""
-    table = np.zeros((len(values) + 1, len(values) + 1))
-    for first in range(len(values)):
-        table[first, first + 1 :] = np.maximum.accumulate(values[first:])
-    return table
 
 
 def _continued(first: Timeline, second: Timeline, rounds: float) -> Timeline:

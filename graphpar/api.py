@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from graphpar.capture import ModelLike, capture
 from graphpar.cluster import Cluster
 from graphpar.codegen.package import emit_package, import_stage
+from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.execution import Execution
-from graphpar.cost_models.pricing import Estimate
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.passes.choose import Pins, choose

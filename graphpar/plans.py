@@ -15,7 +15,7 @@ from graphpar.mesh import Mesh
 from graphpar.sharding import Sharding
 
 if TYPE_CHECKING:
-    from graphpar.cost_models.pricing import Estimate
+    from graphpar.cost_models.estimates import Estimate
     from graphpar.passes.planner import Found
 
 VERSION = 1

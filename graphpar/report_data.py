@@ -18,7 +18,7 @@ from graphpar.schedule_table import ActionTable, format_table, forwards, parse_t
 from graphpar.simulation import Timeline, Transfers, simulate
 
 if TYPE_CHECKING:
-    from graphpar.cost_models.pricing import Estimate
+    from graphpar.cost_models.estimates import Estimate
     from graphpar.passes.split import Boundary, Stage
     from graphpar.plans import Plan
     from graphpar.program import Program

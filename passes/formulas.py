@@ -13,7 +13,8 @@ from fractions import Fraction
 
 import sympy  # type: ignore[import-untyped]
 
-from graphpar.cost_models.pricing import Layout, Pricing
+from graphpar.cost_models.estimates import Layout
+from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.units import Unit, joined
 from graphpar.cost_models.work import Work
 

@@ -20,9 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.cluster import Cluster
+from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
-from graphpar.cost_models.pricing import Estimate, Layout, Pricing, RunBytes
+from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.cost_models.units import Unit, units_of
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
@@ -308,7 +310,7 @@ class Planner:
         pricing = self.pricing(candidate)
         assert pricing is not None
         alive = candidate.microbatches if candidate.schedule in _KEEPS_ALL else 1
-        return pricing.average_bytes(candidate.microbatch_size, candidate.microbatches, alive)
+        return pricing.bytes.average(candidate.microbatch_size, candidate.microbatches, alive)
 
     def price(self, candidate: Candidate) -> Priced:
         """The candidate with the stage cut whose slowest stage is fastest; where that does not fit, under the memory of ranks."""
@@ -452,7 +454,7 @@ class _Cuts:
 
     @cached_property
     def bytes(self) -> RunBytes:
-        return self.pricing.run_bytes(self.rows)
+        return self.pricing.bytes.runs(self.rows)
 
     def balanced(
         self, stages: int, alive: Sequence[float] | None = None, room: float = math.inf, messages: int = 1

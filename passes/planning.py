@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from graphpar.cluster import Cluster
+from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import dominant_dtype
 from graphpar.cost_models.memory import table_of
-from graphpar.cost_models.pricing import Estimate, Layout, Pricing
+from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.units import units_of
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh

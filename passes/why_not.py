@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from graphpar.cost_models.pricing import Estimate
+from graphpar.cost_models.estimates import Estimate
 from graphpar.report_text import bytes_text, seconds_text, share_text
 
 _LEAST = 1e-4

@@ -14,8 +14,8 @@ import sympy  # type: ignore[import-untyped]
 from rich.console import Console
 
 import graphpar as gp
+from graphpar.cost_models.estimates import Estimate, StageEstimate
 from graphpar.cost_models.memory import Memory
-from graphpar.cost_models.pricing import Estimate, StageEstimate
 from graphpar.passes.formulas import B, S, in_sequence
 from graphpar.passes.why_not import why_not
 from graphpar.report import render

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.cluster import Cluster
 from graphpar.cost_models.devices import DEVICES, Device
-from graphpar.cost_models.pricing import Estimate, Layout, Pricing
+from graphpar.cost_models.estimates import Estimate, Layout
+from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.passes.choose import Pins

@@ -20,9 +20,10 @@ import graphpar as gp
 from graphpar.cluster import Cluster
 from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.devices import DEVICES
+from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import rank_memory
-from graphpar.cost_models.pricing import Estimate, Layout, Pricing
+from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.saved import Activations
 from graphpar.cost_models.units import Unit, units_of
 from graphpar.cost_models.work import ONE, Attention, Collective, Phase, Product, Size, Traffic, Work, Works
@@ -313,8 +314,8 @@ def test_units_keep_what_their_stages_keep(case: tuple[str, str, str]) -> None:
 def test_tables_of_runs_are_the_sums() -> None:
     """What the cut of stages reads, against what a stage of these units is priced at."""
     pricing, _ = pricing_for(("llama", "pp=1", ""))
-    table = pricing.run_bytes(2)
+    table = pricing.bytes.runs(2)
     for first, after in itertools.combinations(range(len(pricing.units) + 1), 2):
-        kept, forward, backward, _ = pricing._kept(first, after, 2)
+        kept, forward, backward, _ = pricing.bytes.kept(first, after, 2)
         assert table.kept[first, after] == pytest.approx(kept, abs=4)
         assert table.transient[first, after] == pytest.approx(max(forward, backward), abs=4)

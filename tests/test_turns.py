@@ -13,7 +13,7 @@ from torch import nn
 import graphpar as gp
 from graphpar.cluster import Cluster
 from graphpar.cost_models.devices import DEVICES, Link
-from graphpar.cost_models.pricing import Estimate
+from graphpar.cost_models.estimates import Estimate
 from graphpar.mesh import Mesh
 from graphpar.passes.choose import Pins, choose
 from graphpar.passes.planning import estimate_plan

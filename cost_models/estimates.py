@@ -1,0 +1,110 @@
+"""What is asked for a price, a :class:`Layout`, and what a price is, an :class:`Estimate`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from graphpar.cost_models.memory import Memory
+from graphpar.schedule import Order
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a plan is not in the units: stages, schedule, microbatches.
+
+    ``starts``: the first unit of each stage. ``order``: a schedule of the user's own, instead of a name.
+    """
+
+    schedule: str
+    microbatch_size: int
+    microbatches: int
+    starts: tuple[int, ...] = (0,)
+    order: Order | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """A stage in a report. Seconds of one microbatch; those of what it sends on, and of the gradients that it is sent back."""
+
+    index: int
+    rank: int
+    units: tuple[int, int]
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    parameters: int
+    sent_s: float
+    returned_s: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step takes.
+
+    Attributes:
+        step_time_s: from the first forward to the end of the optimizer's step.
+        mfu: the program's own flops of products and attention, once forward and back, over what all devices could do in that time.
+        bubble_fraction: of ranks x pipeline time in which a rank computes nothing.
+        memory: of each pp rank at its peak.
+        compute_s: of the busiest rank.
+        communication_s: of the busiest rank, by axis, hidden or not.
+        exposed_s: what of it nothing hides.
+        parts_s: what the step of the busiest rank is made of, adding up to ``step_time_s``: ``compute``, ``host`` (its device waits for
+            operators to be started) or ``turns`` (ranks outnumber cores), exposed collectives by axis, ``pp`` (it waits for what is on
+            its way), ``bubble`` (it has nothing to do), ``gradients`` and ``optimizer`` as below.
+        pipeline_s, gradients_s, optimizer_s: the parts of the step; of gradients what is exposed; gathers of parameters are in the last.
+        cluster, device: what it is for; memory_bytes, what a device of it has; figures, where what is known of it is from.
+    """
+
+    step_time_s: float
+    mfu: float
+    bubble_fraction: float
+    memory: tuple[Memory, ...]
+    compute_s: float
+    communication_s: Mapping[str, float]
+    exposed_s: Mapping[str, float]
+    parts_s: Mapping[str, float]
+    pipeline_s: float
+    gradients_s: float
+    optimizer_s: float
+    stages: tuple[StageEstimate, ...]
+    cluster: str
+    device: str
+    memory_bytes: int
+    figures: str
+
+    @property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        return tuple(memory.total for memory in self.memory)
+
+    @property
+    def exposed_communication_s(self) -> float:
+        return math.fsum(self.exposed_s.values())
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much the fullest rank is above the device's memory; not above 0 where all fit."""
+        return max(self.peak_memory_bytes) - self.memory_bytes
+
+    @property
+    def fullest(self) -> tuple[int, tuple[int, ...]]:
+        """The pp rank that holds the most at its peak, and its stages."""
+        rank = max(range(len(self.memory)), key=lambda pp: self.memory[pp].total)
+        return rank, tuple(stage.index for stage in self.stages if stage.rank == rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; peaks and parts of memory are of each pp rank."""
+        names = ("step_time_s", "mfu", "bubble_fraction", "compute_s", "communication_s", "exposed_communication_s", "exposed_s",
+                 "parts_s", "pipeline_s", "gradients_s", "optimizer_s", "cluster", "device", "memory_bytes", "figures")  # fmt: skip
+        data = {name: getattr(self, name) for name in names}
+        return data | {
+            "communication_s": dict(self.communication_s),
+            "exposed_s": dict(self.exposed_s),
+            "parts_s": dict(self.parts_s),
+            "peak_memory_bytes": list(self.peak_memory_bytes),
+            "memory": [asdict(memory) for memory in self.memory],
+            "stages": [asdict(stage) | {"units": list(stage.units)} for stage in self.stages],
+        }

@@ -1,0 +1,199 @@
+"""Bytes of ranks from their units: what is there all the time, what a microbatch keeps, what a stage needs on top.
+
+    units of a rank's stages, rows of a microbatch ──UnitBytes──► Memory at the peak; tables of every run of units, for who cuts stages
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphpar.cost_models.execution import OPTIMIZERS, Execution
+from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
+from graphpar.cost_models.units import Held, Unit, joined, joint
+from graphpar.mesh import Mesh
+from graphpar.runtime.gradients import BUCKET_BYTES
+
+Array = NDArray[np.float64]
+
+REPLICAS = ("dp_replicate", "dp_shard")
+"""The axes on which every rank runs the same on other rows."""
+
+
+class UnitBytes:
+    """Memory of any stages of ``units`` on ``mesh``."""
+
+    def __init__(self, units: Sequence[Unit], mesh: Mesh, execution: Execution) -> None:
+        self.units, self.mesh, self.execution = tuple(units), mesh, execution
+        self._averages: dict[int, tuple[int, int, int]] = {}
+        self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+
+    def gradient_sizes(self, held: Iterable[Held]) -> int:
+        return sum(part.elements * self.gradient_bytes(part) for part in held if part.trained)
+
+    def gradient_bytes(self, held: Held) -> int:
+        """Of an element."""
+        return self.execution.gradient_bytes or held.itemsize
+
+    def held(self, stages: Sequence[tuple[int, int]]) -> list[Held]:
+        """The parameters of a rank, a tied one once."""
+        found: list[Held] = []
+        tied: set[str] = set()
+        for held in itertools.chain.from_iterable(unit.held for first, after in stages for unit in self.units[first:after]):
+            if held.tied is None or held.tied not in tied:
+                found.append(held)
+                tied |= {held.tied} if held.tied is not None else set()
+        return found
+
+    def memory(
+        self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, activations: int
+    ) -> Memory:
+        """Of a rank at its peak.
+
+        Args:
+            stages: (first unit, the one after the last) of each; ``own`` are the rank's, by number.
+            rows, microbatches: of a microbatch, and how many a step has.
+            activations: the most bytes that the rank keeps at once.
+        """
+        run, costs = self.execution, {place: self.kept(*stages[place], rows) for place in own}
+        units = [unit for place in own for unit in self.units[slice(*stages[place])]]
+        transient = max(max(costs[place][1:3]) for place in own)
+        received = {place: costs[place][3] if place else 0 for place in own}
+        returned = {place: self._returned(stages[place][1], rows) for place in own}
+        boundaries = sum(received.values()) + sum(returned.values())
+        boundaries *= microbatches if run.hold_messages else 1
+        if len(own) == 1 and len(stages) > 1:  # the last message on its way
+            sent = self.units[stages[own[0]][1] - 1].kind.memory.sent.at(rows) if own[0] + 1 < len(stages) else 0
+            boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
+        held = self.held([stages[place] for place in own])
+        state = self.state(held)
+        buckets = self._buckets(held, [part.tied for place in range(len(stages)) if place not in own for part in self._tied(stages[place])])
+        if run.zero == 3:  # the unit that runs and the next are there whole
+            buckets += 2 * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
+        inputs = {name: line for unit in units for name, line in unit.inputs.items()}
+        return replace(
+            state,
+            buffers=sum({name: nbytes for unit in units for name, nbytes in unit.buffers.items()}.values()),
+            buckets=buckets,
+            inputs=sum(line.at(rows * microbatches) for line in inputs.values()),
+            boundaries=boundaries,
+            activations=activations,
+            transient=transient,
+            slack=round(ALLOCATOR_SLACK * (activations + transient + buckets)),
+        )
+
+    def _tied(self, stage: tuple[int, int]) -> list[Held]:
+        return [held for unit in self.units[slice(*stage)] for held in unit.held if held.tied is not None]
+
+    def _buckets(self, held: Sequence[Held], elsewhere: Sequence[str | None]) -> int:
+        """The largest bucket in which gradients are summed over ranks."""
+        replicated = any(self.mesh.degrees()[axis] > 1 for axis in REPLICAS)
+        summed: dict[tuple[tuple[str, ...], bool], int] = {}
+        for part in held:
+            shared = part.tied is not None and part.tied in elsewhere
+            if part.trained and (part.axes or replicated or shared):
+                key = part.axes, shared
+                summed[key] = summed.get(key, 0) + part.elements * self.gradient_bytes(part)
+        return max((min(nbytes, BUCKET_BYTES) for nbytes in summed.values()), default=0)
+
+    def state(self, held: Iterable[Held]) -> Memory:
+        """Parameters and what the optimizer needs for them."""
+        run, parts = self.execution, list(held)
+        trained = [part for part in parts if part.trained]
+        copied = [part for part in trained if run.main_copies and part.itemsize < MAIN_DTYPE.itemsize]
+        main = sum(part.elements * MAIN_DTYPE.itemsize for part in copied)
+        updated = sum(part.nbytes for part in trained) - sum(part.nbytes for part in copied) + main
+        return Memory(
+            parameters=run.divided(sum(part.nbytes for part in parts), 3),
+            gradients=run.divided(self.gradient_sizes(trained), 2),
+            main_copies=run.divided(main, 1),
+            optimizer=run.divided(updated * OPTIMIZERS[run.optimizer], 1),
+        )
+
+    def _returned(self, after: int, rows: int) -> int:
+        """The gradients that come back to a stage whose last unit is the one before ``after``."""
+        sends = self.units[after - 1].kind.sends if after < len(self.units) else ()
+        return sum(round(size.at(rows)) for size, gradient in sends if gradient)
+
+    def average(self, rows: int, microbatches: int, alive: int) -> float:
+        """What the ranks of pp need at least, on average, if each keeps ``alive`` microbatches: no cut into stages needs less."""
+        if rows not in self._averages:
+            state = sum(self.state(unit.held).total for unit in self.units) - self._tied_twice()
+            messages = [unit.kind.memory.sent.at(rows) for unit in self.units[:-1]]
+            self._averages[rows] = state, self.kept(0, len(self.units), rows)[0], min(messages, default=0)
+        state, kept, message = self._averages[rows]
+        inner = microbatches * message if self.execution.hold_messages and self.mesh.pp > 1 else 0
+        return (state + alive * kept) / self.mesh.pp + inner * (self.mesh.pp - 1) / self.mesh.pp
+
+    def _tied_twice(self) -> int:
+        """Bytes of state that tied parameters would have on top if each of their units had its own."""
+        return sum(self.state([held]).total for unit in self.units for held in unit.held) - sum(
+            self.state([held]).total for held in self.held([(0, len(self.units))])
+        )
+
+    def runs(self, rows: int) -> RunBytes:
+        """Of every run of units, as tables [first, after]."""
+        memories = [unit.kind.memory for unit in self.units]
+        column = {name: np.array([getattr(each, name).at(rows) for each in memories], dtype=float) for name in _LINES}
+        full = self.execution.recompute == "full"
+        between = np.array([*(joint(a, b, rows) for a, b in itertools.pairwise(memories)), 0.0])
+        if full:
+            between, column["inside"] = np.append(column["received"][1:], 0.0), np.zeros(len(memories))
+        alone = column["shared"] if not full else np.zeros(len(memories))
+        again = column["backward"] + (column["shared"] + np.array([m.inside.at(rows) for m in memories]) if full else 0.0)
+        returned = [self._returned(after, rows) if after else 0 for after in range(len(self.units) + 1)]
+        received = np.append(column["received"], 0.0)
+        received[0] = 0.0
+        sent = np.append(0.0, column["sent"])
+        state = np.array([self.state(unit.held).total + sum(unit.buffers.values()) for unit in self.units], dtype=float)
+        return RunBytes(
+            fixed=_run_sums(state),
+            kept=_run_sums(column["inside"]) + _run_sums(between, last=False) + _run_largest(alone) + sent[None, :],
+            transient=_run_largest(np.maximum(column["forward"], again)),
+            message=received[:, None] + np.array(returned, dtype=float)[None, :],
+        )
+
+    def kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:
+        """Of a microbatch of a stage: kept, what forward and backward take on top, received."""
+        key = first, after, rows
+        if key not in self._keeps:
+            units = self.units[first:after]
+            kept, forward, backward, sent, received = joined(units, rows)
+            if self.execution.recompute == "full":
+                kept = sum(unit.kind.memory.received.at(rows) for unit in units[1:]) + sent
+                backward = max(sum(getattr(unit.kind.memory, name).at(rows) for name in ("inside", "shared", "backward")) for unit in units)
+            self._keeps[key] = kept, forward, backward, received
+        return self._keeps[key]
+
+
+_LINES = ("inside", "shared", "received", "sent", "forward", "backward")
+
+
+@dataclass(frozen=True)
+class RunBytes:
+    """Bytes of every run of units [first, after], as tables: what is there all the time, what a microbatch keeps, what the running
+    one takes on top, and buffers for the messages of one microbatch."""
+
+    fixed: Array
+    kept: Array
+    transient: Array
+    message: Array
+
+
+def _run_sums(values: Array, *, last: bool = True) -> Array:
+    """[first, after]: the sum of a run, with or without its last."""
+    sums = np.append(0.0, np.cumsum(values))
+    ends = sums if last else np.append(0.0, sums[:-1])
+    return np.asarray(ends[None, :] - sums[:, None])
+
+
+def _run_largest(values: Array) -> Array:
+    """[first, after]: the largest of a run."""
+    table = np.zeros((len(values) + 1, len(values) + 1))
+    for first in range(len(values)):
+        table[first, first + 1 :] = np.maximum.accumulate(values[first:])
+    return table
