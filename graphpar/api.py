@@ -124,7 +124,7 @@ def plan(
             the microbatches are the usual ones.
         split: split points, e.g. ``["layers.4"]``, ``[{"layers.3": "end"}]`` or ``{"layers.3": SplitPoint.END}``; ``["layers.*"]``
             spreads the layers evenly; a function of the program returns such a list. Without any, ``pipe_split()`` calls in the
-            model's forward count, else stages are balanced by flops.
+            model's forward count, else stages are searched (with a mesh alone, balanced by flops).
         stages: instead of split points, the modules of each stage.
         layers_per_stage, edge_layers: instead, how many layers a stage has, and how many layers the parts before and after
             them count as.

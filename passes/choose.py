@@ -1,6 +1,7 @@
 """``choose``: from a program and a mesh to a :class:`~graphpar.plans.Plan`.
 
-For now a plan is a pipeline: split points balanced by flops, a schedule, and a microbatch size that is legal for both.
+What a mesh leaves open gets what is usual: split points balanced by flops, 1F1B, about two microbatches a stage. The search over meshes,
+schedules and microbatches (:mod:`graphpar.passes.planner`) comes before, and pins what it found.
 Whatever the user pinned is taken as it is, or refused with the reason.
 """
 
