@@ -138,10 +138,11 @@ def _middle(values: Sequence[float]) -> float:
 def _figures(profile: Profile) -> str:
     device, link = profile.cluster.device, profile.cluster.intra_node
     flops = ", ".join(f"{dtype} {rate / 1e9:,.1f}" for dtype, rate in device.flops.items())
+    functions = "" if device.function_efficiency is None else f", {device.function_efficiency:.0%} by norms and activations"
     lines = [
         f"products: {flops} Gflop/s at best, {device.matrix_efficiency:.0%} in general, half at a reduction of {device.half_reduction:.0f}",
         f"attention: {device.attention_efficiency[0]:.0%} forward, {device.attention_efficiency[1]:.0%} backward",
-        f"memory: {device.memory_bytes_per_s / 1e9:,.1f} GB/s at best, {device.memory_efficiency:.0%} in general; "
+        f"memory: {device.memory_bytes_per_s / 1e9:,.1f} GB/s at best, {device.memory_efficiency:.0%} in general{functions}; "
         f"{bytes_text(device.memory_bytes)} a process",
         f"operators: {seconds_text(device.launch_s)} each, {seconds_text(device.dispatch_s)} of the host; actions of a pipeline: "
         f"{seconds_text(device.action_s)}",

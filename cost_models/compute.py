@@ -74,7 +74,7 @@ class Compute:
         tables = self._tables[id(work)][1]
         products = self._products(tables, batch) * tables.product_times
         attention = self._attention(tables, batch) * tables.attention_times
-        traffic = self.traffic_s(_at(tables.traffic, batch)) * tables.traffic_times
+        traffic = self.traffic_s(_at(tables.traffic, batch), tables.traffic_functions) * tables.traffic_times
         sums = [
             np.bincount(phases, seconds, 3) if len(phases) else np.zeros(3)
             for phases, seconds in (
@@ -86,9 +86,11 @@ class Compute:
         )
         return first, second, third
 
-    def traffic_s(self, nbytes: Array | float) -> Array:
-        """Of kernels that move ``nbytes`` each."""
-        rate = self.device.memory_bytes_per_s * self.device.memory_efficiency
+    def traffic_s(self, nbytes: Array | float, functions: NDArray[np.bool_] | bool = False) -> Array:
+        """Of kernels that move ``nbytes`` each; ``functions`` as :class:`Traffic` has it."""
+        device = self.device
+        other = device.memory_efficiency if device.function_efficiency is None else device.function_efficiency
+        rate = device.memory_bytes_per_s * np.where(functions, other, device.memory_efficiency)
         return np.asarray(self._with_launch(np.asarray(nbytes, dtype=float) / rate))
 
     def _with_launch(self, seconds: Array) -> Array:
@@ -178,6 +180,7 @@ class _Tables:
         self.attention_itemsizes = [row.itemsize for row, _ in attention]
         self.attention_phases, self.attention_times = _columns(attention)
         self.traffic = _sizes([(row.nbytes,) for row, _ in traffic], 1)[:, 0]
+        self.traffic_functions = np.array([row.functions for row, _ in traffic], dtype=bool)
         self.traffic_phases, self.traffic_times = _columns(traffic)
 
 

@@ -96,6 +96,7 @@ class Device:
         compute_units: streaming multiprocessors (compute units), which take the tiles of a product in waves; None: no waves.
         attention_efficiency: the shares of ``flops`` that fused attention reaches forward and backward.
         memory_efficiency: the share of ``memory_bytes_per_s`` that elementwise operators reach.
+        function_efficiency: the share that norms, softmaxes and activations reach, where it is less (on CPUs); None: the same.
         dispatch_s: seconds of the host for each operator; devices wait for it where their operators are shorter.
         intra_node: the link to devices of the same node.
         inter_node: the usual link to other nodes: the node's adapters divided by its devices.
@@ -119,6 +120,7 @@ class Device:
     compute_units: int | None = None
     attention_efficiency: tuple[float, float] = (0.5, 0.4)
     memory_efficiency: float = 0.8
+    function_efficiency: float | None = None
     dispatch_s: float = 0.0
     action_s: float = 0.0
     cores: int | None = None
@@ -148,6 +150,8 @@ class Device:
             raise GraphparError(f"attention_efficiency is {self.attention_efficiency!r}; it must be two shares, forward and backward.")
         object.__setattr__(self, "attention_efficiency", tuple(self.attention_efficiency))
         shares = {"matrix_efficiency": self.matrix_efficiency, "memory_efficiency": self.memory_efficiency}
+        if self.function_efficiency is not None:
+            shares["function_efficiency"] = self.function_efficiency
         shares |= {f"attention_efficiency[{place}]": share for place, share in enumerate(self.attention_efficiency)}
         for name, share in shares.items():
             check_share(name, share)
@@ -377,7 +381,7 @@ _ROWS = (
     ),
     Device(
         "CPU", "cpu", {"fp32": 1.005e11}, 12 * 2**30, 4.93e10, 5.27e-6, 0.944, _GLOO, _GLOO, None,
-        half_reduction=8.7, attention_efficiency=(0.4, 0.416), memory_efficiency=0.743,
+        half_reduction=8.7, attention_efficiency=(0.4, 0.416), memory_efficiency=1.0, function_efficiency=0.379,
         sources=dict.fromkeys(("flops", "memory", "links", "efficiency", "latency", "launch"), _CALIBRATED),
     ),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """From measured times to the figures of a device and its link, by least squares on the logarithms of the times.
 
     rows ──small operators──► launch_s, dispatch_s
-         ──traffic──────────► memory_efficiency
+         ──traffic──────────► memory_efficiency, function_efficiency
          ──products─────────► matrix_efficiency, half_reduction
          ──attention────────► attention_efficiency
          ──collectives──────► latency_s, efficiency of the link
@@ -34,6 +34,7 @@ from graphpar.simulation import Transfers, simulate
 
 Array = NDArray[np.float64]
 
+FUNCTIONS = ("gelu", "layer_norm")
 TRAFFIC = {"add": 3, "mul": 3, "gelu": 2, "layer_norm": 2, "gelu, backward": 3, "layer_norm, backward": 3}
 """Tensors that an operator reads and writes."""
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -76,7 +77,8 @@ def work_of(row: Row) -> Work:
         m, n, k = (Size(float(size)) for size in row.shape)
         return Work({Product(Phase.FORWARD, ONE, m, n, k, itemsize): 1})
     if kind == "traffic":
-        return Work({Traffic(Phase.FORWARD, Size(float(TRAFFIC[row.what] * math.prod(row.shape) * itemsize))): 1})
+        nbytes = Size(float(TRAFFIC[row.what] * math.prod(row.shape) * itemsize))
+        return Work({Traffic(Phase.FORWARD, nbytes, row.what.startswith(FUNCTIONS)): 1})
     assert kind == "attention"
     batch, heads, length, width = row.shape
     phase = Phase.INPUT if row.what.endswith("backward") else Phase.FORWARD
@@ -116,7 +118,10 @@ def fit_device(start: Device, rows: Sequence[Row], peaks: Device | None = None) 
         if kind not in by_kind:
             raise GraphparError(f"A device can't be fitted: there are no rows of kind {kind!r} among the {len(rows)}.")
     device = _with_peaks(_with_overheads(start, by_kind["operator"]), by_kind, peaks)
-    device = _fitted(device, _long(device, by_kind["traffic"]), _with_memory, [_HALF])
+    traffic = _long(device, by_kind["traffic"])
+    functions = [row for row in traffic if row.what.startswith(FUNCTIONS)]
+    device = _fitted(device, [row for row in traffic if row not in functions], _with_memory, [_HALF])
+    device = _fitted(device, functions, _with_functions, [_HALF]) if functions else device
     device = _fitted(device, _long(device, by_kind["product"]), _with_matrices, [_HALF, math.log(16.0)])
     attention = _long(device, by_kind.get("attention", ()))
     if attention:
@@ -160,7 +165,11 @@ def _share(logarithm: float) -> float:
 
 
 def _with_memory(device: Device, logs: Sequence[float]) -> Device:
-    return replace(device, memory_efficiency=_share(logs[0]))
+    return replace(device, memory_efficiency=_share(logs[0]), function_efficiency=None)
+
+
+def _with_functions(device: Device, logs: Sequence[float]) -> Device:
+    return replace(device, function_efficiency=_share(logs[0]))
 
 
 def _with_matrices(device: Device, logs: Sequence[float]) -> Device:

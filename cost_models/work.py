@@ -88,10 +88,11 @@ class Attention(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """A kernel that is bound by memory: bytes read and written."""
+    """A kernel that is bound by memory: bytes read and written. ``functions``: it works out exponentials or sums of rows on the way."""
 
     phase: Phase
     nbytes: Size
+    functions: bool = False
 
 
 class Collective(NamedTuple):
@@ -223,6 +224,10 @@ _EXPENSIVE = {"embedding", "vocab_embedding", "index", "index_select", "gather",
               "sort", "argsort", "cumsum", "histc", "bincount", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "upsample_nearest2d",
               "vocab_cross_entropy", "cross_entropy_loss", "expert_rows", "expert_sums", "repeat_interleave"}  # fmt: skip
 """Operators bound by memory that no chain takes in."""
+_FUNCTIONS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "softmax", "log_softmax", "gelu", "silu", "mish",
+              "tanh", "sigmoid", "exp", "log", "erf", "sin", "cos", "softplus", "elu", "cross_entropy_loss", "cumsum", "topk", "sort",
+              "max_pool2d", "avg_pool2d"}  # fmt: skip
+"""Operators that compute more than the bytes that they move take, where the device's units are slow (a CPU's)."""
 _COLLECTIVES = {row.function: row for row in TABLE if row.function}
 
 
@@ -277,9 +282,9 @@ class _Walk:
         yield Collective(Phase.FORWARD, axis, "all-reduce", 4 * rows)
         yield Collective(Phase.FORWARD, axis, "all-reduce", 8 * rows)
         nbytes = _nbytes(logits, self.works.degrees)
-        yield Traffic(Phase.FORWARD, (2 if self.works.fused else 5) * nbytes)
+        yield Traffic(Phase.FORWARD, (2 if self.works.fused else 5) * nbytes, True)
         if self._grad(logits):
-            yield Traffic(Phase.INPUT, 2 * nbytes)
+            yield Traffic(Phase.INPUT, 2 * nbytes, True)
 
     def _attention(self, node: fx.Node) -> Iterator[Row]:
         query, key, value = (a for a in node.all_input_nodes[:3])
@@ -363,21 +368,22 @@ class _Walk:
         outputs = [node for node in chain if any(user not in inside for user in _users_through_views(node))]
         if not inputs and not outputs:
             return
+        names = {operator_name(node) for node in chain}
+        functions = bool(names & _FUNCTIONS)
         given = _total(_nbytes(node, self.works.degrees) for node in inputs)
         made = _total(_nbytes(node, self.works.degrees) for node in outputs)
-        yield from _traffic(Phase.FORWARD, [*given, *made])
+        yield from _traffic(Phase.FORWARD, [*given, *made], functions)
         differentiable = [node for node in inputs if self._grad(node)]
         if not differentiable or not any(self._grad(node) for node in chain):
             return
         values = [node for node in differentiable if node.op != "get_attr"]
         gradients = [_nbytes(node, self.works.degrees) for node in [*outputs, *values]]
-        names = {operator_name(node) for node in chain}
         if names <= _SILENT_BACKWARD:
             if self.works.fused or names & {"to", "cat", "stack", "mean", "sum"}:
                 yield from _traffic(Phase.INPUT, gradients)
             return
         saved = [_nbytes(node, self.works.degrees) for node in values]
-        yield from _traffic(Phase.INPUT, _total([*gradients, *saved]))
+        yield from _traffic(Phase.INPUT, _total([*gradients, *saved]), functions)
 
     def _sums(self) -> Iterator[Row]:
         """Gradients of values that are used several times are added up; those of parameters, to what microbatches before gave."""
@@ -451,11 +457,11 @@ def _total(sizes: Iterable[Size]) -> list[Size]:
     return [Size(number, power) for power, number in found.items()]
 
 
-def _traffic(phase: Phase, sizes: Iterable[Size]) -> Iterator[Traffic]:
+def _traffic(phase: Phase, sizes: Iterable[Size], functions: bool = False) -> Iterator[Traffic]:
     """One kernel. What does not grow with the batch (weights of norms) is left out beside what does."""
     found = sorted(_total(sizes), key=lambda size: -size.power)
     if found and found[0].number:
-        yield Traffic(phase, found[0])
+        yield Traffic(phase, found[0], functions)
 
 
 def _through_views(node: fx.Node) -> fx.Node:

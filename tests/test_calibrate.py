@@ -71,12 +71,14 @@ def test_a_fit_finds_the_figures_that_times_were_made_with(
         matrix_efficiency=matrix,
         half_reduction=half,
         memory_efficiency=memory,
+        function_efficiency=memory / 2,
         launch_s=launch,
         attention_efficiency=(forward * matrix, backward * matrix),
     )
     found, errors = fit_device(DEVICES["CPU"], times(true))
     assert found.launch_s == pytest.approx(launch)
     assert found.memory_bytes_per_s * found.memory_efficiency == pytest.approx(4e10 * memory, rel=0.01)
+    assert found.function_efficiency == pytest.approx(found.memory_efficiency / 2, rel=0.01)
     assert found.flops["fp32"] * found.matrix_efficiency == pytest.approx(5e11 * matrix, rel=0.01)
     assert found.half_reduction == pytest.approx(half, rel=0.05, abs=0.5)
     for place, share in enumerate((forward, backward)):

@@ -319,3 +319,13 @@ def test_tables_of_runs_are_the_sums() -> None:
         kept, forward, backward, _ = pricing.bytes.kept(first, after, 2)
         assert table.kept[first, after] == pytest.approx(kept, abs=4)
         assert table.transient[first, after] == pytest.approx(max(forward, backward), abs=4)
+
+
+def test_norms_and_activations_have_a_rate_of_their_own() -> None:
+    half = replace(DEVICES["CPU"], memory_efficiency=0.8, function_efficiency=0.4, launch_s=0.0)
+    works = [Work({Traffic(Phase.FORWARD, Size(1e6), flag): 1}) for flag in (False, True)]
+    plain, functions = (Compute(half, "fp32").seconds(work, 1)[0].traffic for work in works)
+    assert functions == pytest.approx(2 * plain)
+    program = gp.export(Attentive(), (torch.zeros(4, 8, 32),), loss_fn=lambda y: y.square().mean())
+    rows = [row for row in Works(program, {}).block(next(iter(program.blocks.values()))).rows if isinstance(row, Traffic)]
+    assert {row.functions for row in rows} == {False, True}  # residual sums and copies, and norms
