@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from graphpar.cost_models.memory import Memory
+from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.schedule import Order
 
 
@@ -23,21 +24,6 @@ class Layout:
     microbatches: int
     starts: tuple[int, ...] = (0,)
     order: Order | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
-class StageEstimate:
-    """A stage in a report. Seconds of one microbatch; those of what it sends on, and of the gradients that it is sent back."""
-
-    index: int
-    rank: int
-    units: tuple[int, int]
-    forward_s: float
-    backward_s: float
-    weight_s: float
-    parameters: int
-    sent_s: float
-    returned_s: float
 
 
 @dataclass(frozen=True)
@@ -71,6 +57,7 @@ class Estimate:
     gradients_s: float
     optimizer_s: float
     stages: tuple[StageEstimate, ...]
+    conditions: Conditions
     cluster: str
     device: str
     memory_bytes: int
@@ -106,5 +93,6 @@ class Estimate:
             "parts_s": dict(self.parts_s),
             "peak_memory_bytes": list(self.peak_memory_bytes),
             "memory": [asdict(memory) for memory in self.memory],
+            "conditions": asdict(self.conditions),
             "stages": [asdict(stage) | {"units": list(stage.units)} for stage in self.stages],
         }

@@ -18,9 +18,10 @@ from graphpar.cluster import Cluster
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
 from graphpar.cost_models.devices import figures_of
-from graphpar.cost_models.estimates import Estimate, Layout, StageEstimate
+from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import Memory
+from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.cost_models.unit_bytes import REPLICAS, UnitBytes
 from graphpar.cost_models.units import Kind, Unit
 from graphpar.cost_models.work import Phase
@@ -28,7 +29,7 @@ from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.runtime.gradients import BUCKET_BYTES
 from graphpar.schedule import Order, action_order, forwards, in_flight, order_of, peak_in_flight, stage_ranks
-from graphpar.simulation import Timeline, Transfers, simulate
+from graphpar.simulation import Timeline
 from graphpar.turns import Turns
 
 
@@ -170,7 +171,13 @@ class Pricing:
         rows, count = layout.microbatch_size, layout.microbatches
         ranks = self._ranks(layout, len(stages))
         seconds = [self.stage_seconds(first, after, rows) for first, after in stages]
-        timeline = self._timeline(layout, stages, seconds, exact)
+        crossings = self._crossings(layout, stages)
+        staged = tuple(
+            StageEstimate(place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._elements(stage), there, back)
+            for place, (stage, cost, there, back) in enumerate(zip(stages, seconds, *([*crossing, 0.0] for crossing in crossings)))
+        )
+        conditions = self._conditions(seconds)
+        timeline = self._timeline(layout, staged, seconds, conditions, exact)
         own = [[place for place, rank in enumerate(ranks) if rank == pp] for pp in range(self.mesh.pp)]
         gradients = [self._gradients(layout, [stages[place] for place in places]) for places in own]
         # On a CPU it is the cores that compute which add and copy what is summed.
@@ -191,7 +198,6 @@ class Pricing:
         compute = sum(count * seconds[place].compute for place in own[busiest])
         waiting = "host" if self._crowd == 1 else "turns"  # of ranks that share cores the host is the device
         parts = {"compute": compute, waiting: max(0.0, timeline.busy[busiest] - compute - sum(exposed.values())), **exposed}
-        crossings = self._crossings(layout, stages)
         if self.mesh.pp > 1:
             sent["pp"] = count * self._received(crossings, own[busiest], ranks)
             exposed["pp"] = parts["pp"] = timeline.waiting[busiest]
@@ -214,12 +220,8 @@ class Pricing:
             pipeline_s=pipeline,
             gradients_s=ends - pipeline,
             optimizer_s=after,
-            stages=tuple(
-                StageEstimate(place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._elements(stage), there, back)
-                for place, (stage, cost, there, back) in enumerate(
-                    zip(stages, seconds, *([*crossing, 0.0] for crossing in crossings))
-                )
-            ),
+            stages=staged,
+            conditions=conditions,
             cluster=str(self.cluster),
             device=self.cluster.device.name,
             memory_bytes=self.cluster.device.memory_bytes,
@@ -268,37 +270,32 @@ class Pricing:
         return action_order(layout.schedule, self.mesh.pp, stages // self.mesh.pp, microbatches)
 
     def _timeline(
-        self, layout: Layout, stages: Sequence[tuple[int, int]], seconds: Sequence[StageSeconds], exact: bool
+        self, layout: Layout, stages: Sequence[StageEstimate], seconds: Sequence[StageSeconds], conditions: Conditions, exact: bool
     ) -> Timeline:
-        forward, backward, weight = ([getattr(cost, name) for cost in seconds] for name in ("forward", "backward", "weight"))
         if self.mesh.pp == 1 and layout.order is None:
             waiting = sum(sum(cost.exposed.values()) for cost in seconds)
-            busy = sum(forward) + sum(backward) - waiting
+            busy = sum(cost.forward + cost.backward for cost in seconds) - waiting
             total = layout.microbatches * (busy * self._crowd + waiting)
             return Timeline((), (), total, total, 0.0, (total,), (0.0,), (0.0,), (total,), (1,))
-        there, back = self._crossings(layout, stages)
-        # torch's schedules wait for what they send, which stops a GPU's stream at most, but a CPU's rank.
-        waits = self.execution.wait_for_sends or self.cluster.device.kind == "cpu"
-        transfers = Transfers(there, back, one_at_a_time=True, sender_waits=waits)
-        inward = [max(0.0, whole - part) for whole, part in zip(backward, weight)]
-        action = self.cluster.device.action_s
-        forward, backward, weight, inward = ([cost + action for cost in costs] for costs in (forward, backward, weight, inward))
-        turns = None
-        if self._crowd > 1:
-            shares = [1 - sum(cost.exposed.values()) / max(cost.forward + cost.backward, 1e-12) for cost in seconds]
-            turns = Turns(self.mesh.size / self._crowd, self.mesh.size / self.mesh.pp, shares)
 
         def run(microbatches: int) -> Timeline:
             order = self._order(layout, len(stages), microbatches)
             order = order if self.train else order_of(forwards(order.table))
-            return simulate(
-                order, forward, backward, weight, input_backward=inward, transfers=transfers, turns=turns, spans=False
-            )
+            return conditions.timeline(order, stages, spans=False)
 
         few = self._few(layout)
         if exact or few is None:
             return run(layout.microbatches)
         return _continued(run(few), run(few + self.mesh.pp), (layout.microbatches - few) / self.mesh.pp)
+
+    def _conditions(self, seconds: Sequence[StageSeconds]) -> Conditions:
+        # torch's schedules wait for what they send, which stops a GPU's stream at most, but a CPU's rank.
+        waits = self.execution.wait_for_sends or self.cluster.device.kind == "cpu"
+        turns = None
+        if self._crowd > 1:
+            shares = tuple(1 - sum(cost.exposed.values()) / max(cost.forward + cost.backward, 1e-12) for cost in seconds)
+            turns = Turns(self.mesh.size / self._crowd, self.mesh.size / self.mesh.pp, shares)
+        return Conditions(waits, self.cluster.device.action_s, turns)
 
     def in_flight(self, layout: Layout) -> tuple[float, ...]:
         """The most microbatches that each rank keeps at once, all its stages counted."""

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cluster import Cluster
+from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.errors import GraphparError
 from graphpar.report_sharding import sharding_data
 from graphpar.report_text import bytes_text, compressed
 from graphpar.schedule_table import ActionTable, format_table, forwards, parse_table
-from graphpar.simulation import Timeline, Transfers, simulate
+from graphpar.simulation import Timeline, simulate
 
 if TYPE_CHECKING:
     from graphpar.cost_models.estimates import Estimate
@@ -238,10 +239,8 @@ def timeline_of(data: Mapping[str, Any]) -> Timeline:
     if not data.get("predicted"):
         forward = [float(stage["flops"]) for stage in data["stages"]]
         return simulate(table, forward, [data["backward_cost"] * cost for cost in forward])
-    stages = data["predicted"]["stages"]
-    costs = [[stage[name] for stage in stages] for name in ("forward_s", "backward_s", "weight_s")]
-    there, back = ([stage[name] for stage in stages[:-1]] for name in ("sent_s", "returned_s"))
-    return simulate(table, *costs, transfers=Transfers(there, back, one_at_a_time=True))
+    stages = [StageEstimate(**{**stage, "units": tuple(stage["units"])}) for stage in data["predicted"]["stages"]]
+    return Conditions.from_json(data["predicted"]["conditions"]).timeline(table, stages, spans=True)
 
 
 NO_SEARCH: Mapping[str, Any] = {"considered": 1, "priced": 1, "infeasible": 0, "optimality_gap": None, "alternatives": [], "refused": []}

@@ -14,8 +14,9 @@ import sympy  # type: ignore[import-untyped]
 from rich.console import Console
 
 import graphpar as gp
-from graphpar.cost_models.estimates import Estimate, StageEstimate
+from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.memory import Memory
+from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.passes.formulas import B, S, in_sequence
 from graphpar.passes.why_not import why_not
 from graphpar.report import render
@@ -127,6 +128,7 @@ def made(stages: int = 1, work: tuple[float, ...] = (), memory: int = 10, room: 
         pipeline_s=step,
         gradients_s=0.0,
         optimizer_s=0.0,
+        conditions=Conditions(),
         stages=tuple(StageEstimate(place, place, (place, place + 1), time, 0.0, 0.0, 1, 0.0, 0.0) for place, time in enumerate(times)),
         cluster="",
         device="",

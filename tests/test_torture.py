@@ -19,7 +19,7 @@ from tests.zoo import ZOO, Toy
 
 # What can't be split, and the words that say why.
 REFUSED = {
-    "data": "exported program constant",
+    "data": "constant",
     "FixedBatch": "can't be cut into",
     "ReadLater": "Buffer 'cache' is written, and is used on stages 0, 1",
     "SharedStatistics": "Buffer 'second.running_mean' is written, and is used on stages 0, 1",
