@@ -318,6 +318,16 @@ def _measure_passes(activations: Activations, stage: Stage, rows: int) -> Passes
     return Passes(forward, kept, backward)
 
 
+def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> bool:
+    """Run the backward; False where torch can't on fake tensors, as for values that ``index_put`` spreads: its memory is then taken to be
+    that of the forward."""
+    try:
+        torch.autograd.backward(roots, gradients)
+    except RuntimeError:
+        return False
+    return True
+
+
 class _Sharing(_Forward):
     """Notes the storages of the values that every stage computes for itself."""
 
@@ -360,8 +370,10 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int) -> Reach:
             roots = [tensor for tensor in outputs if tensor.requires_grad]
             with unseen(live):
                 gradients = [torch.ones_like(tensor) for tensor in roots] if stage.sends else None
-            torch.autograd.backward(roots, gradients)
+            backward_runs = _backward(roots, gradients)
         backward, _ = live.turn()
+        if train and not backward_runs:
+            backward = forward
     for value in activations.state.values():
         value.grad = None
     new = sum(nbytes for key, nbytes in sent.items() if key not in received)

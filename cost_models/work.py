@@ -287,7 +287,7 @@ class _Walk:
             yield Traffic(Phase.INPUT, 2 * nbytes, True)
 
     def _attention(self, node: fx.Node) -> Iterator[Row]:
-        query, key, value = (a for a in node.all_input_nodes[:3])
+        query, key, value = (argument for argument in node.args[:3] if isinstance(argument, fx.Node))  # they may be one
         shape, keys = _sizes(query, self.works.degrees), _sizes(key, self.works.degrees)
         width = (shape[-1].number + _sizes(value, self.works.degrees)[-1].number) / 2
         causal = bool(node.kwargs.get("is_causal", False)) or any(argument is True for argument in node.args)

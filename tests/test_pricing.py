@@ -34,6 +34,7 @@ from graphpar.passes.shard import shard
 from graphpar.schedule import SCHEDULES
 from tests.programs import example, example_file, norms_pinned
 from tests.test_memory import FAST, parts_of
+from tests.zoo import ZOO
 
 A100 = DEVICES["A100-SXM-80GB"]
 
@@ -329,3 +330,27 @@ def test_norms_and_activations_have_a_rate_of_their_own() -> None:
     program = gp.export(Attentive(), (torch.zeros(4, 8, 32),), loss_fn=lambda y: y.square().mean())
     rows = [row for row in Works(program, {}).block(next(iter(program.blocks.values()))).rows if isinstance(row, Traffic)]
     assert {row.functions for row in rows} == {False, True}  # residual sums and copies, and norms
+
+
+def test_attention_over_one_tensor_has_three_operands() -> None:
+    class Self(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            out: Tensor = F.scaled_dot_product_attention(h, h, h)
+            return out
+
+    program = gp.export(Self(), (torch.zeros(4, 16, 8),), loss_fn=lambda y: y.sum())
+    rows = [row for row in Works(program, {}).of(program.graph).rows if isinstance(row, Attention)]
+    assert {(row.phase, row.heads, row.queries, row.keys, row.width) for row in rows} == {
+        (phase, Size(1.0, 1), Size(16.0), Size(16.0), 8.0) for phase in (Phase.FORWARD, Phase.INPUT)
+    }
+
+
+def test_a_backward_that_fake_tensors_can_not_run_is_priced_all_the_same() -> None:
+    toy = ZOO["index_put"]
+    program = gp.export(toy.build, toy.inputs(), loss_fn=toy.loss_fn, targets=toy.targets(), **toy.export)
+    assert all(unit.kind.memory.backward.at(2) > 0 for unit in units_of(program, {}))
