@@ -56,6 +56,7 @@ class Pins:
     edge_layers: tuple[int, int] | None = None  # what comes before and after the layers, counted in layers
     shard_plan: Mapping[str, Any] | None = None
     cluster: Cluster | None = None  # of as many devices as the mesh
+    sharding: Sharding | None = None  # found before, for the mesh's compute axes
 
 
 def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
@@ -131,7 +132,7 @@ def _plan(
 ) -> Plan:
     stages = split(program, positions_of(program, cuts))
     size = batch // (microbatches * mesh.dp_replicate)
-    sharding = choose_sharding(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
+    sharding = pins.sharding or choose_sharding(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
     return Plan(
         model=program.name,
         mode=program.mode,

@@ -4,8 +4,10 @@
               │
               └─ the sharding of each tp degree is searched, lowered and measured once (:func:`graphpar.cost_models.units.units_of`)
 
-A candidate's bound is its work spread evenly over its ranks, with no bubble and nothing sent: no schedule is faster. Candidates are
-priced in the order of their bounds until the bound is above what was found, so the result is that of pricing all of them.
+A candidate's bound is its work spread evenly over its ranks, with no bubble and nothing sent between stages: no schedule is faster.
+Candidates are priced in the order of their bounds until the bound is above what was found, so the result is that of pricing all of them.
+Two things are decided before: a tp degree's sharding, which is searched for microbatches of one row, and which degrees are worth trying
+(:meth:`Planner.bounded`).
 """
 
 from __future__ import annotations
@@ -79,10 +81,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with its stages and what it takes."""
+    """A candidate with its stages, how its tensors lie, and what it takes."""
 
     candidate: Candidate
     layout: Layout
+    sharding: Sharding
     cuts: tuple[Cut, ...]
     estimate: Estimate
 
@@ -174,7 +177,7 @@ class Planner:
         self.pinned, self.wishes, self.execution = dict(pinned or {}), wishes or Wishes(), execution or Execution()
         self.shown = shown
         self.refused: dict[str, None] = {}
-        self._programs: dict[tuple[int, int], Program | None] = {}
+        self._sharded: dict[tuple[int, int], tuple[Sharding, Program] | None] = {}
         self._units: dict[tuple[int, int, tuple[Cut, ...]], list[Unit]] = {}
         self._pricings: dict[tuple[Mesh, int, tuple[Cut, ...]], Pricing] = {}
         self._cuts: dict[tuple[Mesh, int], _Cuts] = {}
@@ -242,17 +245,17 @@ class Planner:
         size = 0 if self.program.symbolic else rows
         key = mesh.tp, size
         compute = replace(mesh, pp=1, dp_replicate=1, dp_shard=1)
-        if key not in self._programs:
+        if key not in self._sharded:
             try:
-                self._programs[key] = self.sharding(compute, rows if size else 1)[1]
+                self._sharded[key] = self.sharding(compute, rows if size else 1)
             except GraphparError as error:
-                self._programs[key] = None
+                self._sharded[key] = None
                 self.refused[str(error)] = None
-        lowered, wanted = self._programs[key], cuts or ()
-        if lowered is not None and (*key, wanted) not in self._units:
+        sharded, wanted = self._sharded[key], cuts or ()
+        if sharded is not None and (*key, wanted) not in self._units:
             kind = "cuda" if self.cluster.device.kind == "gpu" else "cpu"
-            self._units[*key, wanted] = units_of(lowered, compute.degrees(), self.execution, device=kind, wanted=wanted)
-        return None if lowered is None else self._units[*key, wanted]
+            self._units[*key, wanted] = units_of(sharded[1], compute.degrees(), self.execution, device=kind, wanted=wanted)
+        return None if sharded is None else self._units[*key, wanted]
 
     def pricing(self, candidate: Candidate) -> Pricing | None:
         """Prices of the candidate's mesh; None where there are none."""
@@ -346,7 +349,9 @@ class Planner:
 
     def _with_estimate(self, candidate: Candidate, pricing: Pricing, layout: Layout, estimate: Estimate) -> Priced:
         cuts = tuple(cut for start in layout.starts[1:] if (cut := pricing.units[start].cut) is not None)
-        return Priced(candidate, layout, cuts, estimate)
+        sharded = self._sharded[candidate.mesh.tp, 0 if self.program.symbolic else candidate.microbatch_size]
+        assert sharded is not None
+        return Priced(candidate, layout, sharded[0], cuts, estimate)
 
     def _cuts_of(self, candidate: Candidate, pricing: Pricing) -> _Cuts:
         key = candidate.mesh, candidate.microbatch_size
@@ -361,11 +366,18 @@ class Planner:
         found = self._searched(prune, all_degrees=False)
         return found if found.best is not None else self._searched(prune, all_degrees=True)
 
-    def any_that_fits(self, tries: int = 40) -> Candidate | None:
-        """A candidate that fits, of those that need the least memory on average; None if none of so many does."""
-        candidates = [(self._least_bytes(candidate), candidate.key, candidate) for candidate in self.bounded()[0]]
-        for least, _, candidate in sorted(candidates, key=lambda entry: entry[:2])[:tries]:
-            if least <= self.cluster.device.memory_bytes and self.price(candidate).fits:
+    def any_that_fits(self, *, largest: bool = False, tries: int = 40) -> Candidate | None:
+        """A candidate that fits, of those that need the least memory on average; None if none of so many does.
+
+        ``largest``: of those with the largest microbatches instead.
+        """
+        room = self.cluster.device.memory_bytes
+        needs = [(self._least_bytes(candidate), candidate) for candidate in self.bounded(all_degrees=True)[0]]
+        promising = [
+            (-candidate.microbatch_size if largest else 0, least, candidate.key, candidate) for least, candidate in needs if least <= room
+        ]
+        for *_, candidate in sorted(promising, key=lambda entry: entry[:3])[:tries]:
+            if self.price(candidate).fits:
                 return candidate
         return None
 
@@ -389,7 +401,9 @@ class Planner:
             elif candidate.mesh not in best or priced.rank_key < best[candidate.mesh].rank_key:
                 best[candidate.mesh] = priced
             priced_count += 1
-        ranked = sorted(map(self.exactly, best.values()), key=lambda each: each.rank_key)
+        whole = sorted(map(self.exactly, best.values()), key=lambda each: each.rank_key)
+        ranked = [each for each in whole if each.fits]
+        misfits += [each for each in whole if not each.fits]  # by what few microbatches don't show
         if not ranked:
             misfits += [self.price(candidate) for candidate in sorted(hopeless, key=self._least_bytes)[: 4 * SHOWN]]
         nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))

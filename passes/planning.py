@@ -59,8 +59,16 @@ def search_plan(program: Program, cluster: Cluster, pinned: Mapping[str, int], p
         layers_per_stage=None,
         edge_layers=None,
     )
-    plan = choose(program, best.candidate.mesh, decided)
-    return replace(plan, predicted=estimate_plan(program, plan, cluster), found=found)
+    plans = [choose(program, best.candidate.mesh, decided)]  # tensors lie as is best for microbatches of this size
+    if plans[0].sharding != best.sharding:
+        plans.append(choose(program, best.candidate.mesh, replace(decided, sharding=best.sharding)))
+    priced = [replace(plan, predicted=estimate_plan(program, plan, cluster), found=found) for plan in plans]
+    return min(priced, key=_by_fit)
+
+
+def _by_fit(plan: Plan) -> tuple[int, float]:
+    assert plan.predicted is not None
+    return max(0, plan.predicted.missing_bytes), plan.predicted.step_time_s
 
 
 def planner_for(
@@ -156,6 +164,10 @@ def _misfit(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins:
 
 def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, needed: int) -> str:
     memory = f"devices with {needed / 1e9:.0f} GB"
+    if pins.microbatch_size is not None:
+        smaller = planner_for(program, cluster, pinned, replace(pins, microbatch_size=None)).any_that_fits(largest=True)
+        if smaller is not None:
+            return f" Microbatches of {smaller.microbatch_size} instead of {pins.microbatch_size} would fit, and so would {memory}."
     for times in GROWTH:
         larger = Cluster.grown(cluster, times)
         fitting = planner_for(program, larger, pinned, replace(pins, cluster=larger)).any_that_fits()

@@ -26,6 +26,7 @@ from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
+from graphpar.passes import planning
 from graphpar.passes.choose import Pins
 from graphpar.passes.planner import DEPTHS, Planner, Priced
 from graphpar.passes.planning import estimate_plan, planner_for, search_plan
@@ -259,3 +260,30 @@ def test_the_same_plan_on_every_run() -> None:
         json.loads(done.stdout)
         outputs.add(done.stdout)
     assert len(outputs) == 1
+
+
+def test_a_microbatch_that_is_pinned_too_large_is_said_to_be() -> None:
+    program = program_of("gpt")
+    small_ones = planner_of("gpt", Cluster.of(small(), 1, 1), microbatch_size=1).search().best
+    large_ones = planner_of("gpt", Cluster.of(small(), 1, 1), microbatch_size=8).search().best
+    assert small_ones is not None and large_ones is not None
+    between = (max(small_ones.estimate.peak_memory_bytes) + max(large_ones.estimate.peak_memory_bytes)) / 2
+    with pytest.raises(GraphparError, match=r"Microbatches of [24] instead of 8 would fit"):
+        search_plan(program, Cluster.of(small(between), 1, 1), {}, Pins(microbatch_size=8))
+
+
+def test_a_plan_is_never_worse_than_what_was_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that lie worse for the plan's own microbatches than as they were priced lie as they were priced."""
+    program, cluster = program_of("gpt"), Cluster.of(small(), 1, 2)
+    best = planner_for(program, cluster, {"tp": 2}, Pins(cluster=cluster)).search().best
+    assert best is not None
+    whole = gp.plan(program, mesh={"tp": 2}, shard_plan={"blocks.*": "replicate"}).sharding
+    real = planning.choose
+
+    def worse(program: Program, mesh: Mesh, pins: Pins) -> gp.Plan:
+        return real(program, mesh, replace(pins, sharding=pins.sharding or whole))
+
+    monkeypatch.setattr(planning, "choose", worse)
+    plan = search_plan(program, cluster, {"tp": 2}, Pins())
+    assert plan.sharding == best.sharding
+    assert plan.predicted is not None and plan.predicted.step_time_s == pytest.approx(best.estimate.step_time_s)
