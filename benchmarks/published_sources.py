@@ -2,7 +2,8 @@
 
     row ──its source──► Habits: framework, kernels, dtypes, overlap, GB/s between nodes      each a fact, with where it is from
 
-Nothing here is fitted. Facts are from the notes of the rows and from the frameworks' code of the time.
+No number here is fitted to a time. Facts are from the notes of the rows and from the frameworks' code of the time; where those say nothing,
+a comment says what of the rows a fact was inferred from.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ SOURCES: Mapping[str, Habits] = {
     "megatron_ci": replace(_CORE, biases=True, vocab=50304, dropout=0.1, overlap_gradients=False),
     # four 100 Gb/s RoCE a node
     "internevo": Habits(gradient_bytes=2, node_gbps=50),
-    # no kernel is named; at 64k tokens a row both kinds of devices reach what the first FlashAttention did
+    # attn_impl is triton unless named (its scripts/train/benchmarking/submit_benchmarks.py): a kernel of the first FlashAttention
     "llm_foundry": replace(_FSDP, tied=True, loss="kernel", attention_rates=FIRST_FLASH),
     "torchtitan": Habits(fused=True),
     # 2 Tb/s RoCE a node
@@ -99,5 +100,5 @@ SOURCES: Mapping[str, Habits] = {
 
 
 def held_out(source: str) -> bool:
-    """Whether nothing was fitted to the source, which its name alone decides: a third of all names."""
+    """Whether nothing was fitted to the source, which its name alone decides: each name has one chance in three."""
     return int(hashlib.sha256(source.encode()).hexdigest(), 16) % 3 == 0

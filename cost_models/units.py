@@ -68,10 +68,8 @@ class UnitMemory:
 
 @dataclass(frozen=True)
 class Held:
-    """The parameters of a unit with one set of axes on which their gradients are partial.
-
-    ``names`` are those of tied parameters, which a stage that has several of them holds once: elements and bytes by name.
-    """
+    """The parameters of a unit whose gradients are partial on the same ``axes``, or one that is ``tied``: a stage holds it once,
+    however many of its units have it under this name."""
 
     axes: tuple[str, ...]
     elements: int
