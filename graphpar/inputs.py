@@ -123,15 +123,18 @@ def leaf_paths(name: str, value: Any) -> list[str]:
 
 
 def _batch_size(names: list[str], leaves: list[Any], batch_dims: Mapping[str, int | None]) -> int:
-    """The global batch of the example: from ``batch_dims`` where given, else dim 0 of the first tensor."""
+    """The global batch of the example: from ``batch_dims`` where given, else dim 0 of the first tensor that it does not name."""
     for pattern, dim in batch_dims.items():
         for name, leaf in zip(names, leaves):
             if dim is not None and _matches(pattern, name) and isinstance(leaf, Tensor):
                 return int(leaf.shape[_checked_dim(name, leaf, dim)])
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.ndim:
+    for name, leaf in zip(names, leaves):
+        if isinstance(leaf, Tensor) and leaf.ndim and not any(_matches(pattern, name) for pattern in batch_dims):
             return int(leaf.shape[0])
-    raise GraphparError("None of the example inputs is a tensor with at least one dim; there is no batch to split.")
+    raise GraphparError(
+        "There is no batch to split: each example input is a number, a tensor without dims, or has None in batch_dims. "
+        "Give batch_dims the dim of an input along which its rows lie."
+    )
 
 
 def _checked_dim(name: str, leaf: Tensor, dim: int) -> int:

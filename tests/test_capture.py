@@ -115,6 +115,18 @@ def test_wrong_batch_dims(dims: dict[str, int], why: str) -> None:
         gp.export(Two(), (X, X), loss_fn=square, batch_dims=dict(reversed(given.items())))
 
 
+def test_inputs_that_are_given_whole_do_not_say_how_many_rows_there_are() -> None:
+    class Masked(nn.Module):
+        def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+            return x * mask
+
+    program = gp.export(Masked(), (torch.rand(8), X), loss_fn=square, batch_dims={"mask": None})
+
+    assert program.batch == len(X) and [entry.batch_dim for entry in program.inputs] == [None, 0]
+    with pytest.raises(gp.GraphparError, match="There is no batch to split"):
+        gp.export(Masked(), (torch.rand(8), X), loss_fn=square, batch_dims={"mask": None, "x": None})
+
+
 def test_a_batch_of_one_example_traces_any_batch() -> None:
     program = gp.export(Two(), (X[:1], X[:1]), loss_fn=square)
 
