@@ -56,6 +56,21 @@ class StageSeconds:
     compute: float
 
 
+@dataclass(frozen=True)
+class Closing:
+    """What a pp rank does once a step, in seconds: its gradients are summed over ``axis``, its optimizer runs, parameters are gathered.
+
+    ``exposed`` and ``gather_exposed``: what of the sums and the gathers neither its last backwards nor its next forwards hide.
+    """
+
+    reduce: float
+    exposed: float
+    gather: float
+    gather_exposed: float
+    optimizer: float
+    axis: str | None
+
+
 class Pricing:
     """Prices layouts of ``units`` over ``mesh`` on ``cluster``.
 
@@ -179,35 +194,28 @@ class Pricing:
         conditions = self._conditions(seconds)
         timeline = self._timeline(layout, staged, seconds, conditions, exact)
         own = [[place for place, rank in enumerate(ranks) if rank == pp] for pp in range(self.mesh.pp)]
-        gradients = [self._gradients(layout, [stages[place] for place in places]) for places in own]
-        # On a CPU it is the cores that compute which add and copy what is summed.
-        beside = self.execution.overlap_gradients and self.cluster.device.kind != "cpu"
-        hidden = [sum(seconds[place].backward for place in places) if beside else 0.0 for places in own]
-        least = [reduced * BUCKET_BYTES / max(nbytes, BUCKET_BYTES) for reduced, _, nbytes in gradients]
-        shown = [max(reduced - window, rest) for (reduced, _, _), window, rest in zip(gradients, hidden, least)]
-        ends = max(end + exposed for end, exposed in zip(timeline.ends, shown))
-        optimizer = [self._optimizer([stages[place] for place in places]) for places in own]
-        gathers = [self._shown_gather(gathered, [seconds[p] for p in places]) for (_, gathered, _), places in zip(gradients, own)]
-        after = max(step + gather for step, gather in zip(optimizer, gathers))
-        step = ends + after
+        closings = [self._closing([stages[place] for place in places], [seconds[place] for place in places]) for places in own]
+        pipeline = max(timeline.ends)
+        summed = max(end + closing.exposed for end, closing in zip(timeline.ends, closings))
+        after = max(closing.optimizer + closing.gather_exposed for closing in closings)
         busiest = max(range(self.mesh.pp), key=lambda pp: timeline.busy[pp])
+        compute = count * sum(seconds[place].compute for place in own[busiest])
         sent, exposed = (
             _sum_by_axis([{axis: count * value for axis, value in getattr(seconds[place], name).items()} for place in own[busiest]])
             for name in ("sent", "exposed")
         )
-        compute = sum(count * seconds[place].compute for place in own[busiest])
         waiting = "host" if self._crowd == 1 else "turns"  # of ranks that share cores the host is the device
         parts = {"compute": compute, waiting: max(0.0, timeline.busy[busiest] - compute - sum(exposed.values())), **exposed}
         if self.mesh.pp > 1:
             sent["pp"] = count * self._received(crossings, own[busiest], ranks)
             exposed["pp"] = parts["pp"] = timeline.waiting[busiest]
-        summed_over = self._summed_over([stages[place] for place in own[busiest]])
-        if summed_over is not None:
-            sent = _sum_by_axis([sent, {summed_over: gradients[busiest][0] + gradients[busiest][1]}])
-            exposed = _sum_by_axis([exposed, {summed_over: shown[busiest] + gathers[busiest]}])
-        pipeline = max(timeline.ends)
         parts["bubble"] = max(0.0, pipeline - timeline.busy[busiest] - timeline.waiting[busiest])
-        parts |= {"gradients": ends - pipeline, "optimizer": after}
+        parts |= {"gradients": summed - pipeline, "optimizer": after}
+        closing = closings[busiest]
+        if closing.axis is not None:
+            sent = _sum_by_axis([sent, {closing.axis: closing.reduce + closing.gather}])
+            exposed = _sum_by_axis([exposed, {closing.axis: closing.exposed + closing.gather_exposed}])
+        step = summed + after
         return Estimate(
             step_time_s=step,
             mfu=self.flops(layout) / (step * self.mesh.size * self.compute.rate(self._itemsize)),
@@ -218,7 +226,7 @@ class Pricing:
             exposed_s=exposed,
             parts_s=parts,
             pipeline_s=pipeline,
-            gradients_s=ends - pipeline,
+            gradients_s=summed - pipeline,
             optimizer_s=after,
             stages=staged,
             conditions=conditions,
@@ -341,12 +349,28 @@ class Pricing:
 
     # ---- once a step ----
 
+    @cached_property
+    def _replicas(self) -> list[str]:
+        return [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
+
     def _elements(self, stage: tuple[int, int]) -> int:
         return sum(held.elements for held in self.bytes.held([stage]))
 
-    def _gradients(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
+    def _closing(self, stages: Sequence[tuple[int, int]], seconds: Sequence[StageSeconds]) -> Closing:
+        """That of a rank with these stages."""
+        reduce, gather, nbytes = self._gradients(stages)
+        # On a CPU it is the cores that compute which add and copy what is summed.
+        beside = self.execution.overlap_gradients and self.cluster.device.kind != "cpu"
+        hidden = sum(cost.backward for cost in seconds) if beside else 0.0
+        last = reduce * BUCKET_BYTES / max(nbytes, BUCKET_BYTES)
+        following = sum(cost.forward for cost in seconds) if self.execution.prefetch else 0.0
+        return Closing(
+            reduce, max(reduce - hidden, last), gather, max(0.0, gather - following), self._optimizer(stages), self._summed_over(stages)
+        )
+
+    def _gradients(self, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
         """Seconds in which a rank's gradients are summed, and its parameters gathered after the optimizer's step; bytes summed."""
-        replicas = [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
+        replicas = self._replicas
         by_axes: dict[tuple[str, ...], float] = {}
         parameters = 0.0
         for held in self.bytes.held(stages):
@@ -371,13 +395,9 @@ class Pricing:
 
     def _summed_over(self, stages: Sequence[tuple[int, int]]) -> str | None:
         """The axis that sums of gradients are told of: the innermost of replicas, else the first that some parameter's are partial on."""
-        replicas = [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
         trained = [held for held in self.bytes.held(stages) if held.trained]
         partial = [axis for held in trained for axis in held.axes]
-        return next(iter([*reversed(replicas), *partial]), None) if trained else None
-
-    def _shown_gather(self, gathered: float, stages: Sequence[StageSeconds]) -> float:
-        return max(0.0, gathered - sum(cost.forward for cost in stages)) if self.execution.prefetch else gathered
+        return next(iter([*reversed(self._replicas), *partial]), None) if trained else None
 
     def _optimizer(self, stages: Sequence[tuple[int, int]]) -> float:
         """The optimizer reads gradients and its state and writes state and parameters; in several passes where it is not fused."""
