@@ -139,8 +139,11 @@ def _figures(profile: Profile) -> str:
     device, link = profile.cluster.device, profile.cluster.intra_node
     flops = ", ".join(f"{dtype} {rate / 1e9:,.1f}" for dtype, rate in device.flops.items())
     functions = "" if device.function_efficiency is None else f", {device.function_efficiency:.0%} by norms and activations"
+    short = f"half at a reduction of {device.half_reduction:.0f}"
+    if device.operand_bytes_per_s is not None:
+        short = f"then {device.operand_bytes_per_s / 1e9:,.1f} GB/s for operands and result"
     lines = [
-        f"products: {flops} Gflop/s at best, {device.matrix_efficiency:.0%} in general, half at a reduction of {device.half_reduction:.0f}",
+        f"products: {flops} Gflop/s at best, {device.matrix_efficiency:.0%} in general, {short}",
         f"attention: {device.attention_efficiency[0]:.0%} forward, {device.attention_efficiency[1]:.0%} backward",
         f"memory: {device.memory_bytes_per_s / 1e9:,.1f} GB/s at best, {device.memory_efficiency:.0%} in general{functions}; "
         f"{bytes_text(device.memory_bytes)} a process",

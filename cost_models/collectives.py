@@ -220,8 +220,9 @@ class Network:
     def _send(self, group: Group) -> _Line:
         link = self.cluster.inter_node if group.nodes > 1 else self.cluster.intra_node.among(2)
         share = link.efficiency if group.nodes > 1 else min(1.0, _COPY * link.efficiency)
-        latency, step = (link.latency_s, self._step_s) if link.send_latency_s is None else (link.send_latency_s,) * 2
-        return _Line(latency, 1 / (link.bytes_per_s * share), step)
+        if link.send_latency_s is not None:
+            return _Line(link.send_latency_s, 1 / link.bytes_per_s, 0.0)
+        return _Line(link.latency_s, 1 / (link.bytes_per_s * share), self._step_s)
 
     def _all_to_all(self, group: Group) -> _Line:
         """Each rank sends ``1 / size**2`` of the tensor to each other; what stays in the node and what leaves it go side by side."""

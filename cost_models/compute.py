@@ -1,7 +1,8 @@
 """Seconds of a rank's work on a device: a roofline whose roof depends on shapes.
 
 product     the tiles of its result, in waves over the compute units; each tile takes its reduction, and as long again as
-            ``half_reduction`` of it to start and end; or splits of the reduction, where there are few tiles; at least its bytes
+            ``half_reduction`` of it to start and end; or splits of the reduction, where there are few tiles; at least its bytes.
+            On a CPU its flops and its bytes one after the other: a core packs what it multiplies
 attention   flops at the share of the peak that fused kernels reach, less for short rows and narrow heads
 traffic     bytes at the share of the bandwidth that elementwise kernels reach
 all         at least ``launch_s`` an operator; on a GPU a phase takes at least ``dispatch_s`` of the host for each operator
@@ -114,10 +115,12 @@ class Compute:
         peaks = np.array([self.rate(size) for size in tables.itemsizes])
         half = self.device.half_reduction * peaks / np.array([self.rate_16(size) for size in tables.itemsizes])
         seconds = self._tiled(matrices, m, n, k, peaks * self.device.matrix_efficiency, half)
+        nbytes = matrices * (m * k + k * n + m * n) * tables.itemsizes
+        if self.device.operand_bytes_per_s is not None:
+            return self._with_launch(seconds + nbytes / self.device.operand_bytes_per_s)
         bandwidth = self.device.memory_bytes_per_s * self.device.memory_efficiency
-        moved = matrices * (m * k + k * n + m * n) * tables.itemsizes / bandwidth
         cast = np.where(tables.itemsizes == 2, self._casts(tables), 0.0) * matrices * m * k / bandwidth
-        return self._with_launch(np.maximum(seconds, moved) + cast)
+        return self._with_launch(np.maximum(seconds, nbytes / bandwidth) + cast)
 
     def _casts(self, tables: _Tables) -> Array:
         """Bytes an element of what a product of 8 bits takes: it is read in 16 bits and written in 8 as it is and transposed, which the

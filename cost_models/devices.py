@@ -53,7 +53,8 @@ class Link:
     ``pair_bytes_per_s``: what a device has to one neighbour, where each pair has a wire of its own and no switch.
     ``efficiency``: the share of ``bytes_per_s`` that rings reach with large messages.
     ``in_switch``: the share that reductions reach which the switch computes; None: it does not.
-    ``send_latency_s``: seconds a message that is sent to one other, where it is not ``latency_s``.
+    ``send_latency_s``: seconds a message that is sent to one other, where such messages were measured: they reach all of
+    ``bytes_per_s``, and are not cut into pieces.
     """
 
     latency_s: float
@@ -93,6 +94,8 @@ class Device:
         launch_s: seconds that an operator costs however small it is.
         matrix_efficiency: the share of ``flops`` that large products reach.
         half_reduction: the length of a product's reduction at which starting and ending a tile takes as long as computing it.
+        operand_bytes_per_s: of a core that packs what it multiplies before it does: at what rate. None: products are as long as the
+            longer of their flops and their bytes.
         compute_units: streaming multiprocessors (compute units), which take the tiles of a product in waves; None: no waves.
         attention_efficiency: the shares of ``flops`` that fused attention reaches forward and backward.
         memory_efficiency: the share of ``memory_bytes_per_s`` that elementwise operators reach.
@@ -117,6 +120,7 @@ class Device:
     inter_node: Link
     devices_per_node: int | None = None
     half_reduction: float = 0.0
+    operand_bytes_per_s: float | None = None
     compute_units: int | None = None
     attention_efficiency: tuple[float, float] = (0.5, 0.4)
     memory_efficiency: float = 0.8
@@ -144,6 +148,8 @@ class Device:
         check_number("half_reduction", self.half_reduction, zero=True)
         check_number("dispatch_s", self.dispatch_s, zero=True)
         check_number("action_s", self.action_s, zero=True)
+        if self.operand_bytes_per_s is not None:
+            check_number("operand_bytes_per_s", self.operand_bytes_per_s)
         if self.compute_units is not None:
             check_number("compute_units", self.compute_units, whole=True)
         if isinstance(self.attention_efficiency, str) or len(self.attention_efficiency) != 2:
@@ -287,7 +293,7 @@ _CALIBRATED = (
     "graphpar calibrate on two cores of an AMD EPYC (family 26, model 2), a process and a thread on each, gloo between them: "
     "benchmarks/data/cpu_profile.json; between nodes assumed to be as inside"
 )
-_GLOO = Link(7.83e-4, 1.84e9, efficiency=0.398, send_latency_s=1.13e-3)
+_GLOO = Link(3.79e-4, 3.73e9, efficiency=0.269, send_latency_s=5.75e-5)
 """Between processes of one machine that compute in between: it is as slow as they are at waking each other."""
 
 _ROWS = (
@@ -380,8 +386,9 @@ _ROWS = (
         },
     ),
     Device(
-        "CPU", "cpu", {"fp32": 1.005e11}, 12 * 2**30, 4.93e10, 5.27e-6, 0.944, _GLOO, _GLOO, None,
-        half_reduction=8.7, attention_efficiency=(0.4, 0.416), memory_efficiency=1.0, function_efficiency=0.379,
+        "CPU", "cpu", {"fp32": 1.058e11}, 12 * 2**30, 3.64e10, 5.26e-6, 1.0, _GLOO, _GLOO, None,
+        operand_bytes_per_s=1.67e10, attention_efficiency=(0.38, 0.395), memory_efficiency=1.0, function_efficiency=0.551,
+        action_s=4.1e-4,
         sources=dict.fromkeys(("flops", "memory", "links", "efficiency", "latency", "launch"), _CALIBRATED),
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
     rows ──small operators──► launch_s, dispatch_s
          ──traffic──────────► memory_efficiency, function_efficiency
-         ──products─────────► matrix_efficiency, half_reduction
+         ──products─────────► matrix_efficiency, and half_reduction or, of a CPU, operand_bytes_per_s
          ──attention────────► attention_efficiency
          ──collectives──────► latency_s, efficiency of the link
          ──pipeline─────────► action_s                           each with the figures found before it; then the error over all rows
@@ -26,7 +26,7 @@ from graphpar.cluster import Cluster
 from graphpar.cost_models.collectives import Group, Network
 from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.devices import Device, Link
-from graphpar.cost_models.measure import DTYPES, Row
+from graphpar.cost_models.measure import DTYPES, STAGES, Row
 from graphpar.cost_models.work import ONE, Attention, Phase, Product, Size, Traffic, Work
 from graphpar.errors import GraphparError
 from graphpar.schedule import action_table, order_of
@@ -43,6 +43,7 @@ HOST_BOUND = 3.0
 _HALF = math.log(0.5)
 _USUAL = 0.1
 """Errors beyond this count by their size, not by its square: one shape that a library is bad at should not spoil the others."""
+_FASTEST = math.log(1e13)  # bytes a second
 _WIDEST = 8.0  # of the logarithm of a share: efficiencies stay above 1 / 3000
 
 
@@ -122,7 +123,8 @@ def fit_device(start: Device, rows: Sequence[Row], peaks: Device | None = None) 
     functions = [row for row in traffic if row.what.startswith(FUNCTIONS)]
     device = _fitted(device, [row for row in traffic if row not in functions], _with_memory, [_HALF])
     device = _fitted(device, functions, _with_functions, [_HALF]) if functions else device
-    device = _fitted(device, _long(device, by_kind["product"]), _with_matrices, [_HALF, math.log(16.0)])
+    second = math.log(16.0) if start.kind != "cpu" else math.log(device.memory_bytes_per_s / 3)
+    device = _fitted(device, _long(device, by_kind["product"]), _with_matrices, [_HALF, second])
     attention = _long(device, by_kind.get("attention", ()))
     if attention:
         device = _fitted(device, attention, _with_attention, [_HALF, _HALF])
@@ -176,7 +178,10 @@ def _with_matrices(device: Device, logs: Sequence[float]) -> Device:
     """A rate above every peak is that of endless reductions, which nobody has measured: peaks are raised to it."""
     above = math.exp(min(max(0.0, logs[0]), _WIDEST))
     flops = {dtype: peak * above for dtype, peak in device.flops.items()}
-    return replace(device, flops=flops, matrix_efficiency=_share(logs[0]), half_reduction=math.exp(min(logs[1], 10.0)))
+    found = replace(device, flops=flops, matrix_efficiency=_share(logs[0]))
+    if device.kind == "cpu":
+        return replace(found, operand_bytes_per_s=math.exp(max(0.0, min(logs[1], 50.0))))
+    return replace(found, half_reduction=math.exp(min(logs[1], 10.0)))
 
 
 def _with_attention(device: Device, logs: Sequence[float]) -> Device:
@@ -200,26 +205,28 @@ def _fitted(
 def fit_link(device: Device, rows: Sequence[Row]) -> tuple[Link, dict[str, Error]]:
     """The link that ``rows`` of collectives and transfers tell, and the error of each kind.
 
-    Its bandwidth is the best that any transfer reached; rings reach a share of it. Messages between two alone have a latency of their own:
-    a collective wakes more threads than the receiver's.
+    Its bandwidth is that of transfers between two, where there are any; rings reach a share of it. Transfers have a latency of their own,
+    too: a collective wakes more threads than the receiver's.
     """
-    best = max(row.shape[0] / row.seconds for row in rows)
     collectives, transfers = ([row for row in rows if kind_of(row) == kind] for kind in ("collective", "transfer"))
 
     def off(own: Sequence[Row], link: Callable[[Array], Link]) -> Callable[[Array], Array]:
         measured = np.log([row.seconds for row in own])
         return lambda logs: soft(np.log(sent(device, link(logs), own)) - measured)
 
-    def ring(logs: Array) -> Link:
-        return Link(math.exp(logs[0]), best, efficiency=_share(logs[1]))
-
-    found = ring(least_squares(off(collectives, ring), np.array([math.log(1e-4), _HALF])))
-
     def send(logs: Array) -> Link:
-        return replace(found, send_latency_s=math.exp(logs[0]))
+        return Link(1e-4, math.exp(min(logs[1], _FASTEST)), send_latency_s=math.exp(logs[0]))
 
+    best = math.log(max(row.shape[0] / row.seconds for row in transfers or collectives))
+    found = Link(1e-4, math.exp(best))
     if transfers:
-        found = send(least_squares(off(transfers, send), np.array([math.log(1e-4)])))
+        found = send(least_squares(off(transfers, send), np.array([math.log(1e-4), best])))
+
+    def ring(logs: Array) -> Link:
+        return replace(found, latency_s=math.exp(logs[0]), efficiency=_share(logs[1]))
+
+    if collectives:
+        found = ring(least_squares(off(collectives, ring), np.array([math.log(1e-4), _HALF])))
     kinds = {"collective": collectives, "transfer": transfers}
     return found, {kind: Error.of(own, sent(device, found, own)) for kind, own in kinds.items() if own}
 
@@ -242,13 +249,13 @@ def fit_actions(device: Device, link: Link, rows: Mapping[str, Row]) -> float:
     """
     row = rows["pipeline"]
     microbatches, height, width = row.shape
-    order = order_of(action_table("1F1B", 2, 1, microbatches))
-    transfer = sent(device, link, [Row("transfer", (4 * height * width,), row.dtype, 2, 1.0)])
+    order = order_of(action_table("Interleaved1F1B", 2, STAGES, microbatches))
+    transfer = sent(device, link, [Row("transfer", (4 * height * width,), row.dtype, 2, 1.0)]) * (2 * STAGES - 1)
     forward = rows["pipeline, forward"].seconds
     backward = max(0.0, rows["pipeline, both ways"].seconds - forward)
 
     def makespan(action: float) -> float:
-        costs = [forward + action] * 2, [backward + action] * 2
+        costs = [forward + action] * 2 * STAGES, [backward + action] * 2 * STAGES
         return simulate(order, *costs, transfers=Transfers(transfer, transfer, sender_waits=True), spans=False).makespan
 
     low, high = 0.0, row.seconds

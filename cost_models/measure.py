@@ -16,20 +16,23 @@ and for the scheduler, as those of programs do, so theirs is a mean without the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from graphpar.cost_models.quiet import Watch
 from graphpar.runtime.distributed import Ranks, gather_objects, start
@@ -38,9 +41,14 @@ TIMEOUT_S = 300.0
 SAMPLE_S = 1e-3
 """Calls are repeated within a sample until it is at least this long."""
 LEAST_SAMPLES, MOST_SAMPLES = 5, 500
-MICROBATCHES = 8
-BETWEEN = (128, 512)
-"""Rows and columns of what a rank of a CPU computes between messages, by a square matrix: half a millisecond or more."""
+MICROBATCHES, STAGES = 8, 2
+"""Of the pipeline; stages a rank."""
+LARGE, PLACES = 1 << 20, 4
+BETWEEN, LAYERS = (128, 512), 4
+"""Rows and columns of what a rank of a CPU computes between messages, by so many square matrices: some milliseconds, as stages do."""
+COLD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
+"""Operands of products are as many as lie in no cache, one after the other, as a program's weights are."""
+MOST_COPIES = 256
 LEAST_S = 1e-5
 """Below that a message is not told from the work before it."""
 BLOCKS, ADDITIONS = 20, 100
@@ -49,7 +57,7 @@ BLOCKS, ADDITIONS = 20, 100
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 PRODUCTS = (
-    (32, 32, 32), (64, 256, 256), (256, 64, 256), (256, 256, 64), (256, 256, 256), (8, 1024, 1024), (512, 512, 512),
+    (32, 32, 32), (64, 256, 256), (256, 64, 256), (256, 256, 64), (256, 256, 256), (8, 1024, 1024), (64, 1024, 512), (512, 512, 512),
     (1024, 256, 1024), (256, 1024, 256), (128, 128, 4096), (1024, 1024, 1024),
 )  # fmt: skip
 """(m, n, k): rows, outputs and inputs of a linear layer."""
@@ -64,6 +72,8 @@ GPU_ATTENTION = ((4, 16, 2048, 128), (1, 32, 8192, 128), (8, 16, 1024, 64))
 COLLECTIVES = tuple(4**power for power in range(5, 13))
 """Bytes: 1 KiB to 16 MiB."""
 GPU_COLLECTIVES = (4**13, 4**14)
+
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -95,13 +105,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A row to be: ``make`` allocates its operands and returns what to time, which does its work ``times`` times."""
+    """A row to be: ``make`` allocates its operands and returns what to time, which does its work ``times`` times.
+
+    Operands are allocated anew for each of ``places``: how fast large ones are read depends on where they happen to lie.
+    """
 
     what: str
     shape: tuple[int, ...]
     dtype: str
-    make: Callable[[], Callable[[], object]]
+    make: Callable[[], Call]
     times: int = 1
+    places: int = 1
 
 
 # ---- the cases -------------------------------------------------------------------------------------------------
@@ -131,43 +145,41 @@ def _products(shape: tuple[int, int, int], dtype: str, device: torch.device) -> 
     def operand(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, device=device, dtype=DTYPES[dtype])
 
-    def forward() -> Callable[[], object]:
-        x, weight = operand(m, k), operand(n, k)
-        return lambda: F.linear(x, weight)
+    def product(first: tuple[int, int], second: tuple[int, int], multiply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Call]:
+        bytes_each = (math.prod(first) + math.prod(second)) * DTYPES[dtype].itemsize
+        copies = min(MOST_COPIES, -(-COLD_BYTES[device.type] // bytes_each))
 
-    def input_gradient() -> Callable[[], object]:
-        gradient, weight = operand(m, n), operand(n, k)
-        return lambda: gradient @ weight
+        def make() -> Call:
+            pairs = itertools.cycle([(operand(*first), operand(*second)) for _ in range(copies)])
+            return lambda: multiply(*next(pairs))
 
-    def weight_gradient() -> Callable[[], object]:
-        gradient, x = operand(m, n), operand(m, k)
-        return lambda: gradient.t() @ x
+        return make
 
-    yield Case("product", (m, n, k), dtype, forward)
-    yield Case("product, gradient of x", (m, k, n), dtype, input_gradient)
-    yield Case("product, gradient of W", (n, k, m), dtype, weight_gradient)
+    yield Case("product", (m, n, k), dtype, product((m, k), (n, k), F.linear))
+    yield Case("product, gradient of x", (m, k, n), dtype, product((m, n), (n, k), torch.matmul))
+    yield Case("product, gradient of W", (n, k, m), dtype, product((m, n), (m, k), lambda gradient, x: gradient.t() @ x))
 
 
 def _traffic(shape: tuple[int, int], dtype: str, device: torch.device) -> Iterator[Case]:
     def operand(requires_grad: bool = False) -> Tensor:
         return torch.randn(shape, device=device, dtype=DTYPES[dtype], requires_grad=requires_grad)
 
-    def binary(operator: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Callable[[], object]]:
-        def make() -> Callable[[], object]:
-            a, b = operand(), operand()
-            return lambda: operator(a, b)
+    def binary(operator: Callable[..., Tensor]) -> Callable[[], Call]:
+        def make() -> Call:  # into a place that is there already: what an operating system takes for new pages varies
+            a, b, result = operand(), operand(), operand()
+            return lambda: operator(a, b, out=result)
 
         return make
 
-    def unary(operator: Callable[[Tensor], Tensor]) -> Callable[[], Callable[[], object]]:
-        def make() -> Callable[[], object]:
+    def unary(operator: Callable[[Tensor], Tensor]) -> Callable[[], Call]:
+        def make() -> Call:
             a = operand()
             return lambda: operator(a)
 
         return make
 
-    def backward(operator: Callable[[Tensor], Tensor]) -> Callable[[], Callable[[], object]]:
-        def make() -> Callable[[], object]:
+    def backward(operator: Callable[[Tensor], Tensor]) -> Callable[[], Call]:
+        def make() -> Call:
             a = operand(requires_grad=True)
             result, gradient = operator(a), operand()
             return lambda: torch.autograd.grad(result, a, gradient, retain_graph=True)
@@ -177,22 +189,23 @@ def _traffic(shape: tuple[int, int], dtype: str, device: torch.device) -> Iterat
     def layer_norm(x: Tensor) -> Tensor:
         return F.layer_norm(x, shape[1:])
 
-    yield Case("add", shape, dtype, binary(torch.add))
-    yield Case("mul", shape, dtype, binary(torch.mul))
+    places = PLACES if math.prod(shape) >= LARGE else 1
+    yield Case("add", shape, dtype, binary(torch.add), places=places)
+    yield Case("mul", shape, dtype, binary(torch.mul), places=places)
     for name, operator in (("gelu", F.gelu), ("layer_norm", layer_norm)):
-        yield Case(name, shape, dtype, unary(operator))
-        yield Case(f"{name}, backward", shape, dtype, backward(operator))
+        yield Case(name, shape, dtype, unary(operator), places=places)
+        yield Case(f"{name}, backward", shape, dtype, backward(operator), places=places)
 
 
 def _attention(shape: tuple[int, int, int, int], dtype: str, device: torch.device) -> Iterator[Case]:
     def operands() -> list[Tensor]:
         return [torch.randn(shape, device=device, dtype=DTYPES[dtype], requires_grad=True) for _ in range(3)]
 
-    def forward() -> Callable[[], object]:
+    def forward() -> Call:
         query, key, value = operands()
         return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    def backward() -> Callable[[], object]:
+    def backward() -> Call:
         leaves = operands()
         result = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
         gradient = torch.randn_like(result)
@@ -217,11 +230,11 @@ def _operators(device: torch.device) -> Iterator[Case]:
 
         return forward
 
-    def step() -> Callable[[], object]:
+    def step() -> Call:
         forward = blocks()
         return lambda: forward().sum().backward()  # type: ignore[no-untyped-call]
 
-    def replayed() -> Callable[[], object]:
+    def replayed() -> Call:
         """Without the host: what is left is the device's own time between small kernels."""
         x, y = torch.zeros(4, device=device), torch.zeros(4, device=device)
         graph = torch.cuda.CUDAGraph()
@@ -256,7 +269,7 @@ class _Small(nn.Module):
 # ---- time ------------------------------------------------------------------------------------------------------
 
 
-def seconds(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
+def seconds(call: Call, device: torch.device, budget_s: float) -> float:
     """The lowest tenth of samples, of which each is some calls in a row, within about ``budget_s``."""
     timed = _gpu_seconds if device.type == "cuda" else _cpu_seconds
     for _ in range(2):
@@ -270,14 +283,14 @@ def seconds(call: Callable[[], object], device: torch.device, budget_s: float) -
     return sorted(samples)[len(samples) // 10]
 
 
-def _cpu_seconds(call: Callable[[], object], calls: int) -> float:
+def _cpu_seconds(call: Call, calls: int) -> float:
     began = time.perf_counter()
     for _ in range(calls):
         call()
     return time.perf_counter() - began
 
 
-def _gpu_seconds(call: Callable[[], object], calls: int) -> float:
+def _gpu_seconds(call: Call, calls: int) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
@@ -298,13 +311,15 @@ def measure(request: Request, ranks: Ranks) -> list[Row]:
     rows = []
     for case in cases(ranks.device, request.quick):
         torch.backends.cuda.matmul.allow_tf32 = case.dtype == "tf32"
-        call = case.make()
-        for count in request.at_once:
-            own = watch.undisturbed(partial(seconds, call, ranks.device, request.budget_s) if ranks.rank < count else _nothing)
-            found = [value / case.times for value in gather_objects(own) if value is not None]
-            rows.append(Row(case.what, case.shape, case.dtype, count, sum(found) / len(found)))
+        found: dict[int, list[float]] = {count: [] for count in request.at_once}
+        for _ in range(case.places):
+            call = case.make()
+            for count in request.at_once:
+                timed = partial(seconds, call, ranks.device, request.budget_s) if ranks.rank < count else _nothing
+                found[count] += [value / case.times for value in gather_objects(watch.undisturbed(timed)) if value is not None]
+        rows += [Row(case.what, case.shape, case.dtype, count, sum(each) / len(each)) for count, each in found.items()]
     if ranks.world_size > 1:
-        sizes = COLLECTIVES[:2] if request.quick else COLLECTIVES + (GPU_COLLECTIVES if ranks.device.type == "cuda" else ())
+        sizes = COLLECTIVES[::6] if request.quick else COLLECTIVES + (GPU_COLLECTIVES if ranks.device.type == "cuda" else ())
         for nbytes in sizes:
             rows += _collectives(nbytes, ranks, watch, request.budget_s)
         if ranks.device.type == "cpu":
@@ -330,56 +345,61 @@ def _collectives(nbytes: int, ranks: Ranks, watch: Watch, budget_s: float) -> It
             dist.recv(whole, 0)
             dist.send(whole, 0)
 
-    calls: dict[str, Callable[[], object]] = {
+    calls: dict[str, Call] = {
         "all-reduce": lambda: dist.all_reduce(whole),
         "all-gather": lambda: dist.all_gather_into_tensor(whole, piece),
         "reduce-scatter": lambda: dist.reduce_scatter_tensor(piece, whole),
         "all-to-all": lambda: dist.all_to_all_single(other, whole),
-        "transfer": transfer,
     }
     work = _work(ranks.device)
     alone = _together(work, ranks, watch, budget_s)
     for what, call in calls.items():
         taken = _together(lambda call=call: (work(), call()), ranks, watch, budget_s) - alone  # type: ignore[misc]
-        yield Row(what, (whole.numel() * 4,), "fp32", ranks.world_size, max(taken, LEAST_S) / (2 if what == "transfer" else 1))
+        yield Row(what, (whole.numel() * 4,), "fp32", ranks.world_size, max(taken, LEAST_S))
+    taken = _together(transfer, ranks, watch, budget_s) / 2  # what it is to wait for a neighbour that computes is in a pipeline's actions
+    yield Row("transfer", (whole.numel() * 4,), "fp32", ranks.world_size, taken)
 
 
-def _work(device: torch.device) -> Callable[[], object]:
-    """What a CPU computes before each message: a rank that has just computed is slower to send than one that only sends, since the
-    threads that do so have to be woken while the cores are busy."""
+def _work(device: torch.device) -> Call:
+    """What a CPU computes before each collective: ranks that have computed do not meet at once, and the threads that send have to be woken
+    while the cores are busy."""
     if device.type != "cpu":
         return _nothing
-    x, weight = torch.randn(*BETWEEN), torch.randn(BETWEEN[1], BETWEEN[1])
-    return lambda: x @ weight
+    x, layers = torch.randn(*BETWEEN), [torch.randn(BETWEEN[1], BETWEEN[1]) for _ in range(LAYERS)]
+    return lambda: [x @ weight for weight in layers]
 
 
 def _pipeline(ranks: Ranks, watch: Watch, budget_s: float) -> Iterator[Row]:
-    """A short pipeline over the first two ranks, and what its stage takes alone: the rest is what actions and transfers cost."""
+    """A short pipeline over the first two ranks, and what a stage of it takes alone: the rest is what actions and transfers cost."""
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     group = dist.new_group([0, 1])
     rows, width = BETWEEN
     shape = (MICROBATCHES, rows, width)
-    layer, piece = nn.Linear(width, width), torch.randn(rows, width)
+    modules = [nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))) for _ in range(STAGES)]
+    piece = torch.randn(rows, width)
 
     def backward() -> None:
-        layer(piece.requires_grad_()).sum().backward()
+        modules[0](piece.requires_grad_()).sum().backward()
 
-    step: Callable[[], object] = _nothing
-    if ranks.rank < 2:
-        received = (torch.ones(rows, width, requires_grad=ranks.rank > 0),)
+    def stage(place: int, module: nn.Module) -> PipelineStage:
+        received = (torch.ones(rows, width, requires_grad=place > 0),)
         sent = (torch.ones(rows, width, requires_grad=True),)
-        stage = PipelineStage(layer, ranks.rank, 2, ranks.device, input_args=received, output_args=sent, group=group)
-        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
+        return PipelineStage(module, place, 2 * STAGES, ranks.device, input_args=received, output_args=sent, group=group)
+
+    step: Call = _nothing
+    if ranks.rank < 2:
+        stages: list[Any] = [stage(ranks.rank + 2 * turn, module) for turn, module in enumerate(modules)]
+        schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=F.mse_loss)
         whole = torch.randn(rows * MICROBATCHES, width)
         step = partial(schedule.step, whole) if ranks.rank == 0 else partial(schedule.step, target=whole)
     first_two = ranks.rank < 2
-    for what, call in (("pipeline, forward", lambda: layer(piece)), ("pipeline, both ways", backward), ("pipeline", step)):
-        taken = _together(call if first_two else _nothing, ranks, watch, 4 * budget_s)  # type: ignore[arg-type]
+    for what, call in (("pipeline, forward", lambda: modules[0](piece)), ("pipeline, both ways", backward), ("pipeline", step)):
+        taken = _together(call if first_two else _nothing, ranks, watch, 50 * budget_s)  # type: ignore[arg-type]
         yield Row(what, shape, "fp32", 2, taken)
     dist.destroy_process_group(group)
 
 
-def _together(call: Callable[[], object], ranks: Ranks, watch: Watch, budget_s: float) -> float:
+def _together(call: Call, ranks: Ranks, watch: Watch, budget_s: float) -> float:
     """Seconds of a call that ranks do together: a mean without the extremes, of the slowest rank."""
 
     def samples(count: int) -> float:

@@ -30,7 +30,7 @@ from graphpar.cost_models.fit_device import (
     sent,
     work_of,
 )
-from graphpar.cost_models.measure import Case, Row, cases, seconds
+from graphpar.cost_models.measure import STAGES, Case, Row, cases, seconds
 from graphpar.schedule import action_table
 from graphpar.simulation import Transfers, simulate
 
@@ -58,18 +58,18 @@ def rows_of(data: dict[str, Any]) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    ("matrix", "half", "memory", "launch", "forward", "backward"),
-    [(0.9, 14.0, 0.3, 2e-6, 0.3, 0.4), (0.4, 300.0, 0.8, 1e-7, 0.6, 0.5), (1.0, 2.0, 0.2, 1e-5, 0.1, 0.7)],
+    ("matrix", "operands", "memory", "launch", "forward", "backward"),
+    [(0.9, 2e10, 0.3, 2e-6, 0.3, 0.4), (0.4, 5e9, 0.8, 1e-7, 0.6, 0.5), (1.0, 1e11, 0.2, 1e-5, 0.1, 0.7)],
 )
 def test_a_fit_finds_the_figures_that_times_were_made_with(
-    matrix: float, half: float, memory: float, launch: float, forward: float, backward: float
+    matrix: float, operands: float, memory: float, launch: float, forward: float, backward: float
 ) -> None:
     true = replace(
         DEVICES["CPU"],
         flops={"fp32": 5e11},
         memory_bytes_per_s=4e10,
         matrix_efficiency=matrix,
-        half_reduction=half,
+        operand_bytes_per_s=operands,
         memory_efficiency=memory,
         function_efficiency=memory / 2,
         launch_s=launch,
@@ -80,7 +80,7 @@ def test_a_fit_finds_the_figures_that_times_were_made_with(
     assert found.memory_bytes_per_s * found.memory_efficiency == pytest.approx(4e10 * memory, rel=0.01)
     assert found.function_efficiency == pytest.approx(found.memory_efficiency / 2, rel=0.01)
     assert found.flops["fp32"] * found.matrix_efficiency == pytest.approx(5e11 * matrix, rel=0.01)
-    assert found.half_reduction == pytest.approx(half, rel=0.05, abs=0.5)
+    assert found.operand_bytes_per_s == pytest.approx(operands, rel=0.05)
     for place, share in enumerate((forward, backward)):
         assert found.flops["fp32"] * found.attention_efficiency[place] == pytest.approx(5e11 * share * matrix, rel=0.01)
     assert all(error.worst < 0.02 for error in errors.values())
@@ -94,6 +94,7 @@ def test_a_known_device_keeps_its_peaks_and_is_fitted_by_shares() -> None:
     assert found.flops == {"bf16": true.flops["bf16"]}
     assert found.memory_bytes_per_s == true.memory_bytes_per_s
     assert found.matrix_efficiency == pytest.approx(0.7, rel=0.02)
+    assert found.half_reduction == pytest.approx(100.0, rel=0.1) and found.operand_bytes_per_s is None
     assert found.memory_efficiency == pytest.approx(0.6, rel=0.02)
 
 
@@ -135,8 +136,9 @@ def test_a_fit_finds_the_link(latency: float, share: float, processes: int) -> N
 def test_a_short_pipeline_tells_what_an_action_costs(action: float) -> None:
     link, shape = Link(1e-4, 1e9), (8, 16, 64)
     (transfer,) = sent(DEVICES["CPU"], link, [Row("transfer", (4 * 16 * 64,), "fp32", 2, 1.0)])
-    costs = [1e-3 + action] * 2, [2e-3 + action] * 2
-    step = simulate(action_table("1F1B", 2, 1, 8), *costs, transfers=Transfers([transfer], [transfer], sender_waits=True)).makespan
+    costs, crossings = ([1e-3 + action] * 4, [2e-3 + action] * 4), [transfer] * 3
+    table = action_table("Interleaved1F1B", 2, STAGES, 8)
+    step = simulate(table, *costs, transfers=Transfers(crossings, crossings, sender_waits=True)).makespan
     seconds = {"pipeline": step, "pipeline, forward": 1e-3, "pipeline, both ways": 3e-3}
     rows = {what: Row(what, shape, "fp32", 2, value) for what, value in seconds.items()}
     assert fit_actions(DEVICES["CPU"], link, rows) == pytest.approx(action, abs=1e-8)
@@ -215,7 +217,7 @@ def test_a_profile_has_rows_of_every_kind_and_their_errors(profile: Profile) -> 
     }  # fmt: skip
     assert all(row.seconds > 0 for row in profile.rows)
     assert set(profile.errors) == {"product", "traffic", "attention", "collective", "transfer"}
-    assert profile.cluster.device.cores == profile.machine["cores"]
+    assert profile.cluster.device.cores == profile.machine["cores"] // profile.machine["threads"]
 
 
 def test_more_ranks_than_cores_take_turns_and_are_not_measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
