@@ -89,6 +89,16 @@ def test_chains_are_fused_only_where_that_is_said() -> None:
     assert moved(True) == pytest.approx(alone - 2 * 64 * 4 * 4, rel=0.01)
 
 
+def test_a_backward_moves_gradients_and_what_was_saved() -> None:
+    rows = [(row, times) for row, times in mlp_work().rows.items() if isinstance(row, Traffic)]
+    by_input, by_weight = (
+        sum(times * row.nbytes.at(64) for row, times in rows if row.phase is phase) for phase in (Phase.INPUT, Phase.WEIGHT)
+    )
+    # relu and the square read a gradient and a value and write a gradient, the mean writes one
+    assert by_input == pytest.approx(64 * (3 * 32 + 3 * 4 + 4) * 4, rel=0.01)
+    assert by_weight == 3 * (8 * 32 + 32 + 32 * 4) * 4  # added to what microbatches before gave
+
+
 @pytest.mark.parametrize("name", ["gpt", "gpt2_tiny", "bert", "resnet_batchnorm", "vit", "unet"])
 def test_flops_of_products_are_those_that_torch_counts(name: str) -> None:
     """Of a forward and a backward, against torch's counter over the user's own model."""
@@ -293,6 +303,51 @@ def test_stages_must_have_units_and_ranks() -> None:
     for starts, message in (((0, 0), "unit of its own"), ((1, 2), "unit of its own"), ((0, 1, 2), "don't lie evenly")):
         with pytest.raises(GraphparError, match=message):
             pricing.estimate(Layout("1F1B", 1, 4, starts))
+
+
+def test_a_phase_takes_its_host_where_that_is_longer() -> None:
+    units, mesh, layout = _units(("gpt", "pp=1", ""))
+    pricing = Pricing(units, mesh, Cluster.of(A100, 1, 1), Execution(dispatch_s=1e-3), dtype="fp32")
+    forward, by_input, by_weight = (sum(unit.kind.work.operators[phase] for unit in units) for phase in Phase)
+    cost = pricing.stage_seconds(0, len(units), layout.microbatch_size)
+    assert cost.forward == pytest.approx(1e-3 * forward)
+    assert cost.backward == pytest.approx(1e-3 * (by_input + by_weight)) and cost.weight == pytest.approx(1e-3 * by_weight)
+
+
+def test_the_optimizer_moves_its_state() -> None:
+    """AdamW in fp32, not fused: in three passes it reads and writes the parameter and two moments, and the gradient as often."""
+    units, mesh, layout = _units(("gpt", "pp=1", ""))
+    device = replace(A100, launch_s=0.0)
+    (sgd, adam, fused) = (
+        Pricing(units, mesh, Cluster.of(device, 1, 1), execution, dtype="fp32").estimate(layout)
+        for execution in (Execution(optimizer="sgd"), Execution(), Execution(fused=True))
+    )
+    elements = adam.memory[0].parameters / 4
+    rate = device.memory_bytes_per_s * device.memory_efficiency
+    assert adam.optimizer_s == pytest.approx(3 * elements * 4 * (2 * 3 + 2) / rate)
+    assert fused.optimizer_s == pytest.approx(adam.optimizer_s / 3)
+    assert sgd.optimizer_s < adam.optimizer_s
+
+
+def test_gathers_and_scatters_that_take_longer_than_the_work_are_all_that_shows() -> None:
+    units, _, layout = _units(("gpt", "pp=1", ""))
+    wire = replace(A100.intra_node, bytes_per_s=1e4)
+    cluster, mesh = replace(Cluster.of(A100, 1, 2), intra_node=wire), Mesh(dp_shard=2)
+    pricing = Pricing(units, mesh, cluster, Execution(zero=3), dtype="fp32")
+    group = pricing.network.group_of_axes(mesh, ["dp_shard"])
+    gathers = [pricing.network.seconds("all-gather", sum(held.nbytes for held in unit.held), group) for unit in units]
+    scatters = [pricing.network.seconds("reduce-scatter", pricing.bytes.gradient_sizes(unit.held), group) for unit in units]
+    cost = pricing.stage_seconds(0, len(units), layout.microbatch_size)
+    assert cost.forward == pytest.approx(sum(gathers), rel=1e-3)
+    assert cost.backward == pytest.approx(sum(gathers[:-1]) + sum(scatters), rel=1e-3)  # the last is there from the forward
+
+
+def test_a_core_moves_operands_before_it_multiplies() -> None:
+    core = replace(DEVICES["CPU"], flops={"fp32": 1e11}, matrix_efficiency=1.0, half_reduction=0.0, operand_bytes_per_s=1e10, launch_s=0.0)
+    product = Work({Product(Phase.FORWARD, ONE, Size(64.0), Size(256.0), Size(128.0), 4): 1})
+    moved = 4 * (64 * 128 + 128 * 256 + 64 * 256)
+    forward, *_ = Compute(core, "fp32").seconds(product, 1)
+    assert forward.products == pytest.approx(2 * 64 * 256 * 128 / 1e11 + moved / 1e10)
 
 
 # ---- bytes -------------------------------------------------------------------------------------------------------
