@@ -222,7 +222,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _show(scores: Sequence[Score]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     table = Table(box=None, padding=(0, 2, 0, 0))
     headings = ("model", "processes", "plans", "rank correlation", "regret", "off by", "disturbed", "chosen", "fastest")
     for heading in headings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -33,7 +34,7 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
         raise GraphparError(f"{folder} has no train.py; compile the model again.")
     plan = json.loads((folder / "plan.json").read_text())
     prepare(folder, plan)
-    devices = plan["mesh"]["pp"]
+    devices = math.prod(plan["mesh"].values())
     with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch:
         history = Path(scratch) / "history.json"
         arguments = ["--steps", str(steps), "--json", str(history)]

@@ -414,8 +414,9 @@ def test_a_dotted_module(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 # ---- run and verify --------------------------------------------------------------------------------------------
 
 
-def test_run_makes_weights_and_a_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compiled(capsys, HEAD_FIRST, "--devices", "2", "--batch", "12", "-o", "out")
+@pytest.mark.parametrize("mesh", ["pp=2", "dp_replicate=2"])
+def test_run_makes_weights_and_a_batch(folder: Path, capsys: pytest.CaptureFixture[str], mesh: str) -> None:
+    compiled(capsys, HEAD_FIRST, "--mesh", mesh, "--batch", "12", "-o", "out")
     data = json.loads(output(capsys, "run", "out", "--steps", "2", "--json"))
     assert data["devices"] == 2 and len(data["loss"]) == 2
     assert data["loss"][1] < data["loss"][0]
