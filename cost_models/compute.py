@@ -2,6 +2,7 @@
 
 product     the tiles of its result, in waves over the compute units; each tile takes its reduction, and as long again as
             ``half_reduction`` of it to start and end; or splits of the reduction, where there are few tiles; at least its bytes.
+            Rows of features that are not whole 16 bytes take longer.
             On a CPU its flops and its bytes one after the other: a core packs what it multiplies
 attention   flops at the share of the peak that fused kernels reach, less for short rows and narrow heads
 traffic     bytes at the share of the bandwidth that elementwise kernels reach
@@ -40,6 +41,8 @@ LEAST_SPLIT = 1024
 """A reduction is split only into parts at least this long."""
 HALF_ROW, HALF_WIDTH = 256.0, 24.0
 """Lengths of rows and widths of heads at which fused attention loses half of its rate (fits FlashAttention-2's published curves)."""
+_HEAD = 4
+"""A sequence is at least so many times as long as a head is wide."""
 _DTYPES = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}
 
 
@@ -113,6 +116,8 @@ class Compute:
             return np.zeros(0)
         matrices, m, n, k = (_at(tables.products[:, place], batch) for place in range(4))
         peaks = np.array([self.rate(size) for size in tables.itemsizes])
+        if self.device.compute_units is not None:
+            peaks = np.where(_whole_rows(tables, matrices, m, n, k), peaks, self._broken(peaks, matrices))
         half = self.device.half_reduction * peaks / np.array([self.rate_16(size) for size in tables.itemsizes])
         seconds = self._tiled(matrices, m, n, k, peaks * self.device.matrix_efficiency, half)
         nbytes = matrices * (m * k + k * n + m * n) * tables.itemsizes
@@ -121,6 +126,13 @@ class Compute:
         bandwidth = self.device.memory_bytes_per_s * self.device.memory_efficiency
         cast = np.where(tables.itemsizes == 2, self._casts(tables), 0.0) * matrices * m * k / bandwidth
         return self._with_launch(np.maximum(seconds, nbytes / bandwidth) + cast)
+
+    def _broken(self, peaks: Array, matrices: Array) -> Array:
+        """Rates of products whose rows are not whole 16 bytes: of batches those without units for matrices, which cuBLAS's restrictions
+        on operands name; half of the peak for one product, as training GPT-2 gains a fourth by a vocabulary of 50,304 instead of 50,257
+        of which the head is a third of the flops (karpathy/nanoGPT)."""
+        vector = self.device.peak("fp32")
+        return np.minimum(peaks, np.where(matrices > 1, vector, np.maximum(peaks / 2, vector)))
 
     def _casts(self, tables: _Tables) -> Array:
         """Bytes an element of what a product of 8 bits takes: it is read in 16 bits and written in 8 as it is and transposed, which the
@@ -160,6 +172,19 @@ class Compute:
             return self._with_launch(flops / rate)
         shape = keys / (keys + np.where(causal, 2 * HALF_ROW, HALF_ROW)) * width / (width + HALF_WIDTH) * (128 + HALF_WIDTH) / 128
         return self._with_launch(flops / (rate * np.minimum(shape, 1.0)))
+
+
+def _whole_rows(tables: _Tables, matrices: Array, m: Array, n: Array, k: Array) -> NDArray[np.bool_]:
+    """Whether the rows of features that a product reads and writes are whole 16 bytes.
+
+    Of batches of products, which attention is, the features are the width of a head: the size that is much smaller than both others.
+    Rows as long as a sequence are taken to be whole, or a longer one would be cheaper.
+    """
+    broken_m, broken_n, broken_k = (size % (16 // tables.itemsizes) != 0 for size in (m, n, k))
+    plain = broken_n | np.where(tables.product_phases == Phase.WEIGHT, broken_m, broken_k)
+    least, middle, _ = np.sort(np.stack((m, n, k)), axis=0)
+    head = (_HEAD * least <= middle) & (least % (16 // tables.itemsizes) != 0)
+    return np.asarray(~np.where(matrices > 1, head, plain))
 
 
 class _Tables:

@@ -350,6 +350,20 @@ def test_a_core_moves_operands_before_it_multiplies() -> None:
     assert forward.products == pytest.approx(2 * 64 * 256 * 128 / 1e11 + moved / 1e10)
 
 
+def test_rows_of_features_that_are_not_whole_take_longer() -> None:
+    def taken(m: int, n: int, k: int, heads: int = 1, itemsize: int = 2, phase: Phase = Phase.FORWARD) -> float:
+        row = Product(phase, Size(float(heads)), Size(float(m)), Size(float(n)), Size(float(k)), itemsize)
+        return Compute(A100).seconds(Work({row: 1}), 1)[phase].products
+
+    assert taken(4096, 50257, 768) > 1.7 * taken(4096, 50264, 768)
+    assert taken(50257, 768, 4096, phase=Phase.WEIGHT) > 1.7 * taken(50264, 768, 4096, phase=Phase.WEIGHT)
+    assert taken(2048, 2048, 225, 8) > 5 * taken(2048, 2048, 232, 8)
+    for sizes in ((4096, 50257, 768), (2048, 2048, 225)):  # units of 32 bits take rows of any length
+        assert taken(*sizes, 8, itemsize=4) <= taken(sizes[0], sizes[1] + 7, sizes[2] + 7, 8, itemsize=4)
+    assert taken(4095, 1024, 1024) <= taken(4096, 1024, 1024)  # as many tokens as there are
+    assert taken(2047, 2047, 64, 8) <= taken(2048, 2048, 64, 8)  # and a sequence as long as it is
+
+
 # ---- bytes -------------------------------------------------------------------------------------------------------
 
 
