@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import graphpar
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed the help (0) or what is wrong (2)
         return int(stop.code or 0)
     try:
-        with stdout_to_stderr() if options.json else contextlib.nullcontext():
+        with stdout_to_stderr() if options.json else contextlib.nullcontext(), _rare_collections():
             command = importlib.import_module(f"graphpar.cli.{options.command}_command")
             result: Result = command.run(options)
         if options.json:
@@ -163,6 +164,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         return _failed(error)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Graphs are many objects that live as long as a command does; to look through them for garbage again and again takes a seventh of it."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _finite(data: Any) -> Any:

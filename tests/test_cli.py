@@ -127,7 +127,7 @@ def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str
     predicted = json.loads((folder / "out" / "plan.json").read_text())["report"]["predicted"]
     assert trace["otherData"]["times"] == "seconds" and trace["otherData"]["makespan"] == pytest.approx(predicted["pipeline_s"])
     first = next(event for event in trace["traceEvents"] if event["ph"] == "X" and event["name"] == "0F0")
-    assert first["dur"] == pytest.approx(1e6 * predicted["stages"][0]["forward_s"])
+    assert first["dur"] == pytest.approx(1e6 * (predicted["stages"][0]["forward_s"] + predicted["conditions"]["action_s"]))
     slices = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
     assert sorted(slices) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(2))
     assert "not both" in message(capsys, "report", "out", "--trace", "trace.json", "--html", "again.html")
