@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Graphs are many objects that live as long as a command does; to look through them for garbage again and again takes a seventh of it."""
+    """Graphs are many objects that live as long as a command does; to look through them for garbage again and again takes long."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:
