@@ -130,8 +130,10 @@ class Compute:
     def _broken(self, peaks: Array, matrices: Array) -> Array:
         """Rates of products whose rows are not whole 16 bytes: of batches those without units for matrices, which cuBLAS's restrictions
         on operands name; half of the peak for one product, as training GPT-2 gains a fourth by a vocabulary of 50,304 instead of 50,257
-        of which the head is a third of the flops (karpathy/nanoGPT)."""
-        vector = self.device.peak("fp32")
+        of which the head is a third of the flops (karpathy/nanoGPT). A device whose rate without such units is not known: half, too."""
+        vector = self.device.flops.get("fp32")
+        if vector is None:
+            return np.asarray(peaks / 2)
         return np.minimum(peaks, np.where(matrices > 1, vector, np.maximum(peaks / 2, vector)))
 
     def _casts(self, tables: _Tables) -> Array:

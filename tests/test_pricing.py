@@ -358,6 +358,9 @@ def test_rows_of_features_that_are_not_whole_take_longer() -> None:
     assert taken(4096, 50257, 768) > 1.7 * taken(4096, 50264, 768)
     assert taken(50257, 768, 4096, phase=Phase.WEIGHT) > 1.7 * taken(50264, 768, 4096, phase=Phase.WEIGHT)
     assert taken(2048, 2048, 225, 8) > 5 * taken(2048, 2048, 232, 8)
+    some = replace(A100, flops={"bf16": A100.flops["bf16"]})  # a device of a file, of which no other rate is known
+    row = Product(Phase.FORWARD, Size(8.0), Size(2048.0), Size(2048.0), Size(225.0), 2)
+    assert 0 < Compute(some).seconds(Work({row: 1}), 1)[0].products < taken(2048, 2048, 225, 8)
     for sizes in ((4096, 50257, 768), (2048, 2048, 225)):  # units of 32 bits take rows of any length
         assert taken(*sizes, 8, itemsize=4) <= taken(sizes[0], sizes[1] + 7, sizes[2] + 7, 8, itemsize=4)
     assert taken(4095, 1024, 1024) <= taken(4096, 1024, 1024)  # as many tokens as there are
