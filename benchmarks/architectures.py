@@ -3,7 +3,8 @@
     python -m benchmarks.architectures [--mesh tp=2] [--only PATTERN] [--json] [--write]
 
 The models are those of ``tests/architectures.py``: toy sizes, random weights. Each is planned and compiled in this process; several
-programs are verified in one launch of processes: three steps of SGD with momentum against the model on one device, in fp32.
+programs are verified in one launch of processes: steps of SGD with momentum against the model on one device, in fp32, and in fp64 where
+rounding leaves a doubt.
 ``--write`` puts the table into ``docs/architectures.md``.
 """
 
@@ -98,27 +99,14 @@ def measured(names: Sequence[str], mesh: Mapping[str, int]) -> Iterator[Row]:
             waiting.append((row, parts))
         if len(waiting) == LAUNCH or (waiting and index == len(names) - 1):
             for (row, _), found in zip(waiting, verify_all([parts for _, parts in waiting], timeout_s=600)):
-                done = verified(row, found)
-                yield done if done.ok or found.problems else _in_double(done, mesh)
+                yield verified(row, found)
             waiting = []
 
 
-def _in_double(row: Row, mesh: Mapping[str, int]) -> Row:
-    """A program whose error is above the limit once more in fp64, which tells rounding from a fault."""
-    again, parts = compiled(row.architecture, mesh, double=True)
-    if parts is None:
-        return row
-    done = verified(again, verify_all([parts], timeout_s=600)[0])
-    if not done.ok:
-        return row
-    reason = f"{row.error:.0e} in fp32 is rounding ({row.reason}): in fp64 it is {done.error:.0e}"
-    return replace(row, ok=True, error=done.error, reason=reason)
-
-
-def compiled(name: str, mesh: Mapping[str, int], *, double: bool = False) -> tuple[Row, gp.Parts | None]:
+def compiled(name: str, mesh: Mapping[str, int]) -> tuple[Row, gp.Parts | None]:
     """``name`` planned for ``mesh`` and printed, with what was cut; no parts where it is refused."""
     try:
-        program = program_of(name, double=double)
+        program = program_of(name)
         began = time.perf_counter()
         plan = gp.plan(program, mesh=mesh)
         took = time.perf_counter() - began
@@ -134,11 +122,20 @@ def compiled(name: str, mesh: Mapping[str, int], *, double: bool = False) -> tup
 
 
 def verified(row: Row, found: Verification) -> Row:
-    above = [
-        f"the {kind} of {found.worst[kind]}" for kind, error in found.max_error.items() if error > found.tolerance[kind]
-    ]
-    error = max(found.max_error.values()) if found.max_error else math.nan
-    return replace(row, ok=found.ok, error=error, reason="; ".join([*found.problems, *above]) or row.reason)
+    """``row`` with what verification found: the error in the program's own dtypes, or in fp64 where that decided against them."""
+    native = found.native or found
+    shown = native if native.ok and found.ok else found
+    error = max(shown.max_error.values(), default=math.nan)
+    remarks = [*found.problems, *_above(found)]
+    if shown is not native:
+        remarks.insert(0, f"in {native.decided_in} {max(native.max_error.values()):.0e} ({', '.join(_above(native))}); this is in fp64")
+    return replace(row, ok=found.ok, error=error, reason="; ".join(remarks) or row.reason)
+
+
+def _above(found: Verification) -> list[str]:
+    """What is further off than allowed."""
+    above = [kind for kind, error in found.max_error.items() if error > found.tolerance[kind]]
+    return [f"the {kind} of {found.worst[kind]}" if found.worst.get(kind) else f"the {kind}" for kind in above]
 
 
 # ---- what is cut -----------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def _measure(case: Case, emit: bool) -> Measurement:
     with tempfile.TemporaryDirectory(prefix="graphpar_benchmark_") as scratch:
         command = [sys.executable, "-m", "graphpar.cli.main", "compile", str(EXAMPLES / f"{case.model}.py"), "--json"]
         command += ["--cluster", case.cluster, "--batch", str(case.batch), "--dtype", case.dtype]
-        command += ["-o", str(Path(scratch) / "out")] if emit else ["--no-emit"]
+        command += ["-o", str(Path(scratch) / "out"), "--no-weights"] if emit else ["--no-emit"]
         began = time.perf_counter()
         data, peak = _run(command, Path(scratch))
         seconds = time.perf_counter() - began
@@ -155,7 +155,7 @@ def _table(measured: Sequence[Measurement]) -> Table:
             f"{row.considered:,}",
             f"{row.priced:,}",
             *(f"{seconds:.1f} s" for seconds in (row.capture_s, row.plan_s, row.emit_s, row.process_s)),
-            f"{row.peak_memory_bytes / 1e9:.2f} GB",
+            f"{row.peak_memory_bytes / 2**30:.2f} GiB",
         )
     return table
 

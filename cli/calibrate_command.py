@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphpar.cli.output import Result, progress, write_text
+from graphpar.cli.output import CHECK_FAILED, Result, check_writable, progress, write_text
 from graphpar.errors import GraphparError
 from graphpar.report_text import bytes_text, plural, seconds_text
 
@@ -24,13 +24,14 @@ def run(options: argparse.Namespace) -> Result:
     out = options.out or f"calibrated-{options.device}.json"
     if Path(out).suffix.lower() != ".json":
         raise GraphparError(f"-o {out}: a profile is JSON; name it {Path(out).with_suffix('.json')}.")
-    if not Path(out).absolute().parent.is_dir():
-        raise GraphparError(f"{out} can't be written: the folder {Path(out).parent} does not exist.")
+    check_writable(out)
     with progress("measuring this machine, which takes about a minute"):
         from graphpar.cost_models.calibrate import calibrate
 
         profile = calibrate(options.device, options.processes, quick=options.quick, patience_s=options.patience)
-    data = profile.to_json()
+    data, doubts = profile.to_json(), profile.doubts
+    if doubts and not options.force:
+        return Result({**data, "out": None, "refused": doubts}, lambda console: show(profile, None, console), CHECK_FAILED)
     write_text(out, json_text(data))
     return Result({**data, "out": out}, lambda console: show(profile, out, console))
 
@@ -45,8 +46,8 @@ def json_text(data: dict[str, Any]) -> str:
 # ---- for people ------------------------------------------------------------------------------------------------
 
 
-def show(profile: Profile, out: str, console: Console) -> None:
-    """The machine, measured and fitted rates by class of shape, the figures, and the errors of the fit."""
+def show(profile: Profile, out: str | None, console: Console) -> None:
+    """The machine, measured and fitted rates by class of shape, the figures, the errors of the fit, and where it is or why nowhere."""
     machine = profile.machine
     threads = f", {plural(machine['threads'], 'thread')} a process" if machine["threads"] else ""
     console.print(f"\n {machine['name']}, {plural(machine['cores'], 'core')}{threads}, torch {machine['torch']}\n")
@@ -56,6 +57,13 @@ def show(profile: Profile, out: str, console: Console) -> None:
         console.print(
             f" fit of {kind}: {error.rows} times, median error {error.median:.0%}, worst {error.worst:.0%} ({error.worst_row})"
         )
+    if profile.doubts:
+        console.print("\n Prices should not rest on this:\n" + "\n".join(f"   {doubt}" for doubt in profile.doubts))
+    if out is None:
+        console.print(
+            "\n NOT WRITTEN. Measure again while nothing else runs (--patience S waits longer for that), or write it as it is with --force."
+        )
+        return
     console.print(f"\n Written: {out}. Use it with --cluster {out}, or {2 * profile.cluster.size}x{out} for more devices.")
 
 

@@ -7,33 +7,42 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar import api
+from graphpar.capture import DTYPES
 from graphpar.cli import run_command
 from graphpar.cli.clock import Clock
 from graphpar.cli.explain import explain
 from graphpar.cli.explain_sharding import ShardingExplainer
-from graphpar.cli.output import Result, progress, write_text
+from graphpar.cli.output import Result, check_writable, print_wrapped, progress, stdout_console, write_text
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cluster import Cluster
+from graphpar.codegen.saving import PeoplesFiles, check_target
+from graphpar.cost_models.estimates import Alone
 from graphpar.errors import GraphparError, near_match
-from graphpar.mesh import Mesh
+from graphpar.inputs import batch_size
 from graphpar.modelfile import ModelFile, initial_weights, load_model_file
-from graphpar.passes.given import given_plan
+from graphpar.passes.asked import Asked, ask, check_batch, planned
+from graphpar.passes.given import check_alone, given_plan
+from graphpar.passes.planning import on_one_device
 from graphpar.passes.shard import shard
 from graphpar.passes.split import Stage, positions_of, split
 from graphpar.passes.table import PASSES, Pass
 from graphpar.plans import Plan
 from graphpar.program import Program
-from graphpar.report import compile_json, html, render, report_data
+from graphpar.report import compile_json, html, render, report_data, with_alone
+from graphpar.report_text import bytes_text
 from graphpar.schedule import load_table
 from graphpar.shard_plans import load_shard_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+SMALL_BYTES = 2**30
+"""Initial weights up to this size are written without being asked for."""
 
 _PLAN_DECIDES = (
     "devices",
@@ -51,6 +60,17 @@ _PLAN_DECIDES = (
 
 
 @dataclass(frozen=True)
+class _Request:
+    """What the options and the model file ask for; what can be wrong with it before a trace is checked."""
+
+    file: ModelFile
+    given: Plan | None
+    asked: Asked
+    folder: Path | None
+    kept: PeoplesFiles  # in the folder
+
+
+@dataclass(frozen=True)
 class _Compiled:
     """What the planning part of the command gives."""
 
@@ -63,50 +83,68 @@ class _Compiled:
 
 def run(options: argparse.Namespace) -> Result:
     clock = Clock()
-    _check_options(options)
-    cluster = _cluster(options)
-    table = _schedule_table(options.schedule_table)
-    wishes = load_shard_plan(options.shard_plan) if options.shard_plan else None
-    given = read_plan(*read_record(options.plan)) if options.plan else None
-    if given is not None:
-        _check_beside_plan(options)
-    with progress("loading the model file"):
-        file = load_model_file(options.model)
+    request = _request(options)
+    file, given, asked, folder = request.file, request.given, request.asked, request.folder
     with progress("tracing the model"):
         program = _export(file, options, given)
     clock.phase("capture")
-    if wishes is None and given is None:
-        wishes = file.shard_plan
     with progress("planning"):
-        plan = _plan(file, program, options, cluster, table, wishes) if given is None else given_plan(program, given)
+        plan = planned(program, asked) if given is None else given_plan(program, given)
+        if plan.mesh.size > 1 and plan.alone is None:
+            plan = replace(plan, alone=_on_one_device(program, plan))
     clock.phase("plan")
-    folder = None if options.no_emit else Path(options.out or default_folder(file, plan))
     compiled = _compiled(file, program, plan, folder)
-    explanation = _explanation(compiled, program, options.explain, wishes) if options.explain else []
-    if folder is not None:
-        _save(compiled, file, folder, options.weights or options.run)
+    shard_plan = asked.pins.shard_plan if given is None else None
+    explanation = _explanation(compiled, program, options.explain, shard_plan) if options.explain else []
+    written = "" if folder is None else _save(compiled, file, folder, options)
     clock.phase("emit")
     out = None if folder is None else str(folder)
-    report = compiled.report if plan.found is None else compiled.report | {"search": plan.found.to_json()}
+    report = with_alone(compiled.report, None if plan.alone is None else plan.alone.to_json())
+    report |= {} if plan.found is None else {"search": plan.found.to_json()}
     data = compile_json(report, plan, clock.seconds, out)
     if options.explain:
         data["explain"] = explanation
     if options.html:
         write_text(options.html, html(report))
-    ran = run_command.launch(folder, options.steps or 10) if options.run and folder is not None else None
-    if ran is not None:
-        data["run"] = ran
 
     def show(console: Console) -> None:
         render(report, console, out, clock.seconds["plan"])
         if explanation:
-            console.out("\n" + "\n".join(explanation), highlight=False)
+            print_wrapped(console, ["", *explanation])
         if out is not None:
-            console.out(f"\n Wrote      {out}   ({clock.seconds['total']:.1f} s)", highlight=False)
-        if ran is not None:
-            run_command.show(ran, console)
+            console.out(f"\n Wrote      {out}   ({clock.seconds['total']:.1f} s)\n Weights    {written}", highlight=False)
+        if request.kept:
+            console.out(f" Kept       {request.kept} (as NAME.orig where it was written anew)", highlight=False)
 
-    return Result(data, show)
+    if not options.run or folder is None:
+        return Result(data, show)
+    if not options.json:
+        show(stdout_console())  # before the steps, which are printed as they end
+    ran = data["run"] = run_command.launch(folder, options.steps or 10)
+    return Result(data, lambda console: run_command.show(ran, console))
+
+
+def _request(options: argparse.Namespace) -> _Request:
+    _check_options(options)
+    given = read_plan(*read_record(options.plan)) if options.plan else None
+    if given is not None:
+        _check_beside_plan(options)
+        check_alone(given)
+    wanted = _wanted(options)
+    ask(**wanted)  # before the model file is imported, which may take long too
+    if options.out is not None:
+        check_target(options.out, options.force)
+    with progress("loading the model file"):
+        file = load_model_file(options.model)
+    asked = ask(**wanted | _own_pins(file, wanted, options))
+    rows = None if given is not None or file.batch_dims else batch_size(file.args, file.kwargs, file.targets)
+    if rows is not None:
+        check_batch(asked, rows)
+    if options.no_emit:
+        return _Request(file, given, asked, None, PeoplesFiles())
+    devices = asked.size if given is None else given.mesh.size
+    folder = Path(options.out or f"{file.path.stem}-{devices}dev")
+    return _Request(file, given, asked, folder, check_target(folder, options.force))
 
 
 # ---- options ---------------------------------------------------------------------------------------------------
@@ -122,19 +160,13 @@ def _check_options(options: argparse.Namespace) -> None:
                 )
     if options.steps is not None and not options.run:
         raise GraphparError("--steps is the number of steps of --run; give --run too.")
-    if options.steps is not None and options.steps < 1:
-        raise GraphparError(f"--steps is {options.steps}; it must be at least 1.")
-    if options.top < 0:
-        raise GraphparError(f"--top is {options.top}; it is a number of plans, from 0.")
-    if options.top < 0:
-        raise GraphparError(f"--top is {options.top}; it is a number of plans, from 0.")
     if options.dump_after not in (None, "all"):
         names = [row.name for row in PASSES]
         if options.dump_after not in names:
             hint = near_match(options.dump_after, [*names, "all"])
             raise GraphparError(f"There is no pass {options.dump_after!r}; the passes are {', '.join(names)}.{hint}")
-    if options.html and not Path(options.html).parent.is_dir():
-        raise GraphparError(f"--html {options.html}: the folder {Path(options.html).parent} does not exist.")
+    if options.html is not None:
+        check_writable(options.html)
 
 
 def _check_beside_plan(options: argparse.Namespace) -> None:
@@ -144,35 +176,10 @@ def _check_beside_plan(options: argparse.Namespace) -> None:
             raise GraphparError(f"{flag} is decided by the plan {options.plan}; leave {flag} or --plan out.")
 
 
-def _schedule_table(path: str | None) -> str | None:
-    return None if path is None else str(load_table(path))
-
-
-def _cluster(options: argparse.Namespace) -> Cluster | None:
-    if options.cluster is None:
-        return None
-    cluster = Cluster.parse(options.cluster)
-    if options.devices not in (None, cluster.size):
-        raise GraphparError(
-            f"--devices is {options.devices}, but the cluster {cluster} has {cluster.size}; leave one of them out."
-        )
-    return cluster
-
-
-def _devices(
-    options: argparse.Namespace, cluster: Cluster | None, table: str | None, mesh: Mapping[str, int] | None
-) -> int | None:
-    """The number of devices that the options say, also by the rows of a schedule table; None if they don't."""
-    if cluster is not None:
-        return cluster.size
-    if options.devices is None and mesh is None and table is not None:
-        return len(table.splitlines())
-    devices: int | None = options.devices
-    return devices
-
-
 def _split_points(text: str) -> list[str | dict[str, str]]:
     """``a.1,a.3:end`` as :func:`graphpar.plan` takes it."""
+    if not text.strip(", "):
+        raise GraphparError(f"--split {text!r} names no module; write paths such as layers.4,layers.8, or leave it out.")
     points: list[str | dict[str, str]] = []
     for entry in filter(None, (piece.strip() for piece in text.split(","))):
         path, colon, where = entry.partition(":")
@@ -212,45 +219,56 @@ def _edge_layers(text: str | None) -> tuple[int, int] | None:
         raise GraphparError(f"--edge-layers wants two whole numbers such as 1,2; got {text!r}.") from None
 
 
-def _may_be_pipelined(mesh: Mapping[str, int] | None, devices: int | None) -> bool:
+def _wanted(options: argparse.Namespace) -> dict[str, Any]:
+    """What the options ask of a plan, as :func:`graphpar.plan` takes it."""
+    cluster = None if options.cluster is None else Cluster.parse(options.cluster)
+    if cluster is not None and options.devices not in (None, cluster.size):
+        raise GraphparError(
+            f"--devices is {options.devices}, but the cluster {cluster} has {cluster.size}; leave one of them out."
+        )
+    return {
+        "cluster": cluster,
+        "devices": options.devices,
+        "global_batch": options.batch,
+        "mesh": options.mesh,
+        "schedule": options.schedule,
+        "microbatch_size": options.microbatch_size,
+        "split": None if options.split is None else _split_points(options.split),
+        "layers_per_stage": options.layers_per_stage,
+        "edge_layers": _edge_layers(options.edge_layers),
+        "table": None if options.schedule_table is None else str(load_table(options.schedule_table)),
+        "shard_plan": None if options.shard_plan is None else load_shard_plan(options.shard_plan),
+        "allow_batch_coupling": options.allow_batch_coupling,
+        "dtype": options.dtype,
+        "top": options.top,
+    }
+
+
+def _own_pins(file: ModelFile, wanted: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What the model file pins and the options don't; its split points count where there may be stages."""
+    if options.plan is not None:
+        return {}
+    own: dict[str, Any] = {}
+    if wanted["shard_plan"] is None:
+        own["shard_plan"] = file.shard_plan
+    given = ("split", "layers_per_stage", "edge_layers")
+    if all(wanted[name] is None for name in given) and _may_be_pipelined(ask(**wanted)):
+        own["split"] = file.split_points
+    return own
+
+
+def _may_be_pipelined(asked: Asked) -> bool:
     """Whether the devices may have several stages: the mesh says so, or leaves it to the search."""
-    pp = (mesh or {}).get("pp")
-    return pp > 1 if pp is not None else devices is not None and devices > math.prod((mesh or {}).values())
+    pp = asked.mesh.get("pp")
+    return pp > 1 if pp is not None else asked.size > math.prod(asked.mesh.values())
 
 
-def _plan(
-    file: ModelFile,
-    program: Program,
-    options: argparse.Namespace,
-    cluster: Cluster | None,
-    table: str | None,
-    shard_plan: Mapping[str, Any] | None,
-) -> Plan:
-    mesh = Mesh.parse(options.mesh) if options.mesh else None
-    devices = _devices(options, cluster, table, mesh)
-    by_layers = options.layers_per_stage is not None or options.edge_layers is not None
-    own_split = file.split_points if not by_layers and _may_be_pipelined(mesh, devices) else None
-    return api.plan(
-        program,
-        cluster,
-        devices=devices,
-        global_batch=options.batch,
-        mesh=mesh,
-        schedule=options.schedule,
-        microbatch_size=options.microbatch_size,
-        split=_split_points(options.split) if options.split else own_split,
-        layers_per_stage=options.layers_per_stage,
-        edge_layers=_edge_layers(options.edge_layers),
-        table=table,
-        shard_plan=shard_plan,
-        allow_batch_coupling=options.allow_batch_coupling,
-        dtype=options.dtype or "fp32",
-        top=options.top,
-    )
-
-
-def default_folder(file: ModelFile, plan: Plan) -> str:
-    return f"{file.path.stem}-{plan.mesh.size}dev"
+def _on_one_device(program: Program, plan: Plan) -> Alone | None:
+    """None where it can't be priced, which the report says of the plan itself."""
+    try:
+        return on_one_device(program, plan, plan.cluster or Cluster.of_this_machine(plan.mesh.size))
+    except GraphparError:
+        return None
 
 
 def _compiled(file: ModelFile, program: Program, plan: Plan, folder: Path | None) -> _Compiled:
@@ -276,11 +294,30 @@ def _explanation(
     return explain(compiled.program, plan, compiled.stages, pattern, explainer.lines if explainer else None)
 
 
-def _save(compiled: _Compiled, file: ModelFile, folder: Path, weights: bool) -> None:
+def _save(compiled: _Compiled, file: ModelFile, folder: Path, options: argparse.Namespace) -> str:
+    """Write the program, with weights where they are asked for or small; returns what became of them, in words."""
     assert compiled.parts is not None
-    state: Mapping[str, Any] | None = None
-    if weights:
-        with progress("building the initial weights"):
-            state = initial_weights(file, api.DTYPES[compiled.plan.dtype])
+    wanted = options.weights if options.weights is not None else options.run or None
+    size = _state_bytes(compiled.program)
+    state, said = None, "none; train.py takes a file of them with --weights"
+    if wanted is None and size > SMALL_BYTES:
+        said += f". The initial ones, {bytes_text(size)}, are more than compile writes unasked; --weights writes them"
+    elif wanted is not False:
+        try:
+            with progress("building the initial weights"):
+                state = initial_weights(file, DTYPES[compiled.plan.dtype])
+            said = f"initial values, {bytes_text(size)}, in {folder / 'weights'}"
+        except GraphparError as error:
+            if wanted:
+                raise
+            said += f". The initial ones can't be built: {error}"
     with progress(f"writing {folder}"):
-        compiled.parts.save(folder, state)
+        compiled.parts.save(folder, state, options.force)
+    return said
+
+
+def _state_bytes(program: Program) -> int:
+    """Of the model's ``state_dict``, a tied parameter once."""
+    again = {name for names in program.ties for name in names[1:]}
+    held = [info for name, info in (*program.parameters.items(), *program.buffers.items()) if name not in again and info.persistent]
+    return sum(math.prod(info.whole or info.shape) * info.dtype.itemsize for info in held)

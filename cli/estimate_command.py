@@ -12,19 +12,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar import api
 from graphpar.cli.clock import Clock
-from graphpar.cli.output import Result, progress
+from graphpar.cli.output import Result, print_wrapped, progress
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cluster import Cluster
 from graphpar.errors import GraphparError
 from graphpar.modelfile import ModelFile, load_model_file
 from graphpar.passes.formulas import PARTS, Formulas, formulas, in_sequence
-from graphpar.passes.given import given_plan
-from graphpar.passes.planning import pricing_of
+from graphpar.passes.given import check_alone, given_plan
+from graphpar.passes.planning import lowered_pricing, on_one_device, pricing_of
 from graphpar.passes.shard import shard
 from graphpar.passes.split import positions_of, split
 from graphpar.plans import Plan
 from graphpar.program import Program
-from graphpar.report import compile_json, render, report_data
+from graphpar.report import compile_json, render, report_data, with_alone
 from graphpar.report_text import count_text, indices_text
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> Result:
     clock = Clock()
     path, record = read_record(options.plan)
     given = read_plan(path, record)
+    check_alone(given)
     cluster = Cluster.parse(options.cluster) if options.cluster else given.cluster
     with progress("tracing the model"):
         file = load_model_file(options.model)
@@ -42,9 +43,11 @@ def run(options: argparse.Namespace) -> Result:
     clock.phase("capture")
     with progress("pricing the plan"):
         plan = given_plan(program, given)
-        pricing, layout = pricing_of(program, plan, cluster or Cluster.of_this_machine(plan.mesh.size))
         sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
-        report = report_data(sized, plan, split(sized, positions_of(sized, plan.cuts)), pricing.estimate(layout))
+        pricing, layout = lowered_pricing(sized, plan, cluster or Cluster.of_this_machine(plan.mesh.size))
+        report = report_data(sized, plan, split(sized, positions_of(sized, plan.cuts)), cluster, pricing.estimate(layout))
+        if plan.mesh.size > 1:
+            report = with_alone(report, on_one_device(program, plan, pricing.cluster).to_json())
     clock.phase("plan")
     report["warnings"] += _grown(record, report["model"]["parameters"])
     data = compile_json(report, plan, clock.seconds, None)
@@ -56,7 +59,7 @@ def run(options: argparse.Namespace) -> Result:
     def show(console: Console) -> None:
         render(report, console)
         if options.formula:
-            console.out("\n" + "\n".join(formula_text(data["formula"])), highlight=False)
+            print_wrapped(console, ["", *formula_text(data["formula"])])
 
     return Result(data, show)
 

@@ -50,13 +50,14 @@ def explain(
 
 def _modules(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, str]:
     about: dict[str, str] = {}
+    word = "rank" if plan.mesh.size == plan.mesh.pp else "pp rank"
     for path in filter(None, program.module_classes):
         found = [stage.index for stage in stages if any(_related(path, module) for module in stage.modules)]
         ranks = ", ".join(str(rank) for rank in dict.fromkeys(plan.stages[index].rank for index in found))
         if len(found) == 1:
-            about[path] = f"a module on stage {found[0]} (rank {ranks}), {_why(plan, found[0])}"
+            about[path] = f"a module on stage {found[0]} ({word} {ranks}), {_why(plan, found[0])}"
         elif found:
-            about[path] = f"a module on stages {indices_text(found)} (ranks {ranks})"
+            about[path] = f"a module on stages {indices_text(found)} ({word}s {ranks})"
         else:
             about[path] = "a module without parameters in use; its operators are where their inputs are"
     return about

@@ -1,30 +1,37 @@
 """``--explain`` of a program that is cut: how each tensor around a module lies, what that costs, and what the next best would.
 
-tensor ──its type forbidden, searched again──► next best type, and what all would cost then
+tensor ──its type forbidden, searched again──► next best type ──priced as a step is──► what a step would take then
+
+Seconds are those of the report: of the step's prices, which are not what the search minimises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
 from graphpar.annotation_values import Choice, Spec
 from graphpar.annotations import ShardPins, names_of, resolve
+from graphpar.cluster import Cluster
 from graphpar.codegen.printer import describe_shape
+from graphpar.cost_models.sent import SentPrices
 from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
-from graphpar.passes.candidates import Operator, build_problem
+from graphpar.passes.candidates import Operator, Value, build_problem
 from graphpar.passes.pins import pin_nodes, prepared
+from graphpar.passes.planning import pricing_of
 from graphpar.passes.prices import Prices, Workload
-from graphpar.passes.search import SearchPins, Solution, search
+from graphpar.passes.search import SearchPins, Solution, search, sharding_of
 from graphpar.plans import Plan
 from graphpar.program import Block, Program, module_path, value_name
 from graphpar.report_text import seconds_text
-from graphpar.runtime.layout import Shard, Type
-from graphpar.sharding import Types
+from graphpar.runtime.layout import R, Shard, Type
+from graphpar.sharding import Sharding, Types
+from graphpar.transitions import moves
 
 MOST = 12
 """So many tensors are searched again, each once for every axis; a pattern may match more."""
@@ -37,7 +44,8 @@ class ShardingExplainer:
     """
 
     def __init__(self, program: Program, plan: Plan, shard_plan: Mapping[str, Any] | None) -> None:
-        self.plan, self.sharding = plan, plan.sharding
+        self.plan, self.sharding, self.whole = plan, plan.sharding, program
+        self.cluster = plan.cluster or Cluster.of_this_machine(plan.mesh.size)
         self.program = prepared(program, plan.sharding.variants, plan.sharding.points)
         self.problem = build_problem(self.program, plan.sharding.degrees)
         self.axes = self.problem.axes
@@ -47,7 +55,7 @@ class ShardingExplainer:
         self.workload = Workload(plan.microbatch_size, plan.microbatches, plan.mode == "train")
         self.costs = costs_for(program, plan.mesh, plan.cluster)
         self.prices = Prices(self.problem, self.workload, self.costs)
-        self.total = sum(plan.sharding.cost.values())
+        self.sent = SentPrices(self.program, plan.mesh, plan.microbatch_size, self.cluster)
         self.parameters = dict(self._parameters())
         self._next: dict[Operator, str] = {}
         self._told: dict[tuple[str, str], str] = {}  # of what several instances share, the name under which it was said
@@ -134,10 +142,33 @@ class ShardingExplainer:
             for edge in value.edges:
                 decision = self.sharding.decisions[edge.user.scope][edge.user.node.name]
                 wanted = decision.results[0] if edge.user.kind == "boundary" else decision.operands[edge.position]
-                seconds = self.prices.transition(value, types, wanted) if wanted != types else None
+                seconds = self._path_s(value, types, wanted) if wanted != types else None
                 if seconds is not None:
                     found[wanted] = f"{self._spec(wanted)} ({seconds_text(seconds)})"
         return list(found.values())
+
+    def _path_s(self, value: Value, source: Types, target: Types) -> float | None:
+        """Seconds of the transitions from one to the other, forward and backward; None where there is no path."""
+        steps = moves(source, target, value.differentiable)
+        if steps is None:
+            return None
+        seconds, now = 0.0, list(source)
+        for place, step in steps:
+            now[place] = R
+            nbytes = self.prices.nbytes(value.maker.node, tuple(now), value.index)
+            seconds += self.sent.step_s(step.transition, self.axes[place], nbytes, value.differentiable) or 0.0
+            now[place] = step.target
+        return seconds
+
+    @cached_property
+    def step(self) -> float:
+        """Seconds of a step of the plan."""
+        return self._step_s(self.sharding)
+
+    def _step_s(self, sharding: Sharding) -> float:
+        placed = replace(self.plan, sharding=replace(sharding, variants=self.sharding.variants, points=self.sharding.points))
+        pricing, layout = pricing_of(self.whole, placed, self.cluster)
+        return pricing.step_s(layout)
 
     def _alternative(self, operator: Operator, types: Types) -> str:
         if operator not in self._next:
@@ -167,11 +198,12 @@ class ShardingExplainer:
             if pinned:
                 return f"pinned by the shard plan: {', '.join(map(repr, self._origins(operator)))}"
             return "no rule lets it lie otherwise" if not possible else "nothing else goes with the rest of the program"
-        change = best.seconds / self.total - 1 if self.total else 0.0
-        cheaper = ", with more weights whole or more work repeated" if change < -1e-6 else ""
+        seconds = self._step_s(sharding_of(best))
+        change = seconds / self.step - 1
+        cheaper = ", but more by the prices of the search for placements, or with more memory" if change < -5e-4 else ""
         return (
-            f"next best {self._spec(best.types(operator))}: {seconds_text(best.seconds)} a microbatch in all instead of "
-            f"{seconds_text(self.total)} ({change:+.1%}{cheaper})"
+            f"next best {self._spec(best.types(operator))}: {seconds_text(seconds)} a step instead of "
+            f"{seconds_text(self.step)} ({change:+.1%}{cheaper})"
         )
 
     def _pinned(self, operator: Operator) -> Spec:

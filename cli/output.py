@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar.errors import GraphparError, near_match
+from graphpar.report_text import wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,10 +31,17 @@ class Result:
 
 
 def stdout_console() -> Console:
-    """Standard output: as wide as the terminal, or 100 columns where there is none."""
+    """Standard output: as wide as the terminal or as COLUMNS says, or 100 columns where there is neither."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 100, highlight=False, emoji=False, markup=False)
+    return Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 100, highlight=False, emoji=False, markup=False)
+
+
+def print_wrapped(console: Console, lines: Iterable[str]) -> None:
+    """Lines as they are where they fit; else wrapped under their own beginnings, with no name or price broken."""
+    for line in lines:
+        margin = " " * (len(line) - len(line.lstrip()) + 4)
+        console.out("\n".join(wrapped(line, console.width, then=margin)), highlight=False)
 
 
 @contextlib.contextmanager
@@ -66,12 +75,31 @@ def stdout_to_stderr() -> Iterator[None]:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a file that the user asked for; a folder that does not exist is theirs to make."""
+    check_writable(path)
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise GraphparError(f"{path} can't be written: {error.strerror or error}.") from error
+
+
+def check_writable(path: str | Path) -> None:
+    """Whether a file can be written, before what goes into it takes time.
+
+    Raises:
+        GraphparError: it can't; the message says why.
+    """
     target = Path(path)
     if not target.parent.is_dir():
         raise GraphparError(f"{target} can't be written: the folder {target.parent} does not exist.")
     if target.is_dir():
         raise GraphparError(f"{target} can't be written: it is a folder.")
-    target.write_text(text)
+    try:
+        if target.exists():
+            target.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise GraphparError(f"{target} can't be written: {error.strerror or error}.") from error
 
 
 def program_folder(path: str | Path) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from graphpar.cli.output import Result, write_text
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.errors import GraphparError
-from graphpar.report import html, plan_text, render, trace
+from graphpar.report import html, plan_text, render, trace, with_alone
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +24,9 @@ def run(options: argparse.Namespace) -> Result:
     search = path.parent / "search.json"
     if path.name == "plan.json" and search.is_file():
         data = data | {"search": read_record(search)[1]}
+    alone = path.parent / "alone.json"
+    if path.name == "plan.json" and alone.is_file():
+        data = with_alone(data, read_record(alone)[1])
     if options.html and options.trace:
         raise GraphparError("Give --html or --trace, not both: each is written instead of the report.")
     if options.html:

@@ -1,4 +1,7 @@
-"""``graphpar run``: an emitted program on local processes, with weights and a batch from its model file."""
+"""``graphpar run``: an emitted program on local processes, with weights and a batch from its model file.
+
+    out/ ──prepare──► weights, batch ──torchrun train.py──► a line as each step ends, beside what was predicted ──► a summary
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,37 @@ import argparse
 import json
 import math
 import os
+import signal
+import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.output import Result, program_folder, progress
 from graphpar.errors import GraphparError
+from graphpar.report_text import bytes_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+STEP = "step "
+"""How the lines of ``train.py`` begin that tell of a step."""
+
 
 def run(options: argparse.Namespace) -> Result:
-    if options.steps < 1:
-        raise GraphparError(f"--steps is {options.steps}; it must be at least 1.")
     data = launch(program_folder(options.out), options.steps, options.timeout)
     return Result(data, lambda console: show(data, console))
 
 
 def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
-    """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did."""
+    """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did.
+
+    Each line that a rank prints goes to standard output at once; a step's has what was predicted for it, where that was for
+    devices of the kind that is here.
+    """
+    from graphpar.runtime.errors import LaunchError
     from graphpar.runtime.launch import torchrun
 
     script = folder / "train.py"
@@ -35,20 +48,78 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
     plan = json.loads((folder / "plan.json").read_text())
     prepare(folder, plan)
     devices = math.prod(plan["mesh"].values())
+    predicted = prediction(plan, devices)
+
+    def echo(line: str) -> None:
+        beside = f", predicted {predicted['step_time_s']:.3f} s" if predicted and predicted["here"] else ""
+        print(f" {line}{beside if line.startswith(STEP) else ''}", flush=True)
+
+    print(f"\n {folder} on {plural(devices, 'local process', 'local processes')}{_predicted_text(predicted, plan)}\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch:
         history = Path(scratch) / "history.json"
         arguments = ["--steps", str(steps), "--json", str(history)]
         if (folder / "batch.safetensors").is_file():  # else train.py makes random batches
             arguments += ["--batch", str(folder / "batch.safetensors")]
-        with progress(f"running {steps} steps on {devices} processes"):
-            result = torchrun(script, arguments, nproc=devices, timeout_s=timeout_s)
-        sys.stderr.write(result.stderr)
+        try:
+            result = torchrun(
+                script, arguments, nproc=devices, timeout_s=timeout_s, folders=[scratch], on_stdout=echo,
+                on_stderr=lambda line: print(line, file=sys.stderr, flush=True),
+            )  # fmt: skip
+        except LaunchError as error:
+            if error.signal == signal.SIGKILL:
+                raise LaunchError(
+                    f"{error.message}{_memory_text(plan)}", error.rank, error.details, signal=error.signal
+                ) from None
+            raise
         written = json.loads(history.read_text()) if history.is_file() else []
-    data = {"out": str(folder), "devices": devices, "steps": steps, "seconds": round(result.seconds, 3)}
+    data = {"out": str(folder), "devices": devices, "steps": steps, "seconds": round(result.seconds, 3), "predicted": predicted}
     if isinstance(written, dict):  # inference: the outputs' shapes
         return {**data, "outputs": written}
-    names = ("loss", "gradient_norm")
-    return {**data, **{name: [record.get(name) for record in written] for name in names}}
+    names = {"loss": "loss", "gradient_norm": "gradient_norm", "seconds": "step_seconds"}
+    return {**data, **{key: [record.get(name) for record in written] for name, key in names.items()}}
+
+
+# ---- what was predicted ----------------------------------------------------------------------------------------
+
+
+def prediction(plan: Mapping[str, Any], devices: int) -> dict[str, Any] | None:
+    """Seconds of a step as ``plan.json`` predicts them, for which devices, and whether such devices are ``here``."""
+    from graphpar.cluster import Cluster
+
+    predicted = plan.get("report", {}).get("predicted")
+    if predicted is None:
+        return None
+    here = Cluster.of_this_machine(devices).device
+    meant = Cluster.from_json(plan["cluster"]).device if plan.get("cluster") else here
+    return {
+        "step_time_s": predicted["step_time_s"],
+        "cluster": predicted["cluster"],
+        "figures": predicted["figures"],
+        "here": meant.name == here.name or meant.kind == here.kind == "cpu",
+    }
+
+
+def _predicted_text(predicted: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> str:
+    if predicted is None:
+        return ""
+    what = f"{seconds_text(predicted['step_time_s'])} {'a step' if plan['mode'] == 'train' else 'a batch'}"
+    other = "" if predicted["here"] else ", which are not here: their times are no measure for these"
+    return f"; predicted {what} for {predicted['cluster']} ({predicted['figures']}){other}"
+
+
+def _memory_text(plan: Mapping[str, Any]) -> str:
+    """What the plan needs beside what this machine has."""
+    predicted = plan.get("report", {}).get("predicted")
+    if predicted is None:
+        return ""
+    peaks = predicted["peak_memory_bytes"]
+    ranks = math.prod(plan["mesh"].values())
+    together = sum(peaks) * ranks // len(peaks)
+    here = bytes_text(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return f" By the plan its {plural(ranks, 'process', 'processes')} need {bytes_text(together)} together; this machine has {here}."
+
+
+# ---- weights and a batch ---------------------------------------------------------------------------------------
 
 
 def prepare(folder: Path, plan: dict[str, Any]) -> None:
@@ -59,7 +130,9 @@ def prepare(folder: Path, plan: dict[str, Any]) -> None:
         return
     from safetensors.torch import save_file
 
-    from graphpar.api import DTYPES, untied
+    from graphpar.api import untied
+    from graphpar.capture import DTYPES
+    from graphpar.codegen.saving import record
     from graphpar.modelfile import example_batch, find_model_file, initial_weights, load_model_file
 
     if not named:
@@ -72,6 +145,7 @@ def prepare(folder: Path, plan: dict[str, Any]) -> None:
         raise
     if not batch.is_file():
         save_file(example_batch(file, plan["interface"]["inputs"]), str(batch))
+        record(folder, ["batch.safetensors"])
     if not weights.is_dir():
         with tempfile.TemporaryDirectory(prefix=".weights.", dir=folder) as scratch, progress("building the weights"):
             state = untied(initial_weights(file, DTYPES[plan.get("dtype", "fp32")]))
@@ -79,13 +153,18 @@ def prepare(folder: Path, plan: dict[str, Any]) -> None:
             inner.mkdir()
             save_file(state, str(inner / "model.safetensors"))
             os.rename(inner, weights)
+            record(folder, ["weights/model.safetensors"])
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    """The loss of every step, or the shapes of the outputs."""
-    console.out(f"\n {data['out']} on {data['devices']} local processes, {data['seconds']:.1f} s\n", highlight=False)
-    for name, shape in data.get("outputs", {}).items():
-        console.out(f" {name} {shape}", highlight=False)
-    for step, (loss, norm) in enumerate(zip(data.get("loss", ()), data.get("gradient_norm", ()))):
-        shown = "" if norm is None else f"   gradient norm {norm:.4f}"
-        console.out(f" step {step:4}   loss {loss:.6f}{shown}", highlight=False)
+    """The shapes of the outputs, and how long a step took beside what was predicted; the steps themselves have been printed."""
+    lines = [f" {name} {shape}" for name, shape in data.get("outputs", {}).items()]
+    lines.append(f" {plural(data['steps'], 'step')} in {data['seconds']:.1f} s, with the start of the processes")
+    taken = [seconds for seconds in data.get("step_seconds", ()) if seconds is not None]
+    if len(taken) > 1:
+        middle = statistics.median(taken[1:])
+        lines[-1] += f"; a step took {seconds_text(middle)} (median, without the first)"
+        predicted = data["predicted"]
+        if predicted is not None and predicted["here"]:
+            lines[-1] += f", {middle / predicted['step_time_s']:.2f} times what was predicted"
+    console.out("\n" + "\n".join(lines), highlight=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.output import CHECK_FAILED, DONE, Result, program_folder, progress
-from graphpar.errors import GraphparError
 from graphpar.report_text import plural
 
 if TYPE_CHECKING:
@@ -16,39 +16,70 @@ if TYPE_CHECKING:
 LISTED = 10
 """How many problems are printed before the rest is counted."""
 
+WIDTH = 100
+"""How long lines of prose are."""
+
 
 def run(options: argparse.Namespace) -> Result:
-    if options.steps < 1:
-        raise GraphparError(f"--steps is {options.steps}; it must be at least 1.")
     from graphpar.verification import verify_parts
 
     folder = program_folder(options.out)
     with progress(f"running {options.steps} steps, partitioned and not"):
-        result = verify_parts(folder, steps=options.steps)
+        result = verify_parts(folder, steps=options.steps, fp64=options.fp64)
     data: dict[str, Any] = result.to_json()
     return Result(data, lambda console: show(data, console), DONE if result.ok else CHECK_FAILED)
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    """Losses side by side, the largest errors with their names, and the verdict."""
-    losses = data["loss"]
-    lines = [
-        f" {plural(data['devices'], 'process', 'processes')} against the unpartitioned model, SGD with momentum",
-        "",
-    ]
-    lines.append(" step   loss, reference   parallel          difference")
-    for step, (expected, found) in enumerate(zip(losses["reference"], losses["parallel"])):
-        lines.append(f" {step:4}   {expected:<17.8f} {found:<17.8f} {abs(expected - found):.1e}")
-    lines += ["", " largest error, relative        tolerance         worst"]
+    """Losses side by side, the largest errors with their names, how it was decided, and the verdict."""
+    lines = [f" {plural(data['devices'], 'process', 'processes')} against the unpartitioned model, {_what_ran(data)}"]
+    if data["data"]:
+        lines += textwrap.wrap(data["data"], WIDTH, initial_indent=" ", subsequent_indent=" ")
+    if data["ran"]:
+        lines += [*_losses(data), *_errors(data)]
+    said = [*data["notes"]]
+    if (first := data["first_difference"]) is not None:
+        said.append(f"the first difference: {first['text']}")
+    for text in said:
+        lines += ["", *textwrap.wrap(text, WIDTH, initial_indent=" ", subsequent_indent=" ")]
+    problems = data["problems"]
+    if problems:
+        lines += ["", *(f" {problem}" for problem in problems[:LISTED])]
+    if len(problems) > LISTED:
+        lines.append(f" and {len(problems) - LISTED} more")
+    lines += ["", f" {'PASS' if data['ok'] else 'FAIL'}{', decided in fp64' if data['native'] is not None else ''}"]
+    console.out("\n".join(lines), highlight=False)
+
+
+def _errors(data: dict[str, Any]) -> list[str]:
+    """The table of the largest errors by kind."""
+    lines = ["", " largest error, relative        tolerance         worst"]
     for name, error in data["max_error"].items():
         tolerance = data["tolerance"].get(name, math.inf)
         verdict = "" if float(error) <= tolerance else "   TOO LARGE"
         worst = data["worst"].get(name, "")
         lines.append(f"   {name:<12} {float(error):<15.2e} {tolerance:<17.1e} {worst}{verdict}".rstrip())
-    problems = data.get("problems", [])
-    if problems:
-        lines += ["", *(f" {problem}" for problem in problems[:LISTED])]
-    if len(problems) > LISTED:
-        lines.append(f" and {len(problems) - LISTED} more")
-    lines += ["", f" {'PASS' if data['ok'] else 'FAIL'}"]
-    console.out("\n".join(lines), highlight=False)
+    return lines
+
+
+def _what_ran(data: dict[str, Any]) -> str:
+    trained = bool(data["loss"]["reference"])
+    return "SGD with momentum" if trained else f"outputs of {plural(data['steps'], 'batch', 'batches')}"
+
+
+def _losses(data: dict[str, Any]) -> list[str]:
+    """The table of losses, the clipped step's below; nothing where the program has no loss."""
+    losses = data["loss"]
+    if not losses["reference"]:
+        return []
+    lines = ["", " step   loss, reference   parallel          difference"]
+    rows = [(str(step), pair) for step, pair in enumerate(zip(losses["reference"], losses["parallel"]))]
+    rows += [
+        ({"loss": " +", "norm": "norm"}[what], (pair["reference"], pair["parallel"]))
+        for what, pair in data["accumulated"].items()
+    ]
+    for name, (expected, found) in rows:
+        lines.append(f" {name:>4}   {expected:<17.8f} {found:<17.8f} {abs(expected - found):.1e}")
+    if data["accumulated"]:
+        lines.append("   +: a batch whose gradients were added to the last step's; norm: theirs, before clipping")
+    return lines

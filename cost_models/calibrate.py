@@ -25,12 +25,18 @@ from graphpar.cluster import Cluster
 from graphpar.cost_models.devices import DEVICES, Device, Link, device_named, usable
 from graphpar.cost_models.fit_device import COLLECTIVES, Error, fit_actions, fit_device, fit_link, kind_of
 from graphpar.cost_models.measure import Request, Row
+from graphpar.cost_models.quiet import OTHERS
 from graphpar.errors import GraphparError
 from graphpar.runtime.launch import torchrun
 
 TIMEOUT_S = 1800.0
 MOST_PROCESSES = 64
 PATIENCE_S = 60.0
+MOST_DISTURBED = 0.1
+"""A larger share of measurements during which others used the machine is no profile of it."""
+MOST_OFF, MOST_USUALLY_OFF = 20.0, 1.5
+"""Errors of one fitted time, and in the median of a kind, beyond which the times are not those of a machine: undisturbed ones are off
+by up to 4.4 and 0.6."""
 _UNKNOWN_LINK = Link(5e-6, 31e9)  # PCIe 4 x16: of one device, which has nobody to talk to
 
 
@@ -42,12 +48,28 @@ class Profile:
         machine: names and versions, for people.
         rows: the times.
         errors: of the fit, by kind of row.
+        disturbed: the share of measurements during which others used more than ``OTHERS`` of the cores, patience being at its end.
     """
 
     cluster: Cluster
     machine: Mapping[str, Any]
     rows: tuple[Row, ...]
     errors: Mapping[str, Error]
+    disturbed: float = 0.0
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why prices should not rest on this profile: what the measurements themselves say against it."""
+        found = []
+        if self.disturbed > MOST_DISTURBED:
+            when = f"during {self.disturbed:.0%} of the measurements"
+            found.append(f"others used more than {OTHERS:.0%} of the cores {when}; {MOST_DISTURBED:.0%} may be")
+        for kind, error in self.errors.items():
+            if error.worst > MOST_OFF:
+                found.append(f"the fit of {kind} is off by {error.worst:,.0%} for {error.worst_row}; {MOST_OFF:,.0%} may be")
+            if error.median > MOST_USUALLY_OFF:
+                found.append(f"the fit of {kind} is off by {error.median:,.0%} in the median; {MOST_USUALLY_OFF:.0%} may be")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that :meth:`Cluster.parse` reads when it lies in a file."""
@@ -56,6 +78,7 @@ class Profile:
         return {
             "graphpar": graphpar.__version__,
             "machine": dict(self.machine),
+            "disturbed": self.disturbed,
             **figures,
             "error": {kind: asdict(error) for kind, error in self.errors.items()},
             "measured": [asdict(row) for row in self.rows],
@@ -82,11 +105,11 @@ def calibrate(
         limit = f"{most} GPUs are here" if kind == "cuda" else f"at most {MOST_PROCESSES} are measured"
         raise GraphparError(f"processes is {count}; it must be at least 1, and {limit}.")
     at_once = tuple(sorted({1, min(count, most)}))
-    rows = _measured(Request(at_once, 0.01 if quick else 0.08, quick, patience_s), kind, count)
-    return profile_of(rows, _blank(kind, count, most), count, machine(kind))
+    rows, disturbed = _measured(Request(at_once, 0.01 if quick else 0.08, quick, patience_s), kind, count)
+    return profile_of(rows, _blank(kind, count, most), count, machine(kind), disturbed)
 
 
-def profile_of(rows: list[Row], start: Device, processes: int, described: Mapping[str, Any]) -> Profile:
+def profile_of(rows: list[Row], start: Device, processes: int, described: Mapping[str, Any], disturbed: float = 0.0) -> Profile:
     """The profile that ``rows`` tell: rates are those of as many ranks at once as were measured.
 
     Args:
@@ -105,7 +128,7 @@ def profile_of(rows: list[Row], start: Device, processes: int, described: Mappin
     device = replace(device, intra_node=link, inter_node=link)
     if pipeline:
         device = replace(device, action_s=fit_actions(device, link, pipeline))
-    return Profile(Cluster(1, processes, device, link, link), described, tuple(rows), errors)
+    return Profile(Cluster(1, processes, device, link, link), described, tuple(rows), errors, disturbed)
 
 
 def machine(kind: str) -> dict[str, Any]:
@@ -118,14 +141,18 @@ def machine(kind: str) -> dict[str, Any]:
     }
 
 
-def _measured(request: Request, kind: str, processes: int) -> list[Row]:
+def _measured(request: Request, kind: str, processes: int) -> tuple[list[Row], float]:
+    """The rows, and the share of measurements that others disturbed."""
     with tempfile.TemporaryDirectory(prefix="graphpar_calibrate_") as scratch:
         folder = Path(scratch)
         (folder / "request.json").write_text(json.dumps(asdict(request)))
         env = {"CUDA_VISIBLE_DEVICES": ""} if kind == "cpu" else {}
-        torchrun("graphpar.cost_models.measure", [scratch], nproc=processes, timeout_s=TIMEOUT_S + request.patience_s, env=env, module=True)
-        rows = json.loads((folder / "rows.json").read_text())
-    return [Row(**{**row, "shape": tuple(row["shape"])}) for row in rows]
+        torchrun(
+            "graphpar.cost_models.measure", [scratch], nproc=processes, timeout_s=TIMEOUT_S + request.patience_s, env=env, module=True,
+            folders=[scratch],
+        )  # fmt: skip
+        found = json.loads((folder / "rows.json").read_text())
+    return [Row(**{**row, "shape": tuple(row["shape"])}) for row in found["rows"]], found["disturbed"]
 
 
 # ---- this machine ----------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from graphpar.cost_models.memory import Memory
-from graphpar.cost_models.timelines import Conditions, StageEstimate
+from graphpar.cost_models.timelines import Closing, Conditions, StageEstimate
+from graphpar.report_text import bytes_text, seconds_text, share_text
 from graphpar.schedule import Order
 
 
@@ -27,6 +28,24 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Alone:
+    """What a step of the same batch takes on one device of a cluster; where nothing fits, of what is nearest to it.
+
+    ``cluster``: that one device.
+    """
+
+    cluster: str
+    step_time_s: float
+    microbatch_size: int
+    peak_memory_bytes: int
+    memory_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with whether it ``fits``."""
+        return asdict(self) | {"fits": self.peak_memory_bytes <= self.memory_bytes}
+
+
+@dataclass(frozen=True)
 class Estimate:
     """What a step takes.
 
@@ -42,6 +61,7 @@ class Estimate:
             operators to be started) or ``turns`` (ranks outnumber cores), exposed collectives by axis, ``pp`` (it waits for what is on
             its way), ``bubble`` (it has nothing to do), ``gradients`` and ``optimizer`` as below.
         pipeline_s, gradients_s, optimizer_s: the parts of the step; of gradients what is exposed; gathers of parameters are in the last.
+        stages, conditions, closings: what the step is in time (:mod:`graphpar.cost_models.timelines`); closings are of each pp rank.
         cluster, device: what it is for; memory_bytes, what a device of it has; figures, where what is known of it is from.
     """
 
@@ -58,6 +78,7 @@ class Estimate:
     optimizer_s: float
     stages: tuple[StageEstimate, ...]
     conditions: Conditions
+    closings: tuple[Closing, ...]
     cluster: str
     device: str
     memory_bytes: int
@@ -82,6 +103,18 @@ class Estimate:
         rank = max(range(len(self.memory)), key=lambda pp: self.memory[pp].total)
         return rank, tuple(stage.index for stage in self.stages if stage.rank == rank)
 
+    def __repr__(self) -> str:
+        peak, room = max(self.peak_memory_bytes), self.memory_bytes
+        return (
+            f"Estimate({seconds_text(self.step_time_s)} a step on {self.cluster}, MFU {share_text(self.mfu)}, "
+            f"peak {bytes_text(peak)} of {bytes_text(room)})"
+        )
+
+    def _repr_html_(self) -> str:
+        from graphpar.report_notebook import estimate_frame  # the report draws estimates
+
+        return estimate_frame(self)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data; peaks and parts of memory are of each pp rank."""
         names = ("step_time_s", "mfu", "bubble_fraction", "compute_s", "communication_s", "exposed_communication_s", "exposed_s",
@@ -94,5 +127,6 @@ class Estimate:
             "peak_memory_bytes": list(self.peak_memory_bytes),
             "memory": [asdict(memory) for memory in self.memory],
             "conditions": asdict(self.conditions),
+            "closings": [asdict(closing) for closing in self.closings],
             "stages": [asdict(stage) | {"units": list(stage.units)} for stage in self.stages],
         }

@@ -304,10 +304,9 @@ def _gpu_seconds(call: Call, calls: int) -> float:
 # ---- one rank --------------------------------------------------------------------------------------------------
 
 
-def measure(request: Request, ranks: Ranks) -> list[Row]:
+def measure(request: Request, ranks: Ranks, watch: Watch) -> list[Row]:
     """All rows, the same on every rank."""
     torch.manual_seed(0)
-    watch = Watch(ranks, request.patience_s)
     rows = []
     for case in cases(ranks.device, request.quick):
         torch.backends.cuda.matmul.allow_tf32 = case.dtype == "tf32"
@@ -418,9 +417,11 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
     request = Request(**json.loads((folder / "request.json").read_text()))
     with start(TIMEOUT_S + request.patience_s) as ranks:
-        rows = measure(request, ranks)
+        watch = Watch(ranks, request.patience_s)
+        rows = measure(request, ranks, watch)
         if ranks.rank == 0:
-            (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
+            found = {"disturbed": watch.disturbed / watch.measured, "rows": [asdict(row) for row in rows]}
+            (folder / "rows.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from graphpar.cost_models.devices import figures_of
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import Memory
-from graphpar.cost_models.timelines import Conditions, StageEstimate
+from graphpar.cost_models.timelines import Closing, Conditions, StageEstimate
 from graphpar.cost_models.unit_bytes import REPLICAS, UnitBytes
 from graphpar.cost_models.units import Kind, Unit
-from graphpar.cost_models.work import Phase
+from graphpar.cost_models.work import Collective, Phase
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.runtime.gradients import BUCKET_BYTES
@@ -45,30 +45,51 @@ class UnitSeconds:
 class StageSeconds:
     """One microbatch of a stage. ``backward`` has both halves, and the forward again where it is recomputed.
 
-    ``sent``: seconds of collectives by axis, forward and backward; ``exposed``: what of them nothing hides.
+    ``sent``: seconds of collectives by axis, forward and backward; of each, ``forward_exposed`` and ``backward_exposed`` are what of
+    them nothing hides.
     """
 
     forward: float
     backward: float
     weight: float
     sent: Mapping[str, float]
-    exposed: Mapping[str, float]
+    forward_exposed: Mapping[str, float]
+    backward_exposed: Mapping[str, float]
     compute: float
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        return _sum_by_axis([self.forward_exposed, self.backward_exposed])
 
 
 @dataclass(frozen=True)
-class Closing:
-    """What a pp rank does once a step, in seconds: its gradients are summed over ``axis``, its optimizer runs, parameters are gathered.
+class _Step:
+    """A step in time: its stages, their costs, the stages of each pp rank, the pipeline, and what each rank does after it."""
 
-    ``exposed`` and ``gather_exposed``: what of the sums and the gathers neither its last backwards nor its next forwards hide.
-    """
+    staged: tuple[StageEstimate, ...]
+    costs: Sequence[StageSeconds]
+    own: Sequence[Sequence[int]]
+    conditions: Conditions
+    timeline: Timeline
+    closings: tuple[Closing, ...]
 
-    reduce: float
-    exposed: float
-    gather: float
-    gather_exposed: float
-    optimizer: float
-    axis: str | None
+    @property
+    def pipeline(self) -> float:
+        return max(self.timeline.ends)
+
+    @property
+    def summed(self) -> float:
+        """When all gradients are."""
+        return max(end + closing.exposed for end, closing in zip(self.timeline.ends, self.closings))
+
+    @property
+    def after(self) -> float:
+        """What the slowest optimizer takes, with the gathers that it leaves."""
+        return max(closing.optimizer + closing.gather_exposed for closing in self.closings)
+
+    @property
+    def seconds(self) -> float:
+        return self.summed + self.after
 
 
 class Pricing:
@@ -113,12 +134,14 @@ class Pricing:
         if key not in self._seconds:
             sent: tuple[dict[str, float], ...] = ({}, {}, {})
             for axis, collectives in collectives_of(kind.work).items():
-                group = self._groups[axis]
                 for row, times in collectives:
-                    seconds = times * self.network.seconds(row.kind, row.nbytes.at(rows), group)
-                    sent[row.phase][axis] = sent[row.phase].get(axis, 0.0) + seconds
+                    sent[row.phase][axis] = sent[row.phase].get(axis, 0.0) + times * self.collective_s(row, rows)
             self._seconds[key] = UnitSeconds(self.compute.seconds(kind.work, rows), (sent[0], sent[1], sent[2]))
         return self._seconds[key]
+
+    def collective_s(self, row: Collective, rows: int) -> float:
+        """One collective inside of a microbatch of ``rows``."""
+        return self.network.seconds(row.kind, row.nbytes.at(rows), self._groups[row.axis])
 
     def stage_seconds(self, first: int, after: int, rows: int) -> StageSeconds:
         """A stage of the units from ``first`` until before ``after``."""
@@ -135,16 +158,18 @@ class Pricing:
         seconds = [self.compute.phase_s(busy[phase]) + shown * sum(sent[phase].values()) for phase in Phase]
         again = self._again(busy[Phase.FORWARD], seconds[Phase.FORWARD])
         times = 2 if self.execution.recompute == "full" else 1
-        everything = _sum_by_axis([sent[0]] * times + sent[1:])
+        there, back = sent[0], _sum_by_axis([sent[0]] * (times - 1) + sent[1:])
+        everything = _sum_by_axis([there, back])
         forward, backward = seconds[0], again + seconds[1] + seconds[2]
-        exposed = {axis: shown * value for axis, value in everything.items()}
+        exposed = [{axis: shown * value for axis, value in way.items()} for way in (there, back)]
         if self.execution.zero == 3 and self.mesh.dp_shard > 1:
-            plain = forward + backward
+            plain = forward, backward
             forward, backward, gathered = self._gathered(first, after, rows, forward, backward)
             everything = _sum_by_axis([everything, {"dp_shard": gathered}])
-            exposed = _sum_by_axis([exposed, {"dp_shard": forward + backward - plain}])
+            longer = forward - plain[0], backward - plain[1]
+            exposed = [_sum_by_axis([way, {"dp_shard": more}]) for way, more in zip(exposed, longer)]
         compute = sum(phase.busy for phase in busy) + (again if times == 1 else busy[0].busy)
-        return StageSeconds(forward, backward, seconds[2], everything, exposed, compute)
+        return StageSeconds(forward, backward, seconds[2], everything, exposed[0], exposed[1], compute)
 
     def _again(self, busy: PhaseSeconds, seconds: float) -> float:
         """What of the forward runs again in the backward."""
@@ -182,59 +207,75 @@ class Pricing:
         Raises:
             GraphparError: the schedule is not legal for so many stages and microbatches.
         """
-        stages = self.stages_of(layout)
-        rows, count = layout.microbatch_size, layout.microbatches
-        ranks = self._ranks(layout, len(stages))
-        seconds = [self.stage_seconds(first, after, rows) for first, after in stages]
-        crossings = self._crossings(layout, stages)
-        staged = tuple(
-            StageEstimate(place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._elements(stage), there, back)
-            for place, (stage, cost, there, back) in enumerate(zip(stages, seconds, *([*crossing, 0.0] for crossing in crossings)))
-        )
-        conditions = self._conditions(seconds)
-        timeline = self._timeline(layout, staged, seconds, conditions, exact)
-        own = [[place for place, rank in enumerate(ranks) if rank == pp] for pp in range(self.mesh.pp)]
-        closings = [self._closing([stages[place] for place in places], [seconds[place] for place in places]) for places in own]
-        pipeline = max(timeline.ends)
-        summed = max(end + closing.exposed for end, closing in zip(timeline.ends, closings))
-        after = max(closing.optimizer + closing.gather_exposed for closing in closings)
-        busiest = max(range(self.mesh.pp), key=lambda pp: timeline.busy[pp])
-        compute = count * sum(seconds[place].compute for place in own[busiest])
-        sent, exposed = (
-            _sum_by_axis([{axis: count * value for axis, value in getattr(seconds[place], name).items()} for place in own[busiest]])
-            for name in ("sent", "exposed")
-        )
-        waiting = "host" if self._crowd == 1 else "turns"  # of ranks that share cores the host is the device
-        parts = {"compute": compute, waiting: max(0.0, timeline.busy[busiest] - compute - sum(exposed.values())), **exposed}
-        if self.mesh.pp > 1:
-            sent["pp"] = count * self._received(crossings, own[busiest], ranks)
-            exposed["pp"] = parts["pp"] = timeline.waiting[busiest]
-        parts["bubble"] = max(0.0, pipeline - timeline.busy[busiest] - timeline.waiting[busiest])
-        parts |= {"gradients": summed - pipeline, "optimizer": after}
-        closing = closings[busiest]
-        if closing.axis is not None:
-            sent = _sum_by_axis([sent, {closing.axis: closing.reduce + closing.gather}])
-            exposed = _sum_by_axis([exposed, {closing.axis: closing.exposed + closing.gather_exposed}])
-        step = summed + after
+        step = self._step(layout, exact)
+        busiest = max(range(self.mesh.pp), key=lambda pp: step.timeline.busy[pp])
+        compute, sent, exposed, parts = self._parts(layout, step, busiest)
         return Estimate(
-            step_time_s=step,
-            mfu=self.flops(layout) / (step * self.mesh.size * self.compute.rate(self._itemsize)),
-            bubble_fraction=timeline.bubble,
-            memory=self._memories(layout, stages, own, exact),
+            step_time_s=step.seconds,
+            mfu=self.flops(layout) / (step.seconds * self.mesh.size * self.compute.rate(self._itemsize)),
+            bubble_fraction=step.timeline.bubble,
+            memory=self._memories(layout, [stage.units for stage in step.staged], step.own, exact),
             compute_s=compute,
             communication_s=sent,
             exposed_s=exposed,
             parts_s=parts,
-            pipeline_s=pipeline,
-            gradients_s=summed - pipeline,
-            optimizer_s=after,
-            stages=staged,
-            conditions=conditions,
+            pipeline_s=step.pipeline,
+            gradients_s=step.summed - step.pipeline,
+            optimizer_s=step.after,
+            stages=step.staged,
+            conditions=step.conditions,
+            closings=step.closings,
             cluster=str(self.cluster),
             device=self.cluster.device.name,
             memory_bytes=self.cluster.device.memory_bytes,
             figures=figures_of(self.cluster.device),
         )
+
+    def step_s(self, layout: Layout) -> float:
+        """The seconds of :meth:`estimate` alone, for which no memory is measured."""
+        return self._step(layout, exact=True).seconds
+
+    def _step(self, layout: Layout, exact: bool) -> _Step:
+        stages = self.stages_of(layout)
+        ranks = self._ranks(layout, len(stages))
+        costs = [self.stage_seconds(first, after, layout.microbatch_size) for first, after in stages]
+        there, back = ([*crossing, 0.0] for crossing in self._crossings(layout, stages))
+        staged = tuple(
+            StageEstimate(
+                place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._elements(stage), there[place], back[place],
+                cost.forward_exposed, cost.backward_exposed,
+            )
+            for place, (stage, cost) in enumerate(zip(stages, costs))
+        )  # fmt: skip
+        conditions = self._conditions(layout, costs)
+        timeline = self._timeline(layout, staged, costs, conditions, exact)
+        own = [[place for place, rank in enumerate(ranks) if rank == pp] for pp in range(self.mesh.pp)]
+        closings = tuple(self._closing([stages[place] for place in places], [costs[place] for place in places]) for places in own)
+        return _Step(staged, costs, own, conditions, timeline, closings)
+
+    def _parts(
+        self, layout: Layout, step: _Step, rank: int
+    ) -> tuple[float, dict[str, float], dict[str, float], dict[str, float]]:
+        """Of a pp rank: seconds that it computes, its communication by axis and what of it shows, and what its step is made of."""
+        count, own, busy = layout.microbatches, step.own[rank], step.timeline.busy[rank]
+        waiting = step.timeline.waiting[rank]
+        compute = count * sum(step.costs[place].compute for place in own)
+        sent, exposed = (
+            _sum_by_axis([{axis: count * value for axis, value in getattr(step.costs[place], name).items()} for place in own])
+            for name in ("sent", "exposed")
+        )
+        host = "host" if self._crowd == 1 else "turns"  # of ranks that share cores the host is the device
+        parts = {"compute": compute, host: max(0.0, busy - compute - sum(exposed.values())), **exposed}
+        if self.mesh.pp > 1:
+            sent["pp"] = count * self._received(step.staged, own)
+            exposed["pp"] = parts["pp"] = waiting
+        parts["bubble"] = max(0.0, step.pipeline - busy - waiting)
+        parts |= {"gradients": step.summed - step.pipeline, "optimizer": step.after}
+        closing = step.closings[rank]
+        if closing.axis is not None:
+            sent = _sum_by_axis([sent, {closing.axis: closing.reduce + closing.gather}])
+            exposed = _sum_by_axis([exposed, {closing.axis: closing.exposed + closing.gather_exposed}])
+        return compute, sent, exposed, parts
 
     @cached_property
     def _crowd(self) -> float:
@@ -296,14 +337,15 @@ class Pricing:
             return run(layout.microbatches)
         return _continued(run(few), run(few + self.mesh.pp), (layout.microbatches - few) / self.mesh.pp)
 
-    def _conditions(self, seconds: Sequence[StageSeconds]) -> Conditions:
+    def _conditions(self, layout: Layout, seconds: Sequence[StageSeconds]) -> Conditions:
         # torch's schedules wait for what they send, which stops a GPU's stream at most, but a CPU's rank.
         waits = self.execution.wait_for_sends or self.cluster.device.kind == "cpu"
         turns = None
         if self._crowd > 1:
             shares = tuple(1 - sum(cost.exposed.values()) / max(cost.forward + cost.backward, 1e-12) for cost in seconds)
             turns = Turns(self.mesh.size / self._crowd, self.mesh.size / self.mesh.pp, shares)
-        return Conditions(waits, self.cluster.device.action_s, turns)
+        scheduled = self.mesh.pp > 1 or layout.order is not None
+        return Conditions(waits, self.cluster.device.action_s if scheduled else 0.0, turns)
 
     def in_flight(self, layout: Layout) -> tuple[float, ...]:
         """The most microbatches that each rank keeps at once, all its stages counted."""
@@ -326,11 +368,11 @@ class Pricing:
         return few if repeats else None
 
     @staticmethod
-    def _received(crossings: tuple[list[float], list[float]], own: Sequence[int], ranks: Sequence[int]) -> float:
+    def _received(stages: Sequence[StageEstimate], own: Sequence[int]) -> float:
         """Seconds of what comes from other ranks to the stages of one."""
-        there, back = crossings
-        before = [there[place - 1] for place in own if place and ranks[place - 1] != ranks[place]]
-        after = [back[place] for place in own if place < len(back) and ranks[place + 1] != ranks[place]]
+        ranks = [stage.rank for stage in stages]
+        before = [stages[place - 1].sent_s for place in own if place and ranks[place - 1] != ranks[place]]
+        after = [stages[place].returned_s for place in own if place + 1 < len(stages) and ranks[place + 1] != ranks[place]]
         return sum(before) + sum(after)
 
     def _crossings(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> tuple[list[float], list[float]]:

@@ -71,9 +71,14 @@ def _cores() -> int:
 
 
 def busy_s() -> float:
-    """Seconds that all cores have been busy since the machine started; 0 where the kernel doesn't say."""
+    """Seconds that this process's cores have been busy since the machine started; 0 where the kernel doesn't say."""
     file = Path("/proc/stat")
     if not file.is_file():
         return 0.0
-    user, nice, system, _, _, interrupts, soft, *_ = map(int, file.read_text().splitlines()[0].split()[1:])
-    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    for name, *counts in (line.split() for line in file.read_text().splitlines()):
+        if name in ours:
+            user, nice, system, _, _, interrupts, soft, *_ = map(int, counts)
+            ticks += user + nice + system + interrupts + soft
+    return ticks / os.sysconf("SC_CLK_TCK")

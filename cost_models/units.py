@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -25,6 +26,7 @@ from graphpar.cost_models.flops import tensor_bytes
 from graphpar.cost_models.saved import Activations, Reach, attributes
 from graphpar.cost_models.work import Size, Work, Works
 from graphpar.errors import GraphparError
+from graphpar.passes.applications import first_applications
 from graphpar.passes.split import Stage, cut_candidates, positions_of, split
 from graphpar.plans import Cut, SplitPoint
 from graphpar.program import Program, batch_coefficients, value_of
@@ -68,8 +70,8 @@ class UnitMemory:
 
 @dataclass(frozen=True)
 class Held:
-    """The parameters of a unit whose gradients are partial on the same ``axes``, or one that is ``tied``: a stage holds it once,
-    however many of its units have it under this name."""
+    """The parameters of a unit whose gradients are partial on the same ``axes``, or one that is ``tied`` to other units: a stage holds
+    it once, however many of its units have it."""
 
     axes: tuple[str, ...]
     elements: int
@@ -115,10 +117,10 @@ class Unit:
 
 def unit_cuts(program: Program, wanted: Sequence[Cut] = ()) -> list[tuple[int, Cut]]:
     """Every place where a stage may begin, and those that are ``wanted``: (position in the root graph, split point)."""
-    nodes = list(program.graph.nodes)
+    nodes, again = list(program.graph.nodes), first_applications(program)
     blocks: dict[str, list[int]] = {}
     for index, node in enumerate(nodes):
-        if node.op == "call_module":
+        if node.op == "call_module" and node not in again:
             blocks.setdefault(str(node.target), []).append(index)
     if len(blocks) < 2:
         found = [(index, Cut(path)) for index, path in cut_candidates(program, len(nodes))]
@@ -126,7 +128,7 @@ def unit_cuts(program: Program, wanted: Sequence[Cut] = ()) -> list[tuple[int, C
         found = [(places[0], Cut(path)) for path, places in blocks.items()]
         last, places = max(blocks.items(), key=lambda entry: entry[1][-1])
         found.append((places[-1] + 1, Cut(last, SplitPoint.END)))
-    work = [index for index, node in enumerate(nodes) if _has_work(node)]
+    work = [index for index, node in enumerate(nodes) if node not in again and _has_work(node)]
     pinned = {positions_of(program, [cut])[0]: cut for cut in wanted}
     split(program, sorted(pinned))  # says what is wrong with them, in terms of the user's own stages
     legal: list[tuple[int, Cut]] = []
@@ -177,6 +179,8 @@ def units_of(
     activations = Activations(program, degrees, device=device, even_experts=True)
     kinds: dict[Any, Kind] = {}
     shared: set[str] = set()
+    holders = Counter(name for stage in stages for name in {program.tie_of(name)[0] for name in attributes(program, stage)})
+    several = {name for name, count in holders.items() if count > 1}
     units = []
     for stage, position, cut in zip(stages, [0, *positions], [None, *(cut for _, cut in cuts)]):
         again = shared & set(stage.recomputed)
@@ -184,7 +188,7 @@ def units_of(
         if key not in kinds:
             kinds[key] = Kind(works.of(stage.graph, without=again), _sends(program, stage), partial(_memory, activations, stage))
         shared |= set(stage.recomputed)
-        held, buffers = _held(program, degrees, stage)
+        held, buffers = _held(program, degrees, stage, several)
         units.append(Unit(cut, position, stage.modules, kinds[key], held, buffers, _inputs(program, stage), stage))
     return units
 
@@ -236,8 +240,13 @@ def _inputs(program: Program, stage: Stage) -> dict[str, Bytes]:
     return found
 
 
-def _held(program: Program, degrees: Mapping[str, int], stage: Stage) -> tuple[tuple[Held, ...], dict[str, int]]:
-    """The parameters of a unit by what becomes of their gradients, and the bytes of its buffers and constants."""
+def _held(
+    program: Program, degrees: Mapping[str, int], stage: Stage, several: Collection[str]
+) -> tuple[tuple[Held, ...], dict[str, int]]:
+    """The parameters of a unit by what becomes of their gradients, and the bytes of its buffers and constants.
+
+    ``several``: the parameters that other units have as well, under this name or another of their tie.
+    """
     train = program.mode == "train"
     groups: dict[tuple[tuple[str, ...], int, bool], list[int]] = {}
     tied: list[Held] = []
@@ -248,7 +257,7 @@ def _held(program: Program, degrees: Mapping[str, int], stage: Stage) -> tuple[t
             continue
         info = program.parameters[name]
         axes = tuple(sorted(axis for axis, kind in info.spec if kind == R and degrees.get(axis, 1) > 1))
-        if len(program.tie_of(name)) > 1:
+        if name in several:
             tied.append(Held(axes, info.numel, info.nbytes, info.dtype.itemsize, train and info.requires_grad, name))
         else:
             groups.setdefault((axes, info.dtype.itemsize, train and info.requires_grad), []).append(info.numel)

@@ -195,17 +195,44 @@ class Works:
             self._blocks[block.name] = self.of(block.graph, block.name)
         return self._blocks[block.name]
 
+    def collectives(self, node: fx.Node, scope: str = "") -> list[Collective]:
+        """What a node sends: a transition, or a loss over cut classes, forward and backward; nothing else does."""
+        name = operator_name(node)
+        if "transition" in node.meta or name in _COLLECTIVES:
+            return list(self._transition(node, name, scope))
+        if name == "vocab_cross_entropy":
+            return list(self._vocab_loss(node))
+        return []
+
+    def _transition(self, node: fx.Node, name: str, scope: str) -> Iterator[Collective]:
+        row = _COLLECTIVES[name]
+        axis = str(node.args[1])
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        nbytes = max(_nbytes(node, self.degrees), _nbytes(source, self.degrees), key=lambda size: size.at(1024))
+        if name == "all_to_all":
+            nbytes = nbytes * self.degrees[axis]
+        if row.forward_collective:
+            yield Collective(Phase.FORWARD, axis, row.forward_collective, nbytes)
+        if row.backward_collective and self.has_gradient(source, scope):
+            yield Collective(Phase.INPUT, axis, row.backward_collective, nbytes)
+
+    def _vocab_loss(self, node: fx.Node) -> Iterator[Collective]:
+        """Two all-reduces of a number or two a row (see ``emitted.collectives``)."""
+        labels, axis = node.args[1], str(node.args[2])
+        assert isinstance(labels, fx.Node)
+        rows = _elements(labels, self.degrees)
+        yield Collective(Phase.FORWARD, axis, "all-reduce", 4 * rows)
+        yield Collective(Phase.FORWARD, axis, "all-reduce", 8 * rows)
+
     def has_gradient(self, node: fx.Node, scope: str) -> bool:
-        """Stages' graphs are copies, so a node is known by its name."""
-        return node in self.differentiable or (scope, node.name) in self._names or self._is_trained(node)
+        """Stages' graphs are copies, so a node is known by its name, or as what another stage sends."""
+        known = node.meta.get("boundary", node) in self.differentiable or (scope, node.name) in self._names
+        return known or self._is_trained(node)
 
     def _is_trained(self, node: fx.Node) -> bool:
         info = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         return self.train and info is not None and info.requires_grad
-
-    def boundary_has_gradient(self, node: fx.Node) -> bool:
-        value = value_of(node)
-        return self.train and isinstance(value, Tensor) and value.is_floating_point() and bool(node.meta.get("boundary"))
 
 
 def _scoped(program: Program) -> Iterator[tuple[fx.Node, str]]:
@@ -243,9 +270,10 @@ class _Walk:
             if node.op != "call_function" or not _tensors(node) or node.name in self.without:
                 continue
             name = operator_name(node)
+            yield from self.works.collectives(node, self.scope)
             if "transition" in node.meta or name in _COLLECTIVES:
-                yield from self._transition(node, name)
-            elif name == "vocab_cross_entropy":
+                continue
+            if name == "vocab_cross_entropy":
                 yield from self._vocab_loss(node)
             elif _is_attention(node):
                 yield from self._attention(node)
@@ -261,26 +289,10 @@ class _Walk:
 
     # ---- by kind ----
 
-    def _transition(self, node: fx.Node, name: str) -> Iterator[Row]:
-        row = _COLLECTIVES[name]
-        axis = str(node.args[1])
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        nbytes = max(_nbytes(node, self.works.degrees), _nbytes(source, self.works.degrees), key=lambda size: size.at(1024))
-        if name == "all_to_all":
-            nbytes = nbytes * self.works.degrees[axis]
-        if row.forward_collective:
-            yield Collective(Phase.FORWARD, axis, row.forward_collective, nbytes)
-        if row.backward_collective and self._grad(source):
-            yield Collective(Phase.INPUT, axis, row.backward_collective, nbytes)
-
     def _vocab_loss(self, node: fx.Node) -> Iterator[Row]:
-        """Two all-reduces of a number or two a row; the logits are read three times and written once (see ``emitted.collectives``)."""
-        logits, labels, axis = node.args[0], node.args[1], str(node.args[2])
-        assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
-        rows = _elements(labels, self.works.degrees)
-        yield Collective(Phase.FORWARD, axis, "all-reduce", 4 * rows)
-        yield Collective(Phase.FORWARD, axis, "all-reduce", 8 * rows)
+        """The logits are read three times and written once, besides what is sent."""
+        logits = node.args[0]
+        assert isinstance(logits, fx.Node)
         nbytes = _nbytes(logits, self.works.degrees)
         yield Traffic(Phase.FORWARD, (2 if self.works.fused else 5) * nbytes, True)
         if self._grad(logits):
@@ -406,7 +418,7 @@ class _Walk:
         return Traffic(Phase.WEIGHT, (itemsize + 2 * (self.works.gradient_bytes or itemsize)) * elements)
 
     def _grad(self, node: fx.Node) -> bool:
-        return self.works.has_gradient(node, self.scope) or self.works.boundary_has_gradient(node)
+        return self.works.has_gradient(node, self.scope)
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------

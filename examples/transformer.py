@@ -1,4 +1,4 @@
-"""nn.Transformer with the batch on dim 1, two sequence lengths, a tied projection, a buffer of integers, a sum loss."""
+"""nn.Transformer with dropout and the batch on dim 1, two sequence lengths, a tied projection, a buffer of integers, a sum loss."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.transformer = nn.Transformer(
-            WIDTH, num_encoder_layers=LAYERS, num_decoder_layers=LAYERS, dim_feedforward=8, dropout=0.0
+            WIDTH, num_encoder_layers=LAYERS, num_decoder_layers=LAYERS, dim_feedforward=8, dropout=0.1
         )
         self.projection = nn.Linear(WIDTH, VOCAB)
         self.projection.weight = self.embedding.weight

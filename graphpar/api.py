@@ -9,36 +9,32 @@ parts.save("out/");  verify(parts);  check(parts)
 
 from __future__ import annotations
 
-import math
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from graphpar.capture import ModelLike, capture
+from graphpar.capture import DTYPES, ModelLike, capture
 from graphpar.cluster import Cluster
 from graphpar.codegen.package import emit_package, import_stage
+from graphpar.codegen.saving import save_package
 from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.execution import Execution
 from graphpar.errors import GraphparError
-from graphpar.mesh import Mesh
-from graphpar.passes.choose import Pins, choose
-from graphpar.passes.given import check_model, given_plan
-from graphpar.passes.planner import FREE_AXES, SHOWN
-from graphpar.passes.planning import estimate_plan, search_plan
+from graphpar.passes.asked import Splits, ask, planned
+from graphpar.passes.given import given_plan
+from graphpar.passes.planner import SHOWN
+from graphpar.passes.planning import estimate_plan
 from graphpar.passes.shard import shard
 from graphpar.passes.split import Stage, positions_of, split
 from graphpar.passes.table import Pass, run_passes
-from graphpar.plans import Plan, cuts_of
+from graphpar.plans import Plan
 from graphpar.program import Program
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from graphpar.report_notebook import report_frame
 
 
 def export(
@@ -71,6 +67,9 @@ def export(
     """
     if dtype is not None and dtype not in DTYPES:
         raise GraphparError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
+    for name, value in (("args", args), ("targets", targets)):
+        if isinstance(value, Tensor):
+            raise GraphparError(f"{name} is a tensor; it must be a tuple of what is given: {name}=(tensor,).")
     raw = capture(
         model,
         args,
@@ -96,32 +95,33 @@ def export(
 
 def plan(
     program: Program,
-    cluster: Cluster | int | None = None,
+    cluster: Cluster | int | str | Path | None = None,
     *,
     devices: int | None = None,
     global_batch: int | None = None,
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | str | None = None,
     schedule: str | None = None,
     microbatch_size: int | None = None,
-    split: Sequence[str | Mapping[str, str]] | Mapping[str, Any] | Callable[[Program], Sequence[str]] | None = None,
+    split: Splits | None = None,
     stages: Sequence[Sequence[str]] | None = None,
     layers_per_stage: int | None = None,
     edge_layers: tuple[int, int] | None = None,
     table: str | None = None,
     shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
-    dtype: str = "fp32",
+    dtype: str | None = None,
     top: int = SHOWN,
 ) -> Plan:
     """Decide how to run ``program`` on ``cluster``; what is given is taken as it is.
 
     Args:
-        cluster: the hardware, or how many devices of this machine's kind. The axes pp, dp_replicate and tp that ``mesh`` leaves out are
-            searched, and so are the schedule and the microbatch size: the fastest plan that fits is taken.
+        cluster: the hardware, as a :class:`Cluster`, by name (``"2xH100"``) or file; or how many devices of this machine's kind. The
+            axes pp, dp_replicate and tp that ``mesh`` leaves out are searched, and so are the schedule and the microbatch size: the
+            fastest plan that fits is taken.
         devices: how many devices, by name.
         global_batch: rows of the whole batch; by default that of the example inputs.
-        mesh: degrees of axes, e.g. ``{"pp": 4}``. Without a cluster or a number of devices, the other axes are 1 and the schedule and
-            the microbatches are the usual ones.
+        mesh: degrees of axes, e.g. ``{"pp": 4}`` or ``"pp=4"``. Without a cluster or a number of devices, the other axes are 1 and
+            the schedule and the microbatches are the usual ones.
         split: split points, e.g. ``["layers.4"]``, ``[{"layers.3": "end"}]`` or ``{"layers.3": SplitPoint.END}``; ``["layers.*"]``
             spreads the layers evenly; a function of the program returns such a list. Without any, ``pipe_split()`` calls in the
             model's forward count, else stages are searched (with a mesh alone, balanced by flops).
@@ -131,45 +131,51 @@ def plan(
         table: a schedule of one's own as CSV text, one row a rank: ``0F0,0F1,0B0,0B1``.
         shard_plan: how parameters, inputs and outputs of modules lie, by pattern; see :mod:`graphpar.annotations`.
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
+        dtype: in which the model was built, where it was not ``export`` that was told so.
         top: how many of the plans that were not taken are kept in ``plan.found``.
+
+    Raises:
+        GraphparError: what is asked for is wrong by itself (said before anything is searched), or not possible for this program.
     """
-    count = _device_count(cluster, devices)
-    if count is None and not mesh:
-        count = 1
-    pins = Pins(
+    _take(program, Program, "plan")
+    asked = ask(
+        cluster,
+        devices=devices,
+        global_batch=global_batch,
+        mesh=mesh,
         schedule=schedule,
         microbatch_size=microbatch_size,
-        global_batch=global_batch,
-        cuts=None if split is None else cuts_of(split(program) if callable(split) else split),
-        stages=None if stages is None else tuple(tuple(paths) for paths in stages),
-        table=table,
-        allow_batch_coupling=allow_batch_coupling,
-        dtype=dtype,
+        split=split,
+        stages=stages,
         layers_per_stage=layers_per_stage,
         edge_layers=edge_layers,
+        table=table,
         shard_plan=shard_plan,
-        cluster=cluster if isinstance(cluster, Cluster) else None,
+        allow_batch_coupling=allow_batch_coupling,
+        dtype=dtype,
+        top=top,
     )
-    given = Mesh.pinned(mesh, count)
-    if table is not None and "pp" not in given:
-        given["pp"] = len(table.strip().splitlines())
-    alone = not given and not isinstance(cluster, Cluster) and count == 1
-    complete = bool(given) and count in (None, math.prod(given.values()))
-    if table is not None or alone or complete or set(FREE_AXES) <= set(given):
-        chosen = choose(program, Mesh.resolve(given, count), pins)
-        return chosen if pins.cluster is None else replace(chosen, predicted=estimate_plan(program, chosen, pins.cluster))
-    assert count is not None  # without it the mesh is complete
-    hardware = cluster if isinstance(cluster, Cluster) else Cluster.of_this_machine(count)
-    return search_plan(program, hardware, given, pins, top)
+    return planned(program, asked)
 
 
-def _device_count(cluster: Cluster | int | None, devices: int | None) -> int | None:
-    """How many devices both say; None where neither does."""
-    count = cluster.size if isinstance(cluster, Cluster) else cluster
-    if count is not None and devices is not None and count != devices:
-        what = f"the cluster {cluster} has" if isinstance(cluster, Cluster) else "the second argument says"
-        raise GraphparError(f"devices is {devices}, but {what} {count}; leave one of them out.")
-    return devices if count is None else count
+def _take(value: object, kind: type, function: str, position: str = "first") -> None:
+    """Raise where a function is given something else than what comes before it makes."""
+    if isinstance(value, kind):
+        return
+    given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    made_by = {Program: "graphpar.export(model, args, loss_fn=..., targets=...)", Plan: "graphpar.plan(program, ...)"}[kind]
+    what = " (a model)" if isinstance(value, nn.Module) else ""
+    raise GraphparError(
+        f"The {position} argument of {function} is {given}{what}; it must be a {kind.__name__}, which {made_by} returns. Call that first."
+    )
+
+
+def _take_parts(value: object, function: str) -> None:
+    if not isinstance(value, Parts | str | Path):
+        raise GraphparError(
+            f"The first argument of {function} is a {type(value).__name__}; it must be Parts, which graphpar.partition(program, plan) "
+            "returns, or the folder of an emitted program."
+        )
 
 
 @dataclass
@@ -185,36 +191,36 @@ class Parts:
     model_file: str | None = None
     _folder: Any = field(default=None, repr=False)
 
-    def save(self, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> Path:
-        """Write the package to ``folder`` (made new, replaced as a whole); ``weights`` by state_dict name go with it."""
+    def __repr__(self) -> str:
+        return f"Parts({self.plan!r}: {', '.join(self.files)})"
+
+    def _repr_html_(self) -> str:
+        return report_frame(self.report)
+
+    def save(self, folder: str | Path, weights: Mapping[str, Tensor] | None = None, force: bool = False) -> Path:
+        """Write the package to ``folder``, which is replaced as a whole; ``weights`` by state_dict name go with it.
+
+        Args:
+            force: write although files in ``folder`` were changed or added. Those that are written anew are kept as ``NAME.orig``,
+                others stay.
+
+        Raises:
+            GraphparError: ``folder`` can't be written, holds something else, or such files without ``force``; these are named.
+        """
         from safetensors.torch import save_file
 
-        target = Path(folder)
-        if target.exists() and any(target.iterdir()) and not (target / "plan.json").exists():
-            raise GraphparError(
-                f"{target} exists and holds something else than a graphpar program; choose another folder."
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
+        def write(scratch: Path) -> None:
             for name, text in self.files.items():
                 (scratch / name).write_text(text)
             if self.constants:
-                save_file(
-                    {name: value.contiguous() for name, value in self.constants.items()},
-                    scratch / "constants.safetensors",
-                )
+                constants = {name: value.contiguous() for name, value in self.constants.items()}
+                save_file(constants, scratch / "constants.safetensors")
             if weights is not None:
                 (scratch / "weights").mkdir()
                 save_file(untied(weights), scratch / "weights" / "model.safetensors")
-            if target.exists():
-                shutil.rmtree(target)
-            scratch.rename(target)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-        target.chmod(0o755)
-        return target
+
+        save_package(folder, write, force)
+        return Path(folder)
 
     @cached_property
     def folder(self) -> Path:
@@ -240,20 +246,25 @@ def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if key in seen and value.numel():
             continue
         seen.add(key)
-        kept[name] = value.detach().contiguous().clone()
+        alone = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+        kept[name] = value.detach() if alone else value.detach().contiguous().clone()
     return kept
 
 
 def partition(program: Program, plan: Plan, *, model_file: str | None = None) -> Parts:
     """Split ``program`` as ``plan`` says and print the stage modules."""
-    check_model(program, plan)
+    _take(program, Program, "partition")
+    _take(plan, Plan, "partition", "second")
+    given_plan(program, plan)
     sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
     stages = split(sized, positions_of(sized, plan.cuts))
     package = emit_package(sized, plan, stages, model_file)
     return Parts(sized, plan, stages, package.files, package.constants, package.report, model_file)
 
 
-def estimate(program: Program, plan: Plan, cluster: Cluster | None = None, execution: Execution | None = None) -> Estimate:
+def estimate(
+    program: Program, plan: Plan, cluster: Cluster | str | Path | None = None, execution: Execution | None = None
+) -> Estimate:
     """What a training step (or a batch of inference) of ``plan`` takes: seconds, communication, memory.
 
     Args:
@@ -263,14 +274,18 @@ def estimate(program: Program, plan: Plan, cluster: Cluster | None = None, execu
     Raises:
         GraphparError: the plan is for another program, contradicts itself, or is for another number of devices.
     """
-    hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
+    _take(program, Program, "estimate")
+    _take(plan, Plan, "estimate", "second")
+    named = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
+    hardware = named or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
     return estimate_plan(program, given_plan(program, plan), hardware, execution)
 
 
-def verify(parts: Parts | str | Path, steps: int = 3, **options: Any) -> Any:
+def verify(parts: Parts | str | Path, steps: int = 4, **options: Any) -> Any:
     """Run the emitted program on local processes against the unpartitioned model. See :mod:`graphpar.verification`."""
     from graphpar.verification import verify_parts
 
+    _take_parts(parts, "verify")
     return verify_parts(parts, steps=steps, **options)
 
 
@@ -278,4 +293,5 @@ def check(parts: Parts | str | Path) -> Any:
     """Check the types of the emitted program in this process, at its world size. See :mod:`graphpar.type_check`."""
     from graphpar.type_check import check_folder
 
+    _take_parts(parts, "check")
     return check_folder(parts.folder if isinstance(parts, Parts) else parts)

@@ -27,15 +27,20 @@ from graphpar.batch_states import (
     Rows,
     State,
     batch_dims_of,
+    first_value,
+    gives_dtype_only,
     is_pointwise,
     is_size,
     number_arguments,
     result_coefficients,
     size_factor,
+    unknown_coefficient,
     unknown_dims,
 )
 from graphpar.batch_tables import ALONG, FACTORIES, KEEPS_NUMBERS, LINEAR, MOVES, SAME_DIM, SUMS
-from graphpar.program import batch_coefficients, operator_name, value_of
+from graphpar.program import batch_coefficients, is_of_torch, operator_name, value_of
+from graphpar.rules.placement import operands_of
+from graphpar.rules.table import rule_of
 
 
 class Analysis:
@@ -90,12 +95,10 @@ class Analysis:
             written = any(self._written_buffer(user) is node for user in node.users)
             return Fixed(pure=str(node.target) not in self.parameters and not written)
         operands = self.operands(node)
-        shaped = operator_name(node) in (
-            "expand_as",
-            "view_as",
-            "reshape_as",
-            "type_as",
-        )  # the second operand's values play no part
+        if gives_dtype_only(node):
+            operands = operands[:1]
+        # The second operand's values play no part.
+        shaped = operator_name(node) in ("expand_as", "view_as", "reshape_as")
         pure = all(state.pure for _, state in (operands[:1] if shaped else operands))
         coupled = next((state for _, state in operands if isinstance(state, Coupled)), None)
         if coupled is not None:
@@ -124,8 +127,12 @@ class Analysis:
             return Fixed(pure)
         coefficient = result_coefficients(node)[dims[0]] or 1
         if name == "arange" and len(dims) == 1:
-            plain = len(node.args) == 1 or (node.args[0] == 0 and (len(node.args) < 3 or node.args[2] == 1))
-            return Rows(0, 1, coefficient, pure, "position") if plain else Coupled(f"{name} numbers the rows", node)
+            start, step = node.args[0] if len(node.args) > 1 else 0, node.args[2] if len(node.args) > 2 else 1
+            if start == 0 and step == 1:
+                return Rows(0, 1, coefficient, pure, "position")
+            if start == 0 and isinstance(step, int) and coefficient == 1:
+                return Rows(0, 1, 1, pure, "begins", divided=step)
+            return Coupled(f"{name} numbers the rows", node)
         if name in FACTORIES | {"expand", "broadcast_to", "expand_as", "repeat"} and len(dims) == 1:
             return Rows(dims[0], 1, coefficient, pure)
         return Coupled(f"{name} uses the batch size as a number", node)
@@ -206,7 +213,8 @@ class Analysis:
         if name in ("max", "min") and len(node.args) > 1 and isinstance(node.args[1], fx.Node):  # of two tensors
             return self.located(node, tensors, pure)
         if name not in ALONG:
-            return probe(node, tensors, pure) or Coupled(f"graphpar can't tell whether {name} mixes examples", node)
+            found = self._by_rule(node, tensors, pure) or probe(node, tensors, pure)
+            return found or Coupled(f"graphpar can't tell whether {name} mixes examples", node)
         first = node.args[0]
         if not isinstance(first, fx.Node):
             return Coupled(f"{name} of a list", node)
@@ -233,6 +241,30 @@ class Analysis:
                 return Coupled(f"{name} picks places by the rows' numbers", node)
         return self.located(node, tensors, pure)
 
+    def _by_rule(self, node: fx.Node, tensors: Operands, pure: bool) -> State | None:
+        """The batch is a factor of the operator's rule: along one that may be cut, examples are independent."""
+        rule = rule_of(node) if is_of_torch(node.target) else None
+        taken = operands_of(node)
+        if rule is None or rule.fixed >= {name for own in (*rule.operands, *rule.results) for name in own}:
+            return None  # nothing is known of it
+        states = [self.states[operand] for operand in taken]
+        factors = {own[state.dim] for own, state in zip(rule.operands, states) if isinstance(state, Rows)}
+        if len(factors) != 1 or any(not isinstance(state, Rows | Fixed) for state in states):
+            return Coupled(f"{operator_name(node)} mixes examples", node)
+        (factor,) = factors
+        alike = all(
+            own.index(factor) == state.dim if isinstance(state, Rows) else False
+            for own, state in zip(rule.operands, states)
+            if factor in own
+        )
+        inside = [factor in result for result in rule.results]
+        if factor in rule.fixed or factor == "1" or not alike or (any(inside) and not all(inside)):
+            return Coupled(f"{operator_name(node)} mixes examples", node)
+        if any(inside):
+            return self.located(node, tensors, pure)
+        plain = len({state.layout for _, state in tensors if isinstance(state, Rows)}) == 1
+        return Additive(pure) if plain else None
+
     def located(self, node: fx.Node, operands: Operands, pure: bool) -> State:
         """The batch's dim in the result, read off its shape; all operands must agree."""
         name = operator_name(node)
@@ -243,7 +275,9 @@ class Analysis:
         kind, divided = self._numbering(node, rows)
         if first.chosen is not None:
             dims = unknown_dims(node)
-            if len(dims) != 1 or batch_dims_of(node):
+            made = first_value(node)
+            size = value_of(made).shape[dims[0]] if made is not None and len(dims) == 1 else None
+            if size is None or batch_dims_of(node) or unknown_coefficient(size) != first.inner:
                 return Coupled(f"{name} mixes examples", node)
             return replace(first, dim=dims[0], pure=pure, kind=kind)
         dims, coefficients = batch_dims_of(node), result_coefficients(node)

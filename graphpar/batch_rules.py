@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,11 @@ from graphpar.batch_states import (
     Layout,
     Rows,
     State,
-    expression,
+    choice_of,
     result_coefficients,
     size_factor,
+    unknown_coefficient,
+    unknown_dims,
 )
 from graphpar.batch_tables import ALONG, dims_of_argument
 from graphpar.program import batch_coefficients, operator_name, value_of
@@ -53,12 +56,14 @@ def _reshape(node: fx.Node, context: Context, pure: bool) -> State | None:
 
 
 def _chosen_reshape(node: fx.Node, state: Rows, pure: bool) -> State:
-    """Chosen rows may get or lose inner dims, but stay on dim 0."""
-    source = node.args[0]
+    """Chosen rows may get, lose or take in inner dims, but nothing may come before them that was not before."""
+    source, dims = node.args[0], unknown_dims(node)
     assert isinstance(source, fx.Node)
-    same = str(value_of(source).shape[0]) == str(value_of(node).shape[0]) if value_of(node).ndim else False
-    if state.dim == 0 and same:
-        return replace(state, pure=pure)
+    before, after = value_of(source).shape, value_of(node).shape
+    if len(dims) == 1 and math.prod(before[: state.dim]) == math.prod(after[: dims[0]]):
+        inner = unknown_coefficient(after[dims[0]])
+        if inner is not None:
+            return replace(state, dim=dims[0], inner=inner, pure=pure)
     return Coupled(f"{operator_name(node)} folds the batch into other dims", node)
 
 
@@ -233,10 +238,29 @@ def _recurrent(node: fx.Node, context: Context, pure: bool) -> State | None:
 
 def _embedding(node: fx.Node, context: Context, pure: bool) -> State | None:
     weight, indices = node.args[0], node.args[1]
+    if len(node.args) > 3 and node.args[3]:
+        return Coupled("embedding scales gradients by how often an index comes in the batch", node)
     if isinstance(weight, fx.Node) and isinstance(context.states[weight], Fixed) and isinstance(indices, fx.Node):
         state = context.states[indices]
         return context.located(node, [(indices, state)], pure) if isinstance(state, Rows) else None
     return None
+
+
+def _embedding_bag(node: fx.Node, context: Context, pure: bool) -> State | None:
+    """Bags of one size, each the run of indices of its example. Other offsets count over the indices of all examples."""
+    given = dict(zip([argument.name for argument in node.target._schema.arguments], node.args)) | dict(node.kwargs)  # type: ignore[union-attr]
+    weight, indices, offsets, each = (given.get(name) for name in ("weight", "indices", "offsets", "per_sample_weights"))
+    if given.get("scale_grad_by_freq"):
+        return Coupled(f"{operator_name(node)} scales gradients by how often an index comes in the batch", node)
+    states = [context.states[a] if isinstance(a, fx.Node) else Fixed() for a in (weight, indices, offsets, each)]
+    _, rows, begins, own = states
+    bags = isinstance(begins, Rows) and isinstance(rows, Rows) and (rows.outer, rows.order) == (1, None)
+    plain = bags and (begins.kind == "begins" or (begins.kind == "position" and begins.inner == 1))  # type: ignore[union-attr]
+    if not plain or begins.divided != rows.inner or not isinstance(states[0], Fixed):  # type: ignore[union-attr]
+        return Coupled(f"{operator_name(node)} takes offsets that count over the indices of all examples", node)
+    if isinstance(each, fx.Node) and not (isinstance(own, Rows) and (own.layout, own.kind) == (rows.layout, "values")):  # type: ignore[union-attr]
+        return Coupled(f"{operator_name(node)} mixes examples", node)
+    return Rows(0, pure=pure)
 
 
 def _index(node: fx.Node, context: Context, pure: bool) -> State | None:
@@ -288,16 +312,8 @@ def _masked(node: fx.Node, state: Rows, mask: fx.Node, context: Context, pure: b
     """x[mask]: the rows (or parts of rows) that a boolean mask of each example's own chooses, in the batch's order."""
     by = context.states[mask]
     if isinstance(by, Rows) and (by.layout, by.dim) == (state.layout, state.dim) and state.dim < value_of(mask).ndim:
-        return Rows(0, pure=pure, order=f"chosen by {expression(mask)}", chosen=mask)
+        return Rows(0, pure=pure, order=choice_of(mask), chosen=mask)
     return Coupled("index picks rows of the batch", node)
-
-
-def _masked_select(node: fx.Node, context: Context, pure: bool) -> State | None:
-    source, mask = node.args[0], node.args[1]
-    assert isinstance(source, fx.Node) and isinstance(mask, fx.Node)
-    state = context.states[source]
-    same = value_of(source).ndim == value_of(mask).ndim
-    return _masked(node, state, mask, context, pure) if isinstance(state, Rows) and same else None
 
 
 def _sort(node: fx.Node, context: Context, pure: bool) -> State | None:
@@ -469,8 +485,8 @@ SPECIAL: dict[str, Rule] = {
     "rnn_tanh": _recurrent,
     "rnn_relu": _recurrent,
     "embedding": _embedding,
+    "embedding_bag": _embedding_bag,
     "index": _index,
-    "masked_select": _masked_select,
     "sort": _sort,
     "argsort": _sort,
     "getitem": _getitem,

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from graphpar.program import batch_coefficients, operator_name, value_of
 
@@ -35,6 +36,7 @@ class Rows:
     position   the row's own number, divided by ``divided``
     sorted     the number (divided by ``divided``) of the row that a sort put here
     inverse    where a sort put this row
+    begins     where the row's own run of ``divided`` elements begins, in the order of the rows
 
     ``order`` names the sort, or the choice, that the rows went through; rows of different orders don't belong together.
     """
@@ -116,7 +118,38 @@ def unknown_dims(node: fx.Node) -> list[int]:
 
 
 def is_unknown(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and any(str(symbol).startswith("u") for symbol in size.node.expr.free_symbols)
+    """Whether only running tells a size, or a number."""
+    return isinstance(size, torch.SymInt | torch.SymFloat) and any(map(_of_values, size.node.expr.free_symbols))
+
+
+def _of_values(symbol: Any) -> bool:
+    return bool(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)))
+
+
+def unknown_symbol(size: Any) -> str:
+    """The name of what only running tells."""
+    return next(str(symbol) for symbol in size.node.expr.free_symbols if _of_values(symbol))
+
+
+def unknown_coefficient(size: Any) -> int | None:
+    """``c`` for a size that is ``c`` times what only running tells; None for any other."""
+    symbols = size.node.expr.free_symbols
+    quotient = size.node.expr / next(iter(symbols))
+    return int(quotient) if len(symbols) == 1 and quotient.is_Integer else None
+
+
+def choice_of(mask: fx.Node) -> str:
+    """Names the rows that ``mask`` chooses, in their order: equal for equal values, whatever the shape that they are seen in."""
+    return f"chosen by {expression(_row_major(mask))}"
+
+
+def _row_major(node: fx.Node) -> fx.Node:
+    """The value that ``node`` shows in another shape, element by element in the same order."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(value_of(source), Tensor):
+        return node
+    same = value_of(source).dtype == value_of(node).dtype
+    return _row_major(source) if same and operator_name(node) in _SAME_ELEMENTS else node
 
 
 def expression(node: fx.Node, known: dict[fx.Node, str] | None = None) -> str:
@@ -128,7 +161,10 @@ def expression(node: fx.Node, known: dict[fx.Node, str] | None = None) -> str:
     if node.op in ("placeholder", "get_attr") or drawn:
         text = node.name
     else:
-        words = [expression(argument, known) for argument in node.all_input_nodes]
+        operands = node.all_input_nodes
+        if len(operands) == 1 and is_pointwise(node):  # of a view is a view of it
+            operands = [_row_major(operands[0])]
+        words = [expression(argument, known) for argument in operands]
         place = {argument: index for index, argument in enumerate(node.all_input_nodes)}
         shape = fx.map_arg((node.args, dict(node.kwargs)), lambda n: slice(place[n]))  # type: ignore[arg-type, return-value]
         text = f"{node.target}{shape}{words}"
@@ -155,7 +191,7 @@ def size_factor(node: fx.Node) -> int | None:
     symbols = expression.free_symbols
     if not symbols:
         return 0
-    if len(symbols) > 1 or any(str(symbol).startswith("u") for symbol in symbols):
+    if len(symbols) > 1 or is_unknown(value):
         return None
     (symbol,) = symbols
     quotient = (expression / symbol).simplify()
@@ -180,12 +216,21 @@ def scalar_arguments(node: fx.Node) -> Iterator[tuple[int | str, str, Any]]:
             yield place, "size" if "int" in str(described.type) else "number", given
 
 
+def gives_dtype_only(node: fx.Node) -> bool:
+    """Whether ``node`` takes nothing but the dtype (and device) of its second operand: ``x.type_as(h)``, ``x.to(h)``."""
+    return operator_name(node) in ("type_as", "to") and len(node.args) > 1 and isinstance(node.args[1], fx.Node)
+
+
 def is_pointwise(node: fx.Node) -> bool:
     """Whether torch says so, or it is one that torch forgot."""
     if operator_name(node) in _POINTWISE:
         return True
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
+
+# Operators that show the same elements in the same order.
+_SAME_ELEMENTS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as",
+                  "alias", "contiguous", "clone", "detach", "to", "lift_fresh_copy"}  # fmt: skip
 
 # Pointwise operators that torch does not tag so.
 _POINTWISE = {

@@ -158,7 +158,6 @@ ALONG: dict[str, Dims] = {
     "multi_margin_loss": _last(1),
     "multilabel_margin_loss": _last(1),
     "pairwise_distance": _last(1),
-    "cdist": _last(2),
     "diff": dims_of_argument(2, -1),
     "count_nonzero": dims_of_argument(1),
     "lstm": _over_time,
@@ -178,7 +177,7 @@ MOVES = {
 # Row numbers stay row numbers under these. Anything else that computes with them would tell microbatches apart.
 KEEPS_NUMBERS = {
     "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "detach", "alias", "contiguous", "clone", "to",
-    "view", "reshape", "slice", "floor_divide", "index", "index_put", "getitem", "div", "sym_size",
+    "view", "reshape", "slice", "floor_divide", "index", "index_put", "getitem", "div", "sym_size", "embedding_bag",
 }  # fmt: skip
 
 FACTORIES = {"zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones",

@@ -12,31 +12,47 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import io
-import logging
+import inspect
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tree_unflatten
 
 from graphpar.codegen.operators import check_function
 from graphpar.deferred import Tape
+from graphpar.equal_masks import EqualMasks
 from graphpar.errors import GraphparError
 from graphpar.exported import to_program
 from graphpar.fixed_size import mark_batch
 from graphpar.functions import opaque_apply, plain_apply, refusal
 from graphpar.inputs import Request, check_batch, leaf_paths, make_request
 from graphpar.program import ModelSource, Program
+from graphpar.quiet_torch import torch_is_quiet
+from graphpar.source import stack_line, user_line
+from graphpar.watched import (
+    COLLECTIVE_MODULES,
+    DataAsDetached,
+    OffMeta,
+    check_collectives,
+    collective,
+    is_on_meta,
+    masks_as_given,
+    off_meta,
+    refuse_collective,
+)
 
 ModelLike = nn.Module | Callable[[], nn.Module]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""In which a factory may build the model, by the names that plans have for them."""
 
 
 def capture(
@@ -57,13 +73,50 @@ def capture(
     request = make_request(built, fake, tape, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), batch_dims or {})
     request.training = mode != "infer"
     request.module_mode = mode
-    program = _trace(request)
-    name = next((key for key, value in _DTYPE_NAMES.items() if value is dtype), None)
+    program = _with_own_loss(request)
+    if program.mode == "infer" and mode is None and any(info.requires_grad for info in program.parameters.values()):
+        program = program.warn(_inference_meant(request))
+    name = next((key for key, value in DTYPES.items() if value is dtype), None)
     program.source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), name, mode)
     return program
 
 
-_DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+def _with_own_loss(request: Request) -> Program:
+    """The trace, with a scalar of the model's output as the loss only where it is one: it must come of the inputs."""
+    program = _trace(request)
+    if request.scalar is None:
+        return program
+    if any(node.op == "placeholder" for node in _ancestors(program.graph)):
+        return program.warn(
+            f"{request.scalar} is taken as the loss, as the only scalar that the model returns which needs a gradient. Give loss_fn to say "
+            "what the loss is, or mode 'infer' (--mode infer) for inference."
+        )
+    request.scalar, request.takes_scalar = None, False  # a parameter that is returned, such as a temperature
+    return _trace(request)
+
+
+def _ancestors(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that the graph's result is computed from."""
+    found: set[fx.Node] = set()
+    waiting = [node for node in graph.nodes if node.op == "output"]
+    while waiting:
+        fresh = set(waiting.pop().all_input_nodes) - found
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+def _inference_meant(request: Request) -> str:
+    """That nobody said whether to train, and how to."""
+    given = f"it returns {', '.join(request.output_names)}"
+    how = "loss_fn = lambda output, target: ..., with example targets"
+    if request.scalars:
+        given = f"{', '.join(request.scalars)} are scalars that need a gradient, and one would have to be named"
+        how = f"loss_fn = lambda output: {request.scalars[-1]}"
+    return (
+        f"The program is for inference, since the model has no loss of its own: {given}. To train it give a loss, such as {how}; where "
+        "inference is meant, say so with mode 'infer' (--mode infer)."
+    )
 
 
 def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
@@ -72,20 +125,45 @@ def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module
     Some constructors can't run on fake tensors (they read values, or copy modules); those run for real.
     """
     if isinstance(model, nn.Module):
-        return _unwrapped(model), None, None
+        return _with_values_apart(_unwrapped(model), None, None)
     if not callable(model):
         raise GraphparError(f"model is a {type(model).__name__}; it must be an nn.Module or a function that returns one.")
+    if needed := needed_arguments(model):
+        raise GraphparError(
+            f"model is {'the class' if isinstance(model, type) else 'the function'} {getattr(model, '__name__', model)}, which needs "
+            f"arguments ({', '.join(needed)}); give an instance, or a function without arguments that makes one."
+        )
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     tape = Tape()
     with default_dtype(dtype):
         try:
-            with fake, tape, _shared_by_copies(fake):
+            with fake, tape, OffMeta(), _shared_by_copies(fake):
                 built = model()
         except Exception:
-            built, fake, tape = model(), cast(Any, None), cast(Any, None)
+            with OffMeta():
+                built, fake, tape = model(), cast(Any, None), cast(Any, None)
     if not isinstance(built, nn.Module):
         raise GraphparError(f"The model factory returned a {type(built).__name__}; it must return an nn.Module.")
-    return _unwrapped(built), fake, tape
+    return _with_values_apart(_unwrapped(built), fake, tape)
+
+
+def _with_values_apart(
+    model: nn.Module, fake: FakeTensorMode | None, tape: Tape | None
+) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
+    """A model on the device meta as one that was built under fake tensors."""
+    if not is_on_meta(model):
+        return model, fake, tape
+    fake = fake or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    return off_meta(model, fake), fake, tape
+
+
+def needed_arguments(factory: Callable[..., Any]) -> list[str]:
+    """Names of the arguments without which ``factory`` can't be called."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 @contextlib.contextmanager
@@ -131,21 +209,28 @@ class _Traced(nn.Module):
         feed = iter(tensors)
         leaves = [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in request.leaves]
         args, kwargs, targets = tree_unflatten(leaves, request.arguments_spec)
-        with _assignments_as_writes(request.model):
+        with _assignments_as_writes(request.model), EqualMasks(), OffMeta(), DataAsDetached():
             output = self.model(*args, **kwargs)
         if request.training:
             if request.loss_fn is not None:
-                loss = request.loss_fn(output, *targets)
+                with EqualMasks(), OffMeta(), DataAsDetached():
+                    loss = request.loss_fn(output, *targets)
                 if isinstance(loss, Tensor) and loss.numel() != 1:
                     shape = ", ".join(str(size) if isinstance(size, int) else "batch" for size in loss.shape)
                     raise GraphparError(f"loss_fn returned a tensor of shape ({shape}); it must return a scalar.")
             else:
-                loss = own_loss(output)
+                loss = own_loss(output, request.takes_scalar)
+                _note_scalars(request, output, loss)
             if loss is not None:
                 if not isinstance(loss, Tensor):
                     raise GraphparError(f"loss_fn returned a {type(loss).__name__}; it must return a scalar tensor.")
                 if not loss.is_floating_point():
                     raise GraphparError(f"loss_fn returned a tensor of {loss.dtype}, which has no gradient.")
+                if not loss.requires_grad and any(parameter.requires_grad for parameter in request.model.parameters()):
+                    raise GraphparError(
+                        "The loss has no gradient, though the model has parameters that need one: somewhere on the way it is detached, "
+                        "computed under torch.no_grad(), or made of whole numbers. For inference leave loss_fn out or set mode='infer'."
+                    )
                 request.output_names[:] = ["loss"]
                 return (loss.reshape(()) if loss.ndim else loss,)
         named = named_outputs(output)
@@ -153,12 +238,38 @@ class _Traced(nn.Module):
         return tuple(value for _, value in named)
 
 
-def own_loss(output: Any) -> Tensor | None:
-    """The loss that the model itself returns: a scalar output, or a ``loss`` in it."""
+def own_loss(output: Any, takes_scalar: bool = True) -> Tensor | None:
+    """The loss that the model itself returns: a scalar output, a ``loss`` in it, or the only scalar in it that needs a gradient."""
+    loss = _named_loss(output)
+    scalars = _scalars(output) if takes_scalar and loss is None else []
+    return scalars[0][1] if len(scalars) == 1 else loss
+
+
+def _named_loss(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output if output.ndim == 0 else None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _scalars(output: Any) -> list[tuple[str, Tensor]]:
+    """Scalars in a model's output that need a gradient, each with how to write it."""
+    items = [("", output)]
+    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
+        items = [(f".{field.name}", getattr(output, field.name)) for field in dataclasses.fields(output)]
+    leaves = [(item + keystr(path), leaf) for item, value in items for path, leaf in tree_leaves_with_path(value)]
+    return [
+        (f"output{place}", leaf)
+        for place, leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point() and leaf.requires_grad
+    ]
+
+
+def _note_scalars(request: Request, output: Any, loss: Tensor | None) -> None:
+    """Keeps which scalar became the loss, or which could have been."""
+    scalars = _scalars(output) if request.takes_scalar and _named_loss(output) is None else []
+    request.scalar = scalars[0][0] if len(scalars) == 1 else None
+    request.scalars = [place for place, _ in scalars] if loss is None else []
 
 
 def named_outputs(output: Any) -> list[tuple[str, Tensor]]:
@@ -205,13 +316,13 @@ def _trace_static(request: Request, size: int, why: Exception | None, other_size
     except GraphparError:
         raise
     except Exception as error:
-        raise _explained(error) from error
+        raise _explained(error, request.model) from error
     other_size = other_size or size + 1
     reason: str | None
     try:
         other = _export(request, other_size, symbolic=False)[0]
     except Exception as error:
-        reason = f"it can be traced only with {size} rows: {_first_line(error)}"
+        reason = f"it can be traced only with {size} rows: with {other_size}{_where(error, request.model)}: {_first_line(error)}"
     else:
         reason = mark_batch(exported, other, size, other_size)
     program = to_program(request, exported, notes, symbolic=False, size=size)
@@ -249,14 +360,17 @@ def _export(request: Request, size: int, *, symbolic: bool) -> tuple[ExportedPro
             shape[dim] = trace_size
         example.append(_example(leaf, shape, request.mode))
         dims.append({dim % leaf.ndim: batch} if symbolic and dim is not None else None)
+    _check_averages(request)
     training = [module.training for module in traced.modules()]
     notes: list[str] = []
-    with warnings.catch_warnings(), _quiet(), _in_mode(request), _watch_erased_regions(notes, request.training):
+    watched = _watch_erased_regions(notes, request.training)
+    with warnings.catch_warnings(), torch_is_quiet(), _in_mode(request), watched, _lines_of(request.loss_fn), masks_as_given():
         warnings.simplefilter("ignore")
         exported = torch.export.export(
             traced, tuple(example), dynamic_shapes={"tensors": tuple(dims)} if symbolic else None, strict=False
         )
     assert training == [module.training for module in traced.modules()]
+    check_collectives(exported)
     return exported, notes
 
 
@@ -298,20 +412,33 @@ def _assignments_as_writes(model: nn.Module) -> Iterator[None]:
         buffer.copy_(assigned.detach())
 
 
+def _check_averages(request: Request) -> None:
+    """A cumulative average weighs each batch by a number read from a buffer, which a trace would fix."""
+    for name, module in request.model.named_modules():
+        averages = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats and module.momentum is None
+        training = module.training if request.module_mode is None else request.module_mode == "train"
+        if averages and training:
+            raise GraphparError(
+                f"{type(module).__name__} {name!r} has momentum=None: its running statistics are averages over all steps so far, weighted "
+                "by a number that is read from a buffer in each step, which a trace can't follow. Give it a momentum (0.1 is torch's "
+                "default), or put it in evaluation mode and export with mode=None."
+            )
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps torch from printing the graph so far when a trace fails; what went wrong is said in our error."""
-    names = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.fx.experimental.proxy_tensor")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
+def _lines_of(loss_fn: Callable[..., Any] | None) -> Iterator[None]:
+    """The loss's own lines in the trace, which keeps those of functions named ``forward`` alone."""
+    anchors = getattr(torch.fx.proxy, "_STACK_TRACE_ANCHORS", None)  # torch < 2.13 knows no others
+    code = getattr(loss_fn, "__code__", None)
+    place = (code.co_filename, code.co_name) if code is not None else None
+    if anchors is None or place is None or place in anchors:
+        yield
+        return
+    anchors.add(place)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
+        yield
     finally:
-        for logger, disabled in zip(loggers, before):
-            logger.disabled = disabled
+        anchors.discard(place)
 
 
 @contextlib.contextmanager
@@ -320,6 +447,7 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
     inside = False  # of a custom function
     functions: Any = torch.autograd.function
     transformed = functions.custom_function_call
+    gradients = torch.autograd.grad, torch.autograd.backward, torch.func.grad, torch.func.vjp, torch.func.jvp
     checkpoint_regions = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -342,6 +470,13 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
             raise refusal(cls, "is called under torch.func or torch.vmap, where a trace would lose its backward")
         return transformed(cls, *args, **kwargs)
 
+    def differentiates(*args: Any, **kwargs: Any) -> Any:
+        place = stack_line()
+        raise GraphparError(
+            f"The model computes gradients in its forward{f' ({place})' if place else ''} (autograd.grad, backward or torch.func). A trace "
+            "records forward operators alone, so that these gradients would be constants in the program; write the derivative out."
+        )
+
     def regions(*args: Any, **kwargs: Any) -> Any:
         notes.append("checkpoint")
         return checkpoint_regions(*args, **kwargs)
@@ -350,22 +485,46 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     functions.custom_function_call = under_transforms
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = regions
+    torch.autograd.grad = torch.autograd.backward = differentiates
+    torch.func.grad = torch.func.vjp = torch.func.jvp = differentiates
     try:
         yield
     finally:
         del _SingleLevelFunction.apply  # type: ignore[attr-defined]
         functions.custom_function_call = transformed
         torch.utils.checkpoint._checkpoint_without_reentrant_generator = checkpoint_regions
+        torch.autograd.grad, torch.autograd.backward, torch.func.grad, torch.func.vjp, torch.func.jvp = gradients
 
 
-def _explained(error: Exception) -> GraphparError:
+def _explained(error: Exception, model: nn.Module) -> GraphparError:
     """torch.export's failure in the user's terms."""
     kind, text = type(error).__name__, str(error)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for frame, _ in frames:
+        if isinstance(node := frame.f_locals.get("node"), fx.Node):
+            refuse_collective(node)
+    called = next((frame for frame, _ in frames if frame.f_globals.get("__name__") in COLLECTIVE_MODULES), None)
+    if called is not None:
+        return collective(f"{called.f_globals['__name__']}.{called.f_code.co_name}", user_line(error))
     if "GuardOnDataDependent" in kind or "data-dependent" in text.lower() or "DynamicOutputShape" in kind:
         what = (
             "The model's control flow or a tensor's size depends on values of tensors, which a trace can't follow. "
             "Use torch.where, torch.cond or a fixed size there"
         )
-        user = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
-        return GraphparError(f"{what}{': ' + user[-1] if user else ''}. ({kind}: {_first_line(error)})")
-    return GraphparError(f"torch.export could not trace the model ({kind}): {text.strip()[:1500]}")
+        place = user_line(error)
+        return GraphparError(f"{what}{f': {place}' if place else ''}. ({kind}: {_first_line(error)})")
+    return GraphparError(f"torch.export could not trace the model{_where(error, model)} ({kind}): {text.strip()[:1500]}")
+
+
+def _where(error: Exception, model: nn.Module) -> str:
+    """The module in which ``error`` was raised, and the innermost line of the user's on the way: " in Linear 'head' (model.py:12)"."""
+    names = {module: name for name, module in model.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = [frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
+    module = next((module for module in reversed(inside) if module in names), None)
+    place = user_line(error)
+    where = f" in {type(module).__name__} {names[module]!r}" if module is not None and names[module] else ""
+    where += f" ({place})" if place else ""
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        where += f", which takes dim 1 of its input as its {module.num_features} features, while the batch lies there"
+    return where

@@ -24,7 +24,7 @@ from graphpar.errors import GraphparError, near_match
 
 _TEXT = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<device>[a-z][\w -]*)", re.IGNORECASE)
 _FILE = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<file>.+\.(?:json|toml))", re.IGNORECASE)
-_PROFILE = ("graphpar", "machine", "error", "measured")
+_PROFILE = ("graphpar", "machine", "disturbed", "error", "measured")
 """What a profile of ``graphpar calibrate`` holds besides a cluster."""
 _LINKS = ("intra_node", "inter_node")
 _WIRES = ("pair_bytes_per_s", "in_switch", "send_latency_s")
@@ -67,10 +67,11 @@ class Cluster:
             counts = [int(named[place]) for place in ("first", "second") if named[place]]
             return _from_file(Path(named["file"]), counts)
         found = _TEXT.fullmatch(source.strip())
-        if found is None:
+        meant = _otherwise(source)
+        if found is None or meant is not None:
             raise GraphparError(
                 f"Cluster {source!r}: write devices x kind, such as 2xCPU or 8xH100, nodes x devices x kind, such as 2x8xH100, or name "
-                "a TOML file."
+                f"a TOML file.{'' if meant is None else f' Did you mean {meant!r}?'}"
             )
         try:
             device = device_named(found["device"])
@@ -109,6 +110,11 @@ class Cluster:
         explicit = self.nodes > 1 or (usual is not None and self.devices_per_node > usual)
         return f"{f'{self.nodes}x' if explicit else ''}{count}{self.device.name}"
 
+    def __repr__(self) -> str:
+        known = DEVICES.get(self.device.name)
+        usual = known == self.device and (known.intra_node, known.inter_node) == (self.intra_node, self.inter_node)
+        return f"Cluster({str(self)!r}{'' if usual else ', with figures of its own'})"
+
     # ---- as data ----
 
     def to_json(self) -> dict[str, Any]:
@@ -134,6 +140,20 @@ class Cluster:
         device = _device(data)
         links = {name: _link(data.get(name, {}), name, getattr(device, name)) for name in _LINKS}
         return Cluster(data["nodes"], data["devices_per_node"], device, **links)
+
+
+def _otherwise(text: str) -> str | None:
+    """What a cluster that is written in other ways means: ``h100x8``, ``8 H100``, ``8*h100``, ``H100:8`` are all ``8xH100``."""
+    if _TEXT.fullmatch(text.strip()) and not re.search(r"x\s*\d+\s*$", text):
+        return None
+    kinds: list[str] = []
+    counts: list[str] = []
+    for part in re.split(r"[x×*:,\s]+", re.sub(r"^(\d+)(?=[a-wyz])", r"\1x", text.strip().lower())):
+        (counts if part.isdigit() else kinds).append(part)
+    try:
+        return "x".join([*(str(int(count)) for count in counts), device_named("-".join(kinds)).name]) if 1 <= len(counts) <= 2 else None
+    except GraphparError:
+        return None
 
 
 def _filled(device: Device, count: int) -> tuple[int, int]:

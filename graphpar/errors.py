@@ -15,8 +15,10 @@ class GraphparError(ValueError):
 
 
 def near_match(name: str, known: Iterable[str]) -> str:
-    """A ``" Did you mean 'x'?"`` suffix, or the empty string when nothing is close."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    """A ``" Did you mean 'x'?"`` suffix, or the empty string when nothing is close; what ``name`` begins is closest."""
+    names = list(known)
+    begun = [other for other in names if len(name) > 1 and other.startswith(name)]
+    close = begun[:3] or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if not close:
         return ""
     quoted = " or ".join(repr(match) for match in close)

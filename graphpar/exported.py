@@ -167,16 +167,16 @@ def _unlifted_graph(
     for node in inputs:
         name = next(input_names)
         env[node] = graph.placeholder(name)
-        env[node].meta = _kept_meta(node, stacks)
+        env[node].meta = kept_meta(node, stacks)
 
     def attribute(node: fx.Node, user: fx.Node) -> fx.Node:
         target = placeholders[node.name][1]
         if target in tied:
-            target = _alias_used_by(user, tied[target])
+            target = alias_used_in(kept_meta(user, stacks)["module_stack"], tied[target])
         if target not in attributes:
             with _inserted_after_inputs(graph, attributes, env):
                 attributes[target] = graph.get_attr(target)
-            attributes[target].meta = _kept_meta(node, stacks)
+            attributes[target].meta = kept_meta(node, stacks)
         return attributes[target]
 
     def mapped(argument: fx.Node, user: fx.Node) -> fx.Node:
@@ -192,7 +192,7 @@ def _unlifted_graph(
         numbers = node.meta.get(NUMBERS, {})
         sizes = {place: _batch_number(graph, request, env, inputs, factor) for place, factor in numbers.items()}
         env[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-        env[node].meta = _kept_meta(node, stacks)
+        env[node].meta = kept_meta(node, stacks)
         for place, number in sizes.items():
             if isinstance(place, int):
                 env[node].update_arg(place, number)
@@ -227,17 +227,16 @@ def _inserted_after_inputs(graph: fx.Graph, attributes: dict[str, fx.Node], env:
         yield
 
 
-def _alias_used_by(user: fx.Node, names: tuple[str, ...]) -> str:
-    """The one of a tied parameter's names that lies in the module which uses it here."""
-    for path, _ in reversed(list((user.meta.get("nn_module_stack") or {}).values())):
-        path = path.removeprefix("model").removeprefix(".")
+def alias_used_in(stack: tuple[tuple[str, str, str], ...], names: tuple[str, ...]) -> str:
+    """The one of a tied parameter's names that lies in the module which uses it: the innermost of ``stack`` that has one."""
+    for path, _, _ in reversed(stack):
         for name in names:
             if path and name.startswith(path + "."):
                 return name
     return names[0]
 
 
-def _kept_meta(node: fx.Node, stacks: dict[tuple[str, ...], tuple[tuple[str, str, str], ...]]) -> dict[str, Any]:
+def kept_meta(node: fx.Node, stacks: dict[tuple[str, ...], tuple[tuple[str, str, str], ...]]) -> dict[str, Any]:
     """The metadata that passes use: the value, the module stack as (path, class, call) and the user's source line."""
     meta: dict[str, Any] = {key: node.meta[key] for key in ("val", "batch_coefficients", TWIN) if key in node.meta}
     stack = node.meta.get("nn_module_stack") or {}

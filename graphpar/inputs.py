@@ -36,6 +36,9 @@ class Request:
     loss_fn: Callable[..., Any] | None
     training: bool
     module_mode: str | None = None  # train | infer: what the modules are set to while they are traced
+    takes_scalar: bool = True  # whether the only scalar in the model's output that needs a gradient is its loss
+    scalar: str | None = None  # that one; filled by the trace
+    scalars: list[str] = dataclasses.field(default_factory=list)  # several of them, of which none is known to be the loss
     output_names: list[str] = dataclasses.field(default_factory=list)  # filled by the trace
 
 
@@ -49,6 +52,7 @@ def make_request(
     targets: tuple[Any, ...],
     batch_dims: Mapping[str, int | None],
 ) -> Request:
+    _check_targets(loss_fn, targets)
     named = _bind(model, args, kwargs)
     leaves, spec = tree_flatten((args, kwargs, targets))
     names = _leaf_names(named, targets, loss_fn)
@@ -74,6 +78,25 @@ def make_request(
             dims.append(0 if leaf.ndim and leaf.shape[0] == batch else None)
     roles = ["target" if flag else "input" for flag in is_target]
     return Request(model, fake, tape, spec, leaves, names, roles, dims, batch, loss_fn, True)
+
+
+def _check_targets(loss_fn: Callable[..., Any] | None, targets: tuple[Any, ...]) -> None:
+    """``loss_fn`` is called with the model's output and the targets; it must take as many."""
+    forward = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    if forward is None:
+        return
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(None, *targets)
+    except TypeError as error:
+        count = f"{len(targets)} target{'s' if len(targets) != 1 else ''}"
+        raise GraphparError(
+            f"loss_fn is called with the model's output and {count}, but it takes {signature}: {error}. Its targets are "
+            "example_targets in a model file, and targets in Python."
+        ) from None
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -120,6 +143,15 @@ def leaf_paths(name: str, value: Any) -> list[str]:
         text = "_".join([name, *parts])
         result.append("".join(char if char.isalnum() or char == "_" else "_" for char in text))
     return result
+
+
+def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]) -> int | None:
+    """Rows of an example without ``batch_dims``; None where it has no batch, which :func:`make_request` refuses."""
+    leaves = tree_flatten((args, dict(kwargs), targets))[0]
+    try:
+        return _batch_size([""] * len(leaves), leaves, {})
+    except GraphparError:
+        return None
 
 
 def _batch_size(names: list[str], leaves: list[Any], batch_dims: Mapping[str, int | None]) -> int:

@@ -9,6 +9,21 @@ from dataclasses import dataclass
 from graphpar.errors import GraphparError, near_match
 from graphpar.runtime.layout import AXES
 
+_USUAL_NAMES = {
+    "dp": "dp_replicate",
+    "ddp": "dp_replicate",
+    "data": "dp_replicate",
+    "fsdp": "dp_shard",
+    "zero": "dp_shard",
+    "mp": "tp",
+    "sp": "tp",
+    "tensor": "tp",
+    "pipeline": "pp",
+    "context": "cp",
+    "expert": "ep",
+}
+"""What others call the axes."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -44,13 +59,18 @@ class Mesh:
         """``pp=2,tp=2`` as a dictionary of degrees; errors name the axis."""
         degrees: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
-            axis, equals, value = part.partition("=")
+            name, equals, value = (piece.strip() for piece in part.partition("="))
+            axis = name.lower()
             if not equals:
-                raise GraphparError(f"--mesh wants axis=degree pairs such as pp=2; got {part!r}.")
+                raise GraphparError(f"A mesh is written as axis=degree pairs such as pp=2,tp=2; {part!r} is not one.")
+            if axis in degrees:
+                raise GraphparError(f"Mesh axis {axis} is given twice, with {degrees[axis]} and {value}.")
             try:
-                degrees[axis.strip()] = int(value)
+                degrees[axis] = int(value)
             except ValueError:
                 raise GraphparError(f"Mesh axis {axis}: {value!r} is no whole number.") from None
+        if not degrees:
+            raise GraphparError(f"The mesh {text!r} has no axis; write axis=degree pairs such as pp=2,tp=2, or leave it out.")
         return degrees
 
     @staticmethod
@@ -60,13 +80,17 @@ class Mesh:
         Raises:
             GraphparError: an axis is unknown, a degree is no positive number, or they don't divide the devices.
         """
+        if degrees is not None and not isinstance(degrees, Mapping):
+            raise GraphparError(f"mesh is {degrees!r}; it must be degrees of axes, such as {{'pp': 2}} or 'pp=2'.")
         given = dict(degrees or {})
         for axis in given:
             if axis not in AXES:
-                raise GraphparError(
-                    f"There is no mesh axis {axis!r}; the axes are {', '.join(AXES)}.{near_match(axis, AXES)}"
-                )
+                usual = _USUAL_NAMES.get(str(axis).lower())
+                hint = near_match(str(axis), AXES) if usual is None else f" Did you mean {usual!r}?"
+                raise GraphparError(f"There is no mesh axis {axis!r}; the axes are {', '.join(AXES)}.{hint}")
         for axis, degree in given.items():
+            if isinstance(degree, bool) or not isinstance(degree, int):
+                raise GraphparError(f"Mesh axis {axis} has degree {degree!r}; it must be a whole number.")
             if degree == -1 and axis == "dp_shard" and devices is not None:
                 rest = math.prod(value for name, value in given.items() if name != axis)
                 given[axis] = max(1, devices // rest)

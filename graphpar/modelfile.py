@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from graphpar.capture import ModelLike, default_dtype
+from graphpar.capture import ModelLike, default_dtype, needed_arguments
 from graphpar.errors import GraphparError, near_match
 
 NAMES = (
@@ -43,7 +43,7 @@ NAMES = (
 )
 
 MEANING = {
-    "model": "an nn.Module, or a function without arguments that returns one",
+    "model": "an nn.Module, or a class or function that makes one without arguments",
     "example_inputs": "a tuple (positional arguments), a dict (keyword arguments), or a function that returns either",
 }
 
@@ -197,12 +197,15 @@ def _read(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
         if not hasattr(module, name):
             raise GraphparError(_missing(name, module, shown))
     model = found["model"]
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise GraphparError(
-            f"{shown}: model is the class {model.__name__}; give an instance, or a function that makes one."
-        )
     if not isinstance(model, nn.Module):
         _require(callable(model), shown, "model", model, MEANING["model"])
+        if needed := needed_arguments(cast(Callable[..., Any], model)):
+            name = getattr(model, "__name__", "model")
+            raise GraphparError(
+                f"{shown}: model is the {'class' if isinstance(model, type) else 'function'} {name}, which needs arguments "
+                f"({', '.join(needed)}); give an instance, or a function without arguments that makes one, such as "
+                f"def model(): return {name}(...)."
+            )
         model = _guarded(cast(Callable[[], nn.Module], model), f"model() of {shown} failed", path.resolve())
     args, kwargs = _inputs(_value(module, "example_inputs", path, shown), shown)
     targets = _value(module, "example_targets", path, shown)
@@ -300,7 +303,14 @@ def initial_weights(file: ModelFile, dtype: torch.dtype | None = None, seed: int
             model = model()
     while type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
         model = cast(nn.Module, model.module)
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    empty = next((name for name, value in state.items() if value.is_meta), None)
+    if empty is not None:
+        raise GraphparError(
+            f"{file.path}: model has no values to write as initial weights: {empty} is on the device meta. Give "
+            'a function that builds it on the CPU (no torch.device("meta") in it): it is run for real only where values are needed.'
+        )
+    return state
 
 
 def example_batch(file: ModelFile, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

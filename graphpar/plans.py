@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from graphpar.cluster import Cluster
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
+from graphpar.report_text import plural, seconds_text
 from graphpar.sharding import Sharding
 
 if TYPE_CHECKING:
-    from graphpar.cost_models.estimates import Estimate
+    from graphpar.cost_models.estimates import Alone, Estimate
     from graphpar.passes.planner import Found
 
 VERSION = 1
@@ -50,7 +51,7 @@ class Plan:
     """What graphpar decided. ``actions`` is a schedule table of the user's own, one tuple of cells a rank.
 
     ``cluster`` is what it was decided for; None where only a mesh is known, and then nothing is ``predicted``: what a step takes there.
-    ``found`` is what else a search saw. Neither of them is part of the plan's data.
+    ``found`` is what else a search saw, ``alone`` what one device takes. None of these is part of the plan's data.
     """
 
     model: str
@@ -71,6 +72,7 @@ class Plan:
     warnings: tuple[str, ...] = field(default=(), compare=False)
     predicted: Estimate | None = field(default=None, compare=False, repr=False)
     found: Found | None = field(default=None, compare=False, repr=False)
+    alone: Alone | None = field(default=None, compare=False, repr=False)
 
     @property
     def microbatches(self) -> int:
@@ -116,6 +118,14 @@ class Plan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
+        """The plan that :meth:`to_json` gave as a dictionary.
+
+        Raises:
+            GraphparError: it is none, of another version, or has parts missing.
+        """
+        if not isinstance(data, Mapping):
+            what = "text: parse it with json.loads first" if isinstance(data, str) else f"a {type(data).__name__}"
+            raise GraphparError(f"Plan.from_json takes the dictionary that plan.to_json() returns, and got {what}.")
         if data.get("version") != VERSION:
             raise GraphparError(
                 f"This plan has version {data.get('version')!r}; graphpar reads version {VERSION}. Compile the model again."
@@ -159,6 +169,17 @@ class Plan:
         except json.JSONDecodeError as error:
             raise GraphparError(f"{file} is no JSON: {error}.") from error
         return Plan.from_json(data)
+
+    def __repr__(self) -> str:
+        degrees = ", ".join(f"{axis}={degree}" for axis, degree in self.mesh.degrees().items() if degree > 1) or "1 device"
+        step = "" if self.predicted is None else f", {seconds_text(self.predicted.step_time_s)} a step on {self.predicted.cluster}"
+        batches = f"{plural(self.microbatches, 'microbatch', 'microbatches')} of {self.microbatch_size}"
+        return f"Plan({self.model}, {self.mode}, {degrees}, {self.schedule}, {batches}{step})"
+
+    def _repr_html_(self) -> str:
+        from graphpar.report_notebook import plan_frame  # the report draws plans
+
+        return plan_frame(self)
 
     def __str__(self) -> str:
         from graphpar.report import plan_text  # the report draws plans

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
+from graphpar.report_text import count_text
 from graphpar.runtime.layout import Type
-from graphpar.source import variable_names
+from graphpar.source import Source, variable_name
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,19 @@ class Helper:
         return run_plain(self.graph, arguments)
 
 
+@dataclass(frozen=True)
+class Coupling:
+    """An operator that mixes examples, so that cutting the batch changes the result: why, in which module, on which source line."""
+
+    reason: str
+    module: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        place = ", ".join(filter(None, (self.module, self.line)))
+        return f"{self.reason} ({place})" if place else self.reason
+
+
 @dataclass
 class Program:
     """A traced model. Passes treat it as immutable: they take one and give a new one."""
@@ -142,7 +156,7 @@ class Program:
     warnings: tuple[str, ...] = ()
     retrace: Callable[[int], Program] | None = None
     source: ModelSource | None = None
-    couplings: tuple[str, ...] = ()  # operators that mix examples, so that microbatches change the result
+    couplings: tuple[Coupling, ...] = ()
     counts: fx.Graph | None = None  # the loss's denominators as a graph of the inputs alone
     count_names: tuple[str, ...] = ()
     random_calls: int = 0  # dropouts in execution order, each with a stream of its own
@@ -184,6 +198,16 @@ class Program:
                 return group
         return (fqn,)
 
+    def prefixes(self, block: str) -> list[str]:
+        """What the names of each instance of ``block`` begin with; for "" that of the root's."""
+        return [f"{path}." for path in dict.fromkeys(self.blocks[block].instances)] if block else [""]
+
+    def ties_below(self, path: str) -> list[tuple[str, ...]]:
+        """Groups of names below the module ``path`` that are one parameter, relative to it."""
+        prefix = f"{path}."
+        groups = (tuple(name.removeprefix(prefix) for name in group if name.startswith(prefix)) for group in self.ties)
+        return [group for group in groups if len(group) > 1]
+
     def parameter_count(self) -> int:
         """Number of parameter elements, each tied parameter counted once."""
         skipped = {name for group in self.ties for name in group[1:]}
@@ -202,6 +226,10 @@ class Program:
         """Run on one device. ``state`` holds parameters, buffers and constants by name; buffers are written in place."""
         values = [inputs[node.target] for node in self.graph.nodes if node.op == "placeholder"]
         return Runner(self, state).run_graph(self.graph, "", values)
+
+    def __repr__(self) -> str:
+        blocks = "".join(f", {block.name} x {len(block.instances)}" for block in self.blocks.values())
+        return f"Program({self.name}, {self.mode}, {count_text(self.parameter_count())} parameters{blocks}, batch {self.batch})"
 
     def __str__(self) -> str:
         from graphpar.codegen.printer import print_graph  # the printer imports Program
@@ -278,6 +306,12 @@ def module_path(node: fx.Node) -> str:
     """The path of the innermost module whose forward made ``node`` (empty for the root)."""
     stack = node.meta.get("module_stack", ())
     return stack[-1][0] if stack else ""
+
+
+def where(node: fx.Node) -> str:
+    """`` (file:line)`` of the user's code, for messages; nothing where it isn't known."""
+    source = node.meta.get("source")
+    return f" ({source.file}:{source.line})" if source else ""
 
 
 def value_of(node: fx.Node) -> Any:
@@ -383,16 +417,56 @@ def short_name(node: fx.Node) -> str:
     )
 
 
+_SAME_VALUE = frozenset(("to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"))
+"""Operators whose result is their operand in another dtype or memory format, which people call by the same name."""
+SAME_ELEMENTS = _SAME_VALUE | {"unsqueeze", "squeeze", "transpose", "permute", "view", "reshape", "expand"}
+"""Operators whose result is their operand in another shape, or cast."""
+
+
+def user_name(node: fx.Node) -> str | None:
+    """The variable that holds ``node``'s value in the user's code, where one does.
+
+    A value that is returned has the name that the caller gives to the result; one that is only cast on the way keeps its own,
+    and a range or a constant that is made inside of the call is not the result.
+    """
+    source: Source | None = node.meta.get("source")
+    if source is None:
+        return None
+    operand = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else node
+    computed = operand is not node and operand.op == "call_function"
+    before: Source | None = operand.meta.get("source") if computed else None
+    if not source.targets and before is not None and before.targets and operator_name(node) in _SAME_VALUE:
+        return user_name(operand)
+    made = created_by(node)
+    if made is not None and not source.assigns.operators & {operator_name(made), operator_name(node)}:
+        return None
+    position = node.args[1] if operator_name(node) == "getitem" else 0
+    name = variable_name(source, position if isinstance(position, int) else 0, operator_name(node))
+    if name is None and before is not None and before.assigns == source.assigns and source.assigns.made_of:
+        return user_name(operand)
+    return name
+
+
+def created_by(node: fx.Node) -> fx.Node | None:
+    """The operator that made ``node``'s value of no tensor at all (``arange``, ``zeros``), seen through changes of shape."""
+    while node.op == "call_function" and operator_name(node) in SAME_ELEMENTS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    sizes_alone = all(isinstance(value_of(argument), torch.SymInt) for argument in node.all_input_nodes)
+    return node if node.op == "call_function" and sizes_alone and isinstance(value_of(node), Tensor) else None
+
+
 def value_name(node: fx.Node) -> str:
     """A readable name for a value: the user's variable, the module that made it, or the operator."""
     if node.op == "placeholder":
         return str(node.target)
     if node.op == "get_attr":
         return str(node.target).replace(".", "_")
-    position = node.args[1] if operator_name(node) == "getitem" else 0
-    names = variable_names(node.meta.get("source"), position if isinstance(position, int) else 0)
-    if names:
-        return names[0]
+    name = user_name(node)
+    if name is not None:
+        return name
+    made = created_by(node)
+    if made is not None:
+        return short_name(made)
     parts = [part for part in module_path(node).split(".") if part and not part.isdigit()]
     return parts[-1] if parts else short_name(node)
 

@@ -9,40 +9,43 @@ Reading a report needs no torch.
 
 from __future__ import annotations
 
-import io
-import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from graphpar.report_data import compile_json, decisions, predicted_data, report_data, timeline_of
+from graphpar.report_data import compile_json, decisions, predicted_data, report_data, timeline_of, with_alone
 from graphpar.report_html import html
 from graphpar.report_layout import layout_text, sharding_lines, sharding_sections
-from graphpar.report_predicted import assumed_lines, communication_lines, predicted_lines, runners_up, stage_columns
+from graphpar.report_predicted import (
+    assumed_lines,
+    communication_lines,
+    predicted_lines,
+    rank_names,
+    runners_up,
+    timeline_legend,
+)
+from graphpar.report_stages import stage_table
 from graphpar.report_text import (
     bytes_text,
     compressed,
     count_text,
-    flops_text,
     indices_text,
+    kept,
     listed,
     place_text,
     plural,
+    wrapped,
 )
 from graphpar.simulation import draw
 from graphpar.trace import chrome_trace
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from graphpar.plans import Plan
 
-__all__ = ["compile_json", "html", "plan_text", "render", "report_data", "timeline_of", "trace"]
+__all__ = ["compile_json", "html", "plan_text", "render", "report_data", "timeline_of", "trace", "with_alone"]
 
 WIDTH = 100
-BAR = 12
 
 
 def render(data: Mapping[str, Any], console: Console, out: str | None = None, seconds: float | None = None) -> None:
@@ -55,35 +58,32 @@ def render(data: Mapping[str, Any], console: Console, out: str | None = None, se
     """
     width = min(console.width, WIDTH)
     closing = [*assumed_lines(data), *(("Warning", line) for line in data["warnings"])]
-    closing += [("Next", line) for line in next_commands(out, data["mode"])] if out is not None else []
+    closing += [("Next", kept(line)) for line in next_commands(out, data["mode"])] if out is not None else []
     sections = [
-        [_header(data)],
+        wrapped(_header(data), width, " ", " " * 12),
         _fields([_plan_line(data), *predicted_lines(data, seconds)], width),
-        _lines_of(_stage_table(data), width),
+        stage_table(data, width),
         _fields(_facts(data), width),
         *sharding_sections(data.get("sharding"), width),
-        communication_lines(data),
+        communication_lines(data, width),
         _fields(_notes(data), width),
-        [f" {line}" for line in _timeline(data, width - 1)],
+        timeline_lines(data, width),
         runners_up(data, width),
         _fields(closing, width),
     ]
     console.out("\n\n".join("\n".join(lines) for lines in sections if lines), highlight=False)
 
 
-def _timeline(data: Mapping[str, Any], width: int) -> list[str]:
-    """The schedule, a line a pp rank."""
-    lines = draw(timeline_of(data), width)
-    if data["devices"] == data["mesh"]["pp"]:
-        return lines
-    return [re.sub("^rank", "pp  ", line) for line in lines]
+def timeline_lines(data: Mapping[str, Any], width: int) -> list[str]:
+    """The step in time, a line a pp rank, and what its letters mean."""
+    timeline = timeline_of(data)
+    names = rank_names(data) if data["devices"] == data["mesh"]["pp"] else [f"pp {rank}" for rank in range(data["mesh"]["pp"])]
+    return [f" {line}" for line in draw(timeline, width - 1, names)] + wrapped(timeline_legend(data, timeline), width, " ", " ")
 
 
 def trace(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The simulated schedule as a Chrome trace, a row a pp rank; without a prediction its times are relative, from flops."""
-    label = "rank" if data["devices"] == data["mesh"]["pp"] else "pp"
-    names = [f"{label} {rank}" for rank in range(data["mesh"]["pp"])]
-    return chrome_trace(timeline_of(data), names, 1e6 if data.get("predicted") else None)
+    """The simulated step as a Chrome trace, a row a pp rank; without a prediction its times are relative, from flops."""
+    return chrome_trace(timeline_of(data), rank_names(data), 1e6 if data.get("predicted") else None)
 
 
 def next_commands(out: str, mode: str) -> list[str]:
@@ -94,7 +94,7 @@ def next_commands(out: str, mode: str) -> list[str]:
 def _header(data: Mapping[str, Any]) -> str:
     model = data["model"]
     return (
-        f" graphpar   {model['name']} · {count_text(model['parameters'])} parameters · {data['dtype']} · "
+        f"graphpar   {model['name']} · {count_text(model['parameters'])} parameters · {data['dtype']} · "
         f"{data['mode']} · {place_text(data)}"
     )
 
@@ -104,7 +104,8 @@ def _plan_line(data: Mapping[str, Any]) -> tuple[str, str]:
     count, size = data["microbatches"], data["microbatch_size"]
     microbatches = plural(count, "microbatch", "microbatches")
     schedule = f"{data['schedule']}, " if data["mesh"]["pp"] > 1 else ""  # without a pipeline it says nothing
-    plan = f"{' · '.join(degrees)}   {schedule}{microbatches} of {size} (global batch {data['global_batch']})"
+    made_for = f"; made for {data['made_for']}" if "made_for" in data else ""
+    plan = f"{' · '.join(degrees)}   {schedule}{microbatches} of {size} (global batch {data['global_batch']}){made_for}"
     return "Plan", plan
 
 
@@ -123,7 +124,7 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("In flight", f"at most {_in_flight(data)}"))
         lines.append(("Traffic", _traffic(data)))
     if data.get("sharding"):
-        lines += sharding_lines(data["sharding"], data["mode"])
+        lines += sharding_lines(data)
     if "experts" in data:
         lines.append(("Experts", _experts(data["experts"])))
     if data["model"]["blocks"]:
@@ -156,62 +157,10 @@ def _traffic(data: Mapping[str, Any]) -> str:
     return f"activations {bytes_text(forward)}{gradients} a step, over all boundaries"
 
 
-def _stage_table(data: Mapping[str, Any]) -> Table:
-    """A row a stage; with what is predicted its times and its rank's memory beside the device's, else its share of the flops."""
-    stages, predicted = data["stages"], data.get("predicted")
-    together = data["devices"] // data["mesh"]["pp"]  # ranks that hold a stage, each its pieces
-    table = Table(box=None, padding=(0, 1))
-    table.add_column("Stage", justify="right", no_wrap=True)
-    table.add_column("rank" if together == 1 else "ranks", justify="right", no_wrap=True)
-    table.add_column("modules", overflow="fold", ratio=1)
-    if predicted is None and "flops" not in stages[0]:
-        extra: list[list[str]] = [[] for _ in stages]
-    elif predicted is None:
-        extra = _flops_columns(table, stages)
-    else:
-        extra = _time_columns(table, stages, predicted)
-    for stage, cells in zip(stages, extra):
-        ranks = indices_text(range(stage["rank"] * together, (stage["rank"] + 1) * together))
-        row = [str(stage["index"]), ranks, ", ".join(stage["modules"]), *cells]
-        table.add_row(*(Text(cell) for cell in row))
-    return table
-
-
-def _flops_columns(table: Table, stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    table.add_column("params", justify="right", no_wrap=True)
-    table.add_column("forward", justify="right", no_wrap=True)
-    table.add_column("share", no_wrap=True)
-    flops = [stage["flops"] for stage in stages]
-    total, most = sum(flops) or 1.0, max(flops) or 1.0
-    return [
-        [count_text(stage["parameters"]), flops_text(own), f"{_bar(own / most)} {own / total:4.0%}"]
-        for stage, own in zip(stages, flops)
-    ]
-
-
-def _time_columns(table: Table, stages: Sequence[Mapping[str, Any]], predicted: Mapping[str, Any]) -> list[list[str]]:
-    columns = stage_columns(predicted)
-    backward = any(column[1] for column in columns)
-    for name in ("params", "fwd", *(["bwd"] if backward else [])):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("memory", no_wrap=True)
-    rows = []
-    for own, (forward, back, peak, share) in zip(predicted["stages"], columns):
-        memory = f"{_bar(share)} {peak:>8}" if peak else ""
-        rows.append([count_text(own["parameters"]), forward, *([back] if backward else []), memory])
-    return rows
-
-
 def _sent(value: Mapping[str, Any]) -> str:
     relayed = ", relayed" if value["relayed"] else ""
     gradient = "" if value["requires_grad"] else ", no gradient"
     return f"{value['name']} {value['shape']} {bytes_text(value['bytes'])}{relayed}{gradient}"
-
-
-def _bar(share: float) -> str:
-    eighths = round(max(0.0, min(1.0, share)) * BAR * 8)
-    whole, part = divmod(eighths, 8)
-    return ("█" * whole + (" ▏▎▍▌▋▊▉"[part] if part else "")).ljust(BAR)
 
 
 def _notes(data: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -220,7 +169,7 @@ def _notes(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     sent: dict[str, list[int]] = {}
     for stage in data["stages"]:
         if stage["sends"]:
-            sent.setdefault(" · ".join(_kept(_sent(value)) for value in stage["sends"]), []).append(stage["index"])
+            sent.setdefault(" · ".join(kept(_sent(value)) for value in stage["sends"]), []).append(stage["index"])
     lines += [("Sends", f"{_on('', stages)}, a microbatch:  {text}".strip()) for text, stages in sent.items()]
     for tie in data["ties"]:
         where = _on("on", tie["stages"])
@@ -249,27 +198,15 @@ def _on(word: str, stages: Sequence[int]) -> str:
     return f"{word} stage{'s' if len(stages) > 1 else ''} {indices_text(stages)}".strip()
 
 
-def _kept(text: str) -> str:
-    """``text`` as one word, which no line break falls into."""
-    return text.replace(" ", "\N{NO-BREAK SPACE}")
-
-
 def _fields(lines: Sequence[tuple[str, str]], width: int) -> list[str]:
     """Labels on the left, texts wrapped beside them; a label that repeats is printed once."""
     margin, previous = 12, ""
     printed: list[str] = []
     for label, text in lines:
         shown = "" if label == previous else f" {label}"
-        wrapped = textwrap.wrap(text, width - margin, break_long_words=False, break_on_hyphens=False) or [""]
-        printed += [f"{start:<{margin}}{line}" for start, line in zip([shown] + [""] * len(wrapped), wrapped)]
+        printed += wrapped(text, width, f"{shown:<{margin}}", " " * margin)
         previous = label
-    return [line.replace("\N{NO-BREAK SPACE}", " ").rstrip() for line in printed]
-
-
-def _lines_of(table: Table, width: int) -> list[str]:
-    stream = io.StringIO()
-    Console(file=stream, width=width, color_system=None, highlight=False).print(table)
-    return [line.rstrip() for line in stream.getvalue().rstrip().splitlines()]
+    return printed
 
 
 def plan_text(plan: Plan) -> str:
@@ -281,14 +218,15 @@ def plan_text(plan: Plan) -> str:
         **({} if plan.predicted is None else predicted_data(plan, plan.predicted)),
         **({} if plan.found is None else {"search": plan.found.to_json()}),
     }
-    warnings = data.get("misfits", []) + list(plan.warnings)
+    data["warnings"] = data.get("misfits", []) + list(plan.warnings)
+    data = with_alone(data, None if plan.alone is None else plan.alone.to_json())
     sections = [
-        [f" graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {place_text(data)}"],
+        wrapped(f"graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {place_text(data)}", WIDTH, " ", " " * 12),
         _fields([_plan_line(data), *predicted_lines(data)], WIDTH),
-        _lines_of(_stage_table(data), WIDTH),
+        stage_table(data, WIDTH),
         _fields(layout_text(plan), WIDTH),
-        communication_lines(data),
+        communication_lines(data, WIDTH),
         runners_up(data, WIDTH),
-        _fields([*assumed_lines(data), *(("Warning", line) for line in warnings)], WIDTH),
+        _fields([*assumed_lines(data), *(("Warning", line) for line in data["warnings"])], WIDTH),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cluster import Cluster
-from graphpar.cost_models.timelines import Conditions, StageEstimate
+from graphpar.cost_models.timelines import Closing, Conditions, StageEstimate, whole_step
 from graphpar.errors import GraphparError
 from graphpar.report_sharding import sharding_data
-from graphpar.report_text import bytes_text, compressed
+from graphpar.report_text import bytes_text, compressed, plural, seconds_text
 from graphpar.schedule_table import ActionTable, format_table, forwards, parse_table
 from graphpar.simulation import Timeline, simulate
 
@@ -24,17 +24,28 @@ if TYPE_CHECKING:
     from graphpar.plans import Plan
     from graphpar.program import Program
 
+_WORTH_IT = 0.9
+"""A dtype is advised where it makes a step at most so long as it is."""
 BACKWARD = 2.0
 """Cost of a backward as a multiple of its forward: two matrix products for each one."""
 
 
-def report_data(program: Program, plan: Plan, stages: Sequence[Stage], predicted: Estimate | None = None) -> dict[str, Any]:
+def report_data(
+    program: Program,
+    plan: Plan,
+    stages: Sequence[Stage],
+    cluster: Cluster | None = None,
+    predicted: Estimate | None = None,
+) -> dict[str, Any]:
     """Everything that the report shows but for the search, as plain JSON data; the same inputs give the same data.
 
     Args:
         program: the program for one microbatch (``program.at_batch(plan.microbatch_size)``), which the stages are of.
-        predicted: what the plan takes; by default on its own cluster, or on as many devices of this machine's kind.
+        cluster: what it is priced for; by default the plan's own, or as many devices of this machine's kind.
+        predicted: what the plan takes there, where that is known.
     """
+    hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
+    known = predicted or (plan.predicted if hardware == plan.cluster else None)
     rows = [_stage_data(program, plan, stage) for stage in stages]
     compress = compressed([_shown_modules(program, stage) for stage in stages])
     recomputed = _recomputed(program, stages)
@@ -48,18 +59,20 @@ def report_data(program: Program, plan: Plan, stages: Sequence[Stage], predicted
             "blocks": [{"name": block.name, "count": len(block.instances)} for block in program.blocks.values()],
         },
         **decisions(plan),
+        **_place(plan, cluster),
         "inputs": [{"name": entry.name, "role": entry.role} for entry in program.inputs],
         "stages": rows,
         "ties": [_tie_data(group, rows) for group in program.ties],
         "actions": _actions(plan),
         "backward_cost": BACKWARD,
-        **_prediction(program, plan, predicted or plan.predicted),
+        **_prediction(program, plan, hardware, known),
     }
-    data["warnings"] = list(dict.fromkeys((*data.pop("misfits", ()), *plan.warnings, *program.warnings)))
+    slow = _dtype_warning(program, plan, hardware, data["predicted"]) if data["predicted"] else []
+    data["warnings"] = list(dict.fromkeys((*data.pop("misfits", ()), *slow, *plan.warnings, *program.warnings)))
     experts = _expert_data(program, rows)
     if experts is not None:
         data["experts"] = experts
-    sharding = sharding_data(program, plan)
+    sharding = sharding_data(program, plan, hardware if data["predicted"] else None)
     if sharding is not None:
         data["sharding"] = sharding
     for row in rows:
@@ -70,18 +83,54 @@ def report_data(program: Program, plan: Plan, stages: Sequence[Stage], predicted
     return data
 
 
-def _prediction(program: Program, plan: Plan, predicted: Estimate | None) -> dict[str, Any]:
+def _place(plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
+    """What it is priced for, where that is said, and what the plan was made for, where that is another."""
+    if cluster is None:
+        return {}
+    elsewhere = plan.cluster is not None and plan.cluster != cluster
+    return {"cluster": str(cluster), **({"made_for": str(plan.cluster)} if elsewhere else {})}
+
+
+def _prediction(program: Program, plan: Plan, cluster: Cluster, predicted: Estimate | None) -> dict[str, Any]:
     """What a step takes, or why that can't be said."""
     from graphpar.passes.planning import lowered_pricing  # imports torch; a report is read without it
 
     try:
         if predicted is None:
-            cluster = plan.cluster or Cluster.of_this_machine(plan.mesh.size)
             pricing, layout = lowered_pricing(program, plan, cluster)
             predicted = pricing.estimate(layout)
     except GraphparError as error:
         return {"predicted": None, "unpriced": str(error)}
     return predicted_data(plan, predicted)
+
+
+def _dtype_warning(program: Program, plan: Plan, cluster: Cluster, predicted: Mapping[str, Any]) -> list[str]:
+    """That the device does 16 bits much faster, where the program is in 32."""
+    from graphpar.passes.planning import in_bf16_s
+
+    seconds, step = in_bf16_s(program, plan, cluster), predicted["step_time_s"]
+    if seconds is None or seconds > _WORTH_IT * step:
+        return []
+    rates = [f"{cluster.device.peak(dtype) / 1e12:,.4g}" for dtype in ("fp32", "bf16")]
+    return [
+        f"The model is in fp32, in which {cluster.device.name} does {rates[0]} Tflop/s, not {rates[1]} as in bf16: with --dtype bf16 this "
+        f"plan would take about {seconds_text(seconds)}, not {seconds_text(step)}. (It is the dtype in which a factory builds the model; "
+        "convert a model that is built already, or train under torch.autocast.)"
+    ]
+
+
+def with_alone(data: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A report's data with what one device takes for the same batch, and a warning where that is no longer."""
+    if alone is None or not data.get("predicted"):
+        return dict(data)
+    step, single = data["predicted"]["step_time_s"], alone["step_time_s"]
+    slower = []
+    if alone["fits"] and step >= single:
+        slower = [
+            f"{plural(data['devices'], 'device')} take {step / single:.3g} times as long as one, which takes {seconds_text(single)} a "
+            "step: use fewer devices, or a larger batch."
+        ]
+    return {**data, "alone": dict(alone), "warnings": [*slower, *data.get("warnings", ())]}
 
 
 def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
@@ -223,7 +272,8 @@ def _tie_data(group: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[s
 def _actions(plan: Plan) -> list[str]:
     """The schedule table, a line a rank; without the backwards where nothing is trained."""
     if plan.actions is not None:
-        return [",".join(row) for row in plan.actions]
+        lines = [",".join(row) for row in plan.actions]
+        return lines if plan.mode == "train" else format_table(forwards(parse_table("\n".join(lines)))).splitlines()
     if plan.mesh.pp == 1:
         kinds = "FB" if plan.mode == "train" else "F"
         return [",".join(f"0{kind}{m}" for m in range(plan.microbatches) for kind in kinds)]
@@ -234,13 +284,17 @@ def _actions(plan: Plan) -> list[str]:
 
 
 def timeline_of(data: Mapping[str, Any]) -> Timeline:
-    """The schedule of a report in time: in seconds, with transfers; without a prediction in flops, with free transfers."""
+    """The step of a report in time: in seconds, with transfers, collectives, sums of gradients and the optimizer, as long as is
+    predicted. Without a prediction the pipeline alone, in flops, with free transfers."""
     table: ActionTable = parse_table("\n".join(data["actions"]))
     if not data.get("predicted"):
         forward = [float(stage["flops"]) for stage in data["stages"]]
         return simulate(table, forward, [data["backward_cost"] * cost for cost in forward])
-    stages = [StageEstimate(**{**stage, "units": tuple(stage["units"])}) for stage in data["predicted"]["stages"]]
-    return Conditions.from_json(data["predicted"]["conditions"]).timeline(table, stages, spans=True)
+    predicted = data["predicted"]
+    stages = [StageEstimate.from_json(stage) for stage in predicted["stages"]]
+    closings = [Closing(**closing) for closing in predicted["closings"]]
+    pipeline = Conditions.from_json(predicted["conditions"]).timeline(table, stages, spans=True)
+    return whole_step(pipeline, stages, closings)
 
 
 NO_SEARCH: Mapping[str, Any] = {"considered": 1, "priced": 1, "infeasible": 0, "optimality_gap": None, "alternatives": [], "refused": []}
@@ -253,6 +307,7 @@ def compile_json(data: Mapping[str, Any], plan: Plan, seconds: Mapping[str, floa
 
     from graphpar import __version__
 
+    beside = {"alone": data["alone"]} if "alone" in data else {}
     return {
         "graphpar": __version__,
         "torch": torch.__version__,
@@ -260,6 +315,7 @@ def compile_json(data: Mapping[str, Any], plan: Plan, seconds: Mapping[str, floa
         "warnings": data["warnings"],
         "model": data["model"],
         "plan": plan.to_json(),
+        **beside,
         "predicted": data["predicted"] or {"bubble_fraction": data["bubble_fraction"]},
         "search": NO_SEARCH if plan.found is None else plan.found.to_json(),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from graphpar.report_charts import COLORS, memory_chart, timeline_svg
 from graphpar.report_data import timeline_of
-from graphpar.report_layout import cost_text, turn_text
+from graphpar.report_layout import gap_text, sent_text, sharding_legend, transitions_text, turn_text
 from graphpar.report_predicted import (
+    alone_text,
     assumed_lines,
     communication_text,
     named,
     parts_text,
     peak_text,
+    rank_names,
     searched_text,
     stage_columns,
 )
@@ -24,11 +26,11 @@ from graphpar.report_text import (
     flops_text,
     indices_text,
     place_text,
-    plural,
     seconds_text,
     share_text,
 )
 from graphpar.schedule_table import KINDS
+from graphpar.simulation import CLOSINGS, Timeline
 
 _STYLE = """
 :root { --ink: #1c2733; --soft: #5d6b79; --line: #dfe4e9; --paper: #ffffff; --tint: #f5f7f9; }
@@ -68,13 +70,24 @@ def html(data: Mapping[str, Any]) -> str:
         "<h2>Schedule</h2>",
         _schedule(data),
         *_predicted(data),
-        *_sharding(data.get("sharding")),
+        *_sharding(data),
         _notes(data),
     ]
+    return page(data["model"]["name"], body)
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """A self-contained page of parts that are HTML already."""
     return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name} · graphpar</title>\n'
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)} · graphpar</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
+
+
+def facts(pairs: Sequence[tuple[object, str]]) -> str:
+    """Figures in a row, each with what it is."""
+    cells = "".join(f'<div class="fact"><b>{escape(str(value))}</b><span>{escape(what)}</span></div>' for value, what in pairs)
+    return f'<div class="facts">{cells}</div>'
 
 
 def _facts(data: Mapping[str, Any]) -> str:
@@ -85,7 +98,7 @@ def _facts(data: Mapping[str, Any]) -> str:
         (share_text(predicted["mfu"]), "MFU"),
         (peak_text(predicted), f"peak, {predicted['cluster']}"),
     ]  # fmt: skip
-    facts = [
+    pairs = [
         *step,
         (count_text(data["model"]["parameters"]), "parameters"),
         (mesh, "mesh"),
@@ -94,21 +107,21 @@ def _facts(data: Mapping[str, Any]) -> str:
         (share_text(data["bubble_fraction"]), "bubble"),
         (flops_text(sum(stage["flops"] for stage in data["stages"])), "forward of a microbatch"),
     ]
-    cells = "".join(f'<div class="fact"><b>{escape(str(value))}</b><span>{what}</span></div>' for value, what in facts)
-    return f'<div class="facts">{cells}</div>'
+    return facts(pairs)
 
 
 def _stages(data: Mapping[str, Any]) -> str:
     most = max(stage["flops"] for stage in data["stages"]) or 1.0
     total = sum(stage["flops"] for stage in data["stages"]) or 1.0
     rows = []
+    names = rank_names(data)
     times = stage_columns(data["predicted"]) if data.get("predicted") else []
     for stage in data["stages"]:
         timed = "".join(f'<td class="right">{text}</td>' for text in times[stage["index"]][:3]) if times else ""
         width = 110 * stage["flops"] / most
         sends = "<br>".join(_sent(value) for value in stage["sends"]) or '<span class="soft">the result</span>'
         rows.append(
-            f'<tr><td class="right">{stage["index"]}</td><td class="right">{stage["rank"]}</td>'
+            f'<tr><td class="right">{stage["index"]}</td><td class="right">{names[stage["rank"]]}</td>'
             f'<td class="mono">{escape(", ".join(stage["modules"]))}</td>'
             f'<td class="right">{count_text(stage["parameters"])}<br>'
             f'<span class="soft">{bytes_text(stage["parameter_bytes"])}</span></td>'
@@ -118,7 +131,7 @@ def _stages(data: Mapping[str, Any]) -> str:
         )
     timed = "".join(f'<th class="right">{name}</th>' for name in ("Forward", "Backward", "Memory")) if times else ""
     head = (
-        '<tr><th class="right">Stage</th><th class="right">Rank</th><th>Modules</th><th class="right">Parameters</th>'
+        '<tr><th class="right">Stage</th><th class="right">Pipeline rank</th><th>Modules</th><th class="right">Parameters</th>'
         f'<th class="right">Work</th><th>Share</th>{timed}<th>Sends, a microbatch</th></tr>'
     )
     return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
@@ -140,10 +153,12 @@ def _predicted(data: Mapping[str, Any]) -> list[str]:
     if predicted is None:
         return []
     lines = [f"Step: {parts_text(predicted)}."]
+    if "alone" in data:
+        lines.append(f"One device: {alone_text(data)}.")
     if communication := communication_text(predicted):
         lines.append(f"Communication a step: {communication}.")
     lines += [f"{label}: {text}." for label, text in assumed_lines(data)]
-    return [*(f'<p class="soft">{escape(line)}</p>' for line in lines), "<h2>Memory</h2>", memory_chart(predicted)]
+    return [*(f'<p class="soft">{escape(line)}</p>' for line in lines), "<h2>Memory</h2>", memory_chart(predicted, rank_names(data))]
 
 
 def _runners_up(data: Mapping[str, Any]) -> list[str]:
@@ -163,22 +178,24 @@ def _runners_up(data: Mapping[str, Any]) -> list[str]:
 # ---- cut operators ---------------------------------------------------------------------------------------------
 
 
-def _sharding(sharding: Mapping[str, Any] | None) -> list[str]:
+def _sharding(data: Mapping[str, Any]) -> list[str]:
     """A table a distinct block, and one of the root's own operators."""
+    sharding = data.get("sharding")
     if sharding is None:
         return []
-    sent = ", ".join(f"{bytes_text(amount)} over {axis}" for axis, amount in sharding["bytes"].items())
     lines = [
-        f"{plural(sharding['transitions'], 'transition')} a microbatch, {seconds_text(sharding['transitions_s'])}; a rank sends {sent}.",
-        f"Priced: {cost_text(sharding['cost'], sharding['gap'])}.",
+        f"{transitions_text(data)}.",
+        f"The placement of tensors is {gap_text(sharding['gap'])}.",
         *sharding["notes"],
         *(
             f"{operator} has no rule of its own: {'; '.join(rules) or 'it runs on whole tensors'}"
             for operator, rules in sharding["discovered"].items()
         ),
     ]
+    legend = "; ".join(f"<code>{name}</code> {what}" for name, what in sharding_legend(sharding))
     tables = [_scope(scope, len(sharding["axes"]) > 1) for scope in sharding["scopes"] if scope["rows"]]
-    return ["<h2>How tensors are cut</h2>", *(f'<p class="soft">{escape(line)}</p>' for line in lines), *tables]
+    said = [*map(escape, lines), f"{legend}."]
+    return ["<h2>How tensors are cut</h2>", *(f'<p class="soft">{line}</p>' for line in said), *tables]
 
 
 def _scope(scope: Mapping[str, Any], several: bool) -> str:
@@ -189,11 +206,9 @@ def _scope(scope: Mapping[str, Any], several: bool) -> str:
         cells = "".join(f"<td>{cell}</td>" for cell in (escape(row["label"]), escape(row["spec"]), "", "", "", ""))
         rows.append(f'<tr class="mono">{cells}</tr>')
         for entry in row["transitions"]:
-            sent = [
-                f"{entry[way]} {bytes_text(entry[f'{way}_bytes'])}" if entry[f"{way}_bytes"] else entry[way]
-                for way in ("forward", "backward")
-            ]
-            texts = ("", "", f"{entry['name']} {turn_text(entry, several)}", *sent, seconds_text(entry["seconds"]))
+            sent = [sent_text(entry, way) for way in ("forward", "backward")]
+            price = "" if entry["seconds"] is None else seconds_text(entry["seconds"])
+            texts = ("", "", f"{entry['name']} {turn_text(entry, several)}", *sent, price)
             rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in texts)}</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("Module", "Weight", "Transition", "Forward", "Backward", "Priced"))
     note = f' <span class="soft">{escape(ends)}</span>' if ends else ""
@@ -204,21 +219,27 @@ def _scope(scope: Mapping[str, Any], several: bool) -> str:
 
 
 def _schedule(data: Mapping[str, Any]) -> str:
-    timeline = timeline_of(data)
-    kinds = [kind for kind in COLORS if any(span.action.kind == kind for row in timeline.spans for span in row)]
-    key = "".join(f'<span class="key" style="background:{COLORS[kind]}"></span>{KINDS[kind][1]}' for kind in kinds)
-    held = " · ".join(f"rank {rank}: {peak}" for rank, peak in enumerate(data["in_flight"][:16]))
+    timeline, names, predicted = timeline_of(data), rank_names(data), data.get("predicted")
+    drawn = timeline_svg(timeline, names, len(data["stages"]) > data["mesh"]["pp"], bool(predicted))
+    inside = any(span.collectives for row in timeline.spans for span in row)
+    held = " · ".join(f"{name}: {peak}" for name, peak in zip(names[:16], data["in_flight"]))
     more = " · …" if len(data["in_flight"]) > 16 else ""
-    costs = "Simulated with the predicted seconds of stages and of transfers between them."
-    if not data.get("predicted"):
-        costs = (
-            f"Simulated with each stage's forward flops as cost, {data['backward_cost']:g} times as much backward, and free transfers."
-        )
+    costs = f"Simulated with each stage's forward flops as cost, {data['backward_cost']:g} times as much backward, and free transfers."
+    if predicted:
+        costs = f"{seconds_text(timeline.length)}, simulated with the predicted seconds of stages and of transfers between them."
+        costs += " The dark foot of an action is its share of collectives, which are spread over it." if inside else ""
     return (
-        f'<div class="scroll">{timeline_svg(timeline, len(data["stages"]) > data["mesh"]["pp"], bool(data.get("predicted")))}</div>'
-        f'<div class="soft">{key}</div>'
+        f'<div class="scroll">{drawn}</div><div class="soft">{_key(timeline, inside)}</div>'
         f'<p class="soft">{costs} Microbatch activations alive at once, at most: {held}{more}.</p>'
     )
+
+
+def _key(timeline: Timeline, inside: bool) -> str:
+    """What the colors of the timeline mean."""
+    kinds = {span.action.kind for row in timeline.spans for span in row} | {part.kind for row in timeline.closing for part in row}
+    words = {kind: name for kind, (_, name) in KINDS.items()} | {kind: name for kind, (_, name) in CLOSINGS.items()}
+    shown = [kind for kind in COLORS if kind in kinds or (inside and kind == "collectives")]
+    return "".join(f'<span class="key" style="background:{COLORS[kind]}"></span>{words.get(kind, kind)}' for kind in shown)
 
 
 def _notes(data: Mapping[str, Any]) -> str:

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from graphpar.report_text import bytes_text, indices_text, plural, seconds_text, share_text
+from graphpar.report_text import bytes_text, indices_text, kept, plural, seconds_text, share_text, wrapped
+from graphpar.schedule_table import KINDS
+from graphpar.simulation import CLOSINGS, Timeline
 
 _LEAST = 1e-3
 """Parts of a step below this share of it are not named."""
@@ -24,6 +25,8 @@ def predicted_lines(data: Mapping[str, Any], seconds: float | None = None) -> li
     if predicted is not None:
         lines.append(("Predicted", _step(data, predicted)))
         lines.append(("Step", parts_text(predicted)))
+    if "alone" in data:
+        lines.append(("One device", alone_text(data)))
     if data.get("search"):
         lines.append(("Searched", searched_text(data["search"], seconds)))
     return lines
@@ -38,8 +41,21 @@ def _step(data: Mapping[str, Any], predicted: Mapping[str, Any]) -> str:
     )
 
 
+def alone_text(data: Mapping[str, Any]) -> str:
+    """``1.44 s a step: 2 devices are 1.75 times as fast (88% of 2)``, or that the model does not fit on one."""
+    alone, devices = data["alone"], data["devices"]
+    name, size = alone["cluster"], alone["microbatch_size"]
+    if not alone["fits"]:
+        return f"does not fit: it needs {bytes_text(alone['peak_memory_bytes'])} of {bytes_text(alone['memory_bytes'])} ({name})"
+    times = alone["step_time_s"] / data["predicted"]["step_time_s"]
+    text = f"{seconds_text(alone['step_time_s'])} in microbatches of {size} ({name}); {plural(devices, 'device')}"
+    if times < 1:
+        return f"{text} take {1 / times:.3g} times as long"
+    return f"{text} are {times:.3g} times as fast, {share_text(times / devices)} of {devices}"
+
+
 def peak_text(predicted: Mapping[str, Any]) -> str:
-    """``71.3 GB of 83.3 GB (stage 0)``."""
+    """``71.3 GiB of 77.6 GiB (stage 0)``."""
     peaks = predicted["peak_memory_bytes"]
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     stages = [stage["index"] for stage in predicted["stages"] if stage["rank"] == rank]
@@ -65,11 +81,11 @@ def searched_text(search: Mapping[str, Any], seconds: float | None = None) -> st
     return f"{plural(search['considered'], 'plan')}{took}, {search['priced']:,} priced{infeasible}; none faster under this cost model"
 
 
-def communication_lines(data: Mapping[str, Any]) -> list[str]:
+def communication_lines(data: Mapping[str, Any], width: int) -> list[str]:
     """A line of its own."""
     predicted = data.get("predicted")
     text = communication_text(predicted) if predicted else ""
-    return [f" Communication a step   {text}"] if text else []
+    return wrapped(text, width, " Communication a step   ", " " * 12) if text else []
 
 
 def communication_text(predicted: Mapping[str, Any]) -> str:
@@ -86,15 +102,40 @@ def runners_up(data: Mapping[str, Any], width: int) -> list[str]:
     others = (data.get("search") or {}).get("alternatives", ())
     rows = [(*named(other), *_beside(other, data["predicted"]), str(other["why_not"])) for other in others]
     columns = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
-    heads = [f"{a:<{columns[0]}}  {b:<{columns[1]}}  {c:>{columns[2]}} {d:>{columns[3]}}" for a, b, c, d, _ in rows]
-    room = width - 12 - max(map(len, heads), default=0) - 2
-    beside = all(len(row[-1]) <= room for row in rows)
     lines: list[str] = []
-    for place, (head, row) in enumerate(zip(heads, rows)):
-        lines.append(f"{'' if place else ' Runners-up':<12}{head}{'  ' + row[-1] if beside else ''}")
-        if not beside:
-            lines += [f"{'':<14}{line}" for line in textwrap.wrap(row[-1], width - 14)]
+    for place, (mesh, schedule, seconds, more, why) in enumerate(rows):
+        start = f"{'' if place else ' Runners-up':<12}"
+        head = f"{mesh:<{columns[0]}}  {schedule:<{columns[1]}}  {seconds:>{columns[2]}} {more:>{columns[3]}}"
+        below = [why]
+        if len(head) > width - 12:
+            head, below = f"{mesh:<{columns[0]}}  {seconds:>{columns[2]}} {more:>{columns[3]}}", [schedule, why]
+        beside = len(below) == 1 and all(12 + sum(columns) + 5 + 2 + len(row[-1]) <= width for row in rows)
+        lines.append(f"{start}{head}{'  ' + why if beside else ''}")
+        lines += [] if beside else [line for text in below for line in wrapped(text, width, " " * 14, " " * 14)]
     return lines
+
+
+def rank_names(data: Mapping[str, Any]) -> list[str]:
+    """What the rows of a chart are: pipeline ranks, with the devices that each is."""
+    stages = data["mesh"]["pp"]
+    together = data["devices"] // stages
+    if together == 1:
+        return [f"rank {rank}" for rank in range(stages)]
+    return [f"pp {rank}: devices {indices_text(range(rank * together, (rank + 1) * together))}" for rank in range(stages)]
+
+
+def timeline_legend(data: Mapping[str, Any], timeline: Timeline) -> str:
+    """What the letters of a drawn timeline mean, how long it is, and what of it collectives inside of actions take."""
+    kinds = [kind for kind in KINDS if any(span.action.kind == kind for row in timeline.spans for span in row)]
+    closing = [kind for kind in CLOSINGS if any(segment.kind == kind for row in timeline.closing for segment in row)]
+    letters = [f"{kind} {KINDS[kind][1]}" for kind in kinds] + [" ".join(CLOSINGS[kind]) for kind in closing]
+    text = " · ".join(map(kept, letters))
+    predicted = data.get("predicted")
+    if not predicted:
+        return f"{text}; times from flops, transfers free"
+    inside = {axis: predicted["parts_s"].get(axis, 0.0) for row in timeline.spans for span in row for axis, _ in span.collectives}
+    taken = "".join(f"; {axis} collectives, inside of actions, take {seconds_text(seconds)}" for axis, seconds in inside.items())
+    return f"{text}; {seconds_text(timeline.length)} in all{taken}"
 
 
 def named(other: Mapping[str, Any]) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
     lowered program, plan ──sharding_data──► scopes: {name, count, in, out, rows: [{modules, spec, transitions}]}, totals, notes
 
-Prices are those of the search, so the report's total is what the search minimised (of transitions; compute is beside it).
+Prices are those of the step, so the lines add up to what the step says of an axis: a line counts for every instance of its block and
+every microbatch, and the step tells of the busiest rank alone, which has the lines of its own stages.
 """
 
 from __future__ import annotations
@@ -15,24 +16,27 @@ from graphpar.report_text import short_names
 if TYPE_CHECKING:
     from torch import fx
 
+    from graphpar.cluster import Cluster
     from graphpar.plans import Plan
     from graphpar.program import Program
 
 
-def sharding_data(program: Program, plan: Plan) -> dict[str, Any] | None:
-    """How the lowered ``program`` lies on the compute axes, as plain data; ``None`` where there is none."""
+def sharding_data(program: Program, plan: Plan, cluster: Cluster | None) -> dict[str, Any] | None:
+    """How the lowered ``program`` lies on the compute axes, as plain data; ``None`` where there is none.
+
+    ``cluster``: what the step is priced for; None where it has no price, and then transitions have none either.
+    """
     if not plan.sharding.degrees:
         return None
-    reader = _Reader(program, plan)
+    reader = _Reader(program, plan, cluster)
     scopes = reader.scopes()
     sent = [(row, scope["count"]) for scope in scopes for part in scope["rows"] for row in part["transitions"]]
     return {
         "axes": dict(plan.sharding.degrees),
         "gap": plan.sharding.gap,
-        "cost": dict(plan.sharding.cost),
         "scopes": scopes,
         "transitions": sum(count for _, count in sent),
-        "transitions_s": sum(row["seconds"] * count for row, count in sent),
+        "transitions_s": None if cluster is None else sum(row["seconds"] * count for row, count in sent),
         "bytes": {
             axis: sum(
                 (row["forward_bytes"] + row["backward_bytes"]) * count for row, count in sent if row["axis"] == axis
@@ -45,14 +49,11 @@ def sharding_data(program: Program, plan: Plan) -> dict[str, Any] | None:
 
 
 class _Reader:
-    def __init__(self, program: Program, plan: Plan) -> None:
-        from graphpar.cost_models.sharding import costs_for  # these import torch; a report is read without it
-        from graphpar.passes.prices import Workload
-        from graphpar.passes.reprice import Repricing
+    def __init__(self, program: Program, plan: Plan, cluster: Cluster | None) -> None:
+        from graphpar.cost_models.sent import SentPrices  # imports torch; a report is read without it
 
         self.program, self.plan = program, plan
-        workload = Workload(plan.microbatch_size, plan.microbatches, plan.mode == "train")
-        self.prices = Repricing(program, plan.sharding.degrees, workload, costs_for(program, plan.mesh, plan.cluster))
+        self.prices = SentPrices(program, plan.mesh, plan.microbatch_size, cluster)
         self.calls = [node for node in program.graph.nodes if node.op == "call_module"]
 
     def graphs(self) -> list[tuple[str, fx.Graph, int, str]]:
@@ -74,7 +75,7 @@ class _Reader:
                 "count": count,
                 "in": self._ends(graph, "placeholder") if name else "",
                 "out": self._ends(graph, "output") if name else "",
-                "rows": self._rows(graph, base),
+                "rows": self._rows(graph, name, base),
             }
             for name, graph, count, base in self.graphs()
         ]
@@ -86,13 +87,13 @@ class _Reader:
         specs = [
             _spec(node.meta.get("types", {}))
             for node in nodes
-            if node in self.prices.differentiable or self.plan.mode == "infer"
+            if node in self.prices.works.differentiable or self.plan.mode == "infer"
         ]
         return " · ".join(dict.fromkeys(filter(None, specs)))
 
     # ---- rows ----
 
-    def _rows(self, graph: fx.Graph, base: str) -> list[dict[str, Any]]:
+    def _rows(self, graph: fx.Graph, scope: str, base: str) -> list[dict[str, Any]]:
         """A row a module that owns parameters or whose result is turned, in order of execution."""
         rows: dict[str, dict[str, Any]] = {}
 
@@ -104,7 +105,7 @@ class _Reader:
                 if argument.op == "get_attr" and self._is_parameter(str(argument.target), base):
                     owner = str(argument.target).rpartition(".")[0]
                     row(owner)["parameters"][str(argument.target)] = _spec(argument.meta.get("types", {}))
-            sent = self._sent(node)
+            sent = self._sent(node, scope)
             if sent is not None:
                 row(self._module(node, base))["transitions"].append(sent)
         return _merged(
@@ -121,11 +122,11 @@ class _Reader:
             return path
         return path.removeprefix(f"{base}.") if path.startswith(f"{base}.") else ""  # what comes in is from elsewhere
 
-    def _sent(self, node: fx.Node) -> dict[str, Any] | None:
+    def _sent(self, node: fx.Node, scope: str) -> dict[str, Any] | None:
         """What a node sends, with the name of the value."""
         from graphpar.program import value_name
 
-        sent = self.prices.sent(node)
+        sent = self.prices.sent(node, scope)
         if sent is None:
             return None
         name = "loss over cut classes"
@@ -140,7 +141,7 @@ class _Reader:
             "forward_bytes": sent.forward_bytes,
             "backward": sent.backward,
             "backward_bytes": sent.backward_bytes,
-            "seconds": sent.seconds,
+            "seconds": None if sent.forward_s is None or sent.backward_s is None else sent.forward_s + sent.backward_s,
         }
 
     # ---- notes ----

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _NUMBERED = re.compile(r"(?P<head>(?:.*\.)?)(?P<number>\d+)")
 
 
-def _scaled(value: float, steps: Sequence[str]) -> tuple[str, str]:
+_TIMES, _FLOPS = ("ns", "us", "ms", "s"), ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_KEPT = "\N{NO-BREAK SPACE}"
+_UNITS = "|".join((*_TIMES, *_BYTES, *_FLOPS))
+_UNIT = re.compile(rf"(?<=\d) (?=(?:{_UNITS})\b)")
+_OF = re.compile(rf"(?<!\S{{15}})(?<=\w) (?=[\d.,]+{_KEPT}(?:{_UNITS})\b)")
+"""Between a number and its unit; before these, after what they are of, unless that is long."""
+
+
+def _scaled(value: float, steps: Sequence[str], base: int = 1000) -> tuple[str, str]:
     """``value`` in the largest unit in which it is at least 1, with three significant digits."""
     index = 0
-    while value >= 999.5 and index < len(steps) - 1:
-        value /= 1000
+    while value >= (999.5 if base == 1000 or index else base) and index < len(steps) - 1:
+        value /= base
         index += 1
     digits = 0 if value >= 99.95 or index == 0 else 1 if value >= 9.995 else 2
     return f"{value:,.{digits}f}", steps[index]
@@ -25,13 +35,13 @@ def count_text(value: int) -> str:
 
 
 def bytes_text(value: int) -> str:
-    """Decimal units: ``33.5 MB``."""
-    return " ".join(_scaled(value, ("B", "kB", "MB", "GB", "TB", "PB")))
+    """Binary units, as torch and nvidia-smi have them: ``32.0 MiB``."""
+    return " ".join(_scaled(value, _BYTES, 1024))
 
 
 def seconds_text(value: float) -> str:
     """``612 ms``, ``0.09 ms``, ``8.2 us``."""
-    return " ".join(_scaled(value * 1e9, ("ns", "us", "ms", "s"))) if value else "0 s"
+    return " ".join(_scaled(value * 1e9, _TIMES)) if value else "0 s"
 
 
 def share_text(value: float) -> str:
@@ -40,7 +50,33 @@ def share_text(value: float) -> str:
 
 
 def flops_text(value: float) -> str:
-    return " ".join(_scaled(value, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")))
+    return " ".join(_scaled(value, _FLOPS))
+
+
+def kept(text: str) -> str:
+    """``text`` as one word, which :func:`wrapped` does not break."""
+    return text.replace(" ", _KEPT)
+
+
+def wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:
+    """Lines of at most ``width``, unless one word is longer: no name is broken, and no number leaves its unit and what it is of.
+
+    Args:
+        first, then: what the first line and the others begin with.
+    """
+    whole = _OF.sub(_KEPT, _UNIT.sub(_KEPT, text)).replace(" · ", f"{_KEPT}· ")
+    lines = textwrap.wrap(
+        whole, width, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
+    )
+    return [line.replace(_KEPT, " ").rstrip() for line in lines or [first]]
+
+
+def shortened(name: str, room: int) -> str:
+    """``name`` in ``room`` columns, its middle left out where it is longer: both ends tell names apart."""
+    if len(name) <= room:
+        return name
+    head = (room - 1) // 2
+    return f"{name[:head]}…{name[len(name) - (room - 1 - head) :]}"
 
 
 def indices_text(values: Sequence[int]) -> str:

@@ -229,15 +229,21 @@ def legal_microbatches(schedule: str, pp: int, stages_per_rank: int, batch: int)
     ]
 
 
-def bubble_warning(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> str | None:
-    """A sentence when a legal choice has fewer microbatches than stages, which cannot fill the pipeline."""
+def bubble_warning(schedule: str, pp: int, stages_per_rank: int, microbatches: int, rows: int | None = None) -> str | None:
+    """A sentence when a legal choice has fewer microbatches than stages, which cannot fill the pipeline.
+
+    Args:
+        rows: that may be cut into microbatches; only a number that they and the schedule allow is advised. Where that is not known,
+            nothing is.
+    """
     stages = pp * stages_per_rank
     if microbatches >= stages:
         return None
-    return (
-        f"{canonical_name(schedule)} with {microbatches} microbatches for {stages} stages leaves ranks idle "
-        f"(a bubble); use {stages} or more microbatches if the batch allows"
-    )
+    more = [count for count in legal_microbatches(schedule, pp, stages_per_rank, rows or 1) if count > microbatches]
+    better = min((count for count in more if count >= stages), default=max(more, default=None))
+    advice = "" if better is None else f"; use {better} (--microbatch-size {(rows or 1) // better})"
+    counted = "1 microbatch" if microbatches == 1 else f"{microbatches} microbatches"
+    return f"{canonical_name(schedule)} with {counted} for {stages} stages leaves ranks idle (a bubble){advice}"
 
 
 def stage_ranks(schedule: str, pp: int, stages_per_rank: int) -> list[int]:

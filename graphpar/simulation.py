@@ -46,10 +46,23 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When one action runs, in the unit of the costs. The parts of a pair run one after the other."""
+    """When one action runs, in the unit of the costs. The parts of a pair run one after the other.
+
+    ``collectives``: of its time, what collectives inside of it take, by axis. They are spread over it.
+    """
 
     action: Action
     step: int
+    start: float
+    end: float
+    collectives: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a rank does after its last action: ``gradients`` are summed, the ``optimizer`` runs, ``parameters`` are gathered."""
+
+    kind: str
     start: float
     end: float
 
@@ -76,6 +89,8 @@ class Timeline:
     ``ends`` is when each rank has done its last action.
     ``peak_in_flight`` counts, for each rank, the (stage, microbatch) pairs whose activations are alive at once: from F
     to the end of B, or of W where the backward is split. Without spans, ``spans`` and ``transfers`` are empty.
+    ``closing`` is what each rank does after its actions, where that is known (:func:`graphpar.cost_models.timelines.whole_step`);
+    none of the figures above counts it.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -88,6 +103,12 @@ class Timeline:
     idle: tuple[float, ...]
     ends: tuple[float, ...]
     peak_in_flight: tuple[int, ...]
+    closing: tuple[tuple[Segment, ...], ...] = ()
+
+    @property
+    def length(self) -> float:
+        """From the first action to the end of all that is drawn."""
+        return max((segment.end for row in self.closing for segment in row), default=self.makespan)
 
 
 def simulate(
@@ -295,23 +316,31 @@ def peak_in_flight(table: ActionTable | Order, sizes: Sequence[int] | None = Non
 # ------------------------------------------------------------------------------------------------ drawing
 
 
-def draw(timeline: Timeline, width: int = 100) -> list[str]:
-    """A line a rank, time from left to right: ``rank 0  F0 F1 .. .. B0 -- B1 --``.
+CLOSINGS = {"gradients": ("G", "sum of gradients"), "optimizer": ("O", "optimizer"), "parameters": ("A", "gather of parameters")}
+"""Of each kind of :class:`Segment`: its letter in a drawing, and what it is."""
+_MOST = 4
+"""Columns that a segment of a closing is drawn in at most: it says what comes, the report's figures say how long it is."""
 
-    ``..`` is idle, ``--`` the rest of a longer action. Columns are as long as the shortest action, or a quarter of
-    the longest if that is more, so that times are approximate and the order is exact. Of columns in which all ranks
+
+def draw(timeline: Timeline, width: int = 100, names: Sequence[str] | None = None) -> list[str]:
+    """A line a rank, time from left to right: ``rank 0  F0 F1 .. .. B0 -- B1 -- G O --``.
+
+    ``..`` is idle, ``--`` the rest of a longer action; after the actions ``G`` is the sum of gradients, ``O`` the optimizer's step, ``A``
+    the gather of parameters. Columns are as long as the shortest action, or a quarter of the longest if that is more, so that times are
+    approximate and the order is exact; what comes after the actions has four at most. Of columns in which all ranks
     wait, one after the other, the first alone is drawn. The stage is named where a rank has more than one. Wider
     than ``width``, the middle is left out (``…``), at the same time on every rank; the first and last column always
-    stay.
+    stay. ``names``: of the lines, instead of ``rank 0`` and so on.
     """
     assert timeline.spans or timeline.makespan == 0, "a timeline without spans can't be drawn"
     lengths = [span.end - span.start for row in timeline.spans for span in row if span.end > span.start]
     quantum = max(min(lengths), max(lengths) / 4) if lengths else 1.0
     several = any(len({span.action.stage for span in row}) > 1 for row in timeline.spans)
-    lines = _without_long_waits([_columns(row, quantum, several) for row in timeline.spans])
+    rows = [_columns(row, quantum, several) for row in timeline.spans]
+    lines = _with_closings(_without_long_waits(rows), timeline, quantum)
     total = max((len(line) for line in lines), default=0)
     column = max((len(label) for line in lines for label in line), default=2)
-    names = [f"rank {rank}" for rank in range(len(lines))]
+    names = [f"rank {rank}" for rank in range(len(lines))] if names is None else names
     margin = max((len(name) for name in names), default=0) + 1
 
     room = max(3, (width - margin) // (column + 1))
@@ -322,6 +351,25 @@ def draw(timeline: Timeline, width: int = 100) -> list[str]:
         shown = line[:head] + (["…", *line[total - tail :]] if cut else [])
         drawing.append((name.ljust(margin) + "".join(" " + label.ljust(column) for label in shown)).rstrip())
     return drawing
+
+
+def _with_closings(lines: Sequence[Sequence[str]], timeline: Timeline, quantum: float) -> list[list[str]]:
+    """What ranks do after their actions: the sum of gradients as soon as each can, the rest when all have summed."""
+    drawn = [list(line) for line in lines]
+    if not any(timeline.closing):
+        return drawn
+    for line in drawn:
+        while line and line[-1] == "..":
+            line.pop()
+    for kinds in (("gradients",), ("optimizer", "parameters")):
+        for line, row in zip(drawn, timeline.closing):
+            for segment in row:
+                if segment.kind in kinds:
+                    columns = max(1, min(_MOST, math.floor((segment.end - segment.start) / quantum + 0.5)))
+                    line += [CLOSINGS[segment.kind][0], *["--"] * (columns - 1)]
+        total = max(map(len, drawn))
+        drawn = [[*line, *[".."] * (total - len(line))] for line in drawn]
+    return drawn
 
 
 def _without_long_waits(lines: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -1,17 +1,18 @@
 """A timeline as a Chrome trace, for chrome://tracing and ui.perfetto.dev.
 
 One row a rank with a slice an action, and an arrow from an action to the one on another rank that uses what it sent
-(Trace Event Format: complete events ``X``, flow events ``s`` and ``f``, metadata ``M``; times in microseconds).
+(Trace Event Format: complete events ``X``, flow events ``s`` and ``f``, metadata ``M``; times in microseconds). Collectives inside of an
+action are slices below its end, one an axis, though they are spread over it. After the actions come sums of gradients and the optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from graphpar.errors import GraphparError
 from graphpar.schedule_table import KINDS
-from graphpar.simulation import Span, Timeline
+from graphpar.simulation import CLOSINGS, Segment, Span, Timeline
 
 
 def chrome_trace(timeline: Timeline, names: Sequence[str] | None = None, scale: float | None = None) -> dict[str, Any]:
@@ -27,13 +28,16 @@ def chrome_trace(timeline: Timeline, names: Sequence[str] | None = None, scale: 
     names = [f"rank {rank}" for rank in range(len(timeline.spans))] if names is None else names
     if len(names) != len(timeline.spans):
         raise GraphparError(f"{len(names)} names for the rows of {len(timeline.spans)} ranks; give one a rank")
-    factor = scale if scale is not None else 1e6 / timeline.makespan if timeline.makespan > 0 else 1.0
+    factor = scale if scale is not None else 1e6 / timeline.length if timeline.length > 0 else 1.0
     events: list[dict[str, Any]] = []
     for rank, (name, row) in enumerate(zip(names, timeline.spans)):
         place = {"ph": "M", "pid": 0, "tid": rank}
         events.append({"name": "thread_name", "args": {"name": name}, **place})
         events.append({"name": "thread_sort_index", "args": {"sort_index": rank}, **place})
-        events += [_slice(span, rank, factor) for span in row]
+        for span in row:
+            events += [_slice(span, rank, factor), *_collectives(span, rank, factor)]
+    for rank, closing in enumerate(timeline.closing):
+        events += [_segment(segment, rank, factor) for segment in closing]
     return {
         "traceEvents": events + _arrows(timeline, factor),
         "displayTimeUnit": "ms",
@@ -41,6 +45,7 @@ def chrome_trace(timeline: Timeline, names: Sequence[str] | None = None, scale: 
             "times": "relative" if scale is None else "seconds",
             "bubble": timeline.bubble,
             "makespan": timeline.makespan,
+            "length": timeline.length,
         },
     }
 
@@ -57,6 +62,20 @@ def _slice(span: Span, rank: int, factor: float) -> dict[str, Any]:
         "tid": rank,
         "args": {"stage": action.stage, "microbatch": action.microbatch, "step": span.step},
     }
+
+
+def _collectives(span: Span, rank: int, factor: float) -> Iterator[dict[str, Any]]:
+    """They end with the action."""
+    start = span.end - sum(seconds for _, seconds in span.collectives)
+    for axis, seconds in span.collectives:
+        place = {"ph": "X", "ts": start * factor, "dur": seconds * factor, "pid": 0, "tid": rank}
+        yield {"name": f"{axis} collectives", "cat": "collective", **place, "args": {"axis": axis, "action": str(span.action)}}
+        start += seconds
+
+
+def _segment(segment: Segment, rank: int, factor: float) -> dict[str, Any]:
+    place = {"ph": "X", "ts": segment.start * factor, "dur": (segment.end - segment.start) * factor, "pid": 0, "tid": rank}
+    return {"name": CLOSINGS[segment.kind][1], "cat": segment.kind, **place}
 
 
 def _arrows(timeline: Timeline, factor: float) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
     root graph, blocks ──rules, to a fixed point──► Problem(operators, values, edges)
 
 A block is one scope, whatever the number of its instances: they share a class, so they share its placement. An edge is a value
-and an operand that takes it; edges of the root that are alike for many instances are one, with a count.
+and an operand that takes it; edges of the root that are alike for many instances are one, with a count. A parameter may be read in
+several places: under other names of its tie, by other instances, by the root. All of these store it alike (:class:`Stored`).
 """
 
 from __future__ import annotations
@@ -74,6 +75,17 @@ class Value:
     differentiable: bool
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Operators that read parameters which must be stored alike: instances share a class, and names of a tie a tensor.
+
+    ``parameters``: how many tensors that are, each counted once.
+    """
+
+    operators: tuple[Operator, ...]
+    parameters: int
+
+
 @dataclass
 class Problem:
     """What the search decides on."""
@@ -84,6 +96,7 @@ class Problem:
     operators: list[Operator]
     values: list[Value]
     differentiable: set[fx.Node]
+    stored: list[Stored]
     of: dict[fx.Node, Operator] = field(default_factory=dict)
 
 
@@ -104,7 +117,8 @@ class _Builder:
         self.operators: dict[fx.Node, Operator] = {}
         self.counting: dict[tuple[fx.Graph, str], set[fx.Node]] = {}
         self.cuts: list[dict[tuple[fx.Node, int], dict[Shard, None]]] = [{} for _ in self.axes]
-        self.links = list(self._boundaries())
+        self.alike = self._stored_alike()
+        self.links = [*self._boundaries(), *(((first, 0), (other, 0)) for (first, *others), _ in self.alike for other in others)]
 
     def scopes(self) -> list[tuple[str, fx.Graph, int]]:
         counts = dict.fromkeys(self.blocks, 0)
@@ -131,8 +145,31 @@ class _Builder:
             list(self.operators.values()),
             values,
             self.differentiable,
+            [Stored(tuple(self.operators[node] for node in nodes), count) for nodes, count in self.alike],
             self.operators,
         )
+
+    def _stored_alike(self) -> list[tuple[list[fx.Node], int]]:
+        """The nodes that read parameters which must be stored alike, and how many parameters these are."""
+        readers: dict[str, list[fx.Node]] = {}  # by the first name of a parameter
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for scope, graph, _ in self.scopes():
+            for node in graph.nodes:
+                if node.op != "get_attr" or not self._is_parameter(node, scope):
+                    continue
+                groups[node] = [node]
+                for prefix in self.program.prefixes(scope):
+                    readers.setdefault(self.program.tie_of(f"{prefix}{node.target}")[0], []).append(node)
+        for first, *others in readers.values():
+            for other in others:
+                if groups[other] is not groups[first]:
+                    groups[first] += groups[other]
+                    groups.update(dict.fromkeys(groups[other], groups[first]))
+        counts: dict[int, int] = {}
+        for nodes in readers.values():
+            counts[id(groups[nodes[0]])] = counts.get(id(groups[nodes[0]]), 0) + 1
+        distinct = {id(group): group for group in groups.values()}
+        return [(group, counts[key]) for key, group in distinct.items()]
 
     # ---- placements of each axis, to a fixed point ----
 
@@ -288,8 +325,7 @@ class _Builder:
         return [*whole, *self.cuts[position].get((node, 0), {})]
 
     def _is_parameter(self, node: fx.Node, scope: str) -> bool:
-        prefix = f"{self.blocks[scope].instances[0]}." if scope else ""
-        return f"{prefix}{node.target}" in self.program.parameters
+        return f"{self.program.prefixes(scope)[0]}{node.target}" in self.program.parameters  # all instances have the same kinds
 
     def _product(self, node: fx.Node, options: Sequence[Sequence[Placement]]) -> list[Choice]:
         """Placements on all axes at once, where the cuts fit together."""
@@ -345,10 +381,10 @@ class _Builder:
         self.operators[output] = end
         for position, node in enumerate(results):
             use(node, end, position)
-        values: dict[tuple[int, int, frozenset[Edge]], Value] = {}
+        values: dict[tuple[int, int, bool, frozenset[Edge]], Value] = {}
         for node, edges in uses.items():
             first = next(iter(edges))
-            key = (id(first.maker), first.index, frozenset(edges))
+            key = (id(first.maker), first.index, node in self.differentiable, frozenset(edges))
             if key in values:
                 values[key].count += scope_of[node]
             else:
@@ -404,41 +440,47 @@ def block_results(graph: fx.Graph) -> list[fx.Node]:
 
 
 def differentiable_nodes(program: Program) -> set[fx.Node]:
-    """The values, in the root and in blocks, that a gradient flows through. A block is walked again only where its inputs differ."""
+    """The values that a gradient flows through. One inside a block is among them if that is so in any call of it; of the root's
+    values each call has its own."""
     found: set[fx.Node] = set()
-    walked: dict[str, frozenset[int]] = {}
-    inside = {name: [n for n in block.graph.nodes if n.op == "placeholder"] for name, block in program.blocks.items()}
-    results = {name: block_results(block.graph) for name, block in program.blocks.items()}
+    walked: dict[tuple[str, frozenset[int]], list[bool]] = {}
     for node in program.graph.nodes:
-        _differentiable(program, node, "", found)
-        if node.op != "call_module":
-            continue
-        block = program.block_of(node)
-        given = frozenset(place for place, argument in enumerate(node.args) if argument in found)
-        if not given <= walked.get(block.name, frozenset()) or block.name not in walked:
-            walked[block.name] = walked.get(block.name, frozenset()) | given
-            found.update(inside[block.name][place] for place in given)
-            for inner in block.graph.nodes:
-                _differentiable(program, inner, f"{block.instances[0]}.", found)
-        if any(result in found for result in results[block.name]):
+        if node.op == "call_module":
+            block = program.block_of(node)
+            key = block.name, frozenset(place for place, argument in enumerate(node.args) if argument in found)
+            if key not in walked:
+                inside = _differentiable_inside(program, block, key[1])
+                found |= inside
+                walked[key] = [result in inside for result in block_results(block.graph)]
+            if any(walked[key]):
+                found.add(node)
+        elif operator_name(node) == "getitem" and isinstance(source := node.args[0], fx.Node) and source.op == "call_module":
+            given = frozenset(place for place, argument in enumerate(source.args) if argument in found)
+            if walked[program.block_of(source).name, given][int(node.args[1])] and _has_gradients(node):  # type: ignore[arg-type]
+                found.add(node)
+        elif _differentiable(program, node, "", found):
             found.add(node)
     return found
 
 
-def _differentiable(program: Program, node: fx.Node, prefix: str, found: set[fx.Node]) -> None:
+def _differentiable_inside(program: Program, block: Block, given: frozenset[int]) -> set[fx.Node]:
+    """The values of a block that a gradient flows through, where one flows through the arguments ``given``."""
+    placeholders = [node for node in block.graph.nodes if node.op == "placeholder"]
+    found = {placeholders[place] for place in given}
+    for node in block.graph.nodes:
+        if _differentiable(program, node, program.prefixes(block.name)[0], found):
+            found.add(node)
+    return found
+
+
+def _has_gradients(node: fx.Node) -> bool:
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in results_of(node))
+
+
+def _differentiable(program: Program, node: fx.Node, prefix: str, found: set[fx.Node]) -> bool:
     if node.op == "get_attr":
         info = program.parameters.get(f"{prefix}{node.target}")
-        if info is not None and info.requires_grad:
-            found.add(node)
-        return
-    tensors = results_of(node) if node.op == "call_function" else []
-    silent = operator_name(node) == "detach" or isinstance(node.target, Helper)
-    if silent or not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
-        return
-    if operator_name(node) == "getitem" and isinstance(node.args[0], fx.Node) and node.args[0].op == "call_module":
-        result = block_results(program.block_of(node.args[0]).graph)[int(node.args[1])]  # type: ignore[arg-type]
-        if result in found:
-            found.add(node)
-        return
-    if any(argument in found for argument in node.all_input_nodes):
-        found.add(node)
+        return info is not None and info.requires_grad
+    if node.op != "call_function" or operator_name(node) == "detach" or isinstance(node.target, Helper):
+        return False
+    return _has_gradients(node) and any(argument in found for argument in node.all_input_nodes)

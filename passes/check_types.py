@@ -82,7 +82,7 @@ class _Checker:
         if node.op == "call_module":
             return self._call(node, types)
         if operator_name(node) == "getitem" and isinstance(types.get(node.args[0]), list):  # type: ignore[arg-type]
-            return types[node.args[0]][int(node.args[1])]  # type: ignore[index, arg-type]
+            return self._settled(node, types[node.args[0]][int(node.args[1])])  # type: ignore[index, arg-type]
         if getattr(node.target, "__module__", "") == collectives.__name__ and str(operator_name(node)) in (*_FROM_TO, "all_to_all"):
             return self._transition(node, types)
         origin = node.meta.get("origin")
@@ -91,8 +91,19 @@ class _Checker:
         return self._operator(node, self.problem.of[origin], types)
 
     def _parameter(self, node: fx.Node, scope: str) -> Types:
-        prefix = f"{self.local.blocks[scope].instances[0]}." if scope else ""
-        info = self.local.parameters.get(f"{prefix}{node.target}")
+        """As it is stored: one type in all instances of a block, and under all names of a tie."""
+        names = [f"{prefix}{node.target}" for prefix in self.local.prefixes(scope)]
+        found = {name: self._stored(name) for own in names for name in self.local.tie_of(own)}
+        first = found[names[0]]
+        self.problems += [
+            f"{name} is stored as {_text(types)}, but {names[0]} as {_text(first)}; both are read by {node.name}"
+            for name, types in found.items()
+            if types != first
+        ]
+        return first
+
+    def _stored(self, name: str) -> Types:
+        info = self.local.parameters.get(name)
         spec = dict(info.spec) if info is not None else {}
         return tuple(spec.get(axis, R) for axis in self.axes)
 
@@ -103,7 +114,13 @@ class _Checker:
                 self.problems.append(
                     f"block {node.target} takes {argument.name} as {_text(wanted)}, but it is {_text(types[argument])}"
                 )
-        return self.results[name] if isinstance(value_of(node), tuple | list) else self.results[name][0]
+        return self.results[name] if isinstance(value_of(node), tuple | list) else self._settled(node, self.results[name][0])
+
+    def _settled(self, node: fx.Node, types: Types) -> Types:
+        """R and I differ in gradients alone: a call through which none flows gives R where others give I."""
+        if node.meta.get("origin", node) in self.problem.differentiable:
+            return types
+        return tuple(R if kind is I else kind for kind in types)
 
     def _fits(self, argument: fx.Node, given: Types, wanted: Types) -> bool:
         """A value without a gradient, such as an input, is as good as I where other instances take one that has a gradient."""

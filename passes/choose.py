@@ -17,6 +17,7 @@ from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.passes.candidates import build_problem
+from graphpar.passes.coupled import batch_warning, coupled_text
 from graphpar.passes.cuts import balanced_cuts, cuts_by_layers, cuts_from_lists, even_cuts, marked_cuts
 from graphpar.passes.functional import written_buffers
 from graphpar.passes.pins import pin_nodes, points_of, prepared, variants_of
@@ -26,6 +27,7 @@ from graphpar.passes.split import positions_of, split
 from graphpar.plans import Cut, Plan, StagePlan
 from graphpar.program import Program
 from graphpar.schedule import (
+    ActionTable,
     bubble_warning,
     canonical_name,
     check_deadlock,
@@ -58,18 +60,28 @@ class Pins:
     cluster: Cluster | None = None  # of as many devices as the mesh
     sharding: Sharding | None = None  # found before, for the mesh's compute axes
 
+    @property
+    def by_layers(self) -> bool:
+        return self.layers_per_stage is not None or self.edge_layers is not None
+
+    def check_ways(self, computed: bool = False) -> None:
+        """Raise where the split points are given in several ways; ``computed`` ones are still to come."""
+        ways = {
+            "split points": self.cuts is not None or computed,
+            "lists of modules a stage": self.stages is not None,
+            "layers a stage": self.by_layers,
+        }
+        given = [name for name, is_given in ways.items() if is_given]
+        if len(given) > 1:
+            raise GraphparError(f"Give {' or '.join(given)}, not both: each says where the stages begin.")
+
 
 def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     """Program -> Plan for a pipeline over ``mesh.pp`` ranks."""
-    batch = pins.global_batch or program.batch
-    if batch < 1:
-        raise GraphparError(f"The global batch is {batch}; it must be at least 1.")
-    if mesh.dp_shard > 1:
-        raise GraphparError(f"Mesh dp_shard={mesh.dp_shard}: cutting optimizer state over dp_shard comes in a later version.")
-    if batch % mesh.dp_replicate:
-        raise GraphparError(
-            f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows."
-        )
+    batch = global_batch(program, pins)
+    check_degrees(mesh, batch)
+    if pins.schedule is not None:
+        check_pipelined(pins.schedule, mesh)
     cuts = pinned_cuts(program, mesh, pins)
     if cuts:
         positions_of(program, cuts)  # a misspelt name is the first thing to hear of
@@ -90,25 +102,76 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     ranks = stage_ranks(schedule, mesh.pp, per_rank) if mesh.pp > 1 else [0]
     plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins)
     predicted = pins.cluster is not None  # with the bubble beside the alternatives
-    warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches) if mesh.pp > 1 and not predicted else None
+    warning = None
+    if mesh.pp > 1 and not predicted:
+        rows = 1 if coupling_reason(program, pins) is not None else batch // mesh.dp_replicate  # what may be cut
+        warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches, rows)
     return plan if warning is None else _warned(plan, warning)
+
+
+def global_batch(program: Program, pins: Pins) -> int:
+    """Rows of the whole batch, as pinned or as in the example.
+
+    Raises:
+        GraphparError: it is pinned to no row at all.
+    """
+    batch = program.batch if pins.global_batch is None else pins.global_batch
+    if batch < 1:
+        raise GraphparError(f"The global batch is {batch}; it must be at least 1.")
+    return batch
+
+
+def check_degrees(mesh: Mesh, batch: int | None) -> None:
+    """Raise for degrees that nothing runs, or that don't divide ``batch`` rows, where that is known."""
+    if mesh.dp_shard > 1:
+        raise GraphparError(f"Mesh dp_shard={mesh.dp_shard}: cutting optimizer state over dp_shard comes in a later version.")
+    if batch is not None and batch % mesh.dp_replicate:
+        raise GraphparError(
+            f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows."
+        )
+
+
+def check_pipelined(schedule: str, mesh: Mesh) -> None:
+    """Raise for a schedule that needs several stages a rank, where there is no pipeline; one stage runs under any other."""
+    row = get_schedule(schedule)
+    if mesh.pp == 1 and row.min_stages > 1:
+        shown = ", ".join(f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1) or "of one device"
+        raise GraphparError(
+            f"Schedule {row.name} orders a pipeline with {row.min_stages} stages a rank, but the mesh {shown} has pp=1; give pp=2 or "
+            "more, or leave the schedule out."
+        )
+
+
+def check_microbatch_size(size: int, batch: int, replicas: int) -> None:
+    """Raise for microbatches that don't cut the rows of each replica evenly."""
+    rows = batch // replicas
+    if size < 1 or rows % size:
+        divisors = [str(d) for d in range(1, rows + 1) if rows % d == 0]
+        whose = f"The {rows} rows of a replica do" if replicas > 1 else f"A global batch of {batch} does"
+        raise GraphparError(f"{whose} not divide into microbatches of {size}; sizes that do: {', '.join(divisors)}.")
+
+
+def checked_table(text: str, pp: int) -> ActionTable:
+    """A schedule of one's own.
+
+    Raises:
+        GraphparError: it is not for ``pp`` ranks, or can't run.
+    """
+    table = parse_table(text)
+    if table.ranks != pp:
+        raise GraphparError(f"The schedule table has {table.ranks} rows, but the mesh has pp={pp}: one row a rank.")
+    validate_table(table, table.stages, table.microbatches)
+    check_deadlock(table)
+    return table
 
 
 def pinned_cuts(program: Program, mesh: Mesh, pins: Pins) -> tuple[Cut, ...] | None:
     """The split points that the user gave, in whichever way; None leaves them to the search."""
-    by_layers = pins.layers_per_stage is not None or pins.edge_layers is not None
-    ways = {
-        "split points": pins.cuts is not None,
-        "lists of modules a stage": pins.stages is not None,
-        "layers a stage": by_layers,
-    }
-    given = [name for name, is_given in ways.items() if is_given]
-    if len(given) > 1:
-        raise GraphparError(f"Give {' or '.join(given)}, not both: each says where the stages begin.")
+    pins.check_ways()
     if pins.stages is not None:
         return cuts_from_lists(program, pins.stages)
     per_rank = get_schedule(pins.schedule or "1F1B").default_stages if mesh.pp > 1 else 1
-    if by_layers:
+    if pins.by_layers:
         return cuts_by_layers(program, mesh.pp, per_rank, pins.layers_per_stage, pins.edge_layers or (1, 1))
     if pins.cuts is not None and any("*" in cut.path for cut in pins.cuts):
         return even_cuts(program, pins.cuts, mesh.pp * per_rank)
@@ -132,6 +195,7 @@ def _plan(
 ) -> Plan:
     stages = split(program, positions_of(program, cuts))
     size = batch // (microbatches * mesh.dp_replicate)
+    coupled = batch_warning(program, mesh.size, microbatches, mesh.dp_replicate, pins.allow_batch_coupling)
     sharding = pins.sharding or choose_sharding(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
     return Plan(
         model=program.name,
@@ -147,7 +211,7 @@ def _plan(
         allow_batch_coupling=pins.allow_batch_coupling,
         sharding=sharding,
         cluster=pins.cluster,
-        warnings=program.warnings + (program.couplings if microbatches > 1 else ()) + sharding.undivided,
+        warnings=(*program.warnings, *([] if coupled is None else [coupled]), *sharding.undivided),
     )
 
 
@@ -193,12 +257,7 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
         raise GraphparError(_refusal(program, batch, mesh.dp_replicate, refused))
     if pins.microbatch_size is not None:
         size = pins.microbatch_size
-        if size < 1 or rows % size:
-            divisors = [str(d) for d in range(1, rows + 1) if rows % d == 0]
-            whose = f"The {rows} rows of a replica do" if mesh.dp_replicate > 1 else f"A global batch of {batch} does"
-            raise GraphparError(
-                f"{whose} not divide into microbatches of {size}; sizes that do: {', '.join(divisors)}."
-            )
+        check_microbatch_size(size, batch, mesh.dp_replicate)
         if reason is not None and rows // size > 1:
             raise GraphparError(_refusal(program, batch, rows // size, reason))
         return rows // size
@@ -223,14 +282,14 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
 def coupling_reason(program: Program, pins: Pins) -> str | None:
     """Why the batch can't be cut at all; None where it can."""
     if program.couplings and not pins.allow_batch_coupling and program.unsplittable is None:
-        return "examples depend on each other: " + "; ".join(program.couplings[:3])
+        return f"examples depend on each other: {coupled_text(program.couplings)}"
     return program.unsplittable
 
 
 def replica_reason(program: Program) -> str | None:
     """Why a batch that can be cut into microbatches can't be cut over replicas; None where it can."""
     if program.couplings and _writes_buffers(program):
-        return "each replica would keep its own running statistics: " + "; ".join(program.couplings[:3])
+        return f"each replica would keep its own running statistics: {coupled_text(program.couplings)}"
     return None
 
 
@@ -251,11 +310,7 @@ def _refusal(program: Program, batch: int, microbatches: int, reason: str) -> st
 def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | None, batch: int) -> Plan:
     """A plan that runs the user's own schedule table."""
     assert pins.table is not None
-    table = parse_table(pins.table)
-    if table.ranks != mesh.pp:
-        raise GraphparError(
-            f"The schedule table has {table.ranks} rows, but the mesh has pp={mesh.pp}: one row a rank."
-        )
+    table = checked_table(pins.table, mesh.pp)
     microbatches, rows = table.microbatches, batch // mesh.dp_replicate
     if rows % microbatches:
         raise GraphparError(
@@ -266,14 +321,12 @@ def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | 
             f"The schedule table has {microbatches} microbatches; with a global batch of {batch} each has {rows // microbatches} rows, "
             f"not {pins.microbatch_size}."
         )
-    reason = program.unsplittable or ("; ".join(program.couplings[:3]) if not pins.allow_batch_coupling else "")
+    reason = program.unsplittable or ("" if pins.allow_batch_coupling else coupled_text(program.couplings))
     if reason and microbatches * mesh.dp_replicate > 1:
         raise GraphparError(_refusal(program, batch, microbatches, reason))
     stages = table.stages
     if cuts is not None and len(cuts) + 1 != stages:
         raise GraphparError(f"The schedule table has {stages} stages, but the split points give {len(cuts) + 1}.")
-    validate_table(table, stages, microbatches)
-    check_deadlock(table)
     ranks = [0] * stages
     for rank, _, _, action in table.actions():
         ranks[action.stage] = rank

@@ -18,6 +18,7 @@ from torch import fx
 
 from graphpar.cost_models.flops import node_flops
 from graphpar.errors import GraphparError, near_match
+from graphpar.passes.applications import first_applications
 from graphpar.passes.split import cut_candidates
 from graphpar.plans import Cut, SplitPoint
 from graphpar.program import Program
@@ -29,14 +30,16 @@ def balanced_cuts(program: Program, stages: int) -> tuple[Cut, ...]:
         return ()
     candidates = cut_candidates(program, stages)
     if stages - 1 > len(candidates):
-        blocks = sum(len(block.instances) for block in program.blocks.values())
+        blocks = sum(len(set(block.instances)) for block in program.blocks.values())
         what = f"{blocks} blocks" if blocks else f"{len(candidates) + 1} modules with parameters"
         raise GraphparError(
             f"{stages} stages were asked for, but {program.name} has only {what}: at most {len(candidates) + 1} stages. "
             "Use fewer devices, or a schedule with fewer stages a rank."
         )
-    flops = node_flops(program, 1)
-    nodes = list(program.graph.nodes)
+    nodes, again = list(program.graph.nodes), first_applications(program)
+    flops = dict.fromkeys(nodes, 0.0)
+    for node, own in node_flops(program, 1).items():
+        flops[again.get(node, node)] += own
     starts = [position for position, _ in candidates]
     edges = [0, *starts, len(nodes)]
     segments = [_sum(nodes[a:b], flops) for a, b in itertools.pairwise(edges)]
@@ -88,9 +91,10 @@ def cuts_from_lists(program: Program, lists: Sequence[Sequence[str]]) -> tuple[C
             owner[path] = stage
     first: dict[int, str] = {}
     current = 0
+    again = first_applications(program)
     for node in program.graph.nodes:
         holder = _parameter_owner(node)
-        if holder is None:
+        if holder is None or node in again:
             continue
         listed = [p for p in owner if holder == p or holder.startswith(p + ".")]
         if not listed:

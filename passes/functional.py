@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
 from graphpar.fixed_size import TWIN, Twin, coefficients_of
-from graphpar.program import Program, operator_name, value_of
+from graphpar.program import Program, operator_name, value_of, where
 
 _aten = torch.ops.aten
 
@@ -39,9 +39,46 @@ class _Alias:
 
 def functionalize(program: Program) -> Program:
     """Program -> Program in which only buffers are written in place."""
+    if any(_out(node) is not None for node in program.graph.nodes):
+        program = program.with_graph(_out_as_copies(program.graph))
     if not any(is_inplace(node) for node in program.graph.nodes):
         return program
     return program.with_graph(_Functionalizer(program).rewrite())
+
+
+def _out(node: fx.Node) -> fx.Node | None:
+    """What ``torch.div(a, b, out=x)`` writes."""
+    written = node.kwargs.get("out") if is_inplace(node) else None
+    return written if isinstance(written, fx.Node) else None
+
+
+def _out_as_copies(graph: fx.Graph) -> fx.Graph:
+    """``torch.div(a, b, out=x)`` is ``x.copy_(a / b)``."""
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    for node in list(new.nodes):
+        written = _out(node)
+        if written is None:
+            continue
+        target = _without_out(node.target)
+        if target is None or value_of(written).shape != value_of(node).shape:
+            raise GraphparError(f"The operator {node.target} writes to out={where(node)}, and has no form that gives a new tensor.")
+        with new.inserting_before(node):
+            options = {name: value for name, value in node.kwargs.items() if name != "out"}
+            made = infer(new.call_function(target, node.args, options), node)
+            copied = new.call_function(_aten.copy_.default, (written, made))
+        copied.meta = dict(node.meta)
+        node.replace_all_uses_with(copied)
+        new.erase_node(node)
+    return new
+
+
+def _without_out(target: Any) -> Any:
+    """The overload of the same operator that takes the same arguments, but for ``out``."""
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    packet = target._overloadpacket
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    return next((o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == wanted), None)
 
 
 def is_inplace(node: fx.Node) -> bool:
@@ -74,7 +111,8 @@ def infer(node: fx.Node, like: fx.Node, same: bool = False) -> fx.Node:
     ``same``: its value is that of ``like``, so its dims follow the batch where those of ``like`` do.
     """
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    mode = next(v.fake_mode for v in (value_of(n) for n in node.all_input_nodes) if hasattr(v, "fake_mode"))
+    given = torch.utils._pytree.tree_leaves([value_of(n) for n in node.all_input_nodes])
+    mode = next(v.fake_mode for v in given if hasattr(v, "fake_mode"))
     assert callable(node.target)
     with mode:
         value = node.target(*args, **kwargs)
@@ -215,19 +253,19 @@ class _Functionalizer:
         base = self.aliases[target].base
         if base.op == "get_attr" and str(base.target) in self.program.parameters:
             raise GraphparError(
-                f"The model writes the parameter {str(base.target)!r} in place{_line(node)}; a program can change parameters "
+                f"The model writes the parameter {str(base.target)!r} in place{where(node)}; a program can change parameters "
                 "only through their gradients. Do it between steps, or make it a buffer."
             )
         if base in self.unclear:
             raise GraphparError(
-                f"The model writes in place to memory that is seen through several tensors{_line(node)}; write the result to a "
+                f"The model writes in place to memory that is seen through several tensors{where(node)}; write the result to a "
                 "new tensor instead."
             )
         alias = self.aliases[target]
         while alias.maker is not None and alias.parent is not None:
             if operator_name(alias.maker) == "detach" and alias.parent in self.differentiable:
                 raise GraphparError(
-                    f"The model writes in place to a detached tensor (or under no_grad) that also carries a gradient{_line(node)}: "
+                    f"The model writes in place to a detached tensor (or under no_grad) that also carries a gradient{where(node)}: "
                     "the value would change behind the gradient's back. Write the result to a new tensor instead."
                 )
             alias = self.aliases[alias.parent]
@@ -253,7 +291,7 @@ class _Functionalizer:
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise random_refused(node)
         if overload is None or not name.endswith("_") or value_of(node).shape != before.shape:
-            raise GraphparError(f"The in-place operator {node.target} has no out-of-place form{_line(node)}.")
+            raise GraphparError(f"The in-place operator {node.target} has no out-of-place form{where(node)}.")
         result = infer(self.graph.call_function(overload, tuple(args), kwargs), node, same=True)
         if value_of(result).dtype != before.dtype:
             result = self._call(node, _aten.to.dtype, (result, before.dtype))
@@ -300,7 +338,7 @@ class _Functionalizer:
         if same and value_of(parent).shape == value_of(result).shape and value_of(parent).stride() == value_of(maker).stride():
             return result  # detach, a cast to the same dtype, dropout that drops nothing
         raise GraphparError(
-            f"The model writes in place through a view made by {name!r}{_line(cause)}; write the result to a new tensor instead."
+            f"The model writes in place through a view made by {name!r}{where(cause)}; write the result to a new tensor instead."
         )
 
 
@@ -325,11 +363,6 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 def random_refused(node: fx.Node) -> GraphparError:
     return GraphparError(
-        f"The model draws random numbers with {node.target}{_line(node)}. graphpar reproduces dropout for any split; other random "
+        f"The model draws random numbers with {node.target}{where(node)}. graphpar reproduces dropout for any split; other random "
         "operators would give other numbers than on one device. Pass the random tensor as an input instead."
     )
-
-
-def _line(node: fx.Node) -> str:
-    source = node.meta.get("source")
-    return f" ({source.file}:{source.line})" if source else ""

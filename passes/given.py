@@ -11,13 +11,14 @@ from dataclasses import replace
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
 from graphpar.passes.candidates import Operator, Problem, Value, build_problem
-from graphpar.passes.choose import Pins, choose
+from graphpar.passes.choose import Pins, check_degrees, check_microbatch_size, check_pipelined, choose
 from graphpar.passes.pins import prepared
 from graphpar.passes.split import split
 from graphpar.plans import Plan
 from graphpar.program import Program
 from graphpar.report_text import compressed, listed
 from graphpar.runtime.layout import Type
+from graphpar.schedule import check_runnable
 from graphpar.sharding import Decision, Sharding
 from graphpar.transitions import path
 
@@ -32,6 +33,7 @@ def given_plan(program: Program, given: Plan) -> Plan:
     Raises:
         GraphparError: the plan is not legal for ``program``, or contradicts itself.
     """
+    check_alone(given)
     check_model(program, given)
     custom = None if given.actions is None else "\n".join(",".join(row) for row in given.actions)
     pins = Pins(
@@ -45,11 +47,6 @@ def given_plan(program: Program, given: Plan) -> Plan:
         cluster=given.cluster,
     )
     plan = choose(program, Mesh(**(given.mesh.degrees() | dict.fromkeys(given.mesh.compute, 1))), pins)
-    if given.cluster is not None and given.cluster.size != given.mesh.size:
-        raise GraphparError(
-            f"The plan contradicts itself: its mesh has {given.mesh.size} devices, but its cluster {given.cluster} has "
-            f"{given.cluster.size}."
-        )
     plan = replace(plan, mesh=given.mesh, sharding=given.sharding)
     _check_sharding(program, plan)
     if plan != given:
@@ -60,6 +57,34 @@ def given_plan(program: Program, given: Plan) -> Plan:
             f"give {ours[name]}."
         )
     return replace(plan, predicted=given.predicted, found=given.found)
+
+
+def check_alone(plan: Plan) -> None:
+    """Whether the plan can be carried out at all, whatever its program is.
+
+    Raises:
+        GraphparError: it asks for what nothing does, or contradicts itself.
+    """
+    for name, value, nothing in (("zero", plan.zero, 0), ("recompute", plan.recompute, "none")):
+        if value != nothing:
+            raise GraphparError(
+                f"The plan's {name} is {value!r}, which emitted programs don't do in this version; it must be {nothing!r}."
+            )
+    check_degrees(plan.mesh, plan.global_batch)
+    if plan.cluster is not None and plan.cluster.size != plan.mesh.size:
+        raise GraphparError(
+            f"The plan contradicts itself: its mesh has {plan.mesh.size} devices, but its cluster {plan.cluster} has "
+            f"{plan.cluster.size}."
+        )
+    if dict(plan.sharding.degrees) != plan.mesh.compute:
+        raise GraphparError(
+            f"The plan contradicts itself: its sharding is for {dict(plan.sharding.degrees) or 'one device'}, but its mesh has "
+            f"{plan.mesh.compute or 'no axis to cut tensors on'}."
+        )
+    if plan.actions is None:
+        check_runnable(plan.schedule)
+        check_pipelined(plan.schedule, plan.mesh)
+    check_microbatch_size(plan.microbatch_size, plan.global_batch, plan.mesh.dp_replicate)
 
 
 def check_model(program: Program, plan: Plan) -> None:
@@ -100,17 +125,12 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _check_sharding(program: Program, plan: Plan) -> None:
-    """Whether the sharding in a plan fits its mesh and is legal for ``program``, operator by operator.
+    """Whether the sharding in a plan is legal for ``program``, operator by operator.
 
     Raises:
         GraphparError: it is not; the message names the decision.
     """
     sharding = plan.sharding
-    if dict(sharding.degrees) != plan.mesh.compute:
-        raise GraphparError(
-            f"The plan contradicts itself: its sharding is for {dict(sharding.degrees) or 'one device'}, but its mesh has "
-            f"{plan.mesh.compute or 'no axis to cut tensors on'}."
-        )
     if not sharding.degrees:
         return
     problem = build_problem(prepared(program, sharding.variants, sharding.points), sharding.degrees)

@@ -148,9 +148,10 @@ def _call(
 
 def _name(outputs: list[fx.Node], names: set[str]) -> str:
     """After what it makes: ``causal_mask``, ``rotary_emb``."""
-    made = [value_name(node) for node in outputs if isinstance(value_of(node), Tensor)]
+    made = list(dict.fromkeys(value_name(node) for node in outputs if isinstance(value_of(node), Tensor)))
     modules = {entry[0].rpartition(".")[2] for node in outputs for entry in node.meta.get("module_stack", ())[-1:]}
-    base = made[0] if len(set(made)) == 1 or len(modules) != 1 else modules.pop() or made[0]
+    of_one_module = len(made) > 1 and len(modules) == 1
+    base = modules.pop() if of_one_module else "_and_".join(made[:2])
     base = base if base.isidentifier() else made[0]
     name, number = f"make_{base}", 2
     while name in names:

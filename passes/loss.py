@@ -13,34 +13,31 @@ step over the whole batch and given to every microbatch.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from graphpar.batch import Additive, Analysis, Coupled, Fixed, Rows
-from graphpar.batch_states import is_size, is_unknown, number_arguments, size_factor
+from graphpar.batch_states import is_size, number_arguments, size_factor
 from graphpar.passes.functional import infer
+from graphpar.passes.reductions import (
+    ARITHMETIC,
+    CLASS_LOSSES,
+    MEAN,
+    NONE,
+    SUM,
+    arguments_of,
+    dtype_now,
+    elements,
+    reduction_place,
+    tensor_overload,
+    with_reduction,
+)
 from graphpar.passes.simplify import remove_dead_code
-from graphpar.program import Program, batch_coefficients, operator_name, value_of
+from graphpar.program import Coupling, Program, batch_coefficients, operator_name, value_of
 
 _aten = torch.ops.aten
-_NONE, _MEAN, _SUM = 0, 1, 2
-
-# Mean class losses divide by the (weights of the) labels that count, all others by the number of elements.
-_CLASS_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
-
-# Arithmetic with batch sizes, and the operators that do the same with the tensor that counts the rows.
-_ARITHMETIC = {
-    operator.add: _aten.add.Tensor,
-    operator.sub: _aten.sub.Tensor,
-    operator.mul: _aten.mul.Tensor,
-    operator.truediv: _aten.div.Tensor,
-    operator.floordiv: _aten.floor_divide.default,
-    operator.pow: _aten.pow.Tensor_Tensor,
-}
-
 
 def share_loss(program: Program) -> Program:
     """Program -> Program whose loss is a microbatch's share; says what mixes examples."""
@@ -73,13 +70,13 @@ class _Shares:
         self.known: dict[tuple[Any, ...], fx.Node] = {}
         self.failure: str | None = None
 
-    def rewrite(self) -> tuple[str, ...]:
+    def rewrite(self) -> tuple[Coupling, ...]:
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self._finish(node)
             elif self.program.mode != "train" or self._rewritten(node) is None:
                 self.analysis.visit(node)
-        return tuple(dict.fromkeys(_described(state) for state in self.analysis.couplings))
+        return tuple(dict.fromkeys(_coupling(state) for state in self.analysis.couplings))
 
     def _finish(self, output: fx.Node) -> None:
         if self.program.mode != "train":
@@ -114,7 +111,7 @@ class _Shares:
         name = operator_name(node)
         with self.graph.inserting_before(node):
             self._count_rows_globally(node)
-            if _reduction_place(node) is not None and any(isinstance(s, Rows) for _, s in self.analysis.operands(node)):
+            if reduction_place(node) is not None and any(isinstance(s, Rows) for _, s in self.analysis.operands(node)):
                 return self._loss(node, name)
             if name == "mean" and self._over_batch(node):
                 return self._mean(node)
@@ -142,7 +139,7 @@ class _Shares:
             total = self._new(_aten.sum.dim_IntList, node.args, dict(node.kwargs), node)
         else:
             total = self._new(_aten.sum.default, (self._wide(source),), dict(node.kwargs), node)
-        count = self._count(source, state, _elements(source) // _elements(node))
+        count = self._rows(elements(source) // elements(node))
         return self._put(node, self._quotient(total, count, node))
 
     def _quotient(self, total: fx.Node, count: fx.Node, like: fx.Node) -> fx.Node:
@@ -161,13 +158,13 @@ class _Shares:
 
     def _loss(self, node: fx.Node, name: str) -> fx.Node | None:
         """A loss with ``reduction=mean`` becomes its sum over what the mean of the whole batch divides by."""
-        place = _reduction_place(node)
+        place = reduction_place(node)
         assert place is not None
-        given = [*node.args, *_defaults(node)[len(node.args) :]]
-        reduction = node.kwargs.get("reduction", given[place])
-        if reduction == _NONE:
+        given = arguments_of(node)
+        reduction = given[place]
+        if reduction == NONE:
             return None
-        each = self._reduced(node, given, place, _NONE)
+        each = with_reduction(self.graph, node, given, place, NONE)
         state = self.analysis.state_of(each)
         if not isinstance(state, Rows):
             self.graph.erase_node(each)
@@ -176,25 +173,14 @@ class _Shares:
         source = given[0]
         assert isinstance(source, fx.Node)
         given[0] = self._wide(source)
-        total = self._reduced(node, given, place, _SUM)
+        total = with_reduction(self.graph, node, given, place, SUM)
         self.analysis.states[total] = Additive(state.pure)
-        if reduction == _MEAN:
-            labels = name in _CLASS_LOSSES and not value_of(node.args[1]).is_floating_point()  # type: ignore[arg-type]
-            divisor = self._valid(node) if labels else self._count(each, state, _elements(each))
+        if reduction == MEAN:
+            labels = name in CLASS_LOSSES and not value_of(node.args[1]).is_floating_point()  # type: ignore[arg-type]
+            divisor = self._valid(node) if labels else self._rows(elements(each))
             total = self._quotient(total, divisor, node)
         self.graph.erase_node(each)
         return self._put(node, total)
-
-    def _reduced(self, node: fx.Node, given: list[Any], place: int, reduction: int) -> fx.Node:
-        arguments = [*given[:place], reduction, *given[place + 1 :]]
-        kwargs = {key: value for key, value in node.kwargs.items() if key != "reduction"}
-        positional = len(node.args) if len(node.args) > place else place + 1
-        arguments = arguments[: max(positional, place + 1)]
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        for index, name in enumerate(names[: len(arguments)]):
-            if name in kwargs:
-                arguments[index] = kwargs.pop(name)
-        return infer(self.graph.call_function(node.target, tuple(arguments), kwargs), node)  # type: ignore[arg-type]
 
     def _valid(self, node: fx.Node) -> fx.Node:
         """The denominator of a mean class loss: how many labels are not ignored, or the sum of their weights."""
@@ -231,8 +217,8 @@ class _Shares:
             else:
                 node.update_kwarg(place, number)
             target = node.target
-            _tensor_overload(node)
-            if _dtype_now(node) != value_of(node).dtype:  # the analysis will say that it can't be done
+            tensor_overload(node)
+            if dtype_now(node) != value_of(node).dtype:  # the analysis will say that it can't be done
                 node.target = target
                 node.replace_input_with(number, size)
 
@@ -243,7 +229,7 @@ class _Shares:
             return self._rows(factor)
         if size.target is torch.sym_float:
             return self._global_number(size.args[0])  # type: ignore[arg-type]
-        if size.target not in _ARITHMETIC or len(size.args) != 2:
+        if size.target not in ARITHMETIC or len(size.args) != 2:
             return None
         example = self._batch_input()
         operands: list[fx.Node] = []
@@ -258,7 +244,7 @@ class _Shares:
             if found is None:
                 return None
             operands.append(found)
-        return self._new(_ARITHMETIC[size.target], tuple(operands), {}, example)  # type: ignore[index]
+        return self._new(ARITHMETIC[size.target], tuple(operands), {}, example)  # type: ignore[index]
 
     # ---- sums over examples that are known before the step ----
 
@@ -312,7 +298,7 @@ class _Shares:
             node.args = (shares, *node.args[1:])
             return
         node.args = (*shares, *node.args[2:])
-        _tensor_overload(node)
+        tensor_overload(node)
         if name == "rsub":
             first, second, *rest = node.args
             node.target, node.args = _aten.sub.Tensor, (second, first)
@@ -329,14 +315,6 @@ class _Shares:
         return shared
 
     # ---- counts ----
-
-    def _count(self, node: fx.Node, state: Rows, factor: int) -> fx.Node:
-        """How many elements a mean over the whole batch divides by: ``factor`` an example, or for each chosen row."""
-        if state.chosen is None:
-            return self._rows(factor)
-        total = self._new(_aten.sum.default, (state.chosen,), {}, node)
-        count = self._global_value(total, f"chosen_{_input_behind(state.chosen) or 'rows'}") or total
-        return count if factor == 1 else self._new(_aten.mul.Scalar, (count, factor), {}, node)
 
     def _rows(self, factor: int) -> fx.Node:
         """rows of the global batch times ``factor``."""
@@ -415,28 +393,11 @@ class _Shares:
         return new
 
 
-def _described(state: Coupled) -> str:
-    node = state.node
-    if node is None:
-        return state.reason
-    source, stack = node.meta.get("source"), node.meta.get("module_stack", ())
-    path = stack[-1][0] if stack else ""
-    place = ", ".join(part for part in (path, f"{source.file}:{source.line}" if source else "") if part)
-    return f"{state.reason} ({place})" if place else state.reason
-
-
-def _elements(node: fx.Node) -> int:
-    """Elements an example, or a chosen row: the size of ``node`` without the batch factor (its coefficient stays)."""
-    count = 1
-    for size, coefficient in zip(value_of(node).shape, batch_coefficients(node)):
-        if not is_unknown(size):
-            count *= int(size) if coefficient is None else coefficient
-    return count
-
-
-def _defaults(node: fx.Node) -> list[Any]:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return [argument.default_value if argument.has_default_value() else None for argument in node.target._schema.arguments]
+def _coupling(state: Coupled) -> Coupling:
+    if state.node is None:
+        return Coupling(state.reason)
+    source, stack = state.node.meta.get("source"), state.node.meta.get("module_stack", ())
+    return Coupling(state.reason, stack[-1][0] if stack else "", f"{source.file}:{source.line}" if source else "")
 
 
 def _input_behind(node: fx.Node) -> str | None:
@@ -471,30 +432,3 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
             found.add(current)
             pending.extend(current.all_input_nodes)
     return found
-
-
-def _reduction_place(node: fx.Node) -> int | None:
-    """Where a loss takes ``reduction``."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    names = [argument.name for argument in node.target._schema.arguments]
-    return names.index("reduction") if "reduction" in names else None
-
-
-def _dtype_now(node: fx.Node) -> torch.dtype | None:
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    assert callable(node.target)
-    try:
-        with next(v.fake_mode for n in node.all_input_nodes if hasattr(v := value_of(n), "fake_mode")):
-            return node.target(*args, **kwargs).dtype  # type: ignore[no-any-return]
-    except (RuntimeError, TypeError):
-        return None
-
-
-def _tensor_overload(node: fx.Node) -> None:
-    """``div.Scalar`` by what is now a tensor is ``div.Tensor``."""
-    tensor = len(node.args) > 1 and isinstance(node.args[1], fx.Node) and isinstance(value_of(node.args[1]), Tensor)
-    if tensor and isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "Scalar":
-        packet = getattr(_aten, operator_name(node))
-        if hasattr(packet, "Tensor"):
-            node.target = packet.Tensor

@@ -4,7 +4,8 @@
                                                                        blocks: GPT2Block = the one graph of all h.*
 
 A class of modules is outlined where two of its outermost instances have the same structural hash: operators, literals,
-shapes of parameters, and how inputs and results are wired. Names play no part, so it works for ``h``, ``layers`` or
+shapes of parameters, which of its names are one parameter, and how inputs and results are wired. Names play no part, so it works
+for ``h``, ``layers`` or
 ``stages.2.blocks``; a ResNet's stages differ, so the search goes on inside them and finds the residual blocks.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,18 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.emitted import random_streams
+from graphpar.passes.applications import side_by_side
 from graphpar.passes.simplify import remove_dead_code
-from graphpar.program import Block, Program, TensorInfo, batch_coefficients, size_coefficient, unique_names, value_of
+from graphpar.program import (
+    Block,
+    Program,
+    TensorInfo,
+    batch_coefficients,
+    operator_name,
+    size_coefficient,
+    unique_names,
+    value_of,
+)
 
 _aten = torch.ops.aten
 _CONTAINERS = "torch.nn.modules.container."
@@ -76,7 +87,9 @@ def _choose(program: Program, regions: list[_Region]) -> list[_Region]:
     total = max(1, program.parameter_count())
     by_class: dict[str, list[_Region]] = {}
     for region in regions:
-        if not region.module_class.startswith(_CONTAINERS) and len(region.nodes) > 1:
+        # One operator is no block; nor is one with casts around it, as autocast has them.
+        operators = sum(operator_name(node) not in ("to", "detach") for node in region.nodes)
+        if not region.module_class.startswith(_CONTAINERS) and operators > 1:
             by_class.setdefault(region.module_class, []).append(region)
     order = {node: index for index, node in enumerate(program.graph.nodes)}
     chosen: dict[str, _Region] = {}
@@ -91,7 +104,8 @@ def _choose(program: Program, regions: list[_Region]) -> list[_Region]:
         free = [region for region in free if not any(call in calls for call in region.ancestors)]
         if len(free) < 2 or not _substantial(program, free, total):
             continue
-        free = [region for region in free if _prepare(program, region, order)]
+        free = _alike([region for region in free if _prepare(program, region, order)])
+        free = _undivided(program, free, regions)
         digests = [region.digest for region in free]
         if len(set(digests)) == len(digests):
             continue
@@ -99,6 +113,45 @@ def _choose(program: Program, regions: list[_Region]) -> list[_Region]:
             chosen[region.call] = region
             enclosing.update(region.ancestors)
     return sorted(chosen.values(), key=lambda region: order[region.nodes[0]])
+
+
+def _alike(found: Sequence[_Region]) -> list[_Region]:
+    """Without modules that compute something else each time they are called (another flag, another length): they have one class."""
+    digests: dict[str, set[str]] = {}
+    for region in found:
+        digests.setdefault(region.path, set()).add(region.digest)
+    return [region for region in found if len(digests[region.path]) == 1]
+
+
+def _undivided(program: Program, found: Sequence[_Region], regions: Sequence[_Region]) -> list[_Region]:
+    """Without networks that are no layers, but have layers or are applied to several inputs side by side: stages begin inside of them."""
+    alike: dict[str, list[_Region]] = {}
+    for region in found:
+        alike.setdefault(region.digest, []).append(region)
+    networks = [
+        group
+        for group in alike.values()
+        if len(group) > 1
+        and len({region.path for region in group}) == 1
+        and (side_by_side([region.nodes for region in group]) or _has_layers(program, group[0], regions))
+    ]
+    left_out = {region.call for group in networks for region in group}
+    return [region for region in found if region.call not in left_out]
+
+
+def _has_layers(program: Program, network: _Region, regions: Sequence[_Region]) -> bool:
+    """Whether some module with several parameterised parts is in it more than once."""
+    paths: dict[str, set[str]] = {}
+    for region in regions:
+        if network.call in region.ancestors and not region.module_class.startswith(_CONTAINERS) and len(_owners(program, region)) > 1:
+            paths.setdefault(region.module_class, set()).add(region.path)
+    return any(len(found) > 1 for found in paths.values())
+
+
+def _owners(program: Program, region: _Region) -> set[str]:
+    """The modules below a region that have parameters of their own."""
+    prefix = f"{region.path}."
+    return {name.rpartition(".")[0] for name in program.parameters if name.startswith(prefix)}
 
 
 def _attributes(program: Program, path: str) -> list[str]:
@@ -115,10 +168,8 @@ def _attributes(program: Program, path: str) -> list[str]:
 def _substantial(program: Program, regions: list[_Region], total: int) -> bool:
     """Worth a definition of its own: several layers with parameters, or a part of the model that counts."""
     region = regions[0]
-    names = [name for name in _attributes(program, region.path) if f"{region.path}.{name}" in program.parameters]
-    owners = {name.rpartition(".")[0] for name in names}
-    size = sum(program.parameters[f"{region.path}.{name}"].numel for name in names)
-    return len(owners) > 1 or size * len(regions) * 10 > total
+    size = sum(info.numel for name, info in program.parameters.items() if name.startswith(f"{region.path}."))
+    return len(_owners(program, region)) > 1 or size * len(regions) * 10 > total
 
 
 def _prepare(program: Program, region: _Region, order: dict[fx.Node, int]) -> bool:
@@ -171,6 +222,7 @@ def _digest(program: Program, region: _Region) -> str:
     digest = hashlib.sha256()
     for name in _attributes(program, region.path):
         digest.update(repr((name, _shown(program.tensor_info(f"{region.path}.{name}")))).encode())
+    digest.update(repr(program.ties_below(region.path)).encode())  # one class says what is one parameter in it
     for node in region.inputs:
         digest.update(repr(_signature(node)).encode())
     for node in region.nodes:
@@ -196,7 +248,7 @@ class _Word:
 
 
 def _shown(info: TensorInfo) -> tuple[Any, ...]:
-    return (info.shape, str(info.dtype), info.requires_grad, info.persistent)
+    return (info.kind, info.shape, str(info.dtype), info.requires_grad, info.persistent)
 
 
 def _signature(node: fx.Node) -> Any:

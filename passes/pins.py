@@ -1,6 +1,6 @@
 """From a user's shard plan to constraints of the search.
 
-    ShardPins ──► variants   instances of a block that are pinned in other ways get definitions of their own
+    ShardPins ──► variants   instances of a block that are pinned in other ways, or share other parameters, get definitions of their own
               ──► points     an identity operator where a module's input or output is pinned; transitions go around it
               ──► SearchPins allowed types of parameters and of these points
 """
@@ -54,10 +54,11 @@ def _returned(source: fx.Graph) -> fx.Graph:
 def variants_of(program: Program, pins: ShardPins) -> dict[str, str]:
     """Instances that need another definition than the first's: path -> name of the variant."""
     found: dict[str, str] = {}
+    shared = _shared_outside(program)
     for block in program.blocks.values():
         names: dict[object, str] = {}
         for path in dict.fromkeys(block.instances):
-            key = _signature(path, pins)
+            key = _signature(path, pins), frozenset(shared.get(path, ()))
             names.setdefault(key, block.name if not names else _fresh(block.name, program.blocks, found.values()))
             if names[key] != block.name:
                 found[path] = names[key]
@@ -78,6 +79,31 @@ def _signature(path: str, pins: ShardPins) -> object:
         tuple(sorted((name.removeprefix(path), repr(spec)) for name, spec in table.items() if _within(name, path)))
         for table in tables
     )
+
+
+def _shared_outside(program: Program) -> dict[str, set[tuple[str, str, str]]]:
+    """By instance, which of its parameters are something else as well: another one of a block's, or one of the root's.
+
+    What is stored for two uses must suit both, so an instance that alone has such a parameter should not decide for the others.
+    """
+    instances = {path: block.name for block in program.blocks.values() for path in block.instances}
+
+    def place(name: str) -> tuple[str, str, str]:
+        """Instance, block, and the name in it."""
+        parts = name.split(".")
+        paths = (".".join(parts[:count]) for count in range(1, len(parts)))
+        path = next((path for path in paths if path in instances), "")
+        return path, instances.get(path, ""), name.removeprefix(f"{path}.")
+
+    read = (str(node.target) for node in program.graph.nodes if node.op == "get_attr")
+    of_root = {program.tie_of(name) for name in read if name in program.parameters}
+    found: dict[str, set[tuple[str, str, str]]] = {}
+    for group in dict.fromkeys((*program.ties, *of_root)):
+        places = [place(name) for name in group]
+        uses = {(block, name) for _, block, name in places} | ({("", "")} if group in of_root else set())
+        for path, block, name in places:
+            found.setdefault(path, set()).update((name, *use) for use in uses - {(block, name)})
+    return found
 
 
 def _within(name: str, path: str) -> bool:

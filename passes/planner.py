@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.cluster import Cluster
-from graphpar.cost_models.estimates import Estimate, Layout
+from graphpar.cost_models.estimates import Alone, Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pricing import Pricing
@@ -365,6 +365,20 @@ class Planner:
         """The fastest candidate that fits. Without ``prune`` all are priced, which gives the same."""
         found = self._searched(prune, all_degrees=False)
         return found if found.best is not None else self._searched(prune, all_degrees=True)
+
+    def alone(self) -> Alone:
+        """What one device of the cluster takes for the batch; what is known of the program undivided is used again."""
+        device = Cluster(1, 1, self.cluster.device, self.cluster.intra_node, self.cluster.inter_node)
+        size = None if self.program.symbolic else self.wishes.microbatch_size  # each other size is a trace
+        wishes = replace(self.wishes, schedule=None, cuts=None, microbatch_size=size)
+        one = Planner(self.program, device, self.batch, self.sharding, {}, wishes, execution=self.execution, dtype=self.dtype, shown=1)
+        one._sharded, one._units = self._sharded, self._units
+        found = one.search()
+        best = found.best or found.alternatives[0]
+        estimate = best.estimate
+        return Alone(
+            str(device), estimate.step_time_s, best.candidate.microbatch_size, max(estimate.peak_memory_bytes), estimate.memory_bytes
+        )
 
     def any_that_fits(self, *, largest: bool = False, tries: int = 40) -> Candidate | None:
         """A candidate that fits, of those that need the least memory on average; None if none of so many does.

@@ -11,21 +11,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from graphpar.cluster import Cluster
-from graphpar.cost_models.estimates import Estimate, Layout
+from graphpar.cost_models.estimates import Alone, Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import dominant_dtype
+from graphpar.cost_models.halved import halved
 from graphpar.cost_models.memory import table_of
 from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.units import units_of
 from graphpar.errors import GraphparError
 from graphpar.mesh import Mesh
-from graphpar.passes.choose import Pins, choose, choose_sharding, coupling_reason, pinned_cuts, replica_reason
+from graphpar.passes.choose import (
+    Pins,
+    choose,
+    choose_sharding,
+    coupling_reason,
+    global_batch,
+    pinned_cuts,
+    replica_reason,
+)
 from graphpar.passes.cuts import marked_cuts
 from graphpar.passes.planner import SHOWN, Found, Planner, Wishes
 from graphpar.passes.shard import shard
 from graphpar.passes.split import positions_of
 from graphpar.plans import Cut, Plan
 from graphpar.program import Program
+from graphpar.report_text import bytes_text
 from graphpar.schedule import canonical_name, order_of
 from graphpar.sharding import Sharding
 
@@ -40,7 +50,8 @@ def search_plan(program: Program, cluster: Cluster, pinned: Mapping[str, int], p
         GraphparError: what is pinned is not possible, or nothing fits.
     """
     pins = replace(pins, cluster=cluster)
-    found = planner_for(program, cluster, pinned, pins, top).search()
+    planner = planner_for(program, cluster, pinned, pins, top)
+    found = planner.search()
     if found.best is None and not found.alternatives:
         rest = cluster.size // math.prod(pinned.values())
         pipeline = {"pp": rest, **pinned} if "pp" not in pinned else {"dp_replicate": rest, **pinned}
@@ -63,7 +74,7 @@ def search_plan(program: Program, cluster: Cluster, pinned: Mapping[str, int], p
     if plans[0].sharding != best.sharding:
         plans.append(choose(program, best.candidate.mesh, replace(decided, sharding=best.sharding)))
     priced = [replace(plan, predicted=estimate_plan(program, plan, cluster), found=found) for plan in plans]
-    return min(priced, key=_by_fit)
+    return replace(min(priced, key=_by_fit), alone=planner.alone() if cluster.size > 1 and program.symbolic else None)
 
 
 def _by_fit(plan: Plan) -> tuple[int, float]:
@@ -75,9 +86,7 @@ def planner_for(
     program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, top: int = SHOWN
 ) -> Planner:
     """A planner that takes the user's pins as wishes."""
-    batch = pins.global_batch or program.batch
-    if batch < 1:
-        raise GraphparError(f"The global batch is {batch}; it must be at least 1.")
+    batch = global_batch(program, pins)
     reason = coupling_reason(program, pins)
 
     def sharding(mesh: Mesh, rows: int) -> tuple[Sharding, Program]:
@@ -143,6 +152,28 @@ def lowered_pricing(
     return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(sized), train=train), layout
 
 
+def in_bf16_s(sized: Program, plan: Plan, cluster: Cluster) -> float | None:
+    """About what a step of an fp32 plan would take in bf16; None where that is not asked, or where the device is no faster with it."""
+    device = cluster.device
+    if dominant_dtype(sized) != "fp32" or device.kind != "gpu" or device.peak("bf16") <= device.peak("fp32"):
+        return None
+    pricing, layout = lowered_pricing(sized, plan, cluster)
+    return Pricing(halved(pricing.units), plan.mesh, cluster, pricing.execution, dtype="bf16", train=pricing.train).step_s(layout)
+
+
+# ---- one device ------------------------------------------------------------------------------------------------
+
+
+def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
+    """The batch of ``plan`` on one device of ``cluster``, in the microbatches that are best there."""
+    pins = Pins(
+        global_batch=plan.global_batch,
+        microbatch_size=None if program.symbolic else plan.microbatch_size,  # each other size is a trace
+        allow_batch_coupling=plan.allow_batch_coupling,
+    )
+    return planner_for(program, cluster, {}, pins).alone()
+
+
 # ---- where nothing fits ----------------------------------------------------------------------------------------
 
 
@@ -156,14 +187,14 @@ def _misfit(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins:
     stages = "/".join(map(str, on))
     text = (
         f"No plan for {program.name} fits {cluster}. The nearest ({mesh}, {nearest.candidate.schedule}, microbatches of "
-        f"{nearest.candidate.microbatch_size}) needs {needed / 1e9:.1f} GB on stage {stages}, where {room / 1e9:.1f} GB are: "
-        f"{nearest.missing / 1e9:.1f} GB too much."
+        f"{nearest.candidate.microbatch_size}) needs {bytes_text(needed)} on stage {stages}, where {bytes_text(room)} are: "
+        f"{bytes_text(nearest.missing)} too much."
     )
     return text + _remedy(program, cluster, pinned, pins, needed)
 
 
 def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, needed: int) -> str:
-    memory = f"devices with {needed / 1e9:.0f} GB"
+    memory = f"devices with {bytes_text(needed)}"
     if pins.microbatch_size is not None:
         smaller = planner_for(program, cluster, pinned, replace(pins, microbatch_size=None)).any_that_fits(largest=True)
         if smaller is not None:

@@ -63,7 +63,7 @@ class Prices:
         self.problem, self.workload, self.costs = problem, workload, costs
         self._elements: dict[tuple[fx.Node, int], float] = {}
         self._whole: dict[tuple[fx.Node, int], float] = {}
-        self._finished = {operators[0] for operators in by_tie(problem).values()}
+        self._parameters = {stored.operators[0]: stored.parameters / stored.operators[0].count for stored in problem.stored}
         self._numbers: dict[Types, int] = {}
         self._steps: dict[tuple[str, int, bool], tuple[float, float]] = {}
         self._paths: dict[bool, np.ndarray] = {flag: np.full((2, 0, 0), np.nan) for flag in (False, True)}
@@ -178,22 +178,22 @@ class Prices:
         return self._steps[key]
 
     def finishing(self, operator: Operator, types: Types) -> float:
-        """Summing a partial gradient, spread over the microbatches of a step. A tied parameter has one gradient."""
-        node = operator.node
-        if operator not in self._finished or node not in self.problem.differentiable or not self.workload.train:
+        """Summing a partial gradient, spread over the microbatches of a step. A parameter has one, wherever it is read."""
+        node, parameters = operator.node, self._parameters.get(operator, 0.0)
+        if not parameters or node not in self.problem.differentiable or not self.workload.train:
             return 0.0
         seconds = 0.0
         for axis, kind in zip(self.problem.axes, types):
             if kind is R:
                 degree = self.problem.degrees[axis]
                 seconds += self.nbytes(node, types) * 2 * (degree - 1) / degree / self.costs.transition_rate(axis)
-        return seconds / self.workload.microbatches
+        return seconds * parameters / self.workload.microbatches
 
     def memory(self, operator: Operator, choice: Choice) -> float:
         """Bytes that stay on a device: parameters with their state, and results that the backward needs."""
         if operator.kind == "parameter":
             factor = self.workload.state_bytes if operator.node in self.problem.differentiable else 1.0
-            return factor * sum(self.nbytes(operator.node, types) for types in choice.results)
+            return self._parameters.get(operator, 0.0) * factor * sum(self.nbytes(operator.node, types) for types in choice.results)
         saved = operator.kind == "operator" and operator.node in self.problem.differentiable and self.workload.train
         if not saved or operator_name(operator.node) in FREE:
             return 0.0
@@ -201,14 +201,5 @@ class Prices:
 
 
 def parameter_name(problem: Problem, operator: Operator) -> str:
-    prefix = f"{problem.program.blocks[operator.scope].instances[0]}." if operator.scope else ""
-    return f"{prefix}{operator.node.target}"
-
-
-def by_tie(problem: Problem) -> dict[str, list[Operator]]:
-    """The operators that read each parameter, by the first of its names."""
-    found: dict[str, list[Operator]] = {}
-    for operator in problem.operators:
-        if operator.kind == "parameter":
-            found.setdefault(problem.program.tie_of(parameter_name(problem, operator))[0], []).append(operator)
-    return found
+    """The name of a parameter; in a block that of the first instance's."""
+    return f"{problem.program.prefixes(operator.scope)[0]}{operator.node.target}"

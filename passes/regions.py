@@ -1,7 +1,8 @@
 """``inline_regions``: no_grad and autocast regions become plain operators that mean the same.
 
-A no_grad region's inputs are detached, so nothing inside records a gradient. In an autocast region every operator
-ran in a dtype that its recorded result shows; casts are inserted until the plain operator gives that dtype too.
+A no_grad region's inputs are detached, so nothing inside records a gradient. What autocast did to an operator becomes casts of
+its inputs (:mod:`graphpar.passes.casts`). Every operator keeps the modules that it ran in, so that blocks are found in regions
+as outside of them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from graphpar.errors import GraphparError
-from graphpar.fixed_size import TWIN
-from graphpar.program import Program, operator_name, value_of
+from graphpar.exported import alias_used_in, kept_meta
+from graphpar.functions import OPERATORS
+from graphpar.passes.casts import Autocast, Casts
+from graphpar.program import Program, is_of_torch, operator_name, value_of, where
 from graphpar.source import source_of
 
 _aten = torch.ops.aten
@@ -27,15 +30,15 @@ def inline_regions(program: Program) -> Program:
         return program
     inliner = _Inliner(program)
     inliner.copy(program.graph, {}, program.subgraphs, _Scope())
-    return program.with_graph(inliner.graph, subgraphs={})
+    return program.with_graph(inliner.graph, subgraphs={}).warn(*inliner.warnings)
 
 
 @dataclass(frozen=True)
 class _Scope:
-    """What holds inside of a region: whether gradients are recorded, and autocast's dtype."""
+    """What holds inside of a region: whether gradients are recorded, and what autocast does."""
 
     gradients: bool = True
-    cast_to: torch.dtype | None = None
+    autocast: Autocast | None = None
     region: fx.Node | None = None
 
 
@@ -43,8 +46,12 @@ class _Inliner:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.graph = fx.Graph()
+        self.casts = Casts(self.graph)
         self.quiet: set[fx.Node] = set()  # made where no gradients are recorded
-        self.detached: dict[fx.Node, fx.Node] = {}
+        self.detached: dict[tuple[fx.Node, Any], fx.Node] = {}
+        self.stacks: dict[tuple[str, ...], tuple[tuple[str, str, str], ...]] = {}
+        self.attributes: dict[str, fx.Node] = {}
+        self.warnings: list[str] = []
 
     def copy(self, source: fx.Graph, env: dict[fx.Node, Any], modules: Any, scope: _Scope) -> list[Any]:
         """Copies ``source`` to the new graph; ``env`` holds its placeholders where it is a region. Returns its results."""
@@ -69,13 +76,14 @@ class _Inliner:
     def _region(self, node: fx.Node, env: dict[fx.Node, Any], outside: _Scope) -> list[Any]:
         if _region(node) == "wrap_with_set_grad_enabled":
             enabled, subgraph, *operands = node.args
-            scope = replace(outside, gradients=bool(enabled), region=node)
+            scope = replace(outside, gradients=bool(enabled), region=outside.region or node)
         else:
-            _, dtype, enabled, _, subgraph, *operands = node.args
-            cast_to = cast("torch.dtype | None", dtype) or torch.bfloat16
-            scope = replace(outside, cast_to=cast_to if enabled else None, region=node)
-        if outside.region is not None:  # the user's place is that of the outermost region
-            scope = replace(scope, region=outside.region)
+            device, dtype, enabled, _, subgraph, *operands = node.args
+            scope = replace(outside, region=outside.region or node)
+            if device == "cpu":
+                scope = replace(scope, autocast=Autocast(cast("torch.dtype | None", dtype) or torch.bfloat16, bool(enabled)))
+            else:  # torch itself switches it off where there is no such device
+                self.warnings.append(_elsewhere(str(device), env[cast(fx.Node, subgraph)]))
         module = env[cast(fx.Node, subgraph)]
         placeholders = [child for child in module.graph.nodes if child.op == "placeholder"]
         inner = {
@@ -84,26 +92,66 @@ class _Inliner:
         return self.copy(module.graph, inner, module, scope)
 
     def _operator(self, node: fx.Node, env: dict[fx.Node, Any], scope: _Scope) -> Any:
-        if scope.gradients:
-            new = self.graph.node_copy(node, env.__getitem__)
-        elif _gives_itself(node):
-            return env[cast(fx.Node, node.args[0])]  # the very tensor, gradient and all
-        else:
-            new = self.graph.node_copy(node, lambda argument: self._without_gradient(env[argument]))
-            self.quiet.add(new)
+        meta = dict(node.meta)
         if scope.region is not None:
-            new.meta = _meta_like(node, scope.region)
-        if scope.cast_to is not None:
-            _insert_casts(self.graph, new, scope.cast_to)
+            meta = kept_meta(node, self.stacks)
+            meta.setdefault("source", scope.region.meta.get("source"))
+        stack = meta.get("module_stack", ())
+
+        def given(argument: fx.Node) -> Any:
+            value = self._named(env[argument], stack) if scope.region is not None else env[argument]
+            return value if scope.gradients else self._without_gradient(value, stack)
+
+        if not scope.gradients and _gives_itself(node):
+            return env[cast(fx.Node, node.args[0])]  # the very tensor, gradient and all
+        new = self.graph.node_copy(node, given)
+        new.meta = meta
+        if new.op == "get_attr":
+            self.attributes[str(new.target)] = new
+        if not scope.gradients:
+            self.quiet.add(new)
+        if scope.autocast is not None and scope.autocast.enabled and new.op == "call_function":
+            self.casts.insert(new, scope.autocast)
+            if not is_of_torch(new.target) and isinstance(new.target, torch._ops.OpOverload) and new.target not in OPERATORS:
+                self.warnings.append(
+                    f"{operator_name(new)}{where(new)} runs under autocast in the model, and without it in the program: torch's "
+                    "operators inside of it, if there are any, compute in the dtypes of their inputs."
+                )
         return new
 
-    def _without_gradient(self, node: Any) -> Any:
+    def _named(self, node: Any, stack: tuple[tuple[str, str, str], ...]) -> Any:
+        """A tied parameter under the name that the module which uses it gives it: the region as a whole took it under one."""
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            return node
+        names = self.program.tie_of(str(node.target))
+        name = alias_used_in(stack, names) if len(names) > 1 else str(node.target)
+        if name == node.target:
+            return node
+        if name not in self.attributes:
+            with self.graph.inserting_after(node):
+                self.attributes[name] = self.graph.get_attr(name)
+            self.attributes[name].meta = dict(node.meta)
+        return self.attributes[name]
+
+    def _without_gradient(self, node: Any, stack: Any) -> Any:
+        """What a module detaches for itself is a part of it."""
         if not isinstance(node, fx.Node) or node in self.quiet or not _differentiable(self.program, node):
             return node
-        if node not in self.detached:
-            self.detached[node] = self.graph.call_function(_aten.detach.default, (node,))
-            self.detached[node].meta = dict(node.meta)
-        return self.detached[node]
+        if (node, stack) not in self.detached:
+            detached = self.graph.call_function(_aten.detach.default, (node,))
+            detached.meta = dict(node.meta, module_stack=stack)
+            self.detached[node, stack] = detached
+        return self.detached[node, stack]
+
+
+def _elsewhere(device: str, module: fx.GraphModule) -> str:
+    """The warning for autocast of a device that the trace does not run on."""
+    sources = [source_of(node.meta["stack_trace"]) for node in module.graph.nodes if node.meta.get("stack_trace")]
+    place = next((f" ({source.file}:{source.line})" for source in sources if source is not None), "")
+    return (
+        f"torch.autocast({device!r}){place} does nothing in the program: it is traced on a CPU, whatever device it runs on. "
+        "Write torch.autocast(x.device.type), with x a tensor of the model's."
+    )
 
 
 def _child(modules: Any, name: str) -> Any:
@@ -127,76 +175,13 @@ def _region(node: fx.Node) -> str | None:
         return name
     if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
         raise GraphparError(
-            f"The model contains the control-flow region {name!r}{_where(node)}, which graphpar does not split. Replace it by "
+            f"The model contains the control-flow region {name!r}{where(node)}, which graphpar does not split. Replace it by "
             "plain tensor operators."
         )
     return None
-
-
-def _where(node: fx.Node) -> str:
-    source = node.meta.get("source")
-    return f" ({source.file}:{source.line})" if source else ""
-
-
-def _meta_like(child: fx.Node, region: fx.Node) -> dict[str, Any]:
-    meta = {"val": child.meta.get("val"), "module_stack": region.meta.get("module_stack", ())}
-    meta |= {key: child.meta[key] for key in ("batch_coefficients", TWIN) if key in child.meta}
-    trace = child.meta.get("stack_trace")
-    meta["source"] = source_of(trace) if trace else region.meta.get("source")
-    return meta
 
 
 def _differentiable(program: Program, node: fx.Node) -> bool:
     value = value_of(node)
     constant = node.op == "get_attr" and str(node.target) not in program.parameters
     return isinstance(value, Tensor) and value.is_floating_point() and not constant
-
-
-def _insert_casts(graph: fx.Graph, node: fx.Node, low: torch.dtype) -> None:
-    """Casts ``node``'s floating inputs so that the plain operator gives the dtype that autocast gave."""
-    wanted = value_of(node)
-    if not isinstance(wanted, Tensor) or not wanted.is_floating_point():
-        return
-    if _plain_dtype(node) == wanted.dtype and not _mixed_matrices(node):
-        return
-    target = low if wanted.dtype == low else torch.float32
-    replacements: dict[fx.Node, fx.Node] = {}
-    for argument in node.all_input_nodes:
-        value = value_of(argument)
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != target:
-            with graph.inserting_before(node):
-                cast = graph.call_function(_aten.to.dtype, (argument, target))
-            cast.meta = dict(argument.meta, val=value.to(target))
-            replacements[argument] = cast
-    node.args, node.kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: replacements.get(n, n))
-    found = _plain_dtype(node)
-    if found != wanted.dtype:
-        raise GraphparError(
-            f"Autocast ran {node.target}{_where(node)} with a result in {wanted.dtype}, which casts of its inputs to {target} "
-            f"don't reproduce (they give {found}). Cast explicitly there, or leave autocast out."
-        )
-
-
-_MATRIX = {
-    "linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "einsum", "chain_matmul", "scaled_dot_product_attention",
-    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
-}  # fmt: skip
-
-
-def _mixed_matrices(node: fx.Node) -> bool:
-    """Matrix products of several dtypes, which autocast casts and fake tensors let pass, but which don't run."""
-    values = [value_of(argument) for argument in node.all_input_nodes]
-    dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
-    return operator_name(node) in _MATRIX and len(dtypes) > 1
-
-
-def _plain_dtype(node: fx.Node) -> torch.dtype | None:
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    mode = next((v.fake_mode for v in (value_of(n) for n in node.all_input_nodes) if hasattr(v, "fake_mode")), None)
-    assert mode is not None and callable(node.target)
-    try:
-        with mode:
-            result = node.target(*args, **kwargs)
-    except RuntimeError:
-        return None
-    return result.dtype if isinstance(result, Tensor) else None

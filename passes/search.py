@@ -7,7 +7,7 @@ Constraints, by category:
     1  one choice      each operator takes one of its placements
     2  flow            on every edge what the maker gives is turned into what the user takes
     3  shared          a value that several users want in the same type is turned into it once
-    4  ties            names of one tied parameter lie alike
+    4  ties            all that reads one parameter stores it alike: names of a tie, instances of a block, the root
     5  pins            what the user decided
     6  meaning         on tp weights are cut wherever a rule allows; on cp weights are whole; on ep those of experts are cut
     7  memory          parameters, their gradients and optimizer state, and activations, fit
@@ -35,7 +35,7 @@ from graphpar.errors import GraphparError
 from graphpar.passes.candidates import Choice, Edge, Operator, Problem, Types, Value
 from graphpar.passes.experts import check_degree, find_experts
 from graphpar.passes.integer_program import IntegerProgram, Optimum
-from graphpar.passes.prices import FREE, MATMULS, Prices, Workload, by_tie, parameter_name
+from graphpar.passes.prices import FREE, MATMULS, Prices, Workload, parameter_name
 from graphpar.program import module_path, operator_name, value_of
 from graphpar.rules.placement import results_of, sizes_of
 from graphpar.runtime.layout import P, R, Shard, Type
@@ -274,14 +274,22 @@ class _Search:
         pinned = "tp" in self.pins.parameters.get(str(operator.operands[0].target), {})
         return by_rows and not pinned and choice.operands[0][place] == Shard(1)
 
+    def _undivided(self, operator: Operator, pin: Spec) -> str:
+        """``"32 is not divisible by 3; "``: sizes of a parameter's dims that a pin cuts into more pieces than there can be."""
+        shape = value_of(operator.node).shape
+        cuts = [(axis, kind.dim) for axis, allowed in pin.items() for kind in allowed if isinstance(kind, Shard)]
+        uneven = [(int(shape[dim]), self.problem.degrees[axis]) for axis, dim in cuts if axis in self.problem.degrees and dim < len(shape)]
+        return "".join(f"{size} is not divisible by {degree}; " for size, degree in dict.fromkeys(uneven) if size % degree)
+
     def _impossible(self, operator: Operator) -> str:
         pin = self._pin(operator)
         name = self._name(operator) if operator.kind == "parameter" else module_path(operator.node) or operator.node.name
         what = f"of shape {tuple(value_of(operator.node).shape)} " if operator.kind == "parameter" else ""
         axes = ", ".join(f"{axis}={degree}" for axis, degree in self.problem.degrees.items())
         offered = dict.fromkeys(str(t) for c in operator.choices for types in c.results for t in types)
+        uneven = self._undivided(operator, pin) if operator.kind == "parameter" else ""
         return (
-            f"{name} {what}can't lie as {spec_text(pin)} with {axes}: its operators allow {', '.join(offered)}. "
+            f"{name} {what}can't lie as {spec_text(pin)} with {axes}: {uneven}its operators allow {', '.join(offered)}. "
             "A dim is cut where the degree divides its size (heads as well as features)."
         )
 
@@ -379,7 +387,7 @@ class _Search:
         return stored == used or whole or (axis in ("cp", "ep") and stored is R)
 
     def _tie(self) -> None:
-        for first, *others in by_tie(self.problem).values():
+        for first, *others in (stored.operators for stored in self.problem.stored):
             own = self._columns(first, self._stored_as(first))
             for other in others:
                 theirs = self._columns(other, self._stored_as(other))
@@ -486,11 +494,10 @@ def sharding_of(solution: Solution) -> Sharding:
         rows = decisions.setdefault(operator.scope, {})
         rows[operator.node.name] = Decision(choice.operands, choice.results, choice.rewrites)
         if operator.kind == "parameter":
-            instances = program.blocks[operator.scope].instances if operator.scope else [""]
-            for instance in instances:
-                name = f"{instance}.{operator.node.target}" if instance else str(operator.node.target)
-                for tied in program.tie_of(name):
-                    parameters[tied] = dict(zip(problem.axes, choice.results[0]))
+            spec = dict(zip(problem.axes, choice.results[0]))
+            for prefix in program.prefixes(operator.scope):
+                for name in program.tie_of(f"{prefix}{operator.node.target}"):
+                    assert parameters.setdefault(name, spec) == spec, f"{name} is stored as {parameters[name]} and as {spec}"
     return Sharding(
         dict(problem.degrees), decisions, dict(sorted(parameters.items())), cost=solution.parts, gap=solution.gap
     )

@@ -303,11 +303,11 @@ class _Scope:
             copy.meta["batch_coefficients"] = coefficients
 
     def _piece(self, node: fx.Node, value: Tensor, shape: tuple[Any, ...]) -> Tensor:
-        """A fake value of ``shape``; all instances of a block have one, since they give the same."""
+        """A fake value of ``shape``; all instances of a block have one for each shape, since they give the same."""
         source = node.args[0] if operator_name(node) == "getitem" else node
         if not isinstance(source, fx.Node) or source.op != "call_module":
             return value.new_empty(shape)
-        key = (str(source.meta["block"]), 0 if source is node else node.args[1])
+        key = (str(source.meta["block"]), 0 if source is node else node.args[1], str(shape))
         if key not in self.pieces:
             self.pieces[key] = value.new_empty(shape)
         return self.pieces[key]

@@ -17,7 +17,7 @@ from graphpar.passes.functional import is_inplace
 from graphpar.program import Program, batch_coefficients, operator_name, value_of
 
 _aten = torch.ops.aten
-_CHECKS = {
+CHECKS = {
     "_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
     "_guards_fn",
 }  # fmt: skip
@@ -31,7 +31,7 @@ def simplify(program: Program) -> Program:
     output = next(iter(reversed(program.graph.nodes)))
     graph.output(fx.map_arg(output.args[0], val_map.__getitem__))
     for node in list(graph.nodes):
-        if operator_name(node) in _CHECKS:
+        if operator_name(node) in CHECKS:
             graph.erase_node(node)
     for node in list(graph.nodes):
         for rewrite in _REWRITES.get(operator_name(node), ()):
@@ -87,7 +87,8 @@ def _dropout(node: fx.Node) -> bool:
     return False
 
 
-def _full_slice(node: fx.Node) -> bool:
+def full_slice(node: fx.Node) -> bool:
+    """``x[:]`` is ``x``."""
     arguments: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
     source, dim, start, end, step = arguments
     if not isinstance(value_of(source), Tensor):
@@ -236,7 +237,7 @@ _REWRITES: dict[str, tuple[Callable[[fx.Node], bool], ...]] = {
     "contiguous": (),
     "dropout": (_dropout,),
     "feature_dropout": (_dropout,),
-    "slice": (_full_slice,),
+    "slice": (full_slice,),
     "view": (_same_shape,),
     "reshape": (_same_shape,),
     "_unsafe_view": (_same_shape,),
@@ -260,10 +261,44 @@ def _free_of_devices(node: fx.Node) -> None:
 
 
 def _own_dtype(node: fx.Node) -> None:
-    """A factory without a dtype takes the default one, which may be another where the program runs."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.all_input_nodes or node.kwargs.get("dtype") is not None:
-        return
+    """What makes floating numbers of none has the default dtype, which may be another where the program runs: it is said."""
     value = node.meta.get("val")
-    has_dtype = any(argument.name == "dtype" for argument in node.target._schema.arguments)
-    if has_dtype and isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
-        node.kwargs = {**node.kwargs, "dtype": value.dtype}
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(value, Tensor):
+        return
+    tensors = [argument for argument in node.all_input_nodes if isinstance(value_of(argument), Tensor)]
+    inexact = any(value_of(tensor).is_floating_point() or value_of(tensor).is_complex() for tensor in tensors)
+    if not value.is_floating_point() or value.dtype == torch.float32 or inexact:
+        return
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dtype" in names:
+        if dict(zip(names, node.args)).get("dtype") is None and node.kwargs.get("dtype") is None:
+            node.kwargs = {**node.kwargs, "dtype": value.dtype}
+    elif operator_name(node) == "where":
+        node.target = _aten.where.self
+        node.args = (node.args[0], *(_numbers(node, number, value) for number in node.args[1:]))
+    else:
+        for tensor in tensors:
+            node.replace_input_with(tensor, _floating(node, tensor, value.dtype))
+
+
+def _numbers(node: fx.Node, number: Any, value: Tensor) -> fx.Node:
+    """An operand of ``node`` in the dtype of its result ``value``: a Python number as a tensor, a tensor cast."""
+    if isinstance(number, fx.Node):
+        return _floating(node, number, value.dtype)
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(_aten.full.default, ([], number), {"dtype": value.dtype})
+    made.meta = _where_from(node) | {"val": value.new_empty([])}
+    return made
+
+
+def _floating(node: fx.Node, tensor: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """``tensor``, whole numbers, in ``dtype``."""
+    with node.graph.inserting_before(node):
+        cast = node.graph.call_function(_aten.to.dtype, (tensor, dtype))
+    cast.meta = dict(tensor.meta) | _where_from(node) | {"val": value_of(tensor).to(dtype)}
+    return cast
+
+
+def _where_from(node: fx.Node) -> dict[str, Any]:
+    """What says where in the user's code ``node`` was made."""
+    return {key: node.meta[key] for key in ("module_stack", "source") if key in node.meta}

@@ -6,6 +6,9 @@ What crosses is decided by what a value is:
 - root inputs and counts go straight to the stages that use them;
 - values without parameters in them (masks, rotary tables) are computed again on each stage that needs them;
 - everything else is sent to the next stage, and relayed by the stages between.
+
+A module that is applied several times is cut where its first application is: a later one runs on the stages that hold its weights, as
+soon as they have what it needs.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError, near_match
+from graphpar.passes.applications import first_applications
 from graphpar.passes.functional import is_inplace, written_buffers
 from graphpar.passes.outline import local_size
 from graphpar.passes.simplify import remove_dead_code
@@ -54,10 +58,10 @@ class Stage:
 
 def positions_of(program: Program, cuts: Sequence[Cut]) -> list[int]:
     """The index in the root graph's node list at which each stage after the first begins."""
-    nodes = list(program.graph.nodes)
+    nodes, again = list(program.graph.nodes), first_applications(program)
     found: dict[int, Cut] = {}
     for cut in cuts:
-        inside = [index for index, node in enumerate(nodes) if _belongs(node, cut.path)]
+        inside = [index for index, node in enumerate(nodes) if node not in again and _belongs(node, cut.path)]
         if not inside:
             raise GraphparError(_no_such_module(program, cut.path))
         position = inside[0] if cut.where is SplitPoint.BEGINNING else inside[-1] + 1
@@ -68,10 +72,10 @@ def positions_of(program: Program, cuts: Sequence[Cut]) -> list[int]:
                 "so the stage between them would be empty."
             )
         found[position] = cut
-    work = [index for index, node in enumerate(nodes) if node.op == "call_module" or _has_parameters(node)]
+    work = [index for index, node in enumerate(nodes) if node not in again and (node.op == "call_module" or _has_parameters(node))]
     ordered = sorted(found)
     for stage, (begin, end) in enumerate(zip([0, *ordered], [*ordered, len(nodes)])):
-        if not any(begin <= index < end for index in work):
+        if found and not any(begin <= index < end for index in work):
             cut = found.get(begin) or found[end]
             raise GraphparError(
                 f"Stage {stage} would be empty: no module with parameters lies between its split points "
@@ -150,12 +154,16 @@ class _Placement:
         self.free: set[fx.Node] = set()  # parameter-free: may be computed anywhere
         self.differentiable: set[fx.Node] = set()
         written = written_buffers(program.graph)
+        again = first_applications(program)
         current = 0
         for index, node in enumerate(self.nodes):
             while current < len(positions) and index >= positions[current]:
                 current += 1
             source = node.args[0] if operator_name(node) == "getitem" else None
             self.stage[node] = self.stage[source] if isinstance(source, fx.Node) else current
+            if node in again:
+                needs = (self.stage[argument] for argument in node.all_input_nodes if argument.op.startswith("call"))
+                self.stage[node] = max(self.stage[again[node]], *needs, 0)
             self._classify(node, written)
 
     def _classify(self, node: fx.Node, written: set[fx.Node]) -> None:
@@ -272,7 +280,7 @@ def _stage(
     sent = crossing[index] if index < placement.count - 1 else []
     for node in received:
         env[node] = graph.placeholder(names[node])
-        env[node].meta = dict(node.meta, boundary=True)
+        env[node].meta = dict(node.meta, boundary=node)  # whose gradient comes back, if it has one
     used = {argument for node in needed for argument in node.all_input_nodes}
     placeholders = [node for node in placement.nodes if node.op == "placeholder" and node in used]
     for node in placeholders:

@@ -21,6 +21,7 @@ from graphpar.passes.outline import outline
 from graphpar.passes.regions import inline_regions
 from graphpar.passes.simplify import simplify
 from graphpar.passes.streams import assign_streams
+from graphpar.passes.unchosen import fill_unchosen, sizes_are_known
 from graphpar.program import Helper, Program, operator_name
 
 
@@ -76,7 +77,12 @@ def _counts_are_inputs(program: Program) -> bool:
 
 
 def _instances_named(program: Program) -> bool:
-    return all(node.meta["block"] in program.blocks for node in program.graph.nodes if node.op == "call_module")
+    classes: dict[str, set[str]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            classes.setdefault(str(node.target), set()).add(str(node.meta["block"]))
+    known = all(names <= program.blocks.keys() for names in classes.values())
+    return known and all(len(names) == 1 for names in classes.values())
 
 
 def _helpers_are_free(program: Program) -> bool:
@@ -89,7 +95,6 @@ def _helpers_are_free(program: Program) -> bool:
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass("keep_marks", keep_marks, "a captured program", "pipe_split() is a mark on the operator after it", _no_marks),
     Pass(
         "inline_regions",
         inline_regions,
@@ -97,7 +102,15 @@ PASSES: tuple[Pass, ...] = (
         "no_grad and autocast regions are plain operators",
         _no_regions,
     ),
+    Pass("keep_marks", keep_marks, "inline_regions", "pipe_split() is a mark on the operator after it", _no_marks),
     Pass("functionalize", functionalize, "inline_regions", "only buffers are written in place", _only_buffers_written),
+    Pass(
+        "fill_unchosen",
+        fill_unchosen,
+        "functionalize",
+        "rows that a mask does not choose keep their places; no size depends on values",
+        sizes_are_known,
+    ),
     Pass(
         "assign_streams",
         assign_streams,

@@ -28,7 +28,7 @@ def why_not(best: Estimate | None, other: Estimate) -> str:
 
 
 def misfit(estimate: Estimate) -> str:
-    """``does not fit: stage 0 needs 91.2 GB of 77.6 GB``."""
+    """``does not fit: stage 0 needs 91.2 GiB of 77.6 GiB``."""
     rank, stages = estimate.fullest
     where = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}" if len(estimate.stages) > 1 else "a device"
     need = "need" if len(stages) > 1 and len(estimate.stages) > 1 else "needs"

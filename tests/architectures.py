@@ -187,12 +187,9 @@ def _contrastive(output: Any) -> Tensor:
     return F.cross_entropy(logits, torch.arange(logits.shape[0]))
 
 
-def program_of(name: str, *, double: bool = False) -> gp.Program:
-    """``name``, traced with its loss; ``double``: in fp64, where rounding does not hide or look like an error."""
+def program_of(name: str) -> gp.Program:
+    """``name``, traced with its loss."""
     model, kwargs, loss_fn, targets = _example(name)
-    if double:
-        kwargs = {key: item.double() if item.is_floating_point() else item for key, item in kwargs.items()}
-        return gp.export(lambda: model().double(), (), kwargs, loss_fn, targets)
     return gp.export(model, (), kwargs, loss_fn, targets)
 
 

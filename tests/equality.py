@@ -191,4 +191,4 @@ def assert_exact(case: Case, *cuts: Sequence[int], stages: bool = True, toleranc
 
 def refusal(program: Program) -> str:
     """Why the batch can't be cut; empty where it can."""
-    return "; ".join([*program.couplings, *([program.unsplittable] if program.unsplittable else [])])
+    return "; ".join([*map(str, program.couplings), *([program.unsplittable] if program.unsplittable else [])])

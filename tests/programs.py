@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 import graphpar as gp
 from graphpar.modelfile import ModelFile, load_model_file
@@ -29,24 +24,6 @@ def example(name: str) -> Program:
     """The exported program of ``examples/NAME.py``."""
     file = example_file(name)
     return gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets, file.batch_dims)
-
-
-@functools.cache
-def example_in_double(name: str) -> Program:
-    """The same in float64."""
-    file = example_file(name)
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = (file.model if isinstance(file.model, nn.Module) else file.model()).double()
-        args, kwargs, targets = tree_map(_doubled, (file.args, file.kwargs, file.targets))
-        return gp.export(model, args, kwargs, file.loss_fn, targets, file.batch_dims)
-    finally:
-        torch.set_default_dtype(previous)
-
-
-def _doubled(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def norms_pinned(program: Program, kind: str) -> dict[str, dict[str, list[str]]]:

@@ -112,7 +112,10 @@ def _tie_tables(
     names: dict[str, list[int]] = {}
     for operator in operators:
         if operator.kind == "parameter":
-            names.setdefault(whole.problem.program.tie_of(whole._name(operator))[0], []).append(number[id(operator)])
+            program = whole.problem.program
+            paths = [f"{path}." for path in program.blocks[operator.scope].instances] if operator.scope else [""]
+            for name in dict.fromkeys(program.tie_of(f"{path}{operator.node.target}")[0] for path in paths):
+                names.setdefault(name, []).append(number[id(operator)])
     found: list[Table] = []
     for first, *others in names.values():
         for other in others:

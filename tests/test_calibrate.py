@@ -227,7 +227,7 @@ def test_more_ranks_than_cores_take_turns_and_are_not_measured_at_once(monkeypat
         asked.append((request.at_once, processes))
         return times(DEVICES["CPU"], processes=max(request.at_once))
 
-    monkeypatch.setattr(calibration, "_measured", measured)
+    monkeypatch.setattr(calibration, "_measured", lambda *given: (measured(*given), 0.0))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     profile = calibrate("cpu", 4)
@@ -263,17 +263,58 @@ def test_a_gpu_of_another_form_is_not_taken_for_a_known_one() -> None:
 # ---- the command -----------------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_a_profile_that_plans_can_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_profile_that_plans_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "here.json"
-    assert main(["calibrate", "--quick", "--patience", "0", "--processes", "1", "-o", str(out), "--json"]) == 0
+    arguments = ["calibrate", "--quick", "--patience", "0", "--processes", "1", "--force", "-o", str(out)]  # others may use the machine
+    assert main([*arguments, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed.pop("out") == str(out)
     assert printed == json.loads(out.read_text())
     assert Cluster.parse(f"2x{out}").size == 2
-    assert main(["calibrate", "--quick", "--patience", "0", "--processes", "1", "-o", str(out)]) == 0
+    profile = calibration.profile_of(rows_of(printed), DEVICES["CPU"], 1, printed["machine"])
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: profile)
+    assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "fit of product:" in text
     assert "products fp32, under 1 Gflop" in text
+
+
+@pytest.mark.parametrize(
+    ("factor", "rows", "disturbed", "doubt"),
+    [
+        (400.0, 1, 0.0, "the fit of product is off by "),
+        (12.0, 18, 0.0, "the fit of product is off by "),
+        (1.0, 0, 0.4, "others used more than 12% of the cores during 40% of the measurements; 10% may be"),
+        (1.0, 0, 0.05, None),
+        (3.0, 4, 0.0, None),
+    ],
+    ids=["one time", "half of the times", "others", "others a little", "some times a little"],
+)
+def test_a_profile_that_the_measurements_contradict_is_not_written(
+    factor: float, rows: int, disturbed: float, doubt: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    shipped = json.loads(SHIPPED.read_text())
+    found = rows_of(shipped)
+    products = [place for place, row in enumerate(found) if row.processes == 2 and kind_of(row) == "product"]
+    for place in products[: 2 * rows : 2]:
+        found[place] = replace(found[place], seconds=factor * found[place].seconds)
+    monkeypatch.setattr(calibration, "_measured", lambda *_: (found, disturbed))
+    out = tmp_path / "here.json"
+    assert main(["calibrate", "--processes", "2", "-o", str(out), "--json"]) == (0 if doubt is None else 1)
+    printed = json.loads(capsys.readouterr().out)
+    assert out.exists() is (doubt is None)
+    if doubt is None:
+        return
+    assert printed["out"] is None
+    assert printed["refused"] and all(text.startswith(doubt) for text in printed["refused"])
+    assert main(["calibrate", "--processes", "2", "-o", str(out)]) == 1
+    text = capsys.readouterr().out
+    assert "NOT WRITTEN" in text and "--force" in text and not out.exists()
+    assert main(["calibrate", "--processes", "2", "-o", str(out), "--force"]) == 0
+    assert Cluster.parse(str(out)).size == 2 and json.loads(out.read_text())["disturbed"] == disturbed
 
 
 @pytest.mark.parametrize(
@@ -281,7 +322,7 @@ def test_the_command_writes_a_profile_that_plans_can_use(tmp_path: Path, capsys:
     [
         (["-o", "here.toml"], "a profile is JSON; name it here.json"),
         (["-o", "nowhere/here.json"], "the folder nowhere does not exist"),
-        (["--processes", "0"], "processes is 0; it must be at least 1"),
+        (["--processes", "0"], "--processes: it is 0; it must be at least 1"),
         pytest.param(
             ["--device", "cuda"], "torch finds no GPU here; use --device cpu",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),

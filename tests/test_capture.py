@@ -150,7 +150,63 @@ class Output:
     ids=["dataclass", "dictionary", "tensor"],
 )
 def test_the_models_own_loss(wrap: Callable[[Tensor, Tensor], Any]) -> None:
-    assert_exact(Case(Around(lambda _, h: wrap(square(h), h)), (X,)), [1, 3])
+    assert not assert_exact(Case(Around(lambda _, h: wrap(square(h), h)), (X,)), [1, 3]).warnings
+
+
+@pytest.mark.parametrize(
+    ("wrap", "place", "own"),
+    [
+        (lambda loss, h: (h, loss), "output[1]", lambda out: out[1]),
+        (lambda loss, h: {"logits": h, "nll": loss, "seen": h.detach().mean()}, "output['nll']", lambda out: out["nll"]),
+        (lambda loss, h: Output(None, h, (loss,)), "output.extra[0]", lambda out: out.extra[0]),  # type: ignore[arg-type]
+    ],
+    ids=["tuple", "dictionary", "dataclass"],
+)
+def test_the_only_scalar_that_needs_a_gradient_is_the_loss(
+    wrap: Callable[[Tensor, Tensor], Any], place: str, own: Callable[[Any], Tensor]
+) -> None:
+    model = Around(lambda _, h: wrap(square(h), h))
+    program = gp.export(model, (X,))
+    assert program.mode == "train" and any(line.startswith(f"{place} is taken as the loss") for line in program.warnings)
+    assert_same(run(program, Case(model, (X,)), [4]), eager(Case(model, (X,), loss_fn=own)))
+    assert not gp.export(model, (X,), loss_fn=own).warnings
+    inferred = gp.export(model, (X,), mode="infer")
+    assert inferred.mode == "infer" and not inferred.warnings
+
+
+class Temperature(nn.Module):
+    """Returns a parameter, too: a scalar that needs a gradient, and no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(x), self.scale.exp()
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Around(lambda _, h: (h, None)), "it returns output_0"),
+        (Around(lambda _, h: (h, h.sum(), h.square().sum())), "output[1], output[2] are scalars that need a gradient"),
+        (Around(lambda _, h: (h, h.detach().sum())), "it returns output_0, output_1"),
+        (Temperature(), "it returns output_0, output_1"),
+    ],
+    ids=["none", "several", "no gradient", "a parameter"],
+)
+def test_without_a_loss_it_is_said_that_nothing_is_trained(model: nn.Module, expected: str) -> None:
+    x = X if not isinstance(model, Temperature) else torch.ones(4, 4)
+    program = gp.export(model, (x,))
+    (said,) = program.warnings
+    assert program.mode == "infer" and said.startswith("The program is for inference") and expected in said and "loss_fn = lambda" in said
+    assert not gp.export(model, (x,), mode="infer").warnings
+    assert not gp.export(copy.deepcopy(model).requires_grad_(False), (x,)).warnings
+
+
+def test_a_class_that_needs_arguments_is_no_factory() -> None:
+    with pytest.raises(gp.GraphparError, match=r"the class Linear, which needs arguments \(in_features, out_features\)"):
+        gp.export(nn.Linear, (X,))
 
 
 def test_outputs_of_inference_are_named() -> None:
@@ -170,6 +226,18 @@ def test_outputs_of_inference_are_named() -> None:
 def test_losses_that_are_none(loss_fn: Callable[[Tensor], Any], why: str) -> None:
     with pytest.raises(gp.GraphparError, match=why):
         gp.export(Two(), (X, X), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "targets", "why"),
+    [
+        (nn.CrossEntropyLoss(), (), r"output and 0 targets.*missing a required argument: 'target'.*example_targets"),
+        (lambda o, y: F.mse_loss(o, y), (X, X), r"output and 2 targets.*too many positional arguments"),
+    ],
+)
+def test_losses_that_are_given_other_targets_than_they_take(loss_fn: Callable[..., Any], targets: Any, why: str) -> None:
+    with pytest.raises(gp.GraphparError, match=why):
+        gp.export(Two(), (X, X), loss_fn=loss_fn, targets=targets)
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------
@@ -397,3 +465,189 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_wrapped_models_keep_the_inner_names() -> None:
     assert list(gp.export(nn.DataParallel(Two()), (X, X), loss_fn=square).parameters)[:2] == ["a.weight", "a.bias"]
+
+
+def test_a_bare_tensor_is_no_tuple_of_arguments() -> None:
+    with pytest.raises(gp.GraphparError, match=r"args is a tensor; .* args=\(tensor,\)"):
+        gp.export(nn.Linear(4, 4), torch.randn(2, 4))  # type: ignore[arg-type]
+    with pytest.raises(gp.GraphparError, match=r"targets is a tensor; .* targets=\(tensor,\)"):
+        gp.export(nn.Linear(4, 4), (torch.randn(2, 4),), loss_fn=nn.functional.mse_loss, targets=torch.randn(2, 4))  # type: ignore[arg-type]
+
+
+def test_a_plan_is_read_from_a_dictionary() -> None:
+    with pytest.raises(gp.GraphparError, match=r"json\.loads"):
+        gp.Plan.from_json("{}")  # type: ignore[arg-type]
+
+
+# ---- what a trace would lose, and the lines of what it can't follow ---------------------------------------------
+
+
+class Positions(nn.Module):
+    """A table whose positions are made on the model's own device, and with ``masked`` a mask that no weights file holds."""
+
+    def __init__(self, device: str | None = None, masked: bool = False) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(3, 8, device=device), nn.Linear(8, 8, device=device)
+        if masked:
+            self.register_buffer("mask", torch.ones(3, 3, device=device).tril(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, None] + self.table(torch.arange(3, device=self.table.weight.device)) + torch.zeros(8, device=self.head.weight.device)
+        return self.head(self.mask @ h if hasattr(self, "mask") else h)
+
+
+def in_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Positions(masked=True)
+
+
+def test_a_model_on_the_device_meta_is_one_without_memory() -> None:
+    model = Positions("meta")
+    expected = gp.export(Positions(), (X,), loss_fn=square)
+    program = gp.export(model, (X,), loss_fn=square)
+
+    assert str(program.graph) == str(expected.graph) and "meta" not in str(program.graph)
+    parts = gp.partition(program, gp.plan(program, mesh={"tp": 2}))
+    assert model.head.weight.is_meta, "the user's model is as it was"
+    with pytest.raises(gp.GraphparError, match=r"table.weight is on the device meta.*give a function that builds it on the CPU"):
+        gp.verify(parts)
+
+
+@pytest.mark.parametrize("factory", [in_meta, lambda: Positions("meta", True), lambda: Positions(masked=True).to("meta")])
+def test_values_of_a_factory_on_the_device_meta(factory: Callable[[], nn.Module]) -> None:
+    program = gp.export(factory, (X,), loss_fn=square)
+
+    assert torch.equal(program.constants["mask"], torch.ones(3, 3).tril()) and "meta" not in str(program.graph)
+
+
+def test_a_table_on_the_device_meta_without_values_is_refused() -> None:
+    with pytest.raises(gp.GraphparError, match=r"non-persistent buffer 'mask' of Positions has no values.*Give a function"):
+        gp.export(Positions("meta", masked=True), (X,), loss_fn=square)
+
+
+@pytest.mark.parametrize("function", [lambda m, y: y * y.data, lambda m, y: y / m.a.weight.data.norm(), lambda m, y: y + m.a.bias.data])
+def test_data_of_a_tensor_is_the_tensor_without_gradient(function: Callable[[Any, Tensor], Tensor]) -> None:
+    assert_exact(Case(Around(function), (X,), {}, square, ()), [1, 3])
+
+
+def writes_data(module: Any, y: Tensor) -> Tensor:
+    y.data.mul_(2)
+    return y
+
+
+def writes_later(module: Any, y: Tensor) -> Tensor:
+    kept = y.data
+    y += 1
+    return y * kept
+
+
+def assigns_data(module: Any, y: Tensor) -> Tensor:
+    y.data = 2 * y.data
+    return y
+
+
+@pytest.mark.parametrize("function", [writes_data, writes_later])
+def test_data_that_is_written_is_refused_with_its_line(function: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(gp.GraphparError, match=r"writes \(test_capture.py:\d+\) to a tensor whose .data it took"):
+        gp.export(Around(function), (X,), loss_fn=square)
+
+
+def converted(module: Any, y: Tensor) -> Tensor:
+    return y + float(y.detach().numpy().sum())
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (assigns_data, "assigns to a tensor's .data"),
+        (lambda m, y: y @ torch.ones(7, 8), "same reduction dim"),
+        (converted, "numpy"),
+        (lambda m, y: y * float(y.sum()), "control flow"),
+    ],
+)
+def test_what_fails_in_a_model_is_said_with_its_line(function: Callable[[Any, Tensor], Tensor], why: str) -> None:
+    with pytest.raises(gp.GraphparError, match=why) as error:
+        gp.export(Around(function), (X,), loss_fn=square)
+
+    assert f"test_capture.py:{function.__code__.co_firstlineno}"[:-1] in str(error.value)
+
+
+def test_a_module_that_fails_is_named() -> None:
+    with pytest.raises(gp.GraphparError, match="in Linear '1'"):
+        gp.export(nn.Sequential(nn.Linear(8, 8), nn.Linear(7, 8)), (X,), loss_fn=square)
+
+
+def test_a_norm_over_the_batch_is_named() -> None:
+    class Transposed(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.a(x).t()).t()
+
+    program = gp.export(Transposed(), (X,), loss_fn=square)
+
+    with pytest.raises(gp.GraphparError, match=r"BatchNorm1d 'norm'.*takes dim 1 of its input as its 4 features"):
+        gp.plan(program, mesh={"dp_replicate": 2})
+
+
+@pytest.mark.parametrize("loss_fn", [None, square])
+@pytest.mark.parametrize("axis", ["tp", "cp", "dp_replicate"])
+def test_a_model_without_parameters_is_planned_and_emitted(axis: str, loss_fn: Callable[[Tensor], Tensor] | None) -> None:
+    program = gp.export(nn.Softmax(-1), (X,), loss_fn=loss_fn)
+
+    assert gp.partition(program, gp.plan(program, mesh={axis: 2})).stages
+
+
+def all_reduced(module: Any, y: Tensor) -> Tensor:
+    torch.distributed.all_reduce(y)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (all_reduced, "torch.distributed.distributed_c10d.all_reduce"),
+        (lambda m, y: torch.ops._c10d_functional.all_reduce(y, "sum", "0"), "_c10d_functional.all_reduce"),
+        (lambda m, y: torch.ops._c10d_functional.wait_tensor(y), "_c10d_functional.wait_tensor"),
+    ],
+)
+def test_collectives_in_a_model_are_refused_with_their_line(function: Callable[[Any, Tensor], Tensor], name: str) -> None:
+    with pytest.raises(gp.GraphparError, match=rf"calls the collective {name}[a-z_.]* \(test_capture.py:\d+\)"):
+        gp.export(Around(function), (X,), loss_fn=square)
+
+
+def test_a_dim_that_a_pin_cannot_cut_is_said_with_its_size() -> None:
+    program = gp.export(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), (torch.ones(6, 8),), loss_fn=square)
+
+    with pytest.raises(gp.GraphparError, match="32 is not divisible by 3"):
+        gp.plan(program, mesh={"tp": 3}, shard_plan={"0": "colwise"})
+
+
+class Causal(nn.Module):
+    def __init__(self, made: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.made = made
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, batch_first=True, dropout=0.0)
+        self.register_buffer("held", torch.ones(3, 3).triu(1).bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(x.shape[0], 3, 8)
+        mask = nn.Transformer.generate_square_subsequent_mask(3) if self.made else self.held
+        return self.transformer(rows, rows, src_mask=mask, tgt_mask=mask)
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_causal_masks_of_a_transformer_are_taken_as_they_are(made: bool) -> None:
+    assert_exact(Case(Causal(made), (torch.randn(4, 24),), {}, square, ()), [1, 3])
+
+
+def test_a_loss_that_is_detached_is_refused() -> None:
+    def detached(output: Tensor) -> Tensor:
+        return output.square().mean().detach()
+
+    with pytest.raises(gp.GraphparError, match="The loss has no gradient"):
+        gp.export(nn.Linear(4, 4), (torch.randn(2, 4),), loss_fn=detached)
+    gp.export(nn.Linear(4, 4).requires_grad_(False), (torch.randn(2, 4),), loss_fn=detached)  # all of it is frozen

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+import graphpar as gp
+from graphpar.cli import compile_command, run_command
 from graphpar.cli.main import main
+from graphpar.cli.parsers import build_parser
+from graphpar.codegen.saving import peoples_files
 from graphpar.report_text import seconds_text
+from graphpar.runtime.launch import LaunchResult
+from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.weights import no_weights
+from tests.programs import example
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GPT, HEAD_FIRST = str(EXAMPLES / "gpt.py"), str(EXAMPLES / "head_first.py")
@@ -63,16 +76,84 @@ def test_help_does_not_import_torch() -> None:
     code = (
         "import sys\nfrom graphpar.cli.main import main\n"
         "codes = [main(['--help']), main(['compile', '--help']), main(['--version'])]\n"
-        "assert codes == [0, 0, 0], codes\nassert 'torch' not in sys.modules and 'rich' not in sys.modules"
+        "assert codes == [0, 0, 0], codes\nassert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
+        "assert main(['completion', 'bash']) == 0 and main(['compile', 'm.py', '--device', '4']) == 2\n"
+        "import graphpar\nassert 'plan' in dir(graphpar) and 'torch' not in sys.modules"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "compile" in ran.stdout and "--schedule-table" in ran.stdout
 
 
-@pytest.mark.parametrize("arguments", [[], ["bogus"], ["compile"], ["compile", GPT, "--dtype", "fp8"]])
-def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert capsys.readouterr().out == ""
+def test_it_runs_as_a_module() -> None:
+    ran = subprocess.run([sys.executable, "-m", "graphpar", "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("graphpar ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "required: COMMAND"),
+        (["compil", "m.py"], "There is no command 'compil'"),
+        (["compile"], "required: MODEL"),
+        (["compile", "m.py", "--device", "4"], "graphpar compile has no option --device. Did you mean '--devices'?"),
+        (["compile", "m.py", "--dev=4"], "no option --dev. Did you mean '--devices'?"),
+        (["compile", "m.py", "--weight"], "no option --weight. Did you mean '--weights'?"),
+        (["run", "out", "--step", "3"], "no option --step. Did you mean '--steps'?"),
+        (["--versions", "passes"], "no option --versions. Did you mean '--version'?"),
+        (["compile", "m.py", "n.py"], "takes no further argument, but there is 'n.py'"),
+        (["compile", "m.py", "--dtype", "fp8"], "--dtype is 'fp8'; it is one of fp32, bf16, fp16."),
+        (["compile", "m.py", "--devices", "0"], "--devices: it is 0; it must be at least 1"),
+        (["compile", "m.py", "--devices", "two"], "--devices: 'two' is no whole number"),
+        (["compile", "m.py", "--batch", "0"], "--batch: it is 0"),
+        (["compile", "m.py", "--microbatch-size", "-2"], "--microbatch-size: it is -2"),
+        (["compile", "m.py", "--layers-per-stage", "0"], "--layers-per-stage: it is 0"),
+        (["compile", "m.py", "--top", "-1"], "--top: it is -1; it must be at least 0"),
+        (["compile", "m.py", "--run", "--steps", "0"], "--steps: it is 0"),
+        (["run", "out", "--timeout", "soon"], "'soon' is no number of seconds"),
+        (["calibrate", "--patience", "nan"], "--patience: it is nan"),
+        *(
+            (["compile", "m.py", option, ""], f"{option} is empty")
+            for option in ("--mesh", "--schedule", "--split", "--shard-plan", "--plan", "--html", "--explain", "--cluster", "--out")
+        ),
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before anything is imported, in one line."""
+    said = message(capsys, *arguments)
+    assert expected in said and "--help" in said.splitlines()[1]
+
+
+# ---- completion ------------------------------------------------------------------------------------------------
+
+
+def completed(script: str, *words: str) -> set[str]:
+    """What bash offers for the last of the words."""
+    line = " ".join(f"'{word}'" for word in ("graphpar", *words))
+    ask = f"{script}\nCOMP_WORDS=({line})\nCOMP_CWORD={len(words)}\n_graphpar\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
+    ran = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+    return set(ran.stdout.split())
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_commands_options_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    script = output(capsys, "completion", "bash")
+    assert completed(script, "com") == {"compile", "completion"}
+    assert completed(script, "compile", "model.py", "--micro") == {"--microbatch-size"}
+    assert completed(script, "compile", "model.py", "--dtype", "") == {"fp32", "bf16", "fp16"}
+    assert completed(script, "compile", "--schedule", "Z") == {"ZBVZeroBubble"}
+    assert completed(script, "completion", "") == {"bash", "zsh", "fish"}
+    assert completed(script, "compile", "mod") == set()  # the shell's own paths
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_every_command_and_option(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = output(capsys, "completion", shell)
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    assert len(commands.choices) > 8
+    for command, parser in commands.choices.items():
+        assert re.search(rf"\b{command}\b", script), command
+        for option in (name for action in parser._actions for name in action.option_strings if name.startswith("--")):
+            assert (f"-l {option[2:]}" if shell == "fish" else option) in script, (command, option)
 
 
 def test_passes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +182,7 @@ def test_compile_as_a_process_prints_one_json_object(folder: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     data = json.loads(ran.stdout)
-    assert set(data) == {"graphpar", "torch", "out", "warnings", "model", "plan", "predicted", "search", "seconds"}
+    assert set(data) == {"graphpar", "torch", "alone", "out", "warnings", "model", "plan", "predicted", "search", "seconds"}
     assert set(data["seconds"]) == {"capture", "plan", "emit", "total"}
     assert data["out"] == "noisy-2dev" and data["plan"]["global_batch"] == 6
     assert "noise" in ran.stderr
@@ -128,7 +209,7 @@ def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str
     assert trace["otherData"]["times"] == "seconds" and trace["otherData"]["makespan"] == pytest.approx(predicted["pipeline_s"])
     first = next(event for event in trace["traceEvents"] if event["ph"] == "X" and event["name"] == "0F0")
     assert first["dur"] == pytest.approx(1e6 * (predicted["stages"][0]["forward_s"] + predicted["conditions"]["action_s"]))
-    slices = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    slices = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X" and event["name"] != "optimizer"]
     assert sorted(slices) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(2))
     assert "not both" in message(capsys, "report", "out", "--trace", "trace.json", "--html", "again.html")
 
@@ -142,10 +223,14 @@ def test_a_plan_is_reused(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     first = compiled(capsys, HEAD_FIRST, "--mesh", "pp=2", "--schedule", "zbv", "-o", "first")
     again = compiled(capsys, HEAD_FIRST, "--plan", "first/plan.json", "-o", "again")
     assert again["plan"] == first["plan"]
-    names = sorted(path.name for path in (folder / "first").iterdir())
-    assert names == sorted(path.name for path in (folder / "again").iterdir())
+    assert_same_files(folder / "first", folder / "again")
+
+
+def assert_same_files(first: Path, second: Path) -> None:
+    names = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
+    assert names == sorted(path.relative_to(second) for path in second.rglob("*") if path.is_file())
     for name in names:
-        assert (folder / "first" / name).read_bytes() == (folder / "again" / name).read_bytes(), name
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
 def test_a_sharded_plan_is_reused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,8 +244,7 @@ def test_a_sharded_plan_is_reused(folder: Path, capsys: pytest.CaptureFixture[st
     assert first["plan"]["sharding"]["cost"]["transitions"] > 0
     again = compiled(capsys, HEAD_FIRST, "--plan", "first/plan.json", "-o", "again")
     assert again["plan"] == first["plan"]
-    for path in (folder / "first").iterdir():
-        assert path.read_bytes() == (folder / "again" / path.name).read_bytes(), path.name
+    assert_same_files(folder / "first", folder / "again")
 
 
 def test_a_sharded_plan_that_was_edited(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,11 +353,11 @@ def test_explain_says_how_tensors_lie_and_what_the_next_best_costs(
     lines = found["explain"]
     assert lines[1].startswith(f"     lies as {spec}@tp; next best ")
     assert lines[3] == "     lies as body.0.down.weight does"
-    other, total = re.search(r"next best (\S+)@tp: ([\d.]+ \w+) a microbatch", lines[1]).groups()  # type: ignore[union-attr]
+    other, total = re.search(r"next best (\S+)@tp: ([\d.]+ \w+) a step", lines[1]).groups()  # type: ignore[union-attr]
     assert other != spec
     (folder / "other.json").write_text(json.dumps({"body.*.down.weight": f"{other}@tp"}))
     pinned = compiled(capsys, *arguments, "--shard-plan", "other.json", "--explain", "body.2.down.weight")
-    assert seconds_text(sum(pinned["plan"]["sharding"]["cost"].values())) == total
+    assert seconds_text(pinned["predicted"]["step_time_s"]) == total
     assert pinned["explain"][1] == f"     lies as {other}@tp; pinned by the shard plan: 'body.*.down.weight'"
 
 
@@ -296,7 +380,8 @@ def test_explain_a_module_of_a_cut_program(folder: Path, capsys: pytest.CaptureF
         ("modle = 1\nexample_inputs = ()\n", "It has modle, example_inputs. Did you mean 'modle'?"),
         ("model = int\nexample_input = ()\n", "Did you mean 'example_input'?"),
         ("model = 3\nexample_inputs = ()\n", "model is of type int"),
-        ("from torch import nn\nmodel = nn.Linear\nexample_inputs = ()\n", "model is the class Linear"),
+        ("from torch import nn\nmodel = nn.Linear\nexample_inputs = ()\n", "class Linear, which needs arguments (in_features, out_"),
+        ("def model(width): return width\nexample_inputs = ()\n", "model is the function model, which needs arguments (width)"),
         ("import torch\nmodel = int\nexample_inputs = torch.ones(1)\n", "write (tensor,)"),
         ("model = int\ndef example_inputs(): return 1 / 0\n", "line 2: def example_inputs(): return 1 / 0"),
         ("import torch\nexample_inputs = (torch.ones(2),)\ndef model():\n    return 1 / 0\n", "line 4: return 1 / 0"),
@@ -307,6 +392,14 @@ def test_a_broken_model_file(text: str, expected: str, folder: Path, capsys: pyt
     (folder / "model.py").write_text(text)
     assert expected in message(capsys, "compile", "model.py", "--devices", "2")
     assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["model.py"]
+
+
+def test_a_class_without_arguments_is_a_factory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = "import torch\nclass Net(torch.nn.Linear):\n    def __init__(self, width=4): super().__init__(width, width)\nmodel = Net\n"
+    (folder / "model.py").write_text(source + "example_inputs = (torch.ones(4, 4),)\nloss_fn = lambda y: y.square().mean()\n")
+    data = compiled(capsys, "model.py", "--weights")
+    assert data["model"]["name"] == "Net" and data["model"]["parameters"] == 20
+    assert (folder / "model-1dev" / "weights" / "model.safetensors").is_file()
 
 
 def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,6 +437,66 @@ def test_wrong_options(arguments: list[str], expected: str, folder: Path, capsys
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--mesh", "tp=two"], "'two' is no whole number"),
+        (["--mesh", "dp=2"], "Did you mean 'dp_replicate'?"),
+        (["--devices", "2", "--schedule", "1f2b"], "Did you mean '1F1B'?"),
+        (["--mesh", "tp=2", "--schedule", "zbv"], "the mesh tp=2 has pp=1"),
+        (["--cluster", "h100x8"], "Did you mean '8xH100-SXM-80GB'?"),
+        (["--devices", "2", "--microbatch-size", "3"], "sizes that do: 1, 2, 4, 8"),
+        (["--mesh", "dp_replicate=3"], "A global batch of 8 does not divide over dp_replicate=3"),
+        (["--mesh", "pp=2", "--edge-layers", "one"], "--edge-layers wants two whole numbers"),
+        (["--mesh", "pp=2", "--split", ","], "--split ',' names no module"),
+        (["--mesh", "pp=2", "--split", "a", "--layers-per-stage", "2"], "not both"),
+        (["--mesh", "pp=2", "--shard-plan", "bad.json"], "colwize"),
+        (["--schedule-table", "bad.csv"], "rank 1"),
+        (["--dump-after", "outlin"], "Did you mean 'outline'?"),
+        (["--plan", "zero.json"], "zero is 3, which emitted programs don't do"),
+        (["-o", "/proc/x/y"], "/proc/x/y can't be written"),
+        (["-o", "bad.csv"], "bad.csv is a file"),
+        (["-o", "."], "is the folder that this runs in"),
+        (["--html", "/proc/page.html"], "/proc/page.html can't be written"),
+    ],
+)
+def test_a_typo_costs_no_trace(
+    arguments: list[str], expected: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from graphpar import api
+
+    plan = gp.plan(example("head_first"), mesh="pp=2").to_json()
+    monkeypatch.setattr(api, "export", lambda *_, **__: pytest.fail("traced before the options were checked"))
+    (folder / "bad.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    (folder / "bad.json").write_text('{"body.*": "colwize"}')
+    (folder / "zero.json").write_text(json.dumps(plan | {"zero": 3}))
+    assert expected in message(capsys, "compile", HEAD_FIRST, *arguments)
+    assert sorted(path.name for path in folder.iterdir()) == ["bad.csv", "bad.json", "zero.json"]
+
+
+def test_files_that_can_not_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(capsys, HEAD_FIRST, "--devices", "2", "-o", "out")
+    for option in ("--html", "--trace"):
+        assert "can't be written" in message(capsys, "report", "out", option, "/proc/page")
+        assert "does not exist" in message(capsys, "report", "out", option, "nowhere/page")
+    assert "can't be written" in message(capsys, "calibrate", "-o", "/proc/profile.json")
+
+
+def test_compiling_again_does_not_lose_what_was_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [HEAD_FIRST, "--mesh", "pp=2", "-o", "out"]
+    compiled(capsys, *arguments, "--weights")
+    compiled(capsys, *arguments)  # nothing was changed
+    train = folder / "out" / "train.py"
+    emitted = train.read_text()
+    train.write_text("mine")
+    (folder / "out" / "my_data.py").write_text("data")
+    said = message(capsys, "compile", *arguments)
+    assert "changed train.py; added my_data.py" in said and "--force" in said and train.read_text() == "mine"
+    assert "Kept       changed train.py; added my_data.py" in output(capsys, "compile", *arguments, "--force")
+    assert train.read_text() == emitted
+    assert (folder / "out" / "train.py.orig").read_text() == "mine" and (folder / "out" / "my_data.py").read_text() == "data"
+
+
 def test_a_plan_that_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = compiled(capsys, HEAD_FIRST, "--devices", "2", "--no-emit")["plan"]
     path = folder / "plan.json"
@@ -354,7 +507,7 @@ def test_a_plan_that_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
     assert "version 7" in edited(version=7)
     assert "does not divide into microbatches of 3" in edited(microbatch_size=3)
-    assert "recompute is full" in edited(recompute="full")
+    assert "recompute is 'full', which emitted programs don't do" in edited(recompute="full")
     assert "The plan is for 'GPT'" in edited(model="GPT")
     assert "no valid plan" in edited(mesh={"pp": 2, "zz": 1})
     path.write_text(json.dumps(plan))
@@ -368,7 +521,7 @@ def test_a_plan_that_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_folder_that_is_no_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "kept").mkdir()
     (folder / "kept" / "notes.txt").write_text("mine")
-    assert "something else" in message(capsys, "compile", HEAD_FIRST, "--devices", "2", "-o", "kept")
+    assert "something other" in message(capsys, "compile", HEAD_FIRST, "--devices", "2", "-o", "kept")
     assert [path.name for path in (folder / "kept").iterdir()] == ["notes.txt"]
     for command in ("run", "verify", "report"):
         assert "no plan.json" in message(capsys, command, "kept")
@@ -414,13 +567,50 @@ def test_a_dotted_module(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 # ---- run and verify --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", ["pp=2", "dp_replicate=2"])
-def test_run_makes_weights_and_a_batch(folder: Path, capsys: pytest.CaptureFixture[str], mesh: str) -> None:
-    compiled(capsys, HEAD_FIRST, "--mesh", mesh, "--batch", "12", "-o", "out")
+def test_run_makes_weights_and_a_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(capsys, HEAD_FIRST, "--mesh", "dp_replicate=2", "--batch", "12", "-o", "out", "--no-weights")
+    assert not (folder / "out" / "weights").exists()
     data = json.loads(output(capsys, "run", "out", "--steps", "2", "--json"))
-    assert data["devices"] == 2 and len(data["loss"]) == 2
+    assert data["devices"] == 2 and len(data["loss"]) == len(data["step_seconds"]) == 2
+    assert data["predicted"]["cluster"] == "2xCPU" and data["predicted"]["step_time_s"] > 0
     assert data["loss"][1] < data["loss"][0]
     assert (folder / "out" / "weights" / "model.safetensors").is_file()
+    assert not peoples_files(folder / "out")  # so that it is compiled again without a word
+
+
+def test_weights_are_written_where_they_are_small_or_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = folder / "out" / "weights"
+    for limit, options, written in ((2**30, [], True), (100, [], False), (100, ["--weights"], True), (2**30, ["--no-weights"], False)):
+        monkeypatch.setattr(compile_command, "SMALL_BYTES", limit)
+        printed = output(capsys, "compile", HEAD_FIRST, "-o", "out", *options)
+        assert weights.exists() is written, options
+        if limit == 100 and not written:
+            assert "more than compile writes unasked; --weights writes them" in printed
+    missing = no_weights(load_manifest("out"))
+    assert "there are no weights in out: name a safetensors file" in missing
+    typed = shlex.split(missing.partition(": graphpar ")[2])
+    assert main(typed) == 0 and weights.exists()
+
+
+def test_a_prediction_for_other_devices_is_said_to_be_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = compiled(capsys, HEAD_FIRST, "--cluster", "2x1xL40S", "--mesh", "pp=2", "-o", "out")
+    record = json.loads((folder / "out" / "plan.json").read_text())
+    found = run_command.prediction(record, 2)
+    assert found is not None and not found["here"]
+    assert found["step_time_s"] == plan["predicted"]["step_time_s"]
+
+    def torchrun(*_: Any, on_stdout: Callable[[str], None], **__: Any) -> LaunchResult:
+        on_stdout("step    0   loss 1.0   0.100 s")
+        return LaunchResult("", "", 1.0)
+
+    monkeypatch.setattr("graphpar.runtime.launch.torchrun", torchrun)
+    printed = output(capsys, "run", "out", "--steps", "1")
+    assert "for 2x1xL40S-48GB" in printed and "which are not here" in printed
+    assert " step    0   loss 1.0   0.100 s\n" in printed
 
 
 def test_verify_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,9 +622,26 @@ def test_verify_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch, capsys: 
         made = verification.Verification(
             2, 1, [1.5], [1.5], {"loss": 0.0, "gradient": error}, {"gradient": "a.b"}, {"loss": 1e-5, "gradient": 1e-5}
         )
-        monkeypatch.setattr(verification, "verify_parts", lambda folder, steps, made=made: made)
+        monkeypatch.setattr(verification, "verify_parts", lambda folder, made=made, **_: made)
         assert main(["verify", "out"]) == code
         printed = capsys.readouterr().out
         assert printed.rstrip().endswith(verdict) and "a.b" in printed
         assert main(["verify", "out", "--json"]) == code
         assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
+
+
+def test_verify_says_how_it_was_decided_and_what_inference_was_compared_on(capsys: pytest.CaptureFixture[str]) -> None:
+    from graphpar.cli.verify_command import show
+    from graphpar.verification import Difference, Verification
+
+    native = Verification(2, 4, [1.0], [1.0], {"gradient": 2e-2}, {"gradient": "a.b"}, {"gradient": 1e-5})
+    decided = replace(native, max_error={"gradient": 1e-12}, decided_in="fp64", native=native, notes=["again in fp64"])
+    outputs = Verification(2, 4, [], [], {"output": 1e-2}, {"output": "logits"}, {"output": 1e-5}, data="rows drawn again")
+    outputs.first_difference = Difference(1, "output", "logits", 1e-2)
+
+    show(decided.to_json(), Console())
+    assert capsys.readouterr().out.rstrip().endswith("PASS, decided in fp64")
+    show(outputs.to_json(), Console())
+    printed = capsys.readouterr().out
+    assert "outputs of 4 batches" in printed and "loss" not in printed and "rows drawn again" in printed
+    assert "the first difference: output of logits, step 1 (1.0e-02)" in printed and printed.rstrip().endswith("FAIL")

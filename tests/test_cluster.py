@@ -287,11 +287,15 @@ def test_the_search_pays_the_clusters_prices(program: gp.Program) -> None:
     assert dear["compute"] == pytest.approx(cheap["compute"])
 
 
-def test_the_report_shows_the_prices_that_the_search_paid(program: gp.Program) -> None:
+def test_the_report_shows_the_prices_of_its_cluster(program: gp.Program) -> None:
     plan = gp.plan(program, Cluster.parse("2x1xA100"), mesh={"tp": 2}, shard_plan={"up": "colwise", "down": "rowwise"})
     parts = gp.partition(program, plan)
-    shown = report_data(parts.program, plan, parts.stages)["sharding"]
-    assert shown["transitions_s"] == pytest.approx(plan.sharding.cost["transitions"])
+    near, far = (
+        report_data(parts.program, plan, parts.stages, Cluster.parse(cluster)) for cluster in ("1x2xA100", "2x1xA100")
+    )
+    assert plan.microbatches == 1 and far["sharding"]["transitions_s"] > near["sharding"]["transitions_s"]
+    for data in (near, far):
+        assert data["sharding"]["transitions_s"] == pytest.approx(data["predicted"]["parts_s"]["tp"])
 
 
 def test_without_a_cluster_nothing_changes(program: gp.Program) -> None:

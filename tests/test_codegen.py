@@ -53,12 +53,46 @@ def package(tmp_path: Path) -> Iterator[ModuleType]:
         del sys.modules[name]
 
 
+class _Normed(nn.Module):
+    """A BatchNorm of the root's and others in blocks, and a counter that is no BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x).square().mean()
+
+
+def test_a_stage_in_evaluation_counts_no_batches(package) -> None:  # type: ignore[no-untyped-def]
+    """And takes the running statistics, as the model does."""
+    model = _Normed()
+    x = torch.randn(6, 4)
+    program = gp.export(model, (x,))
+    parts = gp.partition(program, gp.plan(program, 1, microbatch_size=6))
+    package(parts)
+    stage = importlib.import_module("emitted_under_test.stage_0").Stage0()
+    stage.load_state_dict(model.state_dict())
+
+    for training in (True, False, False, True):
+        expected, found = model.train(training)(x), stage.train(training)(x=x, rows=torch.tensor(6))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(dict(stage.named_buffers()), dict(model.named_buffers()))
+    assert int(stage.norm.num_batches_tracked) == 2 and int(stage.calls) == 4
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_text_is_the_same_every_time_and_imports_torch_alone(name: str) -> None:
     first, second = _parts(name), _parts(name)
 
     assert first.files == second.files
     for file, text in _sources(first).items():
+        assert max(map(len, text.splitlines()), default=0) <= 120, file
         modules = {
             alias.name.split(".")[0]
             for node in ast.walk(ast.parse(text))
@@ -76,6 +110,7 @@ def test_text_is_the_same_every_time_and_imports_torch_alone(name: str) -> None:
                 "torch",
                 "argparse",
                 "json",
+                "time",
                 "pathlib",
                 "collections",
                 "safetensors",
@@ -217,7 +252,7 @@ def test_nothing_is_left_half_written(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
 
-    with pytest.raises(gp.GraphparError, match="holds something else"):
+    with pytest.raises(gp.GraphparError, match="holds something other"):
         _parts("head_first").save(tmp_path)
 
 

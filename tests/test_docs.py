@@ -19,6 +19,8 @@ import io
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ from pathlib import Path
 
 import pytest
 
-from graphpar.cli.main import build_parser, main
+from graphpar.cli.main import main
+from graphpar.cli.parsers import build_parser
 from graphpar.cost_models.devices import DEVICES
 from graphpar.schedule import (
     SCHEDULES,
@@ -42,7 +45,7 @@ from graphpar.schedule import (
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GENERATED = ("emitted", "printed", "table")
-OTHER_COMMANDS = {"python3", "python", ".", "pip", "pytest", "mypy", "ruff", "torchrun", ".ci/run"}
+OTHER_COMMANDS = {"python3", "python", ".", "cd", "pip", "pytest", "mypy", "ruff", "torchrun", ".ci/run"}
 _BLOCK = re.compile(
     r"(?:<!-- (?P<marker>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -213,6 +216,23 @@ def test_compile_commands_run(arguments: list[str], tmp_path: Path, monkeypatch:
     (tmp_path / "here.json").symlink_to(ROOT / "benchmarks" / "data" / "cpu_profile.json")
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 0
+
+
+def test_torchrun_runs_as_the_guide_and_the_docstring_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fresh folder, but for the number of steps, and with a port that is free."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (shown,) = [block.text for block in ALL if block.language == "sh" and "torchrun" in block.text]
+    monkeypatch.chdir(tmp_path)
+    for words in map(shlex.split, shown.splitlines()):
+        if words[0] == "graphpar":
+            assert main(words[1:]) == 0
+        elif words[0] == "cd":
+            monkeypatch.chdir(tmp_path / words[1])
+        else:
+            assert f"    {shlex.join(words)}\n" in Path("train.py").read_text()
+            words[words.index("--steps") + 1] = "2"
+            subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]], check=True, timeout=180)
+            assert Path("trained.safetensors").is_file()
 
 
 def test_the_guides_schedule_table_runs() -> None:

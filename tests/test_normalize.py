@@ -255,7 +255,7 @@ def test_written_buffers_keep_their_values_and_order() -> None:
         for name, value in expected.buffers.items():
             near(found.buffers[name], value, 1e-6, name)
     for name in ("calls", "average", "inner.steps"):
-        assert any(f"{name!r} once a microbatch" in line for line in last.couplings)
+        assert any(f"{name!r} once a microbatch" in line for line in map(str, last.couplings))
 
 
 # ---- regions ---------------------------------------------------------------------------------------------------
@@ -314,6 +314,96 @@ def test_regions(name: str) -> None:
     assert not any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in program.graph.nodes)
 
 
+def _mixed(model: Layered, h: Tensor) -> Tensor:
+    return torch.cat([h, model.first.weight.expand(h.shape[0], 8, 8)], 1)[:, :6]
+
+
+def _outside(model: Layered, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        exact = model.first(h.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            return exact + model.second(exact)
+
+
+UNDER_AUTOCAST: dict[str, Function] = {
+    "split": lambda _, h: torch.mul(*h.split(4, -1)).repeat(1, 1, 2),
+    "var_mean": lambda _, h: h - torch.var_mean(h, -1, keepdim=True)[1],
+    "layer_norm": lambda _, h: F.layer_norm(h, (8,)),
+    "softmax": lambda model, h: (h @ model.first.weight).softmax(-1) @ model.first.weight,
+    "promoted": _mixed,
+    "computed in fp32": lambda _, h: h * F.mse_loss(h, h.float() * 0.9, reduction="none"),
+    "attention": lambda _, h: F.scaled_dot_product_attention(h[:, None], h[:, None].float(), h[:, None])[:, 0],
+    "einsum": lambda model, h: torch.einsum("bsd,ed->bse", h, model.first.weight),
+    "doubles": lambda model, h: (h.double() @ model.first.weight.double()).float(),
+    "fft": lambda _, h: h * torch.fft.rfft(h.float()).abs()[..., :1],
+    "switched off and on": _outside,
+}
+
+
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+def test_autocast_computes_in_the_dtypes_of_torch(name: str) -> None:
+    def function(model: Layered, h: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.second(UNDER_AUTOCAST[name](model, model.first(h))).float()
+
+    example = case(function)
+    expected, found = eager(example), run(example.export(), example)
+
+    near(found.loss, expected.loss, 1e-7, "loss")  # an operator in another dtype is off by 1e-3
+    assert_same(found, expected, 1e-2)
+
+
+class _Named(nn.Module):
+    """Two layers under autocast, the second with the first one's weight as well."""
+
+    def __init__(self, autocast: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(3))
+        self.autocast, self.embed, self.head = autocast, nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast), torch.set_grad_enabled(True):
+            x = self.embed(x)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x).float()
+
+
+def test_modules_keep_their_operators_and_names_in_regions() -> None:
+    without, program = (gp.export(_Named(autocast), (X,), loss_fn=F.mse_loss, targets=(T,)) for autocast in (False, True))
+
+    blocks = {name: block.instances for name, block in program.blocks.items()}
+    assert blocks == {"TransformerEncoderLayer": ["layers.0", "layers.1", "layers.2"]}
+    assert sorted(_attributes(program)) == sorted(_attributes(without))
+
+
+def _attributes(program: Program) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes if node.op == "get_attr"]
+
+
+def test_autocast_of_another_device_is_warned_of() -> None:
+    def function(_: Layered, h: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return h * 2
+
+    assert any("torch.autocast('cuda') (test_normalize.py:" in line for line in case(function).export().warnings)
+
+
+def test_what_autocast_does_inside_of_a_recurrent_layer_is_refused_with_its_place() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRU(8, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.cell(x)[0].float()
+
+    with pytest.raises(gp.GraphparError, match=r"Autocast computes aten.gru.input \(test_normalize.py:\d+\)"):
+        gp.export(Recurrent(), (X,), loss_fn=F.mse_loss, targets=(T,))
+
+
 def test_control_flow_is_refused_with_its_place() -> None:
     def branches(_: Layered, h: Tensor) -> Tensor:
         return torch.cond(h.sum() > 0, lambda v: v * 2, lambda v: v * 3, (h,))
@@ -357,3 +447,28 @@ def test_factories_keep_the_dtype_of_the_trace() -> None:
         torch.set_default_dtype(previous)
     made = {operator_name(node): node.kwargs.get("dtype") for node in program.graph.nodes}
     assert made["full"] == made["linspace"] == torch.float64 and made["arange"] is None
+
+
+class _OfDefaultDtype(nn.Module):
+    """Floating numbers that are made of sizes, of whole numbers and of masks take the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        h = self.cell(x, torch.zeros(x.shape[0], 4))
+        share = (lengths / 3).unsqueeze(1) + torch.where(lengths > 2, 0.1, 0.3).unsqueeze(1)
+        return (h * share * (torch.arange(4) / 7)).square().mean()
+
+
+def test_what_takes_the_default_dtype_says_so() -> None:
+    lengths = torch.tensor([1, 2, 3, 4])
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        case = Case(_OfDefaultDtype(), (torch.randn(4, 4), lengths))
+        expected, program = eager(case), case.export()
+    finally:
+        torch.set_default_dtype(before)
+    assert_same(run(program, case), expected, 1e-14)

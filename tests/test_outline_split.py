@@ -18,7 +18,7 @@ import graphpar as gp
 from graphpar.passes.split import Stage, _boundary_names, positions_of, split
 from graphpar.plans import Cut, SplitPoint
 from graphpar.program import Program
-from tests.equality import Case, assert_same, eager, run
+from tests.equality import Case, assert_exact, assert_same, eager, run
 
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(6))
 IDS = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(7))
@@ -289,3 +289,45 @@ def test_values_that_meet_at_any_boundary_have_different_names() -> None:
     graph.output(second)
     names = _boundary_names(SimpleNamespace(graph=graph), [[first], [first, second], [second]])  # type: ignore[arg-type]
     assert names[first] != names[second] and "x" not in names.values()
+
+
+class _Flagged(nn.Module):
+    """A layer that computes something else by a flag, and by the length of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.down(torch.tanh(self.up(x))).reshape(x.shape[0], x.shape[1], 6)
+
+
+class _CalledAgain(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(_Flagged() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x[:, :3] if self.how == "length" else x
+        for layer in self.layers:
+            x = layer(x)
+        if self.how == "between":
+            x = torch.relu(x)
+        z = y if self.how == "length" else x
+        for layer in self.layers:
+            z = layer(z, 2.0 if self.how != "length" else 1.0)
+        return x.square().mean() + z.square().mean()
+
+
+@pytest.mark.parametrize("how", ["flag", "between", "length"])
+def test_a_module_that_computes_something_else_when_it_is_called_again_is_no_block(how: str) -> None:
+    program = assert_exact(Case(_CalledAgain(how), (torch.randn(4, 5, 6),)), [4], [2, 2])
+
+    classes: dict[str, set[str]] = {}
+    for block in program.blocks.values():
+        for path in block.instances:
+            classes.setdefault(path, set()).add(block.name)
+    assert all(len(names) == 1 for names in classes.values()), classes
+    parts = gp.partition(program, gp.plan(program, mesh={"pp": 2}, schedule="GPipe"))
+    assert sum(text.count("2.0") for name, text in parts.files.items() if name.endswith(".py")) >= (how != "length")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphpar as gp
@@ -19,9 +20,10 @@ from graphpar.passes.biases import separate_biases
 from graphpar.passes.candidates import build_problem
 from graphpar.passes.prices import Workload
 from graphpar.passes.search import search
-from graphpar.passes.shard import lower
+from graphpar.passes.shard import lower, shard
 from graphpar.plans import Plan
 from graphpar.program import Program, operator_name
+from graphpar.runtime.layout import Shard
 from graphpar.transitions import TABLE
 from graphpar.verification import verify_all
 from tests.programs import example, norms_pinned
@@ -175,3 +177,30 @@ def test_a_plan_with_pinned_modules_survives_its_file() -> None:
     again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert again == plan
     assert gp.partition(llama(), again).files == gp.partition(llama(), plan).files
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_each_value_of_a_rank_has_the_shape_that_its_types_say() -> None:
+    """The result of the last block is had in two cuts, and neither of them is whole."""
+    model = nn.Sequential(_Layer(), _Layer(), nn.Linear(16, 16))
+    program = gp.export(model, (torch.zeros(4, 6, 16),), loss_fn=lambda output: output.square().mean())
+    plan = gp.plan(program, mesh={"cp": 2, "tp": 2}, shard_plan={"2": "rowwise"})
+
+    shapes = set()
+    for node in shard(program.at_batch(plan.microbatch_size), plan.sharding).graph.nodes:
+        if "types" in node.meta and isinstance(node.meta["val"], Tensor):
+            expected = list(node.meta["whole"].shape)
+            for kind in node.meta["types"].values():
+                if isinstance(kind, Shard):
+                    expected[kind.dim] //= 2
+            assert list(node.meta["val"].shape) == expected, (node, node.meta["types"])
+            shapes.add(tuple(map(str, expected[1:])))
+    assert {("3", "16"), ("3", "8")} <= shapes

@@ -192,7 +192,7 @@ def test_where_nothing_fits(memory: float) -> None:
     with pytest.raises(GraphparError) as error:
         search_plan(program_of("gpt"), cluster, {}, Pins())
     message = str(error.value)
-    assert "No plan for GPT fits" in message and "GB on stage 0" in message and "too much" in message
+    assert "No plan for GPT fits" in message and "MiB on stage 0" in message and "too much" in message
     assert "would fit (with " in message and "devices with" in message
 
 

@@ -159,11 +159,12 @@ def test_the_closed_form_is_the_count() -> None:
 
 
 @given(
-    st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 4096), st.integers(0, 2), st.integers(1, 512),
+    st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 4096), st.integers(0, 2), st.integers(1, 64),
     st.sampled_from(["A100-SXM-80GB", "H100-SXM-80GB", "CPU"]),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
-def test_a_larger_product_is_never_cheaper(m: int, n: int, k: int, grown: int, more: int, name: str) -> None:
+def test_a_larger_product_is_never_cheaper(m: int, n: int, k: int, grown: int, steps: int, name: str) -> None:
+    """Rows that were whole 16 bytes stay so, and others don't become so: that alone may make a larger product cheaper."""
     sizes = [m, n, k]
     compute = Compute(DEVICES[name], "fp32" if name == "CPU" else "bf16")
 
@@ -172,7 +173,7 @@ def test_a_larger_product_is_never_cheaper(m: int, n: int, k: int, grown: int, m
         return compute.seconds(Work({row: 1}), 1)[0].products
 
     before = seconds(*sizes)
-    sizes[grown] += more
+    sizes[grown] += 8 * steps
     assert seconds(*sizes) >= before * (1 - 1e-12)
 
 

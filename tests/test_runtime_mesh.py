@@ -66,8 +66,7 @@ def train(model: torch.nn.Module, batch: dict[str, Tensor], keys: bool) -> Refer
         dtype=torch.float32,
         persistent=frozenset(),
         initial=initial,
-        batch=batch,
-        outputs={},
+        batches=[batch] * STEPS,
     )
 
 
@@ -80,7 +79,7 @@ def make_job(folder: Path, program: Path, batch: dict[str, Tensor]) -> Path:
         "optimizer": OPTIMIZER,
         "seed": 7,
         "weights": str(program / "weights" / "model.safetensors"),
-        "batch": str(folder / "batch.safetensors"),
+        "batches": [str(folder / "batch.safetensors")] * STEPS,
     }
     (folder / "job.json").write_text(json.dumps(values))
     return folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -149,6 +149,31 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class TiedLayers(nn.Module):
+    """A weight of two instances, one of the root and an instance, and one that the root uses again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.layers = nn.Linear(WIDTH, WIDTH, bias=False), nn.ModuleList(Square() for _ in range(4))
+        self.layers[1].down.weight = self.layers[2].down.weight
+        self.into.weight = self.layers[3].down.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean() + self.layers[0].up.weight.square().sum()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied MLP": TiedMLP,
     "attention": Attention,
@@ -158,6 +183,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "rotary": Rotary,
     "two outputs": TwoOutputs,
     "layers": lambda: Layers(3, residual=True),
+    "tied layers": TiedLayers,
     "layers without residual": lambda: Layers(3, residual=False),
 }
 
@@ -267,7 +293,9 @@ class Drawn(nn.Module):
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.sampled_from([{"tp": 2}, {"tp": 4}, {"cp": 2}]), st.sampled_from([2, 4096]))
 def test_drawn_models_are_solved_exactly(seed: int, degrees: dict[str, int], rows: int) -> None:
-    problem = build_problem(prepared(export(Drawn(seed)), {}, ()), degrees)
+    model = Drawn(seed)
+    assume(model(torch.zeros(1, 2, WIDTH)).requires_grad)  # else there is nothing to train
+    problem = build_problem(prepared(export(model), {}, ()), degrees)
     workload = workload_of(problem, rows)
     tie_break, passes_search._TIE_BREAK = passes_search._TIE_BREAK, 0.0
     try:

@@ -19,7 +19,6 @@ from tests.zoo import ZOO, Toy
 
 # What can't be split, and the words that say why.
 REFUSED = {
-    "data": "constant",
     "FixedBatch": "can't be cut into",
     "ReadLater": "Buffer 'cache' is written, and is used on stages 0, 1",
     "SharedStatistics": "Buffer 'second.running_mean' is written, and is used on stages 0, 1",
@@ -49,7 +48,7 @@ def _parts(name: str) -> gp.Parts:
     toy = ZOO[name]
     program = _program(toy)
     # An operator that no rule knows may mix examples; those of the zoo don't.
-    unknown = any("can't tell whether" in coupling for coupling in program.couplings)
+    unknown = any("can't tell whether" in coupling.reason for coupling in program.couplings)
     return gp.partition(program, _planned(toy, program, allow_batch_coupling=unknown))
 
 

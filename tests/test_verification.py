@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.cli import verify_command
 from graphpar.runtime.launch import torchrun
-from graphpar.verification import Verification, reference_for, verify_all
+from graphpar.runtime.worker import JobResult
+from graphpar.verification import Reference, Verification, compare, reference_for, verify_all
 from tests.programs import example, example_file
 
 
@@ -58,9 +66,43 @@ def tampered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verification
         "local denominator", "stage_1.py", lambda text: text.replace("/ valid_labels", "/ (labels != -100).sum() / 4")
     )
     fault("lost gradient", "stage_1.py", lambda text: text.replace("self.norm.weight", "self.norm.weight.detach()"))
+    fault("eps", "stage_1.py", lambda text: text.replace("self.norm.bias)", "self.norm.bias, eps=1.01e-5)"))
+    fault("fewer bits", "stage_1.py", lambda text: text.replace("F.layer_norm(x,", "F.layer_norm(x.bfloat16().float(),"))
+    valid = int((reference.batches[0]["labels"] != -100).sum())
+    fault(
+        "the example's denominator",
+        "stage_1.py",
+        lambda text: text.replace(".sum()\n", f".sum() * 0 + {valid} / {parts.plan.microbatches}\n"),
+    )
     names = list(folders)
-    results = verify_all([folders[name] for name in names], references=[reference] * len(names), timeout_s=240)
-    return dict(zip(names, results))
+    shifted, doubled = _shifted(root)
+    results = verify_all(
+        [*(folders[name] for name in names), shifted, doubled], references=[*[reference] * len(names), None, None], timeout_s=400
+    )
+    return dict(zip([*names, "zero but for rounding", "zero but for rounding, scaled gradient"], results))
+
+
+class _Shifted(nn.Module):
+    """A shift before a norm has no gradient; what rounding leaves of it is large, since the shift is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.shift = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.layer_norm(self.first(x) + 100 * self.shift, (16,))
+        return (self.second(normed).tanh() * torch.arange(16, device=x.device)).mean()
+
+
+def _shifted(root: Path) -> tuple[gp.Parts, gp.Parts]:
+    """The honest program, and one with the same gradients but for a factor of one."""
+    torch.manual_seed(0)
+    program = gp.export(_Shifted(), (torch.randn(8, 16),))
+    plan = gp.plan(program, mesh={"pp": 2}, split=["second"])
+    honest, wrong = gp.partition(program, plan), gp.partition(program, plan)
+    _edit(wrong.folder / "stage_1.py", lambda text: text.replace("tanh()", "tanh() * 1.0001"))
+    return honest, wrong
 
 
 def test_the_honest_program_passes(tampered: dict[str, Verification]) -> None:
@@ -92,34 +134,138 @@ def test_a_lost_gradient_fails(tampered: dict[str, Verification]) -> None:
     assert any("norm.weight" in problem and "no gradient" in problem for problem in result.problems)
 
 
-def test_one_parameter_off_by_a_thousandth_fails() -> None:
-    """The comparison itself: one element of one parameter, moved by 1e-3 of the largest magnitude."""
-    from graphpar.runtime.worker import JobResult
-    from graphpar.verification import compare
+def test_an_eps_that_is_off_by_a_ten_millionth_fails(tampered: dict[str, Verification]) -> None:
+    """In fp32 it is within what rounding may do; in fp64 it is not."""
+    result = tampered["eps"]
 
+    assert not result.ok and result.decided_in == "fp64"
+    assert result.native is not None and result.native.ok, result.native.max_error
+
+
+def test_fewer_bits_than_the_models_fail(tampered: dict[str, Verification]) -> None:
+    """In fp64 a cast to bf16 is none; the first loss in fp32 shows it."""
+    result = tampered["fewer bits"]
+
+    assert not result.ok and max(result.max_error.values()) < 1e-8
+    assert any("computes something in fewer bits than the model" in problem for problem in result.problems)
+
+
+def test_a_denominator_that_fits_the_example_alone_fails(tampered: dict[str, Verification]) -> None:
+    result = tampered["the example's denominator"]
+
+    assert not result.ok
+    assert result.reference_losses[0] == pytest.approx(result.parallel_losses[0], rel=1e-6)
+    assert result.first_difference is not None
+    assert (result.first_difference.step, result.first_difference.kind) == (1, "loss")
+
+
+def test_what_is_rounding_alone_is_decided_in_fp64(tampered: dict[str, Verification]) -> None:
+    honest, wrong = tampered["zero but for rounding"], tampered["zero but for rounding, scaled gradient"]
+
+    assert honest.ok and honest.decided_in == "fp64"
+    assert honest.native is not None and not honest.native.ok and honest.native.worst["gradient"] == "shift"
+    assert max(honest.max_error.values()) < 1e-8
+    assert not wrong.ok
+
+
+def test_the_first_difference_is_the_gradient_that_the_backward_comes_to_first(tampered: dict[str, Verification]) -> None:
+    found = tampered["scaled gradient of one layer"].first_difference
+
+    assert found is not None and found.step == 0
+    assert "step 0" in str(found)
+
+
+class _Faked(JobResult):
+    """What a program would have written that is its reference, but for one tensor that is changed in place."""
+
+    @classmethod
+    def of(cls, reference: Reference, key: str = "", change: Callable[[Tensor], Any] = id, **numbers: Any) -> _Faked:
+        assert reference.accumulated is not None
+        clipped = reference.accumulated
+        exact = {"losses": tuple(reference.losses), "accumulated_losses": (clipped.loss,), "norms": (clipped.norm,)}
+        made = cls(Path(), 1, None, missing_gradients=(), **{**exact, **numbers})
+        written = {f"param/{name}": value.clone() for name, value in reference.parameters.items()}
+        written |= {f"buffer/{name}": value.clone() for name, value in reference.buffers.items()}
+        for step, gradients in [*enumerate(reference.gradients), ("accumulated", clipped.gradients)]:
+            written |= {f"grad/{step}/{name}": value.clone() for name, value in gradients.items()}
+        if key:
+            change(written[key].view(-1))
+        object.__setattr__(made, "written", written)
+        return made
+
+    def tensors(self, rank: int) -> dict[str, Tensor]:
+        return dict(vars(self)["written"])
+
+
+@pytest.fixture(scope="module")
+def head_first() -> tuple[gp.Plan, Reference]:
     program = example("head_first")
     plan = gp.plan(program, 1)
-    reference = reference_for(gp.partition(program, plan))
+    return plan, reference_for(gp.partition(program, plan), 2)
 
-    class Faked(JobResult):
-        def tensors(self, rank: int) -> dict[str, torch.Tensor]:
-            written = {f"param/{name}": value.clone() for name, value in reference.parameters.items()}
-            written |= {f"buffer/{name}": value.clone() for name, value in reference.buffers.items()}
-            for step, gradients in enumerate(reference.gradients):
-                written |= {f"grad/{step}/{name}": value for name, value in gradients.items()}
-            name = "param/body.3.up.weight"
-            flat = written[name].view(-1)
-            flat[7] += 1e-3 * flat.abs().max() * off
-            return written
 
-    off = 0.0
-    result = Faked(Path(), 1, None, tuple(reference.losses), ())
-    assert compare(reference, result, plan, 3).ok
-    off = 1.0
-    outcome = compare(reference, result, plan, 3)
+def test_one_parameter_off_by_a_thousandth_fails(head_first: tuple[gp.Plan, Reference]) -> None:
+    """The comparison itself: one element of one parameter, moved by 1e-3 of the largest magnitude."""
+    plan, reference = head_first
+
+    def off(flat: Tensor) -> None:
+        flat[7] += 1e-3 * flat.abs().max()
+
+    assert compare(reference, _Faked.of(reference), plan, 2).ok
+    outcome = compare(reference, _Faked.of(reference, "param/body.3.up.weight", off), plan, 2)
     assert not outcome.ok
     assert outcome.worst["parameter"] == "body.3.up.weight"
     assert outcome.max_error["parameter"] == pytest.approx(1e-3, rel=1e-2)
+    assert str(outcome.first_difference) == "parameter of body.3.up.weight, after the last step (1.0e-03)"
+
+
+def test_accumulated_and_clipped_gradients_are_compared(head_first: tuple[gp.Plan, Reference]) -> None:
+    plan, reference = head_first
+    assert reference.accumulated is not None
+    norm = reference.accumulated.norm
+
+    assert reference.accumulated.max_norm == pytest.approx(norm / 2)
+    clipped = sum(float(g.square().sum()) for g in reference.accumulated.gradients.values()) ** 0.5
+    assert clipped == pytest.approx(norm / 2, rel=1e-4)
+    for fault, kind in (
+        (_Faked.of(reference, norms=(norm * 1.001,)), "norm"),
+        (_Faked.of(reference, accumulated_losses=(reference.losses[-1],)), "loss"),
+        (_Faked.of(reference, "grad/accumulated/body.3.up.weight", lambda flat: flat.mul_(2)), "gradient"),
+    ):
+        outcome = compare(reference, fault, plan, 2)
+        assert not outcome.ok and outcome.first_difference is not None
+        assert (outcome.first_difference.step, outcome.first_difference.kind) == ("accumulated", kind)
+    assert not compare(reference, _Faked.of(reference, norms=()), plan, 2).ok
+
+
+def test_a_tensor_is_held_to_its_own_dtype(head_first: tuple[gp.Plan, Reference]) -> None:
+    """A model that computes something in bf16 has no more room in its fp32 tensors."""
+    plan, reference = head_first
+    loose = replace(reference, dtype=torch.bfloat16)
+
+    outcome = compare(loose, _Faked.of(reference, "param/body.3.up.weight", lambda flat: flat.mul_(1.001)), plan, 2)
+
+    assert not outcome.ok and outcome.tolerance["parameter"] == 1e-5
+
+
+def test_a_loss_may_read_the_models_parameters() -> None:
+    """The reference trains the user's own model, and gives it back as it was."""
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.BatchNorm1d(4, dtype=torch.float64))
+    model[0].weight.grad = torch.ones(4, 4, dtype=torch.float64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def penalised(output: Tensor) -> Tensor:
+        return output.square().mean() + sum(p.square().sum() for p in model.parameters())
+
+    program = gp.export(model, (torch.randn(4, 4, dtype=torch.float64),), loss_fn=penalised)
+    reference = reference_for(gp.partition(program, gp.plan(program, 1, microbatch_size=4)), 3)
+
+    eager = before["0.weight"]
+    first = reference.gradients[0]["0.weight"] - 2 * eager
+    second = reference.gradients[1]["0.weight"] - 2 * (eager - reference.learning_rate * reference.gradients[0]["0.weight"])
+    assert float(first.abs().max()) < 1 and float(second.abs().max()) < 1  # what is left is the output's part alone
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4, dtype=torch.float64))
 
 
 def test_it_runs_from_saved_weights_without_the_model_file(tmp_path: Path) -> None:
@@ -151,3 +297,6 @@ def test_a_failing_stage_ends_all_ranks_with_its_own_message(tmp_path: Path) -> 
 
     assert not result.ok
     assert any("boom in stage 1" in problem for problem in result.problems)
+    shown = io.StringIO()
+    verify_command.show(result.to_json(), Console(file=shown))
+    assert "largest error" not in shown.getvalue() and "boom in stage 1" in shown.getvalue()  # no figures that nobody measured

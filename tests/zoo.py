@@ -666,6 +666,81 @@ class SharedModule(nn.Module):
         return self.norm(self.c(self.b(self.a(x)))) * x
 
 
+# ---- one network, several inputs -------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(16, 16), nn.ModuleList(OneLayer(16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@toy(lambda: (real(8, 16), real(8, 16).flip(0)), "encoder.layers.1", "encoder.layers.2", plan={"pp": 3})
+class Siamese(nn.Module):
+    """Both inputs go through the stages side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.encoder(x) - self.encoder(y)
+
+
+@toy(features(8, 16), "encoder.layers.2")
+class Recycled(Siamese):
+    """A network on its own result."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.encoder(self.encoder(x) + x)
+
+
+class Scaled(nn.Module):
+    """A layer that computes something else by an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.down(torch.tanh(self.up(x)))
+
+
+@toy(features(8, 16), "layers.2")
+class CalledAgain(nn.Module):
+    """The same layers twice, the second time with another argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        for layer in self.layers:
+            x = layer(x, 2.0)
+        return x
+
+
+@toy(lambda: (real(8, 16), real(8, 16).flip(0)), "policy.layers.2")
+class Preferences(nn.Module):
+    """A policy and its frozen reference, each on a chosen and a rejected answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.reference = Encoder(), Encoder().requires_grad_(False)
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        gained = (self.policy(chosen) - self.reference(chosen)).mean(-1)
+        return F.logsigmoid(gained - (self.policy(rejected) - self.reference(rejected)).mean(-1))
+
+
 # ---- frozen, unused --------------------------------------------------------------------------------------------
 
 
@@ -1108,6 +1183,50 @@ class Autocast(nn.Module):
         return self.second(h.float())
 
 
+class MixedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).split(16, dim=-1)
+        with torch.autocast("cpu", enabled=False):
+            angles = torch.outer(torch.arange(x.shape[1]).float(), torch.ones(16))
+        return x + self.out((q * angles.cos() @ k.transpose(1, 2)).softmax(-1) @ v)
+
+
+@toy(lambda: (ids(8, 6),), "layers.1")
+class MixedPrecision(nn.Module):
+    """All of the forward under autocast, rotary tables out of it again, a tied weight on both sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 16), nn.Linear(16, 16, bias=False)
+        self.layers = nn.ModuleList(MixedLayer() for _ in range(2))
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x).float()
+
+
+@toy(features(8, 6, 16), "second")
+class PositionsAsFeatures(nn.Module):
+    """Dropout after a buffer of integers that takes its dtype from a value with the batch in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.dropout = nn.Linear(16, 16), nn.Linear(16, 16), nn.Dropout(0.2)
+        self.register_buffer("positions", torch.arange(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.second(self.dropout(h + self.positions.type_as(h)[:, None] + self.positions.to(h)[:, None]))
+
+
 # ---- batches ---------------------------------------------------------------------------------------------------
 
 toy(features(1, 16), "layers.1", name="BatchOfOne", plan={"schedule": "GPipe"})(Plain)
@@ -1534,3 +1653,89 @@ toy(
     ),
     **_HALF,
 )(WeightedLoss)
+
+
+# ---- honest programs that fp32 leaves in doubt: gradients that are zero but for rounding, signs that flip ------
+
+
+@toy(features(8, 4, 8, 8), "blocks.2", plan={"microbatch_size": 2})
+class GroupNormResidual(nn.Module):
+    """Deep and narrow, with ReLU: rounding turns units on and off, and later steps differ more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
+            for _ in range(4)
+        )
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.relu(x + block(x))
+        return self.head(x.mean((2, 3)))
+
+
+@toy(features(8, 6, 16), "mixers.1", plan={"microbatch_size": 2})
+class TokenMixer(nn.Module):
+    """A bias of all tokens before a norm over them, and the bias of a key before softmax: neither has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.shifts = nn.Parameter(torch.ones(2, 1))
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mixer, shift in zip(self.mixers, self.shifts):
+            x = F.layer_norm(mixer(x.transpose(1, 2)).transpose(1, 2) + 30 * shift, (16,))
+        scores = self.query(x) @ self.key(x).transpose(1, 2)
+        return scores.softmax(-1) @ x
+
+
+# ---- rows chosen by a mask -------------------------------------------------------------------------------------
+
+
+def _labels() -> Tensor:
+    """Some labels ignored, and all of the first two examples'."""
+    labels = ids(8, 6)
+    return labels.masked_fill((labels < 6) | (torch.arange(8)[:, None] < 2), -100)
+
+
+_UNEVEN = {"targets": lambda: (_labels(),)}
+toy(
+    features(8, 6, 16),
+    "second",
+    name="ChosenLabels",
+    loss=lambda out, label: F.cross_entropy(out[label != -100], label[label != -100]),
+    **_UNEVEN,
+)(WeightedLoss)
+toy(
+    features(8, 6, 16),
+    "second",
+    name="ChosenRows",
+    loss=lambda out, label: F.mse_loss(
+        out[label[:, 0] != -100].flatten(0, 1)[:, 0], label[label[:, 0] != -100].flatten() * 0.1
+    ),
+    **_UNEVEN,
+)(WeightedLoss)
+
+
+@toy(
+    features(8, 6, 16),
+    "second",
+    loss=lambda out, label: (out[label != -100].logsumexp(-1) - 1).abs().sum() / (label != -100).sum().item(),
+    **_UNEVEN,
+)
+class ChosenInside(nn.Module):
+    """Some positions go through a layer and back to their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, far = self.first(x), x[..., 0] > 0.5
+        h = h.clone()
+        h[far] = torch.tanh(self.second(h[far]))
+        return h

@@ -30,7 +30,7 @@ def block_class(program: Program, block: Block) -> tuple[str, bool]:
         infos, {}, [name.removeprefix(prefix) for name in program.module_classes if name.startswith(prefix)]
     )
     init = InitPrinter(tree, program.module_classes, prefix, train=program.mode == "train")
-    body = init.print(_inner_ties(program, infos, prefix))
+    body = init.print(program.ties_below(instance))
     printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=block.path)
     printed = printer.print()
     where = ", ".join(numbered_runs(list(dict.fromkeys(block.instances))))
@@ -102,19 +102,6 @@ def stage_ties(program: Program, infos: Mapping[str, TensorInfo], blocks: Mappin
         held = tuple(n for n in group if n in infos or any(n.startswith(f"{path}.") for path in blocks))
         inside_one = [path for path in blocks if all(name.startswith(f"{path}.") for name in held)]
         if len(held) > 1 and not inside_one:
-            groups.append(held)
-    return groups
-
-
-def _inner_ties(program: Program, infos: Mapping[str, TensorInfo], prefix: str) -> list[tuple[str, ...]]:
-    groups = []
-    for group in program.ties:
-        held = tuple(
-            name.removeprefix(prefix)
-            for name in group
-            if name.startswith(prefix) and name.removeprefix(prefix) in infos
-        )
-        if len(held) > 1:
             groups.append(held)
     return groups
 

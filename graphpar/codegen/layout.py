@@ -37,7 +37,7 @@ def wrapped(line: str, indent: str) -> list[str]:
     lines = [indent + line[: opening + 1]]
     for item in packed:
         lines += wrapped(item, inner)
-    return [*lines, indent + line[closing:]]
+    return [*lines, *wrapped(line[closing:], indent)]
 
 
 def _outer_brackets(line: str) -> tuple[int, int] | None:

@@ -28,7 +28,7 @@ from graphpar.emitted import collectives, random_streams
 from graphpar.passes.split import Boundary, Stage
 from graphpar.plans import Plan
 from graphpar.program import Helper, Program, TensorInfo, concrete_shape, value_of
-from graphpar.report import report_data
+from graphpar.report import report_data, with_alone
 from graphpar.report_html import html
 from graphpar.report_text import compressed
 from graphpar.runtime.manifest import load_manifest
@@ -82,7 +82,10 @@ def emit_package(program: Program, plan: Plan, stages: Sequence[Stage], model_fi
     search = {} if plan.found is None else {"search": plan.found.to_json()}
     if search:
         files["search.json"] = json.dumps(search["search"], indent=1) + "\n"
-    files["report.html"] = html(data | search)
+    alone = None if plan.alone is None else plan.alone.to_json()
+    if alone is not None:
+        files["alone.json"] = json.dumps(alone, indent=1) + "\n"
+    files["report.html"] = html(with_alone(data, alone) | search)
     wanted = {name for infos in tensors for name, info in infos.items() if not info.persistent}
     wanted |= {
         name for paths in instances for path in paths for name in program.constants if name.startswith(f"{path}.")
@@ -218,22 +221,27 @@ def _assembled(
     local = []
     shared = sorted(name for name in blocks if name in words)
     if shared:
-        local.append(f"from .blocks import {', '.join(shared)}")
+        local.append(_import("blocks", shared))
     for module, functions in (("collectives", COLLECTIVES), ("random_streams", FUNCTIONS)):
         called = sorted(name for name in functions if re.search(rf"(?<![.\w]){name}\(", text))
         if called:
-            line = f"from .{module} import {', '.join(called)}"
-            local.append(line if len(line) <= WIDTH else "\n".join(wrapped(f"from .{module} import ({', '.join(called)})", "")))
+            local.append(_import(module, called))
     if operators is not None:
         classes = [name for name in operators.classes if name in words]
         if classes:
-            local.append(f"from .operators import {', '.join(classes)}")
+            local.append(_import("operators", classes))
         registered = [name for name in operators.registers if f"torch.ops.{name.replace('::', '.')}" in text]
         if registered and not classes:
             local.append(f"from . import operators  # noqa: F401  registers {', '.join(registered)}")
     local.sort()
     header = "\n".join(imports) + ("\n\n" + "\n".join(local) if local else "")
     return f"{title}\n{header}\n\n\n{text}"
+
+
+def _import(module: str, names: Sequence[str]) -> str:
+    """The import of ``names`` from a file of the package, over several lines where it is long."""
+    line = f"from .{module} import {', '.join(names)}"
+    return line if len(line) <= WIDTH else "\n".join(wrapped(f"from .{module} import ({', '.join(names)})", ""))
 
 
 # ---- the runtime's interface -----------------------------------------------------------------------------------

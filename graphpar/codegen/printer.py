@@ -22,9 +22,17 @@ from graphpar.codegen.spelling import Expression, literal, spell
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.functions import OPERATORS
-from graphpar.program import Helper, batch_coefficients, operator_name, short_name, value_of
+from graphpar.program import (
+    SAME_ELEMENTS,
+    Helper,
+    batch_coefficients,
+    created_by,
+    operator_name,
+    short_name,
+    user_name,
+    value_of,
+)
 from graphpar.runtime.layout import ExpertRows, R
-from graphpar.source import variable_names
 
 _INLINE = 88
 # Functions of the emitted package, which no variable may hide.
@@ -308,24 +316,26 @@ class GraphPrinter:
         if "name" in node.meta:
             return [_identifier(str(node.meta["name"]))]
         source = node.meta.get("source")
-        part = operator_name(node) == "getitem"
-        position = node.args[1] if part else 0
-        candidates = variable_names(source, position if isinstance(position, int) else 0)[:2]
-        if source is not None and len(source.targets) > 1 and not part:
+        named = user_name(node)
+        candidates = [] if named is None else [named]
+        if source is not None and len(source.targets) > 1 and operator_name(node) != "getitem":
             # q, k = f(q, k): what is made of k is k; what only moves dims of cos is cos.
             own = self._operand_names(node)
-            candidates = (
-                [name for name in own if name in source.targets] + (own[:1] if _moves(node) else []) + candidates
-            )
+            kept = [name for name in own if name in source.targets]
+            candidates = kept + (own[:1] if operator_name(node) in SAME_ELEMENTS else []) + candidates
+        made = created_by(node)
+        if made is not None and not candidates:
+            return [_identifier(short_name(made))]
         stack = node.meta.get("module_stack", ())
         path = stack[-1][0] if stack else ""
         parts = [part for part in path.removeprefix(self.base).split(".") if part and not part.isdigit()]
         if parts:
             candidates.append(parts[-1])
             if candidates[0] != parts[-1]:
-                candidates.append(f"{parts[-1]}_{candidates[0]}")
+                candidates.insert(1 if isinstance(node.target, Helper) else 2, f"{parts[-1]}_{candidates[0]}")
             if self._last.get(_line_of(node), node) is not node:
-                candidates.insert(0, parts[-1])  # down(act(gate(x)) * up(x)): what is not the line's result is named by its module
+                # down(act(gate(x)) * up(x)): what is not the line's result is named by its module.
+                candidates.insert(0, parts[-1])
         candidates.append(short_name(node) if node.op == "call_function" else "hidden")
         return [_identifier(candidate) for candidate in candidates]
 
@@ -395,7 +405,7 @@ class GraphPrinter:
         parts = self.unpacked(node)
         spelled = self.spelled(node).text
         if _writes(node):
-            text = spelled
+            text = f"if self.training:\n    {spelled}" if self._written_in_training(node) else spelled
         elif parts is not None:
             text = f"{', '.join(self.names[part] for part in parts)} = {spelled}"
         else:
@@ -406,6 +416,13 @@ class GraphPrinter:
         stack = node.meta.get("module_stack", ())
         line = f"{source.file}:{source.line}" if source else ""
         return Statement(node, text, stack[-1][0] if stack else "", line, tuple(self._notes(node)))
+
+    def _written_in_training(self, node: fx.Node) -> bool:
+        """Whether ``node`` counts the batches of a BatchNorm, which has other statistics in evaluation and counts nothing there."""
+        module = str(_buffer_of(node).target).rpartition(".")[0]
+        norms = [n for n in self.graph.nodes if operator_name(n) == "batch_norm" and n.args[5]]
+        means = [n.args[3].target for n in norms if isinstance(n.args[3], fx.Node)]
+        return any(str(mean).rpartition(".")[0] == module for mean in means)
 
     def _notes(self, node: fx.Node) -> list[tuple[str, str]]:
         """The transitions in a statement, in the order of their calls."""
@@ -437,21 +454,6 @@ def _written(node: fx.Node) -> fx.Node:
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
     return node
-
-
-def _moves(node: fx.Node) -> bool:
-    """Whether ``node`` is its operand in another shape."""
-    return operator_name(node) in (
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "permute",
-        "view",
-        "reshape",
-        "expand",
-        "to",
-        "contiguous",
-    )
 
 
 def _leaves(tree: Any) -> list[Any]:

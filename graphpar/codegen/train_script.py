@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 import torch
 
+from graphpar.codegen.layout import WIDTH
 from graphpar.plans import Plan
 from graphpar.program import Input, Program
 from graphpar.runtime.layout import AXES
 
 _TEMPLATE = '''"""{title}
 
-    torchrun --nproc-per-node {devices} {folder}/train.py --steps 100 --lr 1e-3 --save trained.safetensors
+In this folder:
+
+    torchrun --nproc-per-node {devices} train.py {example}
+
+It starts from weights/model.safetensors. Where that is missing, name a file of weights with --weights, or let
+`graphpar compile --weights` write the initial ones.
 
 {placement}
 """
@@ -22,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +55,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="{verb} {name} on {devices} devices.")
     parser.add_argument("--steps", type=int, default=10)
 {options}    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--weights", type=Path, help="safetensors file or folder (default: the program's own)")
+    parser.add_argument("--weights", type=Path, help="safetensors file or folder (default: weights/)")
     parser.add_argument("--batch", type=Path, help="safetensors file with one batch, used for every step")
     parser.add_argument("--save", type=Path, help="where to write the {saved}")
     parser.add_argument("--json", type=Path, help="where to write the {recorded}")
@@ -73,13 +81,16 @@ _TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, default=1e-3)
 _TRAIN = """        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args.lr)
         history: list[dict[str, float]] = []
         for step, batch in zip(range(args.steps), batches(args.seed, args.batch)):
+            began = time.perf_counter()
             loss = pipeline.step(batch, step=step)  # every .grad is now the single-device gradient
             norm = pipeline.clip_grad_norm_(args.clip)
             optimizer.step()
             pipeline.zero_grad()
             if loss is not None and pipeline.reports:  # one rank of the last stage
-                history.append({"loss": loss.item(), "gradient_norm": norm.item()})
-                print(f"step {step:4}   loss {loss:.6f}   gradient norm {norm:.4f}", flush=True)
+                record = {"loss": loss.item(), "gradient_norm": norm.item()}  # waits for the device
+                taken = time.perf_counter() - began
+                history.append({**record, "seconds": taken})
+                print(f"step {step:4}   loss {loss:.6f}   gradient norm {norm:.4f}   {taken:.3f} s", flush=True)
         if args.json and pipeline.reports:
             args.json.write_text(json.dumps(history))
         if args.save:
@@ -87,10 +98,11 @@ _TRAIN = """        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args
 """
 
 _INFER = """        for step, batch in zip(range(args.steps), batches(args.seed, args.batch)):
+            began = time.perf_counter()
             outputs = pipeline.infer(batch, step=step)
             if outputs is not None and pipeline.reports:  # one rank of the last stage
                 shapes = {name: list(value.shape) for name, value in outputs.items()}
-                print(f"step {step:4}   {shapes}", flush=True)
+                print(f"step {step:4}   {shapes}   {time.perf_counter() - began:.3f} s", flush=True)
                 if args.json:
                     args.json.write_text(json.dumps(shapes))
                 if args.save:
@@ -117,9 +129,9 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         if entry.role != "sample_keys"
     ]
     text = _TEMPLATE.format(
-        title=title,
+        title=textwrap.fill(title, WIDTH - len('"""')),
         devices=plan.mesh.size,
-        folder="out",
+        example="--steps 100 --lr 1e-3 --save trained.safetensors" if program.mode == "train" else "--steps 1 --save outputs.safetensors",
         placement="\n".join(_placement(plan, stages)),
         batch=plan.global_batch,
         inputs="\n".join(inputs),
@@ -127,7 +139,7 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         verb=verb,
         options=_TRAIN_OPTIONS if program.mode == "train" else "",
         saved="trained weights" if program.mode == "train" else "outputs",
-        recorded="loss and the gradient norm of every step" if program.mode == "train" else "outputs' shapes",
+        recorded="loss, gradient norm and seconds of every step" if program.mode == "train" else "outputs' shapes",
         body=_TRAIN if program.mode == "train" else _INFER,
     )
     return text if program.mode == "train" else text.replace("import load_file\n", "import load_file, save_file\n")

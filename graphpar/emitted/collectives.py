@@ -6,9 +6,9 @@
     P      a pending sum over the ranks                                its gradient is R
     E      rows sorted by expert: each rank has those of its experts   its gradient is E
 
-A dim of n elements is cut over k ranks into pieces of ceil(n / k), the last ones padded with zeros. With ``parts``, the dim
-is a run of periods of ``sum(parts)`` elements, and each part of each period is cut by itself: ``parts=(q, k, v)`` for the
-rows of a fused projection. ``dim`` counts from 0, and an axis of one rank makes every function the identity.
+A dim of n elements is cut over k ranks into pieces of ceil(n / k), the last ones padded with zeros. With ``parts``, the
+dim is a run of periods of ``sum(parts)`` elements, and each part of each period is cut by itself: ``parts=(q, k, v)``
+for the rows of a fused projection. ``dim`` counts from 0, and an axis of one rank makes every function the identity.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ def all_to_all(
     to_parts: Sequence[int] = (),
     size: int | None = None,
 ) -> Tensor:
-    """S(from_dim) -> S(to_dim), two dims: all-to-all both ways. [.., a, .., b, ..] -> [.., size or a * k, .., ceil(b / k), ..]"""
+    """S(from_dim) -> S(to_dim), two dims: all-to-all both ways.
+
+    [.., a, .., b, ..] -> [.., size or a * k, .., ceil(b / k), ..]
+    """
     whole = x.size(to_dim)
     return _apply(
         x,
@@ -118,9 +121,9 @@ def first_only(x: Tensor, axis: str) -> Tensor:
 
 
 def vocab_embedding(ids: Tensor, weight: Tensor, axis: str, padding_idx: int | None = None) -> Tensor:
-    """weight S(0), ids R -> P: the rows that this rank has, else zeros. ids [...], weight [ceil(vocab / k), d] -> [..., d]
+    """weight S(0), ids R -> P: the rows that this rank has, else zeros.
 
-    The row ``padding_idx`` gets no gradient.
+    ids [...], weight [ceil(vocab / k), d] -> [..., d]. The row ``padding_idx`` gets no gradient.
     """
     row = ids - rank(axis) * weight.size(0)
     elsewhere = (row < 0) | (row >= weight.size(0))
@@ -158,11 +161,15 @@ def vocab_cross_entropy(
     return losses.to(logits.dtype)
 
 
-# Rows that are sorted by expert, of which each rank has those of its own experts. ``offs`` [experts] says where each one's rows end.
+# Rows that are sorted by expert, of which each rank has those of its own experts. ``offs`` [experts] says where each
+# one's rows end.
 
 
 def rank_ends(offs: Tensor, axis: str) -> list[int]:
-    """Where the rows of each rank's experts end. Waits for the device, so it is called once for all that is cut so. [experts] -> k"""
+    """Where the rows of each rank's experts end. [experts] -> k
+
+    Waits for the device, so it is called once for all that is cut so.
+    """
     own = offs.size(0) // size(axis)
     ends: list[int] = offs[own - 1 :: own].tolist()
     return ends
@@ -171,7 +178,7 @@ def rank_ends(offs: Tensor, axis: str) -> list[int]:
 def expert_rows(x: Tensor, axis: str, ends: Sequence[int]) -> Tensor:
     """R -> E: the rows of this rank's experts; backward pads with zeros. [n, ...] -> [own, ...]"""
     begin, end = ([0, *ends])[rank(axis)], ends[rank(axis)]
-    torch._check(ends[-1] == x.size(0), lambda: "every row must be one of an expert: the offsets end at another number of rows")
+    torch._check(ends[-1] == x.size(0), lambda: "every row must be one of an expert: the offsets end elsewhere")
     torch._check(begin >= 0)  # said for torch.compile, which knows nothing of the numbers
     torch._check(end >= begin)
     torch._check(end <= x.size(0))
@@ -215,7 +222,7 @@ class _Transition(torch.autograd.Function):
 
 
 class _VocabLosses(torch.autograd.Function):
-    """The loss of each row, label or not: log(sum(exp(scores))) - scores[label], the scores relative to the largest logit.
+    """The loss of each row, label or not: log(sum(exp(scores))) - scores[label], scores relative to the largest logit.
 
     Autograd would keep and pass through several tensors of the size of the logits; this keeps one and makes one.
     """

@@ -32,7 +32,7 @@ Cut = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]]
 
 
 def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int, cut: Sequence[Cut] = ()) -> Tensor:
-    """True with probability ``1 - p``, for a tensor of ``shape`` whose dim ``batch_dim`` holds the examples of ``keys``.
+    """True with probability ``1 - p``, for a tensor of ``shape`` whose dim ``batch_dim`` has the examples of ``keys``.
 
     ``cut``: the dims of which this is a rank's piece; every element's number is that of the whole tensor.
     """
@@ -97,7 +97,10 @@ def dropout_attention(
     training: bool = True,
     cut: Sequence[Cut] = (),
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` with dropout from ``keys``: query [b, h, q, e], key [b, h, k, e] -> [b, h, q, e]."""
+    """``F.scaled_dot_product_attention`` with dropout from ``keys``.
+
+    query [b, h, q, e], key [b, h, k, e] -> [b, h, q, e]
+    """
     if enable_gqa:
         key = key.repeat_interleave(query.size(1) // key.size(1), 1)
         value = value.repeat_interleave(query.size(1) // value.size(1), 1)

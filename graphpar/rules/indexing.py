@@ -89,11 +89,16 @@ def gather(node: fx.Node) -> Rule:
 
 
 def scatter(node: fx.Node, context: Context) -> list[Placement]:
-    """scatter, scatter_add, scatter_reduce: other dims where they go together; what is added can be shared out."""
+    """scatter, scatter_add, scatter_reduce: what is added can be shared out."""
+    return _shared(from_rule(node, scattered(node), context))
+
+
+def scattered(node: fx.Node) -> Rule:
+    """scatter, scatter_add, scatter_reduce: other dims where they go together."""
     operands = operands_of(node)
     sizes = [sizes_of(operand) for operand in operands]
     if not sizes[0]:
-        return []
+        return uncut(node)
     dim = int(literal(node, "dim")) % len(sizes[0])
     labels = labelled(len(sizes[0]))
     own = tuple("v" if i == dim else label for i, label in enumerate(labels))
@@ -103,8 +108,7 @@ def scatter(node: fx.Node, context: Context) -> list[Placement]:
     fixed |= {"v"} if adds and together else {"v", labels[dim]}
     rows = (own, *(labels if size else () for size in sizes[1:]))
     everything = frozenset({0, 2}) if adds else None
-    rule = Rule(rows, (own,), frozenset(fixed), linear=(everything,) if everything else ())
-    return _shared(from_rule(node, rule, context))
+    return Rule(rows, (own,), frozenset(fixed), linear=(everything,) if everything else ())
 
 
 def _shared(placements: list[Placement]) -> list[Placement]:
@@ -125,11 +129,16 @@ def index_select(node: fx.Node) -> Rule:
 
 
 def index_add(node: fx.Node, context: Context) -> list[Placement]:
-    """index_add, index_copy, index_fill, index_reduce: other dims; what is added can be shared out."""
+    """index_add, index_copy, index_fill, index_reduce: what is added can be shared out."""
+    return _shared(from_rule(node, index_added(node), context))
+
+
+def index_added(node: fx.Node) -> Rule:
+    """index_add, index_copy, index_fill, index_reduce: other dims."""
     operands = operands_of(node)
     rank = value_of(operands[0]).ndim
     if rank == 0 or value_of(operands[1]).ndim == 0:
-        return []
+        return uncut(node)
     name = operator_name(node)
     dim = int(literal(node, "dim")) % rank
     labels = labelled(rank)
@@ -137,8 +146,7 @@ def index_add(node: fx.Node, context: Context) -> list[Placement]:
     rest = tuple(labels if value_of(operand).ndim == rank else () for operand in operands[2:])
     fixed = {"v"} if name == "index_add" else {"v", labels[dim]}
     linear = (frozenset({0, 2}),) if name == "index_add" else ()
-    rule = Rule((own, (labels[dim],), *rest), (own,), frozenset(fixed), linear=linear)
-    return _shared(from_rule(node, rule, context))
+    return Rule((own, (labels[dim],), *rest), (own,), frozenset(fixed), linear=linear)
 
 
 def one_hot(node: fx.Node) -> Rule:
@@ -148,6 +156,26 @@ def one_hot(node: fx.Node) -> Rule:
     if not isinstance(classes, int) or classes < 0:
         return uncut(node)
     return Rule((labels,), ((*labels, "class"),), frozenset({"class"}))
+
+
+def searchsorted(node: fx.Node) -> Rule:
+    """Among one sorted sequence each element by itself; among one for each row, each row."""
+    operands = operands_of(node)
+    if len(operands) < 2 or value_of(operands[1]).ndim == 0:
+        return uncut(node)
+    labels = labelled(value_of(operands[1]).ndim)
+    rows = ("sorted",) if value_of(operands[0]).ndim == 1 else (*labels[:-1], "sorted")
+    return Rule((rows, labels, *(rows for _ in operands[2:])), (labels,), frozenset({"sorted"}))
+
+
+def membership(node: fx.Node) -> Rule:
+    """isin: each element by itself, among all that are tested."""
+    operands = operands_of(node)
+    if len(operands) < 2:
+        return uncut(node)
+    tested = tuple(f"t{i}" for i in range(value_of(operands[1]).ndim))
+    labels = labelled(value_of(operands[0]).ndim)
+    return Rule((labels, tested), (labels,), frozenset(tested))
 
 
 def bucketize(node: fx.Node) -> Rule:

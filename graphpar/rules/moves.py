@@ -19,6 +19,7 @@ from graphpar.rules.notation import Rule
 from graphpar.rules.placement import (
     Context,
     Placement,
+    argument_place,
     can_cut,
     from_rule,
     literal,
@@ -345,6 +346,36 @@ def turned(node: fx.Node) -> Rule:
 def named_dim(node: fx.Node) -> Rule:
     """An operator that mixes its argument ``dim`` and keeps the rank."""
     return along(node, [int(literal(node, "dim"))], linear=False)
+
+
+def transformed(node: fx.Node) -> Rule:
+    """Fourier transforms: over ``dim``, or over the last dims that ``s`` has sizes for, or over all."""
+    rank = value_of(operands_of(node)[0]).ndim
+    given, sizes = literal(node, "dim"), literal(node, "s") if argument_place(node, "s") is not None else None
+    if given is None:
+        given = range(rank - len(sizes), rank) if sizes else range(rank)
+    return along(node, [int(dim) for dim in (given if isinstance(given, list | tuple | range) else [given])])
+
+
+def matrices(node: fx.Node) -> Rule:
+    """Functions of each matrix of a batch: the last two dims stay whole, and what comes of them."""
+    (source,) = operands_of(node)
+    rank = value_of(source).ndim
+    labels = labelled(rank)
+    lead = labels[: rank - 2]
+    results = [(*lead, *(f"r{k}_{i}" for i in range(made.ndim - len(lead)))) for k, made in enumerate(results_of(node))]
+    return Rule((labels,), tuple(results), frozenset({*labels[rank - 2 :], *(f for made in results for f in made if f not in lead)}))
+
+
+def windowed(node: fx.Node) -> Rule:
+    """stft and istft of [batch, time]: each row by itself."""
+    source, *others = operands_of(node)
+    rank, made = value_of(source).ndim, value_of(node).ndim
+    if rank < 2 or made < 2 or min(rank, made) > 2:
+        return uncut(node)
+    before, after = ("batch", *(f"s{i}" for i in range(rank - 1))), ("batch", *(f"r{i}" for i in range(made - 1)))
+    rest = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(others))
+    return Rule((before, *rest), (after,), frozenset({*before[1:], *after[1:], *(f for own in rest for f in own)}))
 
 
 def inside(node: fx.Node) -> Rule:

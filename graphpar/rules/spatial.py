@@ -73,6 +73,15 @@ def group_norm(node: fx.Node, context: Context) -> list[Placement]:
     return found
 
 
+def grid(node: fx.Node) -> Rule:
+    """affine_grid_generator: theta [n, ...] -> [n, places ..., 2]. Its sizes are literal, so only what follows the batch is free."""
+    (theta,) = operands_of(node)
+    before = ("n", *(f"t{i}" for i in range(value_of(theta).ndim - 1)))
+    after = ("n", *(f"s{i}" for i in range(value_of(node).ndim - 1)))
+    follows = sizes_of(theta)[0] == (1, 1)
+    return Rule((before,), (after,), frozenset({*before[follows:], *after[follows:]}))
+
+
 def shuffled(node: fx.Node) -> Rule:
     """pixel_shuffle, pixel_unshuffle: channels with what lies in them."""
     rank = value_of(node).ndim

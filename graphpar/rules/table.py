@@ -80,12 +80,16 @@ RULES: dict[str, RuleOf] = {
     "index_select": indexing.index_select,
     "one_hot": indexing.one_hot,
     "bucketize": indexing.bucketize,
+    "searchsorted": indexing.searchsorted,
+    "isin": indexing.membership,
+    **_rows(indexing.scattered, "scatter scatter_add scatter_reduce"),
+    **_rows(indexing.index_added, "index_add index_copy index_fill index_reduce"),
     # places
     "batch_norm": spatial.batch_norm,
     "instance_norm": spatial.instance_norm,
     **_rows(moves.last(1), "max_pool1d max_pool1d_with_indices adaptive_max_pool1d"),
-    **_rows(moves.last(2), "max_pool2d max_pool2d_with_indices adaptive_max_pool2d"),
-    **_rows(moves.last(3), "max_pool3d max_pool3d_with_indices adaptive_max_pool3d"),
+    **_rows(moves.last(2), "max_pool2d max_pool2d_with_indices adaptive_max_pool2d max_unpool2d"),
+    **_rows(moves.last(3), "max_pool3d max_pool3d_with_indices adaptive_max_pool3d max_unpool3d"),
     **_rows(
         moves.last(1, linear=True),
         "avg_pool1d adaptive_avg_pool1d upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d",
@@ -102,11 +106,20 @@ RULES: dict[str, RuleOf] = {
     **_rows(spatial.shuffled, "pixel_shuffle pixel_unshuffle"),
     **_rows(spatial.grid_sample, "grid_sampler grid_sampler_2d grid_sampler_3d"),
     **_rows(spatial.unfolded, "im2col col2im"),
+    "affine_grid_generator": spatial.grid,
+    # transforms
+    **_rows(
+        moves.transformed,
+        "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn "
+        "fft_irfftn fft_fftshift fft_ifftshift",
+    ),
+    **_rows(moves.windowed, "stft istft"),
+    **_rows(moves.matrices, "linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse logdet"),
     # what depends on all values, or on how torch stores them
     **_rows(
         moves.uncut,
         "lstm gru rnn_tanh rnn_relu nonzero masked_select masked_scatter unique _unique2 unique_dim unique_consecutive histc bincount "
-        "ctc_loss as_strided searchsorted take put bernoulli multinomial",
+        "ctc_loss as_strided take put bernoulli multinomial",
     ),
 }
 

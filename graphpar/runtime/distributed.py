@@ -10,6 +10,7 @@ by peer" neither hides the cause nor fills the terminal.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -47,6 +48,9 @@ SHOWN = 4
 USER_ERROR = 2
 """The exit status when the user must change something."""
 
+LAUNCHED = "GRAPHPAR_LAUNCHED"
+"""Set in the environment by a launcher that reads the ranks' error files, and so says itself what went wrong."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -80,6 +84,9 @@ def start(timeout_s: float = 600.0) -> Iterator[Ranks]:
 
 def _join(timeout_s: float) -> Ranks:
     under_torchrun = "RANK" in os.environ
+    if under_torchrun and isinstance(sys.stdout, io.TextIOWrapper):
+        # Lines at once and whole: torchrun starts ranks so that each piece of a line is written by itself.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -108,27 +115,27 @@ def fail(error: Exception) -> None:
     message = str(cause) if user else f"{type(cause).__name__}: {cause}"
     if secondary:
         message = f"another rank went away, or was waited for too long ({re.sub(r'^[[].*?[]] *', '', str(cause))})"
-    shown = f"error: {message}\n" if user or secondary else _short_traceback(cause)
+    frames, raised = ("", f"error: {message}\n") if user or secondary else _short_traceback(cause)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": frames + raised, "frames": frames, "timestamp": str(int(time.time()))}
         own = {"rank": str(rank), "time_ns": str(time.time_ns()), "secondary": str(secondary), "user": str(user)}
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": {**extra, **own}}}))
-    if not (isinstance(cause, AgreedError) and rank != 0):
-        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in shown.splitlines()))
+    if LAUNCHED not in os.environ and not (isinstance(cause, AgreedError) and rank != 0):
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in (frames + raised).splitlines()))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(USER_ERROR if user else 1)
 
 
-def _short_traceback(cause: BaseException) -> str:
-    """The traceback of the cause without torch's own frames, which say nothing about the program."""
+def _short_traceback(cause: BaseException) -> tuple[str, str]:
+    """The frames of the cause without torch's own, which say nothing about the program, and what was raised there."""
     inside = str(Path(torch.__file__).parent)
     summary = traceback.TracebackException.from_exception(cause)
     kept = [frame for frame in summary.stack if not frame.filename.startswith(inside)]
     if kept:
         summary.stack = traceback.StackSummary.from_list(kept)
-    return "".join(summary.format(chain=False))
+    return "".join(["Traceback (most recent call last):\n", *summary.stack.format()]), "".join(summary.format_exception_only())
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -18,16 +18,25 @@ class LaunchError(RuntimeError):
     """A launched program failed or ran out of time.
 
     ``rank`` is the rank that failed first (``None`` when it is not known), ``message`` is its own
-    message and ``details`` its traceback, or the end of what the launch printed. ``user`` says that the
-    message is a ``RuntimeProgramError``'s: for the user, who needs no traceback.
+    message and ``details`` the traceback before it, or the end of what the launch printed. ``user`` says that the
+    message is a ``RuntimeProgramError``'s: for the user, who needs no traceback. ``signal`` is the number of the
+    signal that ended the rank, if one did.
     """
 
-    def __init__(self, message: str, rank: int | None = None, details: str = "", user: bool = False) -> None:
-        super().__init__(message if rank is None else f"rank {rank}: {message}")
+    def __init__(
+        self,
+        message: str,
+        rank: int | None = None,
+        details: str = "",
+        user: bool = False,
+        signal: int | None = None,
+    ) -> None:
+        super().__init__(message if rank is None else f"rank {rank}{':' if signal is None else ''} {message}")
         self.message = message
         self.rank = rank
         self.details = details
         self.user = user
+        self.signal = signal
 
 
 def near_match(name: str, known: Iterable[str]) -> str:

@@ -1,7 +1,10 @@
-"""Starting torchrun as a child with a bounded life, and finding out why it failed.
+"""Starting torchrun as a child that never outlives this process, passing on what it prints, and finding out why it failed.
 
     torchrun("out/train.py", ["--steps", "3"], nproc=2, timeout_s=300) -> LaunchResult, or LaunchError with the
     message of the rank that failed first
+
+    this process ──pipe──► keeper ──► torchrun ──► ranks      keeper.py: whatever ends this process, nothing below it is left
+                                                     └ stderr of each rank in a file: what torchrun itself says stays apart
 """
 
 from __future__ import annotations
@@ -10,24 +13,39 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from graphpar.runtime import keeper
+from graphpar.runtime.distributed import LAUNCHED
 from graphpar.runtime.errors import LaunchError
 
-STOP_S = 5.0
-"""How long torchrun may take to end its ranks before they are killed."""
-
+ENDING_S = keeper.STOP_S + 2 * keeper.KILLED_S
+"""How long the keeper may take to end everything."""
+PEEK_S = 0.2
+"""How often the files of the ranks are looked at."""
 TAIL_LINES = 40
 
-SIGNALLED = re.compile(r"rank +: (\d+) .*\n +exitcode +: -(\d+)")
-"""How torchrun reports a rank that left no error file because a signal ended it."""
+ROOT_CAUSE = re.compile(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)")
+"""How torchrun reports the rank that failed first."""
+
+WHY: dict[int, str] = {
+    signal.SIGKILL: "Most often the system kills a process because memory runs out (`dmesg` says so then): run fewer processes on "
+    "this machine, or plan for less memory with smaller microbatches, a smaller batch, or more devices.",
+    signal.SIGBUS: "Most often /dev/shm is full, through which processes share memory: make it larger.",
+}
+"""What ends a process by a signal that is not its own fault, and what to do."""
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+CRASH = "That is a crash in native code, such as an operator's, not an error of Python."
+
+Lines = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -59,11 +77,16 @@ def torchrun(
     timeout_s: float,
     env: Mapping[str, str] | None = None,
     module: bool = False,
+    folders: Sequence[str | Path] = (),
+    on_stdout: Lines | None = None,
+    on_stderr: Lines | None = None,
 ) -> LaunchResult:
     """Run ``target`` (a script, or a module with ``module=True``) on ``nproc`` local ranks.
 
     Args:
         env: added to this process's environment. ``OMP_NUM_THREADS`` is 1 unless it is set.
+        folders: temporary folders of the caller, to be removed if this process is killed meanwhile.
+        on_stdout, on_stderr: called with each line that a rank prints, as soon as it does.
 
     Raises:
         LaunchError: a rank failed (with its own message), or ``timeout_s`` passed. No process is left.
@@ -71,61 +94,104 @@ def torchrun(
     with tempfile.TemporaryDirectory(prefix="graphpar_launch_") as scratch:
         logs = Path(scratch)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-        command += [f"--log-dir={logs / 'ranks'}", *(["--module"] if module else []), str(target), *args]
-        variables = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(env or {})}
+        command += [f"--log-dir={logs / 'ranks'}", "--redirects=2"]
+        command += [*(["--module"] if module else []), str(target), *args]
+        kept = [sys.executable, "-I", "-S", keeper.__file__, scratch, *map(str, folders), "--", *command]
+        variables = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, LAUNCHED: "1", **(env or {})}
         started = time.monotonic()
-        with (logs / "stdout").open("wb") as out, (logs / "stderr").open("wb") as err:
+        printed = _Printed(logs / "ranks", on_stdout, on_stderr)
+        with (logs / "stderr").open("wb") as err:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=variables, start_new_session=True
+                kept, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, env=variables, start_new_session=True
             )
-            in_time = _wait(process, timeout_s)
+            try:
+                in_time = printed.follow(process, started + timeout_s)
+            finally:
+                _end(process)
         seconds = time.monotonic() - started
-        stdout, stderr = ((logs / name).read_text(encoding="utf-8", errors="replace") for name in ("stdout", "stderr"))
+        own = (logs / "stderr").read_text(encoding="utf-8", errors="replace")
         if process.returncode == 0 and in_time:
-            return LaunchResult(stdout, stderr, seconds)
-        raise _error(_failures(logs / "ranks"), in_time, timeout_s, process.returncode, stderr)
-
-
-def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Wait for the launcher; when the time is up, or we are interrupted, end it and everything it started."""
-    try:
-        process.wait(timeout_s)
-        return True
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        if process.poll() is None:
-            _end(process)
+            return LaunchResult(printed.stdout, printed.stderr + own, seconds)
+        raise _error(_failures(logs / "ranks"), in_time, timeout_s, process.returncode, own, printed)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """torchrun starts each rank in a session of its own, so ending its process group is not enough."""
-    family = _descendants(process.pid)
+    """Have the keeper end what it started, if it still runs: when the time is up, or this process is interrupted."""
+    assert process.stdin is not None and process.stdout is not None
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
-    for pid in [*family, *_descendants(process.pid)]:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+        process.wait(ENDING_S)
+    process.kill()
     process.wait()
+    process.stdin.close()
+    process.stdout.close()
 
 
-def _descendants(root: int) -> list[int]:
-    """The ids of all processes below ``root``, as ``ps`` lists them."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
-    children: dict[int, list[int]] = {}
-    for line in listed.splitlines():
-        pid, parent = (int(field) for field in line.split())
-        children.setdefault(parent, []).append(pid)
-    found: list[int] = []
-    queue = [root]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
+@dataclass
+class _Printed:
+    """What the ranks print: standard output from the launcher's pipe, standard error from a file of each rank."""
+
+    folder: Path
+    on_stdout: Lines | None
+    on_stderr: Lines | None
+    lines: list[str] = field(default_factory=list)
+    _begun: bytes = b""  # of a line
+    _read: dict[Path, int] = field(default_factory=dict)  # bytes of whole lines
+
+    def follow(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
+        """Pass lines on until the launcher has ended; False where that is not before ``deadline``."""
+        assert process.stdout is not None
+        while (left := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select([process.stdout], [], [], min(left, PEEK_S))
+            chunk = os.read(process.stdout.fileno(), 1 << 16) if ready else None
+            if chunk:
+                self._take(chunk)
+            self._look()
+            if chunk == b"":
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                    return True
+        return False
+
+    def _take(self, chunk: bytes) -> None:
+        *lines, self._begun = (self._begun + chunk).split(b"\n")
+        for line in lines:
+            self.lines.append(line.decode(errors="replace"))
+            if self.on_stdout is not None:
+                self.on_stdout(self.lines[-1])
+
+    def _look(self) -> None:
+        """New whole lines of the ranks' files."""
+        for path in sorted(self.folder.glob("*/attempt_*/*/stderr.log")):
+            with path.open("rb") as file:
+                file.seek(self._read.setdefault(path, 0))
+                new = file.read()
+            new = new[: new.rfind(b"\n") + 1]
+            self._read[path] += len(new)
+            if self.on_stderr is not None:
+                for line in new.decode(errors="replace").splitlines():
+                    self.on_stderr(f"[rank {path.parent.name}] {line}")
+
+    @property
+    def stdout(self) -> str:
+        return "".join(f"{line}\n" for line in self.lines)
+
+    @property
+    def stderr(self) -> str:
+        """Of all ranks; what several of them print alike is there once."""
+        return "".join(dict.fromkeys(self.of(int(path.parent.name)) for path in self._read))
+
+    def untold(self, lines: Sequence[str]) -> str:
+        """The end of ``lines`` of standard error, as details of an error, unless they have been passed on."""
+        return "" if self.on_stderr is not None else "\n".join(lines[-TAIL_LINES:])
+
+    def of(self, rank: int) -> str:
+        """The standard error of ``rank``."""
+        files = self.folder.glob(f"*/attempt_*/{rank}/stderr.log")
+        return "".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
+
+
+# ---- what went wrong -------------------------------------------------------------------------------------------
 
 
 def _failures(folder: Path) -> list[_Failure]:
@@ -139,7 +205,7 @@ def _failures(folder: Path) -> list[_Failure]:
                 _Failure(
                     rank=int(extra.get("rank", path.parent.name)),
                     message=message["message"],
-                    trace=extra.get("py_callstack", ""),
+                    trace=extra.get("frames", ""),
                     time_ns=int(extra.get("time_ns", int(extra["timestamp"]) * 10**9)),
                     secondary=extra.get("secondary") == "True",
                     user=extra.get("user") == "True",
@@ -150,16 +216,39 @@ def _failures(folder: Path) -> list[_Failure]:
     return sorted(found, key=lambda failure: (failure.secondary, failure.time_ns))
 
 
-def _error(failures: list[_Failure], in_time: bool, timeout_s: float, returncode: int, stderr: str) -> LaunchError:
-    if failures and (in_time or not failures[0].secondary):
-        first = failures[0]
+def _error(
+    failures: list[_Failure], in_time: bool, timeout_s: float, returncode: int, own: str, printed: _Printed
+) -> LaunchError:
+    """The first cause that is known: a rank's own error, how a rank ended, a lost peer, the time, torchrun itself."""
+    first = failures[0] if failures else None
+    if first is not None and not first.secondary:
         return LaunchError(first.message, first.rank, first.trace, first.user)
-    tail = "\n".join(stderr.splitlines()[-TAIL_LINES:])
-    killed = SIGNALLED.search(stderr.partition("Root Cause")[2])
-    if in_time and killed is not None:
-        rank, number = int(killed[1]), int(killed[2])
-        hint = " (often: too little memory)" if number == signal.SIGKILL else ""
-        return LaunchError(f"ended by {signal.Signals(number).name}{hint}", rank, tail)
+    ended = ROOT_CAUSE.search(own.partition("Root Cause")[2])
+    if in_time and ended is not None and (first is None or first.rank != int(ended[1])):
+        return _ended(int(ended[1]), int(ended[2]), printed)
+    if in_time and first is not None:
+        return LaunchError(first.message, first.rank, first.trace, first.user)
     if not in_time:
-        return LaunchError(f"the launch did not finish within {timeout_s:g} s and was ended", details=tail)
-    return LaunchError(f"the launch failed with exit status {returncode}", details=tail)
+        details = printed.untold(printed.stderr.splitlines())
+        return LaunchError(f"the launch did not finish within {timeout_s:g} s and was ended", details=details)
+    tail = "\n".join(own.splitlines()[-TAIL_LINES:])
+    if returncode > 128:
+        return LaunchError(f"torchrun was ended by {_signal_name(returncode - 128)}", details=tail)
+    return LaunchError(f"torchrun failed with exit status {returncode}", details=tail)
+
+
+def _ended(rank: int, exitcode: int, printed: _Printed) -> LaunchError:
+    """A rank that left no error file: a signal ended it, or it failed outside of ``start()``."""
+    lines = printed.of(rank).strip().splitlines()
+    if exitcode >= 0:
+        message = lines.pop() if lines else f"exited with status {exitcode} and said nothing"
+        return LaunchError(message, rank, printed.untold(lines))
+    why = WHY.get(-exitcode, CRASH if -exitcode in CRASHES else "")
+    message = f"was ended by {_signal_name(-exitcode)}. {why}".rstrip()
+    return LaunchError(message, rank, printed.untold(lines), signal=-exitcode)
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"

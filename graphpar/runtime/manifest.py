@@ -94,6 +94,8 @@ class Manifest:
     """The types that the plan lists, under every name of a tie; ``spec`` adds those that it leaves out."""
     shapes: Mapping[str, tuple[int, ...]]
     """Whole shapes of the tensors that some axis cuts, under every name of a tie."""
+    model_file: str | None = None
+    """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
 
     @property
     def world_size(self) -> int:
@@ -209,6 +211,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         ties=ties,
         types=_under_every_name(_types(plan.optional("parameters", dict, {}), str(path)), ties),
         shapes=_under_every_name(shapes, ties),
+        model_file=plan.optional("model_file", (str, type(None)), None),
     )
     _check(manifest, str(path))
     return manifest

@@ -41,7 +41,14 @@ from graphpar.runtime.stages import (
     global_counts_function,
     keywords,
 )
-from graphpar.runtime.weights import check_local_shapes, load_constants, load_weights, save_weights
+from graphpar.runtime.weights import (
+    check_local_shapes,
+    check_names,
+    load_constants,
+    load_weights,
+    no_weights,
+    save_weights,
+)
 
 CONSTANTS = "constants.safetensors"
 WEIGHTS = Path("weights") / "model.safetensors"
@@ -152,22 +159,25 @@ class Pipeline:
 
     # Weights
 
-    def load_weights(self, path: str | Path | None = None) -> None:
+    def load_weights(self, path: str | Path | None = None, *, strict: bool = True) -> None:
         """Load parameters and persistent buffers from a safetensors file or a folder of shards.
 
         By default from the program's own ``weights/model.safetensors``. The file has whole tensors; each rank takes
-        its piece. A collective call: all ranks fail if one does.
+        its piece. A collective call: all ranks fail if one does. ``strict=False`` leaves out what no stage takes.
 
         Raises:
             RuntimeProgramError: the file is not there, names or shapes do not fit, or ranks that should hold the
                 same values loaded different ones.
         """
+        everyone = self.groups.gather("pp", list(self.state_dict()))
         with _agreed():
             source = self.program.folder / WEIGHTS if path is None else Path(path)
             if path is None and not source.exists():
-                raise RuntimeProgramError(f"the program has no weights of its own ({source}): name a file of weights")
+                raise RuntimeProgramError(no_weights(self.program))
             for stage in self.stages:
                 load_weights(stage, source, self.program, self.groups.place)
+            if strict:
+                check_names(source, (name for names in everyone for name in names), self.program)
         with _agreed():
             check_replicas(self.stages, self.program, self.groups)
 
@@ -295,10 +305,11 @@ class Pipeline:
         Returns:
             The norm before.
         """
-        squares = torch.zeros((), device=self.device)
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in self._gradients.counted:
             if parameter.grad is not None:
-                squares += torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) ** 2
+                precise = torch.promote_types(parameter.grad.dtype, torch.float32)
+                squares += torch.linalg.vector_norm(parameter.grad, dtype=precise) ** 2
         dist.all_reduce(squares)
         norm = squares.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -93,6 +94,22 @@ class WeightFile:
         return self._files[path]
 
 
+def no_weights(program: Manifest) -> str:
+    """That a program has no weights of its own, and what to type."""
+    folder = _short(program.folder)
+    message = f"there are no weights in {folder}: name a safetensors file of the model's state_dict with --weights FILE"
+    if program.model_file is None:
+        return f"{message}, or save the program with weights: parts.save(folder, weights=model.state_dict())"
+    named = program.folder / program.model_file
+    model = _short(named) if program.model_file.endswith(".py") else program.model_file
+    return f"{message}, or write the initial ones first: graphpar compile {model} --plan {folder} --weights -o {folder}"
+
+
+def _short(path: Path) -> str:
+    """A path as one would type it here."""
+    return min(os.path.normpath(path), os.path.relpath(path), key=len)
+
+
 def names_by_tie(ties: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
     """For every tied name, all the names of its tie."""
     return {name: tuple(group) for group in ties for name in group}
@@ -102,6 +119,24 @@ def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that ``state_dict`` leaves out, by full name."""
     persistent = module.state_dict(keep_vars=True).keys()
     return {name: b for name, b in module.named_buffers(remove_duplicate=False) if name not in persistent}
+
+
+def check_names(path: str | Path, names: Iterable[str], program: Manifest) -> None:
+    """That ``path`` has no tensors but those that some stage holds (``names``, of all stages), under any name of a tie.
+
+    Raises:
+        RuntimeProgramError: it has others: they would be of another model, or under names that this one does not know.
+    """
+    tied = names_by_tie(program.ties)
+    known = {other for name in names for other in (name, *tied.get(name, ()))}
+    with WeightFile(path) as file:
+        unknown = [name for name in file.keys() if name not in known]  # noqa: SIM118
+    if unknown:
+        hint = near_match(unknown[0], known)
+        raise RuntimeProgramError(
+            f"{path} has values that no stage of the program takes: {_listed(unknown)}.{hint} If they are to be left out, "
+            "load the file with strict=False."
+        )
 
 
 def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: Mapping[str, int]) -> None:

@@ -3,10 +3,12 @@
     parent: run_jobs([job_0, job_1], world_size=2, timeout_s=300)
     ranks:  python -m graphpar.runtime.worker TIMEOUT job_0 job_1      (under torchrun)
 
-    job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentum"}, "seed", "weights", "batch"}
+    job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentum"}, "seed", "weights", "batches": [file, ...]}
+                                   "max_norm": if it is there, the last optimizer step takes the gradients of one batch more,
+                                   added up and clipped; "double": compute in float64
     job/rank_0.safetensors    out: grad/{step}/{name}, param/{name}, buffer/{name}, as the rank holds them (its pieces);
-                                   of an inference program output/{name}
-    job/rank_0.json           out: {"losses", "missing_gradients", "whole_backward_stages", "error", "fatal"}
+                                   grad/accumulated/{name}; of an inference program output/{step}/{name}
+    job/rank_0.json           out: {"losses", "accumulated_loss", "norm", "missing_gradients", "whole_backward_stages", "error", "fatal"}
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphpar.runtime.distributed import Ranks, lost_peer, start
+from graphpar.runtime.double import in_double
 from graphpar.runtime.errors import AgreedError, LaunchError, root_cause
 from graphpar.runtime.launch import torchrun
 from graphpar.runtime.pipeline import Pipeline
@@ -46,6 +50,10 @@ class JobResult:
     """Stages whose backward a zero-bubble schedule could not split."""
     rank_losses: tuple[tuple[float, ...], ...] = ()
     """The losses as each rank of the last stage saw them; ``losses`` are the first one's."""
+    accumulated_losses: tuple[float, ...] = ()
+    """The loss of the batch whose gradients were added to the last step's, as each rank of the last stage saw it."""
+    norms: tuple[float, ...] = ()
+    """The norm of those gradients before they were clipped, as each rank saw it."""
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """What rank ``rank`` wrote."""
@@ -53,26 +61,33 @@ class JobResult:
 
 
 def run_jobs(
-    jobs: Sequence[str | Path], world_size: int, timeout_s: float, group_timeout_s: float = GROUP_TIMEOUT_S
+    jobs: Sequence[str | Path],
+    world_size: int,
+    timeout_s: float,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+    folders: Sequence[str | Path] = (),
 ) -> list[JobResult]:
     """Run jobs one after the other on ``world_size`` local ranks, in as few launches as possible.
 
     A job that fails on all ranks together lets the next one run; one that fails otherwise ends its launch,
-    and the jobs after it get another. ``timeout_s`` bounds all launches together.
+    and the jobs after it get another. ``timeout_s`` bounds all launches together. ``folders``: see
+    :func:`graphpar.runtime.launch.torchrun`.
     """
-    folders = [Path(job).resolve() for job in jobs]
-    for folder in folders:
+    places = [Path(job).resolve() for job in jobs]
+    for folder in places:
         for stale in folder.glob("rank_*.*"):
             stale.unlink()
     results: list[JobResult] = []
     deadline = time.monotonic() + timeout_s
-    while len(results) < len(folders):
-        pending = folders[len(results) :]
+    while len(results) < len(places):
+        pending = places[len(results) :]
         failure: LaunchError | None = None
         try:
             arguments = [str(group_timeout_s), *map(str, pending)]
             remaining = max(deadline - time.monotonic(), 0.0)
-            torchrun("graphpar.runtime.worker", arguments, nproc=world_size, timeout_s=remaining, module=True)
+            torchrun(
+                "graphpar.runtime.worker", arguments, nproc=world_size, timeout_s=remaining, module=True, folders=folders
+            )
         except LaunchError as error:
             failure = error
         for folder in pending:
@@ -81,7 +96,7 @@ def run_jobs(
             if not all(reports) or any(report["fatal"] for report in reports):
                 break
         if failure is not None and time.monotonic() >= deadline:
-            results += [JobResult(f, world_size, f"not run: {failure}", (), ()) for f in folders[len(results) :]]
+            results += [JobResult(f, world_size, f"not run: {failure}", (), ()) for f in places[len(results) :]]
     return results
 
 
@@ -98,7 +113,9 @@ def _result(folder: Path, world_size: int, reports: list[dict[str, Any]], failur
     losses = tuple(tuple(report["losses"]) for report in reports if report.get("losses"))
     missing = tuple(tuple(report.get("missing_gradients", ())) for report in reports)
     whole = tuple(sorted({index for report in reports for index in report.get("whole_backward_stages", ())}))
-    return JobResult(folder, world_size, error, losses[0] if losses else (), missing, whole, losses)
+    accumulated = tuple(report["accumulated_loss"] for report in reports if report.get("accumulated_loss") is not None)
+    norms = tuple(report["norm"] for report in reports if report.get("norm") is not None)
+    return JobResult(folder, world_size, error, losses[0] if losses else (), missing, whole, losses, accumulated, norms)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -112,7 +129,9 @@ def _run(folder: Path, ranks: Ranks) -> None:
     report: dict[str, Any] = {"losses": None, "missing_gradients": [], "error": None, "fatal": False}
     tensors: dict[str, Tensor] = {}
     try:
-        _train(json.loads((folder / "job.json").read_text()), ranks, report, tensors)
+        job = json.loads((folder / "job.json").read_text())
+        with in_double() if job.get("double") else nullcontext():
+            _work(job, ranks, report, tensors)
     except AgreedError as error:
         report["error"] = str(error)
     except Exception as error:
@@ -125,34 +144,43 @@ def _run(folder: Path, ranks: Ranks) -> None:
     _write(folder, ranks.rank, report, tensors)
 
 
-def _train(job: dict[str, Any], ranks: Ranks, report: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _work(job: dict[str, Any], ranks: Ranks, report: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     torch.manual_seed(job["seed"])
-    batch = load_file(job["batch"])
     with Pipeline(job["program"], ranks.device, seed=job["seed"]) as pipeline:
         pipeline.load_weights(job["weights"])
         if pipeline.program.mode == "infer":
-            outputs = pipeline.infer(batch, step=0) or {}
-            tensors.update({f"output/{name}": _copy(value) for name, value in outputs.items()})
+            for step in range(job["steps"]):
+                outputs = pipeline.infer(load_file(job["batches"][step]), step=step) or {}
+                tensors.update({f"output/{step}/{name}": _copy(value) for name, value in outputs.items()})
             return
-        parameters = list(pipeline.parameters())
-        optimizer = torch.optim.SGD(parameters, **job["optimizer"]) if parameters else None
-        losses: list[float] = []
-        missing: set[str] = set()
-        for step in range(job["steps"]):
-            loss = pipeline.step(batch, step=step)
-            if loss is not None:
-                losses.append(float(loss))
-            missing |= _keep_gradients(pipeline, step, tensors)
-            if optimizer is not None:
-                optimizer.step()
-            pipeline.zero_grad()
+        _train(pipeline, job, report, tensors)
         _keep_state(pipeline, tensors)
-    report["losses"] = losses if pipeline.has_last_stage else None
-    report["missing_gradients"] = sorted(missing)
     report["whole_backward_stages"] = pipeline.whole_backward_stages
 
 
-def _keep_gradients(pipeline: Pipeline, step: int, tensors: dict[str, Tensor]) -> set[str]:
+def _train(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    parameters = list(pipeline.parameters())
+    optimizer = torch.optim.SGD(parameters, **job["optimizer"]) if parameters else None
+    losses: list[float] = []
+    missing: set[str] = set()
+    for step in range(job["steps"]):
+        loss = pipeline.step(load_file(job["batches"][step]), step=step)
+        if loss is not None:
+            losses.append(float(loss))
+        missing |= _keep_gradients(pipeline, step, tensors)
+        if step == job["steps"] - 1 and job.get("max_norm") is not None:
+            loss = pipeline.step(load_file(job["batches"][step + 1]), step=step + 1)
+            report["accumulated_loss"] = None if loss is None else float(loss)
+            report["norm"] = float(pipeline.clip_grad_norm_(job["max_norm"]))
+            missing |= _keep_gradients(pipeline, "accumulated", tensors)
+        if optimizer is not None:
+            optimizer.step()
+        pipeline.zero_grad()
+    report["losses"] = losses if pipeline.has_last_stage else None
+    report["missing_gradients"] = sorted(missing)
+
+
+def _keep_gradients(pipeline: Pipeline, step: int | str, tensors: dict[str, Tensor]) -> set[str]:
     """Put this rank's gradients, under every name, into ``tensors``, and return the names of those missing."""
     missing: set[str] = set()
     for stage in pipeline.stages:

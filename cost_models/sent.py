@@ -1,0 +1,83 @@
+"""What the nodes of a rank's program send, and what that takes: the rows and prices that a step is made of, told node by node.
+
+    lowered node ──Works.collectives──► rows ──Network──► Sent: bytes and seconds, forward and backward
+
+Added up over a stage they are the collectives of its forward and its backward (:class:`graphpar.cost_models.pricing.Pricing`), before
+any of them is hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphpar.cluster import Cluster
+from graphpar.cost_models.collectives import Network
+from graphpar.cost_models.work import Collective, Phase, Works
+from graphpar.mesh import Mesh
+from graphpar.program import Program, operator_name
+from graphpar.transitions import TABLE, Transition, collective_cost
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one node sends over an axis in a microbatch: bytes of a rank as a ring sends them, and seconds; None: nothing is known of
+    the hardware."""
+
+    axis: str
+    source: str
+    target: str
+    forward: str
+    backward: str
+    forward_bytes: float
+    backward_bytes: float
+    forward_s: float | None
+    backward_s: float | None
+
+
+class SentPrices:
+    """Of the nodes of ``program``, the lowered one, in microbatches of ``rows`` over ``mesh`` on ``cluster``."""
+
+    def __init__(self, program: Program, mesh: Mesh, rows: int, cluster: Cluster | None) -> None:
+        self.mesh, self.rows = mesh, rows
+        self.works = Works(program, mesh.degrees())
+        self._network = None if cluster is None else Network(cluster)
+
+    def sent(self, node: fx.Node, scope: str) -> Sent | None:
+        """Of a transition, or of an operator that sends by itself; None for the rest. ``scope`` is its block's name, or empty."""
+        if "transition" in node.meta:
+            return self._transition(node, scope)
+        rows = self.works.collectives(node, scope)
+        if not rows:
+            return None
+        words = f"{len(rows)} {rows[0].kind}s", "nothing" if self.works.train else ""
+        return self._priced(rows, rows[0].axis, ("S(1)", "I"), words)
+
+    def _transition(self, node: fx.Node, scope: str) -> Sent:
+        row = next(row for row in TABLE if row.function == operator_name(node))
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        back = row.backward if self.works.has_gradient(source, scope) else ""
+        return self._priced(self.works.collectives(node, scope), str(node.args[1]), node.meta["transition"], (row.forward, back))
+
+    def _priced(self, rows: list[Collective], axis: str, types: tuple[str, str], words: tuple[str, str]) -> Sent:
+        ways = [[row for row in rows if (row.phase is Phase.FORWARD) == forward] for forward in (True, False)]
+        nbytes = [sum(collective_cost(row.kind, row.nbytes.at(self.rows), self._degree(axis)).bytes_sent for row in way) for way in ways]
+        seconds = [self.seconds([(row.kind, row.nbytes.at(self.rows)) for row in way], axis) for way in ways]
+        return Sent(axis, *types, *words, nbytes[0], nbytes[1], seconds[0], seconds[1])
+
+    def step_s(self, row: Transition, axis: str, nbytes: float, differentiable: bool) -> float | None:
+        """Forward and backward of a transition of a tensor of ``nbytes`` where it is whole on ``axis``."""
+        back = row.backward_collective if differentiable and self.works.train else None
+        return self.seconds([(kind, nbytes) for kind in (row.forward_collective, back) if kind], axis)
+
+    def seconds(self, collectives: list[tuple[str, float]], axis: str) -> float | None:
+        """Of (kind, bytes of the whole tensor), one after the other."""
+        if self._network is None:
+            return None
+        group = self._network.group_of_axes(self.mesh, [axis])
+        return sum(self._network.seconds(kind, nbytes, group) for kind, nbytes in collectives)
+
+    def _degree(self, axis: str) -> int:
+        return self.mesh.degrees()[axis]

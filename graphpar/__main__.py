@@ -1,0 +1,8 @@
+"""``python -m graphpar``: the command line, where no script of it is on the path."""
+
+import sys
+
+from graphpar.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

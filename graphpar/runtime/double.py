@@ -1,0 +1,74 @@
+"""A program that was written for float32 (or less), run in float64: what then differs is no rounding.
+
+    with in_double():                       torch.empty(4, dtype=torch.float32)   ──►  float64
+        pipeline = Pipeline(folder)         hidden.to(torch.bfloat16)             ──►  float64
+        pipeline.step(batch)                rows / 2 (of integers)                ──►  float64, the default dtype
+
+Every call of torch's that names a floating dtype, or is given a tensor of one, gets float64 in its place. So the text of the program
+is what runs, as it is, casts and all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+WIDER = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_CASTS = (Tensor.float, Tensor.bfloat16, Tensor.half)
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+
+@contextmanager
+def in_double(shown: torch.dtype | None = None) -> Iterator[None]:
+    """Everything inside computes in float64.
+
+    Args:
+        shown: what ``tensor.dtype`` says of a float64 tensor. A model that asks (for ``torch.finfo(x.dtype).eps``) then gets the
+            number that its trace has.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _InDouble(shown):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def doubled(value: Any) -> Any:
+    """``value`` in float64 where it is a floating tensor, or names such a dtype; else itself."""
+    if isinstance(value, torch.dtype):
+        return WIDER.get(value, value)
+    if isinstance(value, Tensor) and value.dtype in WIDER:
+        return value.to(WIDER[value.dtype])
+    return value
+
+
+class _InDouble(TorchFunctionMode):
+    def __init__(self, shown: torch.dtype | None) -> None:
+        super().__init__()
+        self.shown = shown
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            found = func(*args, **(kwargs or {}))
+            return self.shown if self.shown is not None and found is torch.float64 and func == _DTYPE else found
+        if name == "__set__":
+            return func(*args, **(kwargs or {}))
+        if func in _CASTS:
+            return args[0].double()
+        written = args[:1] if name.endswith("_") and not name.endswith("__") else ()  # a copy would not be written
+        rest, named = tree_map(doubled, (args[len(written) :], kwargs or {}))
+        return func(*written, *rest, **named)

@@ -1,0 +1,29 @@
+"""``verify``: the emitted program against the unpartitioned model, each step on data of its own.
+
+    example ──► batches      a batch a step; the first is the example's
+    model, batches ──► reference    eager, one process ──► losses, gradients, parameters, buffers ─┐
+    out/,  batches ──► every rank, gloo processes      ──► the same, pieces joined, every replica  ┴─ comparison
+                                                                                in doubt ──► both again in float64
+
+SGD with momentum, because Adam hides a gradient that is off by a factor. The last optimizer step takes the gradients of two
+batches, added up and clipped.
+"""
+
+from graphpar.verification.comparison import Difference, Verification, compare
+from graphpar.verification.reference import Accumulated, Reference, run_reference
+from graphpar.verification.tolerances import PRECISIONS
+from graphpar.verification.verify import STEPS, reference_for, verify_all, verify_parts
+
+__all__ = [
+    "PRECISIONS",
+    "STEPS",
+    "Accumulated",
+    "Difference",
+    "Reference",
+    "Verification",
+    "compare",
+    "reference_for",
+    "run_reference",
+    "verify_all",
+    "verify_parts",
+]

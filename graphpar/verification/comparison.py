@@ -1,0 +1,317 @@
+"""The comparison: every loss, gradient, parameter, buffer and output of the ranks against the reference's, and copies with each other.
+
+Errors are relative to the largest magnitude of the reference tensor, or to 1e-3 of the model's largest gradient (parameter) where that
+is larger: some gradients are zero but for rounding. What is allowed follows from each tensor's own dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from graphpar.plans import Plan
+from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.worker import JobResult
+from graphpar.verification.reference import Accumulated, Reference
+from graphpar.verification.tolerances import Precision, precision
+from graphpar.verification.written import Written, same
+
+_FLOOR = 1e-3
+ACCUMULATED = "accumulated"
+"""In the place of a step's number: the gradients of two batches, clipped."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that is further off than its dtype allows; ``step`` is None for what is compared after the last one."""
+
+    step: int | str | None
+    kind: str
+    name: str
+    error: float
+
+    def __str__(self) -> str:
+        when = "after the last step" if self.step is None else f"step {self.step}"
+        when = "the accumulated and clipped step" if self.step == ACCUMULATED else when
+        return f"{self.kind}{f' of {self.name}' if self.name else ''}, {when} ({self.error:.1e})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "kind": self.kind,
+            "name": self.name,
+            "error": _finite(self.error),
+            "text": str(self),
+        }
+
+
+@dataclass
+class Verification:
+    """The comparison's result; ``ok`` says whether all of it is within ``tolerance``.
+
+    Of each kind ``worst`` is the tensor that is nearest to what is allowed for it, or furthest beyond; ``max_error`` and ``tolerance`` are
+    that tensor's.
+    """
+
+    devices: int
+    steps: int
+    reference_losses: list[float]
+    parallel_losses: list[float]
+    max_error: dict[str, float]
+    worst: dict[str, str]
+    tolerance: dict[str, float]
+    problems: list[str] = field(default_factory=list)
+    ran: bool = True  # whether the parallel program came to its end, so that there are figures at all
+    accumulated: dict[str, tuple[float, float]] = field(default_factory=dict)  # of the clipped step: loss, norm
+    decided_in: str = "fp32"
+    first_difference: Difference | None = None
+    data: str = ""
+    notes: list[str] = field(default_factory=list)
+    native: Verification | None = None  # in the program's own dtypes, where fp64 decided
+
+    @property
+    def ok(self) -> bool:
+        within = all(self.max_error[kind] <= self.tolerance[kind] for kind in self.max_error)
+        return within and not self.problems
+
+    def __repr__(self) -> str:
+        errors = ", ".join(f"{kind} {error:.1e}" for kind, error in self.max_error.items())
+        verdict = "PASS" if self.ok else "FAIL"
+        return f"Verification({verdict} in {self.decided_in}, {self.devices} devices, {self.steps} steps, largest errors: {errors})"
+
+    @property
+    def finite(self) -> bool:
+        """Whether every error is a number."""
+        return all(map(math.isfinite, self.max_error.values()))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "devices": self.devices,
+            "steps": self.steps,
+            "ran": self.ran,
+            "loss": {"reference": self.reference_losses, "parallel": self.parallel_losses},
+            "accumulated": {
+                what: {"reference": expected, "parallel": found} for what, (expected, found) in self.accumulated.items()
+            },
+            "max_error": {kind: _finite(error) for kind, error in self.max_error.items()},
+            "worst": {kind: name for kind, name in self.worst.items() if name},
+            "tolerance": self.tolerance,
+            "decided_in": self.decided_in,
+            "native": None
+            if self.native is None
+            else {
+                "dtype": self.native.decided_in,
+                "max_error": {kind: _finite(error) for kind, error in self.native.max_error.items()},
+                "worst": self.native.worst,
+            },
+            "first_difference": None if self.first_difference is None else self.first_difference.to_json(),
+            "data": self.data,
+            "notes": self.notes,
+            "problems": self.problems,
+        }
+
+
+def _finite(error: float) -> float | str:
+    return error if math.isfinite(error) else str(error)
+
+
+def compare(
+    reference: Reference, result: JobResult, plan: Plan, steps: int, program: Manifest | None = None
+) -> Verification:
+    """What the ranks of ``result`` wrote against ``reference``.
+
+    Args:
+        program: says how tensors are cut; without it none is.
+    """
+    comparison = _Comparison(reference, plan, steps, result)
+    outcome = comparison.outcome
+    if result.error is not None:
+        outcome.problems.append(result.error)
+        outcome.ran = False
+        outcome.max_error[next(iter(outcome.max_error))] = math.inf
+        return outcome
+    ranks = [result.tensors(rank) for rank in range(plan.mesh.size)]
+    comparison.written = Written(ranks, plan.mesh.degrees(), program, outcome.problems)
+    if plan.mode == "infer":
+        comparison.outputs()
+    else:
+        comparison.training(result)
+    outcome.first_difference = comparison.first()
+    return outcome
+
+
+class _Comparison:
+    """Fills ``outcome``; ``differences`` are what is further off than allowed."""
+
+    written: Written
+
+    def __init__(self, reference: Reference, plan: Plan, steps: int, result: JobResult) -> None:
+        self.reference = reference
+        usual = precision(reference.dtype)
+        kinds = ["loss", "gradient", "parameter", "buffer"] if plan.mode != "infer" else ["output"]
+        if plan.mode != "infer" and reference.accumulated is not None:
+            kinds.insert(2, "norm")
+        self.outcome = Verification(
+            devices=plan.mesh.size,
+            steps=steps,
+            reference_losses=reference.losses,
+            parallel_losses=list(result.losses),
+            max_error=dict.fromkeys(kinds, 0.0),
+            worst={},
+            tolerance={kind: usual.allowed[kind] for kind in kinds},
+            decided_in=usual.name,
+            data=reference.data,
+        )
+        self.differences: list[Difference] = []
+
+    def outputs(self) -> None:
+        for step, outputs in enumerate(self.reference.outputs):
+            for name, expected in outputs.items():
+                key = f"output/{step}/{name}"
+                found = [self.written.ranks[rank][key] for rank in self.written.holders(key)]
+                self.tensor(step, "output", name, expected, found, 0.0)
+
+    def training(self, result: JobResult) -> None:
+        for losses in result.rank_losses or (result.losses,):
+            self.losses(losses)
+        for step, gradients in enumerate(self.reference.gradients):
+            self.gradients(step, gradients)
+        if self.reference.accumulated is not None:
+            self.accumulated(self.reference.accumulated, result)
+        largest = _largest(self.reference.parameters)
+        parameters = {
+            name: self.whole(None, "parameter", f"param/{name}", name, expected, largest)
+            for name, expected in self.reference.parameters.items()
+        }
+        for name, expected in self.reference.buffers.items():
+            if self.written.holders(f"buffer/{name}") or name in self.reference.persistent:
+                self.whole(None, "buffer", f"buffer/{name}", name, expected, 0.0)
+        _compare_copies(self.outcome, self.reference, parameters)
+
+    def losses(self, losses: Sequence[float]) -> None:
+        if len(losses) != len(self.reference.losses):
+            self.outcome.problems.append(f"{len(losses)} losses instead of {len(self.reference.losses)}")
+        for step, (expected, found) in enumerate(zip(self.reference.losses, losses)):
+            self.number(step, "loss", expected, found)
+
+    def accumulated(self, expected: Accumulated, result: JobResult) -> None:
+        """One optimizer step of two batches: their gradients are added up, and clipped."""
+        losses, norms = result.accumulated_losses, result.norms
+        if not losses or not norms:
+            self.outcome.problems.append("no accumulated and clipped step was made")
+            return
+        self.outcome.accumulated = {"loss": (expected.loss, losses[0]), "norm": (expected.norm, norms[0])}
+        for loss in losses:
+            self.number(ACCUMULATED, "loss", expected.loss, loss)
+        for norm in norms:
+            self.number(ACCUMULATED, "norm", expected.norm, norm)
+        self.gradients(ACCUMULATED, expected.gradients)
+
+    def gradients(self, step: int | str, gradients: Mapping[str, Tensor]) -> None:
+        largest = _largest(gradients)
+        for name, expected in gradients.items():
+            key = f"grad/{step}/{name}"
+            self.whole(step, "gradient", key, name, expected, largest)
+            without = set(self.written.holders(f"param/{name}")) - set(self.written.holders(key))
+            if without and self.written.holders(key):
+                self.outcome.problems.append(f"gradient {name}: has no gradient on rank {min(without)}")
+
+    def whole(
+        self, step: int | str | None, kind: str, key: str, name: str, expected: Tensor, largest: float
+    ) -> list[tuple[int, Tensor]]:
+        copies = self.written.copies(kind, key, name, expected.shape)
+        if copies or not self.written.holders(key):  # else what is wrong with them has been said
+            self.tensor(step, kind, name, expected, [copy for _, copy in copies], largest)
+        return copies
+
+    def tensor(
+        self, step: int | str | None, kind: str, name: str, expected: Tensor, found: Sequence[Tensor], largest: float
+    ) -> None:
+        """The worst of all copies counts."""
+        if not found:
+            what = "has no gradient" if kind == "gradient" else "is missing"
+            self.outcome.problems.append(f"{kind} {name}: {what} in the parallel program")
+        for value in found:
+            if value.shape != expected.shape:
+                shape = tuple(value.shape)
+                self.outcome.problems.append(f"{kind} {name}: shape {shape} instead of {tuple(expected.shape)}")
+                continue
+            error = relative_error(expected, value, largest)
+            self.error(step, kind, name, error, precision(expected.dtype))
+
+    def number(self, step: int | str, kind: str, expected: float, found: float) -> None:
+        error = abs(expected - found) / max(abs(expected), 1e-12)
+        if expected == found or (math.isnan(expected) and math.isnan(found)):
+            error = 0.0
+        row = precision(self.reference.loss_dtype if kind == "loss" else self.reference.dtype)
+        self.error(step, kind, "", math.inf if math.isnan(error) else error, row)
+
+    def error(self, step: int | str | None, kind: str, name: str, error: float, row: Precision) -> None:
+        outcome, allowed = self.outcome, row.allowed[kind]
+        if error > allowed:
+            self.differences.append(Difference(step, kind, name, error))
+        if kind not in outcome.worst or _share(error, allowed) > _share(
+            outcome.max_error[kind], outcome.tolerance[kind]
+        ):
+            outcome.worst[kind] = name
+            outcome.max_error[kind], outcome.tolerance[kind] = error, allowed
+
+    def first(self) -> Difference | None:
+        """Where it begins: in the first step that differs the loss, else the gradient that the backward comes to first."""
+
+        def moment(difference: Difference) -> tuple[int, int, int]:
+            step = difference.step
+            number = step if isinstance(step, int) else len(self.reference.losses) + (step is None)
+            kind = ("loss", "output", "gradient", "norm", "buffer", "parameter").index(difference.kind)
+            return number, kind, -self.reference.order.get(difference.name, -1)
+
+        return min(self.differences, key=moment, default=None)
+
+
+def _share(error: float, allowed: float) -> float:
+    """How much of what is allowed an error takes."""
+    return error / allowed if allowed else math.inf if error else 0.0
+
+
+def _largest(tensors: Mapping[str, Tensor]) -> float:
+    return max((float(value.abs().max()) for value in tensors.values() if value.numel()), default=0.0)
+
+
+def relative_error(expected: Tensor, found: Tensor, largest: float = 0.0) -> float:
+    """The largest difference over the largest magnitude of ``expected``, or over 1e-3 of ``largest`` where that is larger."""
+    if not expected.numel():
+        return 0.0
+    if expected.is_complex():
+        return max(
+            relative_error(expected.real, found.real, largest), relative_error(expected.imag, found.imag, largest)
+        )
+    first, second = expected.double(), found.double()
+    difference = (first - second).abs()
+    difference[(first == second) | (first.isnan() & second.isnan())] = 0.0
+    scale = max(float(first.abs().nan_to_num(0.0, 0.0, 0.0).max()), _FLOOR * largest)
+    worst = float(difference.max())
+    if math.isnan(worst):
+        return math.inf
+    return worst / scale if scale > 0.0 else worst
+
+
+def _compare_copies(
+    outcome: Verification, reference: Reference, parameters: Mapping[str, Sequence[tuple[int, Tensor]]]
+) -> None:
+    """All copies of one parameter, under whatever name and on whatever rank, must be equal to the bit."""
+    reported: set[str] = set()
+    for group in [*reference.ties, *((name,) for name in parameters)]:
+        copies = [copy for name in group for copy in parameters[name]]
+        for rank, value in copies[1:]:
+            first, expected = copies[0]
+            if value.shape == expected.shape and not same(expected, value) and not reported.issuperset(group):
+                reported.update(group)
+                drift = float((expected.double() - value.double()).abs().max())
+                what = f"tied parameter {' = '.join(group)}" if len(group) > 1 else f"parameter {group[0]}"
+                outcome.problems.append(f"{what}: its copies on ranks {first} and {rank} differ by {drift:.3g}")
+                break

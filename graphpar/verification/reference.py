@@ -1,0 +1,322 @@
+"""The reference: what the unpartitioned model does on the batches of the steps, eagerly, in one process.
+
+batch 0, 1, ..  ──► loss, gradients, a step of SGD with momentum
+the last batch  ──► once more without a step between, so that its gradients add up; clipped to half of their norm; a step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from graphpar.capture import DTYPES, default_dtype, named_outputs, own_loss
+from graphpar.errors import GraphparError
+from graphpar.plans import Plan
+from graphpar.program import Input, ModelSource
+from graphpar.runtime.double import doubled, in_double
+from graphpar.runtime.random_streams import sample_keys
+from graphpar.verification.batches import VARIATIONS, Variation, constant_inputs, step_batches
+from graphpar.verification.substituted import Substituted
+from graphpar.verification.tolerances import least_precise
+
+LEARNING_RATE, MOMENTUM, SEED = 0.05, 0.9, 0
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """What the batch after the last step's left: gradients of both, clipped to ``max_norm``."""
+
+    loss: float
+    norm: float
+    max_norm: float
+    gradients: dict[str, Tensor]
+
+
+@dataclass
+class Reference:
+    """What the unpartitioned model did."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]  # a step
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    ties: list[tuple[str, ...]]
+    dtype: torch.dtype  # the least precise that is computed in
+    persistent: frozenset[str]  # names of buffers in the state_dict
+    initial: dict[str, Tensor]  # parameters and all buffers before the first step
+    batches: list[dict[str, Tensor]]
+    outputs: list[dict[str, Tensor]] = field(default_factory=list)  # of an inference program, a batch
+    accumulated: Accumulated | None = None
+    learning_rate: float = LEARNING_RATE
+    loss_dtype: torch.dtype = torch.float32
+    order: dict[str, int] = field(default_factory=dict)  # of the parameters' first use in the forward
+    data: str = ""  # how the batches were made
+    again: Callable[[], Reference] | None = None  # the same in float64
+
+    @cached_property
+    def in_double(self) -> Reference:
+        """The same run in float64, on the same batches from the same weights."""
+        assert self.again is not None
+        return self.again()
+
+    @property
+    def finite(self) -> bool:
+        """Whether no loss and no gradient is infinite or nan."""
+        tensors = [gradient for step in self.gradients for gradient in step.values()]
+        tensors += [value for outputs in self.outputs for value in outputs.values()]
+        return all(map(math.isfinite, self.losses)) and all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A model and how it is run: what every attempt at a reference shares."""
+
+    source: ModelSource
+    plan: Plan
+    inputs: tuple[Input, ...]
+    steps: int
+    microbatched: bool
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @property
+    def examples(self) -> list[tuple[Input, Tensor]]:
+        described = [entry for entry in self.inputs if entry.role != "sample_keys"]
+        return list(zip(described, (leaf for leaf in self.leaves if isinstance(leaf, Tensor)), strict=True))
+
+    def arguments(self, batch: Mapping[str, Tensor]) -> tuple[Any, Any, Any]:
+        """args, kwargs and targets with the batch's tensors in their places."""
+        feed = iter([batch[entry.name].clone() for entry, _ in self.examples])
+        return tree_unflatten([next(feed) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def as_planned(self, step: int) -> Iterator[Substituted]:
+        """The emitted program's dropout masks, and its BatchNorm statistics where those were accepted."""
+        random = any(entry.role == "sample_keys" for entry in self.inputs)
+        keys = sample_keys(SEED, step, self.plan.global_batch) if random else None
+        dims = {entry.batch_dim for entry in self.inputs if entry.batch_dim is not None}
+        pieces = microbatches_of(self.plan) if self.microbatched else 1
+        with Substituted(keys, pieces, self.plan.global_batch, dims) as substituted:
+            yield substituted
+
+
+def run_reference(
+    source: ModelSource,
+    plan: Plan,
+    inputs: Sequence[Input],
+    steps: int,
+    *,
+    microbatched: bool = False,
+    counted: Collection[str] = (),
+) -> Reference:
+    """Train the unpartitioned model for ``steps`` steps of SGD with momentum on global batches of the plan's size.
+
+    Args:
+        microbatched: BatchNorm takes the statistics of each microbatch (what ``allow_batch_coupling`` accepts).
+        counted: names of the inputs that the loss's denominators depend on.
+    """
+    leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
+    setting = _Setting(source, plan, tuple(inputs), steps, microbatched, leaves, spec)
+    for variation in VARIATIONS:
+        timid = variation is VARIATIONS[-1]
+        batches = step_batches(setting.examples, plan.global_batch, steps + 1, variation, counted, SEED)
+        try:
+            reference = _run(setting, batches)
+        except Exception:  # the model refuses values that the example does not have
+            if timid:
+                raise
+            continue
+        if reference.finite or timid:
+            break
+    reference.data = _described(variation, batches, setting.inputs)
+    return reference
+
+
+def _described(variation: Variation, batches: Sequence[dict[str, Tensor]], inputs: Sequence[Input]) -> str:
+    same = constant_inputs(batches, inputs) if variation.rows else []
+    return variation.description + (f"; {', '.join(same)} can't be varied" if same else "")
+
+
+def _run(setting: _Setting, batches: list[dict[str, Tensor]], double: bool = False) -> Reference:
+    """The model on ``batches``, from its initial weights."""
+    model = _built(setting.source)
+    with _borrowed(model):
+        return _trained(setting, model, batches, double)
+
+
+def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor]], double: bool) -> Reference:
+    if setting.source.mode is not None:
+        model.train(setting.source.mode == "train")
+    shown = _usual_dtype(model)
+    if double:
+        model.double()
+        batches = [{name: doubled(value) for name, value in batch.items()} for batch in batches]
+    named = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    reference = Reference(
+        losses=[],
+        gradients=[],
+        parameters={},
+        buffers={},
+        ties=_ties(named),
+        dtype=least_precise(parameter.dtype for parameter in named.values()),
+        persistent=frozenset(model.state_dict()) - frozenset(named),
+        initial=_copied(named) | _copied(buffers),
+        batches=batches,
+        again=partial(_run, setting, batches, True),
+    )
+    with in_double(shown) if double else nullcontext():
+        if setting.plan.mode == "infer":
+            _infer(setting, model, reference)
+        else:
+            _train(setting, model, named, reference)
+    if double:
+        reference.dtype = reference.loss_dtype = torch.float64
+    reference.parameters = _copied(named)
+    reference.buffers = _copied(dict(model.named_buffers(remove_duplicate=False)))
+    return reference
+
+
+def _built(source: ModelSource) -> nn.Module:
+    torch.manual_seed(SEED)
+    with default_dtype(DTYPES.get(source.dtype or "fp32")):
+        model: nn.Module = source.model if isinstance(source.model, nn.Module) else source.model()
+    empty = next((name for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta), None)
+    if empty is not None:
+        raise GraphparError(
+            f"There is nothing to compare with: {empty} is on the device meta, so it has no values. verify trains the model "
+            'itself; give a function that builds it on the CPU (no torch.device("meta") in it).'
+        )
+    return model
+
+
+@contextmanager
+def _borrowed(model: nn.Module) -> Iterator[None]:
+    """The user's own model, since a loss may read its parameters too; afterwards it is as it was."""
+    kept = []
+    for module in model.modules():
+        registries = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)}
+        kept.append((module, module.__dict__ | registries))
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
+    values = [(tensor, tensor.data, tensor.detach().clone(), tensor.grad) for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.grad = None
+        yield
+    finally:
+        for module, attributes in kept:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for tensor, data, value, gradient in values:
+            tensor.data = data
+            data.copy_(value)
+            tensor.grad = gradient
+
+
+def _infer(setting: _Setting, model: nn.Module, reference: Reference) -> None:
+    for step, batch in enumerate(reference.batches[: setting.steps]):
+        args, kwargs, _ = setting.arguments(batch)
+        with setting.as_planned(step), torch.no_grad():
+            outputs = dict(named_outputs(model(*args, **kwargs)))
+        reference.outputs.append({name: value.clone() for name, value in outputs.items()})
+
+
+def _train(setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference) -> None:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE, momentum=MOMENTUM) if trained else None
+    for step in range(setting.steps):
+        reference.losses.append(_backward(setting, model, named, reference, step))
+        gradients = _gradients(named)
+        reference.gradients.append(gradients)
+        if step == 0:
+            reference.learning_rate = _stable_rate(gradients.values())
+        if step == setting.steps - 1:
+            loss = _backward(setting, model, named, reference, step + 1)
+            reference.accumulated = _clipped(loss, model, named)
+        if optimizer is not None:
+            optimizer.param_groups[0]["lr"] = reference.learning_rate
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _backward(
+    setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference, step: int
+) -> float:
+    """Adds the gradients of batch ``step``; gives its loss."""
+    args, kwargs, targets = setting.arguments(reference.batches[step])
+    with setting.as_planned(step) as watched:
+        output = model(*args, **kwargs)
+        loss = setting.source.loss_fn(output, *targets) if setting.source.loss_fn is not None else own_loss(output)
+    assert isinstance(loss, Tensor), named_outputs(output)
+    if loss.requires_grad:
+        loss.backward()
+    if setting.microbatched:
+        _count_microbatches(model, setting.plan.microbatches)
+    reference.dtype = least_precise([reference.dtype, *watched.dtypes])
+    if step == 0:
+        reference.loss_dtype = loss.dtype
+        position = {identity: number for number, identity in enumerate(watched.used)}
+        reference.order = {name: position[id(value)] for name, value in named.items() if id(value) in position}
+    return float(loss.detach())
+
+
+def _clipped(loss: float, model: nn.Module, named: Mapping[str, nn.Parameter]) -> Accumulated:
+    """Clips the accumulated gradients, so that the clipping has an effect."""
+    squares = [float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None]
+    norm = math.sqrt(sum(squares)) if math.isfinite(sum(squares)) else 0.0
+    max_norm = norm / 2 or 1.0
+    found = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return Accumulated(loss, float(found), max_norm, _gradients(named))
+
+
+def microbatches_of(plan: Plan) -> int:
+    """Into how many microbatches the global batch is cut, on all replicas together."""
+    return plan.global_batch // plan.microbatch_size
+
+
+def _stable_rate(gradients: Iterable[Tensor]) -> float:
+    """A learning rate with which a loss of any scale stays where it is smooth: rounding must not be amplified by divergence."""
+    squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
+    norm = math.sqrt(squares) if math.isfinite(squares) else 1.0
+    return LEARNING_RATE / max(1.0, norm)
+
+
+def _count_microbatches(model: nn.Module, microbatches: int) -> None:
+    """BatchNorm counts the batches that it has seen: a microbatch is one."""
+    for module in model.modules():
+        counter = getattr(module, "num_batches_tracked", None)
+        if module.training and isinstance(counter, Tensor):
+            counter += microbatches - 1
+
+
+def _ties(named: Mapping[str, nn.Parameter]) -> list[tuple[str, ...]]:
+    owners: dict[int, list[str]] = {}
+    for name, parameter in named.items():
+        owners.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in owners.values() if len(names) > 1]
+
+
+def _gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in named.items() if p.grad is not None}
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    copies: dict[int, Tensor] = {}
+    return {name: copies.setdefault(id(value), value.detach().clone()) for name, value in tensors.items()}
+
+
+def _usual_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of most floating parameters."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + 1
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)

@@ -1,0 +1,129 @@
+"""The eager model made to do what the emitted program does by agreement: dropout masks by example, statistics by microbatch.
+
+Both are calls of torch's functions in the order of execution, so a mode over these functions replaces them, and no model is
+changed. The mode also sees which dtypes the model computes in, and in which order its parameters are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from graphpar.emitted import random_streams
+
+_plain_attention = F.scaled_dot_product_attention
+
+
+class Substituted(TorchFunctionMode):
+    """Replaces dropout and BatchNorm calls of the eager model, in execution order.
+
+    ``dtypes``: those of the differentiable values that the model computes (autocast's are not its parameters').
+    ``used``: the ids of parameters in the order of their first use.
+    """
+
+    def __init__(self, keys: Tensor | None, microbatches: int, batch: int, batch_dims: set[int]) -> None:
+        super().__init__()
+        self.keys, self.microbatches, self.batch, self.batch_dims = keys, microbatches, batch, batch_dims
+        self.calls = 0
+        self.dtypes: set[torch.dtype] = set()
+        self.used: dict[int, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (
+            (*args, *(kwargs or {}).values()) if getattr(func, "__name__", "") != "__get__" else ()
+        )  # .shape is no use
+        for argument in given:
+            for value in argument if isinstance(argument, list | tuple) else (argument,):
+                if type(value) is nn.Parameter:
+                    self.used.setdefault(id(value))
+        result = self._called(func, args, kwargs or {})
+        if isinstance(result, Tensor) and result.is_floating_point() and result.requires_grad:
+            self.dtypes.add(result.dtype)
+        return result
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.keys is not None:
+            if func is F.dropout:
+                return self._dropout(*args, **kwargs)
+            if func in (F.dropout1d, F.dropout2d, F.dropout3d):
+                return self._dropout(*args, **kwargs, drop=random_streams.channel_dropout)
+            if func is torch.dropout:
+                return self._dropout(args[0], args[1], args[2])
+            if func is F.scaled_dot_product_attention:
+                return self._attention(*args, **kwargs)
+            if func is F.multi_head_attention_forward:
+                with self._inside():
+                    return func(*args, **kwargs)
+        if func is F.batch_norm and self.microbatches > 1:
+            return self._batch_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """The same for a function of torch's that calls others: this mode does not see what is called inside of it."""
+        before = F.dropout, F.scaled_dot_product_attention
+        F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
+        try:
+            yield
+        finally:
+            F.dropout, F.scaled_dot_product_attention = before
+
+    def _stream(self) -> Tensor:
+        assert self.keys is not None
+        self.calls += 1
+        return random_streams.stream(self.keys, self.calls - 1)
+
+    def _dropout(
+        self,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        *,
+        drop: Callable[..., Tensor] = random_streams.dropout,
+    ) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        dim = self._batch_dim(input)
+        keys = self._stream()
+        if input.shape[dim] != self.batch:  # the batch and something inner in one dim
+            keys = keys.repeat_interleave(input.shape[dim] // self.batch)
+        result = drop(input, p, keys, dim)
+        return input.copy_(result) if inplace and not input.requires_grad else result
+
+    def _batch_dim(self, value: Tensor) -> int:
+        """The dim of ``value`` that holds the batch: of the model's batch size, or a multiple of it."""
+        exact = [dim for dim, size in enumerate(value.shape) if size == self.batch]
+        usual = [dim for dim in exact if dim in self.batch_dims]
+        if usual or exact:
+            return (usual or exact)[0]
+        return next(dim for dim, size in enumerate(value.shape) if size % self.batch == 0)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p == 0.0:
+            return _plain_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return random_streams.dropout_attention(
+            query, key, value, self._stream(), attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+
+    def _batch_norm(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        training = kwargs.get("training", args[4] if len(args) > 4 else False)
+        if not training:
+            return F.batch_norm(input, *args, **kwargs)
+        return torch.cat([F.batch_norm(part, *args, **kwargs) for part in input.chunk(self.microbatches)])

@@ -1,0 +1,299 @@
+"""Verifying programs: run them and their references, compare, and where rounding leaves a doubt decide in float64.
+
+    every program ──► reference, ranks, comparison in its own dtypes ──► clear ──────────────────────────► the outcome
+                                                                     └─► in doubt ──► all of it in float64 ─┘
+
+A fault shows in float64 as in float32; rounding does not. What is compared there is the same text of the program: see
+:mod:`graphpar.runtime.double`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from graphpar.api import Parts
+from graphpar.errors import GraphparError
+from graphpar.modelfile import find_model_file, load_model_file
+from graphpar.plans import Plan
+from graphpar.program import Input, ModelSource
+from graphpar.runtime.double import WIDER
+from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.worker import run_jobs
+from graphpar.verification.comparison import Verification, compare, relative_error
+from graphpar.verification.reference import MOMENTUM, SEED, Reference, microbatches_of, run_reference
+from graphpar.verification.tolerances import PRECISIONS, precision
+
+STEPS = 4
+_ROUNDINGS, _ULPS = 100.0, 16.0
+"""How many times its own rounding, and at least how many of its last places, a model's first result may be off before the program is said
+to compute something in fewer bits."""
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A program to be verified, its plan, and what it is held against."""
+
+    folder: Path
+    plan: Plan
+    reference: Reference
+
+
+def verify_parts(
+    parts: Parts | str | Path, steps: int = STEPS, *, fp64: bool = False, timeout_s: float = 900.0
+) -> Verification:
+    """Verify one program: in memory, or emitted to a folder.
+
+    Args:
+        fp64: decide in float64 even where nothing is in doubt.
+    """
+    (result,) = verify_all([parts], steps, fp64=fp64, timeout_s=timeout_s)
+    return result
+
+
+def verify_all(
+    programs: Sequence[Parts | str | Path],
+    steps: int = STEPS,
+    *,
+    references: Sequence[Reference | None] | None = None,
+    fp64: bool = False,
+    timeout_s: float = 900.0,
+) -> list[Verification]:
+    """Verify several programs, those of one world size in one launch. ``references`` saves running the same model again."""
+    if steps < 1:
+        raise GraphparError(f"--steps is {steps}; at least one step is needed to compare anything.")
+    shared: dict[Any, Reference] = {}
+    known = references or [None] * len(programs)
+    subjects = [_subject(program, steps, given, shared) for program, given in zip(programs, known, strict=True)]
+    outcomes = _compared(subjects, steps, timeout_s)
+    doubtful = [index for index, outcome in enumerate(outcomes) if _in_doubt(outcome, fp64)]
+    again: list[_Subject] = []
+    for index in list(doubtful):
+        subject = subjects[index]
+        try:
+            again.append(_Subject(subject.folder, subject.plan, subject.reference.in_double))
+        except Exception as error:  # the user's own code may not run in float64
+            outcomes[index] = _without_double(outcomes[index], subject.reference, f"the model: {error}")
+            doubtful.remove(index)
+    for index, subject, exact in zip(doubtful, again, _compared(again, steps, timeout_s, double=True)):
+        outcomes[index] = _decided(outcomes[index], exact, subjects[index].reference, subject.reference)
+    return outcomes
+
+
+def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
+    """The reference of ``parts``' model, to be shared by several plans of the same global batch."""
+    assert parts.program.source is not None
+    coupled = bool(parts.program.couplings) and microbatches_of(parts.plan) > 1
+    return run_reference(
+        parts.program.source,
+        parts.plan,
+        parts.program.inputs,
+        steps,
+        microbatched=coupled,
+        counted=_counted(parts.folder),
+    )
+
+
+# ---- what is verified ------------------------------------------------------------------------------------------
+
+
+def _subject(
+    program: Parts | str | Path, steps: int, known: Reference | None, shared: dict[Any, Reference]
+) -> _Subject:
+    """The program with its reference: ``known``, one that another program of the same model had, or a new one."""
+    if isinstance(program, Parts):
+        folder, plan, source, inputs = program.folder, program.plan, program.program.source, program.program.inputs
+        coupled = bool(program.program.couplings)
+    else:
+        folder = Path(program)
+        plan = Plan.load(folder)
+        source = None if known is not None else _source_of_folder(folder, plan)
+        inputs, coupled = _inputs_of_folder(folder), plan.allow_batch_coupling
+    if known is not None:
+        return _Subject(folder, plan, known)
+    if source is None:
+        raise GraphparError(
+            "This program does not know its model; compile it from a model file, or verify gp.partition's result."
+        )
+    microbatched = coupled and microbatches_of(plan) > 1
+    key = (
+        id(source),
+        plan.mode,
+        plan.global_batch,
+        (plan.microbatches, plan.microbatch_size) if microbatched else None,
+    )
+    if key not in shared:
+        shared[key] = run_reference(source, plan, inputs, steps, microbatched=microbatched, counted=_counted(folder))
+    return _Subject(folder, plan, shared[key])
+
+
+def _source_of_folder(folder: Path, plan: Plan) -> ModelSource:
+    record = json.loads((folder / "plan.json").read_text())
+    if not record.get("model_file"):
+        raise GraphparError(
+            f"{folder} was not compiled from a model file; verify it from Python with gp.verify(parts)."
+        )
+    file = load_model_file(find_model_file(folder, record["model_file"]))
+    return ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.dtype)
+
+
+def _interface(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "plan.json").read_text())["interface"]
+    return found
+
+
+def _counted(folder: Path) -> tuple[str, ...]:
+    """The inputs that the loss's denominators depend on."""
+    return tuple(_interface(folder).get("counts", {}).get("inputs", ()))
+
+
+def _inputs_of_folder(folder: Path) -> tuple[Input, ...]:
+    return tuple(
+        Input(entry["name"], tuple(entry["shape"]), getattr(torch, entry["dtype"]), entry["batch_dim"], entry["role"])
+        for entry in _interface(folder)["inputs"]
+    )
+
+
+# ---- running ---------------------------------------------------------------------------------------------------
+
+
+def _compared(
+    subjects: Sequence[_Subject], steps: int, timeout_s: float, *, double: bool = False
+) -> list[Verification]:
+    """Run all subjects, those of one world size in one launch, and compare each with its reference."""
+    with tempfile.TemporaryDirectory(prefix="graphpar-verify-") as scratch:
+        jobs = [Path(scratch) / f"job_{index}" for index in range(len(subjects))]
+        programs = [_prepare(subject, job, steps, double) for subject, job in zip(subjects, jobs)]
+        outcomes: dict[int, Verification] = {}
+        for size in sorted({subject.plan.mesh.size for subject in subjects}):
+            numbers = [n for n, subject in enumerate(subjects) if subject.plan.mesh.size == size]
+            for n, result in zip(numbers, run_jobs([jobs[n] for n in numbers], size, timeout_s, folders=[scratch])):
+                manifest = load_manifest(programs[n]) if result.error is None else None
+                outcomes[n] = compare(subjects[n].reference, result, subjects[n].plan, steps, manifest)
+        return [outcomes[n] for n in range(len(subjects))]
+
+
+def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
+    """Writes the job's files, and gives the folder of the program that it runs."""
+    job.mkdir()
+    folder, reference = subject.folder.resolve(), subject.reference
+    if double:
+        folder = _widened(folder, job / "program")
+    # Every name of a tie with a copy of its own: the program must keep them equal by itself.
+    held = {
+        name: value
+        for name, value in reference.initial.items()
+        if name in reference.parameters or name in reference.persistent
+    }
+    save_file({name: value.contiguous().clone() for name, value in held.items()}, job / "weights.safetensors")
+    paths = [job / f"batch_{step}.safetensors" for step in range(len(reference.batches))]
+    for path, batch in zip(paths, reference.batches):
+        save_file({name: value.contiguous() for name, value in batch.items()}, path)
+    record = {
+        "program": str(folder),
+        "steps": steps,
+        "optimizer": {"lr": reference.learning_rate, "momentum": MOMENTUM},
+        "seed": SEED,
+        "weights": str(job / "weights.safetensors"),
+        "batches": [str(path) for path in paths],
+        "max_norm": None if reference.accumulated is None else reference.accumulated.max_norm,
+        "double": double,
+    }
+    (job / "job.json").write_text(json.dumps(record))
+    return folder
+
+
+def _widened(folder: Path, copy: Path) -> Path:
+    """A copy of a program whose ``plan.json`` says float64 wherever tensors of fewer bits are given or sent; the text stays."""
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("weights", "checkpoint*"))
+    names = {_name(narrow): _name(wide) for narrow, wide in WIDER.items()}
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, list):
+            return [widened(item) for item in value]
+        if isinstance(value, Mapping):
+            return {key: names.get(item, item) if key == "dtype" else widened(item) for key, item in value.items()}
+        return value
+
+    record = json.loads((copy / "plan.json").read_text())
+    (copy / "plan.json").write_text(json.dumps(record | {"interface": widened(record["interface"])}))
+    return copy
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------
+
+
+def _in_doubt(outcome: Verification, always: bool) -> bool:
+    """Whether rounding might have made a difference, or hidden one. What is missing or not a number is no rounding."""
+    if outcome.problems or not outcome.finite or outcome.decided_in == "fp64":
+        return False
+    clear = {row.name: row.clear for row in PRECISIONS.values()}[outcome.decided_in]
+    return always or any(error > clear for error in outcome.max_error.values())
+
+
+def _decided(native: Verification, exact: Verification, reference: Reference, double: Reference) -> Verification:
+    """The verdict of the run in float64, where it could be made."""
+    failed = [problem for problem in exact.problems if not exact.parallel_losses and not exact.worst]
+    if failed:
+        return _without_double(native, reference, f"the program: {failed[0]}")
+    exact.native = native
+    exact.data = native.data
+    exact.notes.append(
+        f"both sides were run again in fp64, which decides; in {native.decided_in} the largest error was {_largest(native)}"
+    )
+    if native.first_difference is not None:
+        exact.notes.append(f"in {native.decided_in} the first difference was {native.first_difference}")
+    if exact.ok and (coarse := _too_coarse(native, reference, double)):
+        exact.problems.append(coarse)
+    return exact
+
+
+def _largest(outcome: Verification) -> str:
+    """The largest error, with its tensor's name."""
+    kind = max(outcome.max_error, key=lambda kind: outcome.max_error[kind])
+    name = outcome.worst.get(kind)
+    return f"{outcome.max_error[kind]:.1e} ({kind}{f' of {name}' if name else ''})"
+
+
+def _too_coarse(native: Verification, reference: Reference, double: Reference) -> str | None:
+    """Where the program agrees in float64, but computes in fewer bits than the model does: its first result shows it.
+
+    A forward depends on rounding smoothly, unlike a backward through ReLU, so a model's own distance from float64 is a measure.
+    """
+    if reference.losses:
+        what, off = "loss", abs(native.parallel_losses[0] - reference.losses[0]) / max(abs(reference.losses[0]), 1e-12)
+        own = abs(double.losses[0] - reference.losses[0]) / max(abs(double.losses[0]), 1e-12)
+    else:
+        what, off = "output", native.max_error["output"]
+        own = max(
+            (relative_error(exact, value) for outputs, exacts in zip(reference.outputs, double.outputs)
+             for value, exact in zip(outputs.values(), exacts.values())),
+            default=0.0,
+        )  # fmt: skip
+    places = min(_ULPS * torch.finfo(reference.dtype).eps, precision(reference.dtype).allowed[what])
+    if off <= max(places, _ROUNDINGS * own):
+        return None
+    return (
+        f"in fp64 the program is the model, but in {native.decided_in} its first {what} is off by {off:.1e}, where the model's own "
+        f"rounding is {own:.1e}: it computes something in fewer bits than the model"
+    )
+
+
+def _without_double(native: Verification, reference: Reference, why: str) -> Verification:
+    """The verdict where float64 is no way out: by the least precise dtype that the model computes in."""
+    allowed = precision(reference.dtype).allowed
+    native.tolerance = {kind: max(tolerance, allowed[kind]) for kind, tolerance in native.tolerance.items()}
+    native.notes.append(f"rounding leaves a doubt that fp64 can't settle, since it can't be run there ({why})")
+    return native

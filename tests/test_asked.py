@@ -1,0 +1,192 @@
+"""What is asked of a plan is checked before a program is traced or searched, from Python and from the command line."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import graphpar as gp
+from graphpar import api
+from graphpar.passes.asked import ask
+from graphpar.passes.given import check_alone
+from graphpar.verification import Verification
+from tests.programs import example
+
+NAMED = [
+    ({"cluster": "h100x8"}, "Did you mean '8xH100-SXM-80GB'"),
+    ({"cluster": "8 H100"}, "Did you mean '8xH100-SXM-80GB'"),
+    ({"cluster": "8xh1000"}, "There is no device 'h1000'; known are H100"),
+    ({"cluster": 2.5}, "cluster is a float; it must be a Cluster, a name such as '2xH100'"),
+    ({"cluster": 0}, "the number of devices is 0"),
+    ({"cluster": "2xCPU", "devices": 4}, "devices is 4, but the cluster 2xCPU has 2"),
+    ({"devices": 0}, "devices is 0; it must be at least 1"),
+    ({"devices": "2"}, "devices is '2'; it must be a whole number"),
+    ({"mesh": "tp=two"}, "Mesh axis tp: 'two' is no whole number"),
+    ({"mesh": "dp=2"}, "Did you mean 'dp_replicate'?"),
+    ({"mesh": {"fsdp": 2}}, "Did you mean 'dp_shard'?"),
+    ({"mesh": {"dp_repl": 2}}, "Did you mean 'dp_replicate'?"),
+    ({"mesh": "tp2"}, "'tp2' is not one"),
+    ({"mesh": "tp=2,TP=4"}, "tp is given twice"),
+    ({"mesh": ","}, "has no axis"),
+    ({"mesh": ["tp", 2]}, "it must be degrees of axes"),
+    ({"mesh": {"tp": 2.0}}, "tp has degree 2.0; it must be a whole number"),
+    ({"mesh": {"tp": 0}}, "tp has degree 0"),
+    ({"mesh": {"dp_shard": 2}}, "dp_shard=2: cutting optimizer state"),
+    ({"devices": 6, "mesh": "pp=4"}, "6 devices don't divide by the mesh's pp=4"),
+    ({"devices": 4, "mesh": {"pp": 2, "tp": 1, "dp_replicate": 1}}, "= 2 != 4 devices"),
+    ({"devices": 2, "schedule": "1f2b"}, "Did you mean '1F1B'?"),
+    ({"devices": 2, "schedule": "ZB-H1"}, "can be priced, not run"),
+    ({"global_batch": 0}, "global_batch is 0; it must be at least 1"),
+    ({"global_batch": True}, "global_batch is True; it must be a whole number"),
+    ({"microbatch_size": -1}, "microbatch_size is -1"),
+    ({"global_batch": 8, "microbatch_size": 3}, "A global batch of 8 does not divide into microbatches of 3"),
+    ({"global_batch": 8, "microbatch_size": 4, "mesh": "dp_replicate=4"}, "The 2 rows of a replica do not divide into microbatches of 4"),
+    ({"global_batch": 6, "mesh": "dp_replicate=4"}, "does not divide over dp_replicate=4"),
+    ({"layers_per_stage": 0}, "layers_per_stage is 0"),
+    ({"edge_layers": (1, -1)}, "edge_layers is -1"),
+    ({"edge_layers": 3}, "it must be two numbers"),
+    ({"dtype": "bf61"}, "dtype is 'bf61'; it must be one of fp32, bf16, fp16. Did you mean 'bf16'"),
+    ({"top": -1}, "top is -1"),
+    ({"split": ["a"], "layers_per_stage": 2}, "not both"),
+    ({"split": lambda program: ["a"], "stages": [["a"], ["b"]]}, "not both"),
+    ({"split": [{"a": "middle"}]}, "must be 'beginning' or 'end'"),
+    ({"shard_plan": {"a": "colwize"}}, "colwize"),
+    ({"shard_plan": ["a"]}, "shard_plan is a list"),
+    ({"table": "0F0,0B0\n1B0,1F0"}, "rank 1"),
+    ({"table": "0F0,0B0\n1F0,1B0", "mesh": "pp=4"}, "2 rows, but the mesh has pp=4"),
+    ({"table": "0F0,0B0\n1F0,1B0", "schedule": "GPipe"}, "not both"),
+    *(({"mesh": {"tp": 2}, "schedule": name}, "the mesh tp=2 has pp=1") for name in ("zbv", "Interleaved1F1B", "LoopedBFS", "DualPipeV")),
+    ({"devices": 2, "mesh": "pp=1,tp=2,dp_replicate=1", "schedule": "zbv"}, "the mesh tp=2 has pp=1"),
+    ({"schedule": "zbv"}, "the mesh of one device has pp=1"),
+]
+
+
+@pytest.mark.parametrize(("asked", "expected"), NAMED, ids=[expected for _, expected in NAMED])
+def test_what_is_wrong_by_itself(asked: dict[str, Any], expected: str) -> None:
+    with pytest.raises(gp.GraphparError) as refused:
+        ask(**asked)
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [{"mesh": "dp=2"}, {"devices": 2, "schedule": "1f2b"}, {"global_batch": 0}, {"mesh": {"tp": 2}, "schedule": "zbv"}],
+)
+def test_plan_says_so_before_it_plans(pins: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "planned", lambda *_: pytest.fail("planned what can't be"))
+    with pytest.raises(gp.GraphparError):
+        gp.plan(example("head_first"), **pins)
+
+
+def test_names_mean_what_objects_mean(tmp_path: Path) -> None:
+    program = example("head_first")
+    assert gp.plan(program, "2xH100", mesh="tp=2") == gp.plan(program, gp.Cluster.parse("2xH100"), mesh={"tp": 2})
+    plan = gp.plan(program, mesh=" PP=2 ", schedule="gpipe")
+    assert plan == gp.plan(program, mesh={"pp": 2}, schedule="GPipe")
+    assert gp.estimate(program, plan, "2xA100") == gp.estimate(program, plan, gp.Cluster.parse("2xA100"))
+    (tmp_path / "own.toml").write_text('nodes = 1\ndevices_per_node = 2\ndevice = "A100"\n')
+    assert gp.plan(program, tmp_path / "own.toml", mesh="pp=2").cluster == gp.Cluster.parse("2xA100")
+
+
+def test_a_schedule_of_one_stage_a_rank_runs_without_a_pipeline() -> None:
+    assert gp.plan(example("head_first"), mesh="tp=2", schedule="gpipe").schedule == "GPipe"
+
+
+def test_the_dtype_is_the_programs() -> None:
+    program = gp.export(lambda: torch.nn.Linear(4, 4), (torch.zeros(2, 4, dtype=torch.bfloat16),), dtype="bf16", mode="infer")
+    assert gp.plan(program).dtype == "bf16"
+    with pytest.raises(gp.GraphparError, match="'fp16', but the program was exported in 'bf16'"):
+        gp.plan(program, dtype="fp16")
+
+
+def test_what_comes_first_is_named() -> None:
+    model, program = torch.nn.Linear(4, 4), example("head_first")
+    plan = gp.plan(program, mesh="pp=2")
+    for call, expected in (
+        (lambda: gp.plan(model, 2), r"first argument of plan is a Linear \(a model\); it must be a Program, which graphpar\.export"),
+        (lambda: gp.plan(torch.nn.Linear, 2), "is the class Linear"),
+        (lambda: gp.estimate(model, plan), "first argument of estimate"),
+        (lambda: gp.partition(plan, program), "first argument of partition is a Plan"),
+        (lambda: gp.partition(program, {"pp": 2}), "second argument of partition is a dict; it must be a Plan"),
+        (lambda: gp.verify(plan), "argument of verify is a Plan"),
+        (lambda: gp.check(program), "argument of check is a Program"),
+    ):
+        with pytest.raises(gp.GraphparError, match=expected):
+            call()
+
+
+# ---- plans that were edited ------------------------------------------------------------------------------------
+
+EDITS = [
+    ({"zero": 3}, "zero is 3, which emitted programs don't do"),
+    ({"recompute": "full"}, "recompute is 'full'"),
+    ({"microbatch_size": 3}, "does not divide into microbatches of 3"),
+    ({"schedule": "ZB-H1"}, "can be priced, not run"),
+    ({"schedule": "zbv", "mesh": gp.Mesh()}, "has pp=1"),
+    ({"mesh": gp.Mesh(pp=2, dp_shard=2)}, "dp_shard=2"),
+    ({"mesh": gp.Mesh(pp=2, tp=2)}, "its sharding is for one device, but its mesh has {'tp': 2}"),
+    ({"cluster": gp.Cluster.parse("4xCPU")}, "its mesh has 2 devices, but its cluster 4xCPU has 4"),
+]
+
+
+@pytest.mark.parametrize(("edit", "expected"), EDITS, ids=[expected for _, expected in EDITS])
+def test_a_plan_that_can_not_be_is_not_partitioned(edit: dict[str, Any], expected: str) -> None:
+    program = example("head_first")
+    edited = replace(gp.plan(program, mesh={"pp": 2}), **edit)
+    for call in (lambda: check_alone(edited), lambda: gp.partition(program, edited), lambda: gp.estimate(program, edited)):
+        with pytest.raises(gp.GraphparError) as refused:
+            call()
+        assert expected in str(refused.value)
+
+
+def test_a_plan_whose_stages_are_others_is_not_partitioned() -> None:
+    program = example("head_first")
+    plan = gp.plan(program, mesh={"pp": 2})
+    for edited in (replace(plan, cuts=()), replace(plan, stages=plan.stages[::-1]), replace(plan, mesh=gp.Mesh(pp=4))):
+        with pytest.raises(gp.GraphparError):
+            gp.partition(program, edited)
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------
+
+
+def test_a_short_line_each() -> None:
+    program = example("head_first")
+    plan = gp.plan(program, "2xH100", mesh="pp=2", schedule="gpipe", microbatch_size=4)
+    estimate, parts = gp.estimate(program, plan), gp.partition(program, plan)
+    assert repr(program) == "Program(HeadFirst, train, 135 K parameters, Block x 8, batch 8)"
+    assert repr(gp.plan(program, mesh="pp=2", schedule="gpipe")) == "Plan(HeadFirst, train, pp=2, GPipe, 4 microbatches of 2)"
+    assert re.fullmatch(r"Plan\(HeadFirst, train, pp=2, GPipe, 2 microbatches of 4, \S+ .?s a step on 2xH100-SXM-80GB\)", repr(plan))
+    assert repr(estimate).startswith("Estimate(") and " a step on 2xH100-SXM-80GB, MFU " in repr(estimate)
+    assert repr(parts).startswith(f"Parts({plan!r}: __init__.py, ")
+    assert repr(plan.cluster) == "Cluster('2xH100-SXM-80GB')"
+    assert "figures of its own" in repr(replace(gp.Cluster.parse("2xH100"), intra_node=gp.Cluster.parse("A100").intra_node))
+    assert all(len(repr(value)) < 300 and "\n" not in repr(value) for value in (program, plan, estimate, parts, plan.cluster))
+
+
+def test_a_verification_says_its_verdict() -> None:
+    for error, verdict in ((1e-7, "PASS"), (2e-2, "FAIL")):
+        made = Verification(2, 4, [1.5], [1.5], {"gradient": error}, {"gradient": "a.b"}, {"gradient": 1e-5})
+        assert repr(made) == f"Verification({verdict} in fp32, 2 devices, 4 steps, largest errors: gradient {error:.1e})"
+
+
+def test_notebooks_show_pages_in_frames() -> None:
+    program = example("head_first")
+    plan = gp.plan(program, "2xH100", mesh="pp=2")
+    for kind, value in {"plan": plan, "estimate": plan.predicted, "parts": gp.partition(program, plan)}.items():
+        frame = re.fullmatch(r'<iframe srcdoc="([^"]*)" style="[^"]*"></iframe>', value._repr_html_())  # type: ignore[union-attr]
+        assert frame is not None, kind
+        page = html.unescape(frame[1])
+        assert page.startswith("<!doctype html>") and "<style>" in page and " a step" in page.replace("</b><span>", " ")
+        assert not re.search(r"(src|href)=|<script", page), kind  # nothing from elsewhere
+    assert "_repr_html_" in dir(gp.plan(program, mesh="pp=2")) and gp.plan(program, mesh="pp=2")._repr_html_()
+
+
+def test_the_package_lists_its_names() -> None:
+    assert {name for name in dir(gp) if not name.startswith("__")} == set(gp.__all__) - {"__version__"}
