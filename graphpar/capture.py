@@ -447,7 +447,10 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
     inside = False  # of a custom function
     functions: Any = torch.autograd.function
     transformed = functions.custom_function_call
-    gradients = torch.autograd.grad, torch.autograd.backward, torch.func.grad, torch.func.vjp, torch.func.jvp
+    # What autograd.grad, backward, vjp and jvp come to. Dynamo keeps the public functions in a table of its own, by object.
+    autograd: Any = torch.autograd
+    transforms: Any = torch._functorch.eager_transforms
+    backward, jvp = autograd._engine_run_backward, transforms.jvp_increment_nesting
     checkpoint_regions = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -485,15 +488,14 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     functions.custom_function_call = under_transforms
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = regions
-    torch.autograd.grad = torch.autograd.backward = differentiates
-    torch.func.grad = torch.func.vjp = torch.func.jvp = differentiates
+    autograd._engine_run_backward = transforms.jvp_increment_nesting = differentiates
     try:
         yield
     finally:
         del _SingleLevelFunction.apply  # type: ignore[attr-defined]
         functions.custom_function_call = transformed
         torch.utils.checkpoint._checkpoint_without_reentrant_generator = checkpoint_regions
-        torch.autograd.grad, torch.autograd.backward, torch.func.grad, torch.func.vjp, torch.func.jvp = gradients
+        autograd._engine_run_backward, transforms.jvp_increment_nesting = backward, jvp
 
 
 def _explained(error: Exception, model: nn.Module) -> GraphparError:

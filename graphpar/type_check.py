@@ -59,6 +59,7 @@ _LINEAR = (
     torch.Tensor.__getitem__, F.pad, torch.Tensor.diff, torch.diff,
 )  # fmt: skip
 """Linear in the first operand, which ``spmd_types`` does not say: a pending sum is taken through them unchecked."""
+_SUMS = (torch.add, torch.sub, *(getattr(torch.Tensor, name) for name in ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__")))
 _NEW = (torch.Tensor.new_empty, torch.Tensor.new_full, torch.Tensor.new_ones, torch.Tensor.new_zeros)
 """They take a dtype and a device alone from their operand."""
 
@@ -284,6 +285,8 @@ class _Operators(TorchFunctionMode):
             return self._convolution(func, *args, **kwargs)
         if func in _PRODUCTS:
             return self._product(func, *args, summed=args[1].ndim == 2)
+        if func in _SUMS:
+            args = self._summands(args)
         return self._typed(func, args, kwargs)
 
     def _affine(self, product: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -304,6 +307,19 @@ class _Operators(TorchFunctionMode):
     def _sum(self, value: Tensor, bias: Tensor) -> Tensor:
         result: Tensor = self._typed(torch.add, (value, bias), {})
         return result
+
+    def _summands(self, operands: Sequence[Any]) -> list[Any]:
+        """A scalar that varies is no piece of anything: added to a pending sum, it is a summand."""
+        kinds = [_kinds(operand, self.axes) if isinstance(operand, Tensor) else {} for operand in operands]
+        pending = {axis for own in kinds for axis, kind in own.items() if kind is spmd.P}
+        summands = list(operands)
+        for place, own in enumerate(kinds):
+            if any(own.get(axis) is spmd.V for axis in pending) and operands[place].ndim == 0:
+                with _untyped():
+                    summands[place] = operands[place].view_as(operands[place])
+                typed = {axis: spmd.P if axis in pending and kind is spmd.V else kind for axis, kind in own.items()}
+                _give(summands[place], typed, self.axes)
+        return summands
 
     def _product(self, func: Any, x: Tensor, weight: Tensor, *rest: Any, summed: bool, **options: Any) -> Tensor:
         """Where a matrix and what it is applied to are both cut, it is in the dim that is summed."""

@@ -131,9 +131,10 @@ def test_cumulative_averages_are_refused_by_module() -> None:
     [
         lambda o: torch.autograd.grad(o.square().sum(), o, create_graph=True)[0],
         lambda o: torch.func.grad(lambda v: v.square().sum())(o),
+        lambda o: torch.func.jvp(torch.sin, (o,), (torch.ones_like(o),))[1],
         lambda o: (o.sum().backward(retain_graph=True), o)[1],
     ],
-    ids=["autograd.grad", "func.grad", "backward"],
+    ids=["autograd.grad", "func.grad", "func.jvp", "backward"],
 )
 def test_gradients_inside_the_model_are_refused_with_their_line(gradient: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(gp.GraphparError, match=r"computes gradients in its forward \(test_rowwise.py:\d+\)"):

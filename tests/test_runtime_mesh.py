@@ -163,8 +163,9 @@ class _Tampered(JobResult):
     element: int
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
-        found = super().tensors(rank)
+        found = dict(super().tensors(rank))
         if rank == self.rank:
+            found[self.key] = found[self.key].clone()
             found[self.key].view(-1)[self.element] += 1e-3
         return found
 

@@ -254,6 +254,12 @@ FAULTS = {
         [("return loss / valid_labels", 'return all_reduce(loss, "dp_replicate") / valid_labels')],
         "it returns loss as I on dp_replicate, but it must be a share of each replica",
     ),
+    "pieces that are added to a pending sum": (
+        [("return loss / valid_labels",
+          'loss = first_only(sum_gradient(loss, "tp"), "tp") + self.head.weight.square().sum(1)[0]\n'
+          '        return all_reduce(loss + self.head.weight[0], "tp").sum()')],
+        "Found types: [P, V] In add(",
+    ),
     "a cut of the wrong dim": (
         [('all_reduce(x, "tp")', 'reduce_scatter(x, "tp", dim=1)')],
         "must match the size",
@@ -287,6 +293,13 @@ def test_wrong_types_of_parameters_in_the_plan_are_found(
     result = check_folder(_written(tmp_path / "out", **{parameter: kind}))
 
     assert message in result.problems[0]
+
+
+def test_a_scalar_of_each_rank_may_be_added_to_a_pending_sum(tmp_path: Path) -> None:
+    penalty = """loss = first_only(sum_gradient(loss / valid_labels, "tp"), "tp")
+        return all_reduce(loss + self.head.weight.square().sum() * 0.01, "tp")"""
+
+    assert _faulty(tmp_path / "out", ("return loss / valid_labels", penalty)).problems == []
 
 
 def test_an_operator_without_a_rule_is_counted_as_unchecked(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def tampered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verification
         "local denominator", "stage_1.py", lambda text: text.replace("/ valid_labels", "/ (labels != -100).sum() / 4")
     )
     fault("lost gradient", "stage_1.py", lambda text: text.replace("self.norm.weight", "self.norm.weight.detach()"))
-    fault("eps", "stage_1.py", lambda text: text.replace("self.norm.bias)", "self.norm.bias, eps=1.01e-5)"))
+    fault("eps", "stage_1.py", lambda text: text.replace("self.norm.bias)", "self.norm.bias, eps=1.005e-5)"))
     fault("fewer bits", "stage_1.py", lambda text: text.replace("F.layer_norm(x,", "F.layer_norm(x.bfloat16().float(),"))
     valid = int((reference.batches[0]["labels"] != -100).sum())
     fault(
@@ -134,7 +134,7 @@ def test_a_lost_gradient_fails(tampered: dict[str, Verification]) -> None:
     assert any("norm.weight" in problem and "no gradient" in problem for problem in result.problems)
 
 
-def test_an_eps_that_is_off_by_a_ten_millionth_fails(tampered: dict[str, Verification]) -> None:
+def test_an_eps_that_is_off_by_5e_8_fails(tampered: dict[str, Verification]) -> None:
     """In fp32 it is within what rounding may do; in fp64 it is not."""
     result = tampered["eps"]
 

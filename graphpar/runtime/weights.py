@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -27,8 +27,8 @@ LISTED = 8
 """How many names an error lists before it counts the rest."""
 
 
-class WeightFile:
-    """A safetensors file, or a folder of shards with an index, from which tensors are read one by one."""
+class WeightFile(Mapping[str, Tensor]):
+    """A safetensors file, or a folder of them with or without an index: tensors by name, each read when it is asked for."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -49,14 +49,16 @@ class WeightFile:
     ) -> None:
         self._files.clear()
 
-    def keys(self) -> Iterable[str]:
-        return self._shard_of.keys()
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shard_of)
 
-    def __contains__(self, name: str) -> bool:
+    def __len__(self) -> int:
+        return len(self._shard_of)
+
+    def __contains__(self, name: object) -> bool:
         return name in self._shard_of
 
-    def read(self, name: str) -> Tensor:
-        """The tensor of this name, read from the disk now."""
+    def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._open(self._shard_of[name]).get_tensor(name)
         return tensor
 
@@ -130,7 +132,7 @@ def check_names(path: str | Path, names: Iterable[str], program: Manifest) -> No
     tied = names_by_tie(program.ties)
     known = {other for name in names for other in (name, *tied.get(name, ()))}
     with WeightFile(path) as file:
-        unknown = [name for name in file.keys() if name not in known]  # noqa: SIM118
+        unknown = [name for name in file if name not in known]
     if unknown:
         hint = near_match(unknown[0], known)
         raise RuntimeProgramError(
@@ -157,7 +159,7 @@ def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: 
             else:
                 found[name] = source
         if missing:
-            hint = near_match(missing[0], (name for name in file.keys() if name not in wanted))  # noqa: SIM118
+            hint = near_match(missing[0], (name for name in file if name not in wanted))
             raise RuntimeProgramError(f"{path} has no value for {_listed(missing)}.{hint}")
         _copy(wanted, found, file, program, place)
 
@@ -214,7 +216,7 @@ def _copy(
         raise RuntimeProgramError(f"{file.path} has values of other shapes: {_listed(wrong)}")
     with torch.no_grad():
         for name, target in targets.items():
-            target.copy_(cut_all(file.read(keys[name]), program.spec(name), program.mesh, place))
+            target.copy_(cut_all(file[keys[name]], program.spec(name), program.mesh, place))
 
 
 def save_weights(state: Mapping[str, Tensor], path: str | Path, program: Manifest, groups: Groups) -> None:

@@ -6,19 +6,21 @@
     job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentum"}, "seed", "weights", "batches": [file, ...]}
                                    "max_norm": if it is there, the last optimizer step takes the gradients of one batch more,
                                    added up and clipped; "double": compute in float64
-    job/rank_0.safetensors    out: grad/{step}/{name}, param/{name}, buffer/{name}, as the rank holds them (its pieces);
-                                   grad/accumulated/{name}; of an inference program output/{step}/{name}
+    job/rank_0/*.safetensors  out: grad/{step}/{name}, param/{name}, buffer/{name}, as the rank holds them (its pieces);
+                                   grad/accumulated/{name}; of an inference program output/{step}/{name}.
+                                   A file a step, written when the step is done, so that no rank holds the tensors of two
     job/rank_0.json           out: {"losses", "accumulated_loss", "norm", "missing_gradients", "whole_backward_stages", "error", "fatal"}
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from graphpar.runtime.double import in_double
 from graphpar.runtime.errors import AgreedError, LaunchError, root_cause
 from graphpar.runtime.launch import torchrun
 from graphpar.runtime.pipeline import Pipeline
+from graphpar.runtime.weights import WeightFile
 
 GROUP_TIMEOUT_S = 120.0
 """How long a rank waits for another before it gives up."""
@@ -55,9 +58,9 @@ class JobResult:
     norms: tuple[float, ...] = ()
     """The norm of those gradients before they were clipped, as each rank saw it."""
 
-    def tensors(self, rank: int) -> dict[str, Tensor]:
-        """What rank ``rank`` wrote."""
-        return load_file(self.folder / f"rank_{rank}.safetensors")
+    def tensors(self, rank: int) -> Mapping[str, Tensor]:
+        """What rank ``rank`` wrote, each tensor read when it is asked for."""
+        return WeightFile(self.folder / f"rank_{rank}")
 
 
 def run_jobs(
@@ -75,8 +78,8 @@ def run_jobs(
     """
     places = [Path(job).resolve() for job in jobs]
     for folder in places:
-        for stale in folder.glob("rank_*.*"):
-            stale.unlink()
+        for stale in folder.glob("rank_*"):
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
     results: list[JobResult] = []
     deadline = time.monotonic() + timeout_s
     while len(results) < len(places):
@@ -125,40 +128,64 @@ def main(arguments: Sequence[str]) -> None:
             _run(Path(folder), ranks)
 
 
+@dataclass
+class _Results:
+    """What this rank found: figures in ``report``, tensors in files of ``folder``."""
+
+    folder: Path
+    report: dict[str, Any] = field(
+        default_factory=lambda: {"losses": None, "missing_gradients": [], "error": None, "fatal": False}
+    )
+
+    def keep(self, file: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write ``tensors``; names that share memory get a copy each."""
+        seen: set[int] = set()
+        owned: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            value = tensor.detach().cpu().contiguous()
+            owned[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
+            seen.add(owned[name].untyped_storage().data_ptr())
+        self.folder.mkdir(exist_ok=True)
+        save_file(owned, str(self.folder / f"{file}.safetensors"))
+
+    def close(self) -> None:
+        self.folder.with_suffix(".json").write_text(json.dumps(self.report))
+
+
 def _run(folder: Path, ranks: Ranks) -> None:
-    report: dict[str, Any] = {"losses": None, "missing_gradients": [], "error": None, "fatal": False}
-    tensors: dict[str, Tensor] = {}
+    results = _Results(folder / f"rank_{ranks.rank}")
     try:
         job = json.loads((folder / "job.json").read_text())
         with in_double() if job.get("double") else nullcontext():
-            _work(job, ranks, report, tensors)
+            _work(job, ranks, results)
     except AgreedError as error:
-        report["error"] = str(error)
+        results.report["error"] = str(error)
     except Exception as error:
         cause = root_cause(error)
-        report["error"] = f"rank {ranks.rank}: {type(cause).__name__}: {cause}"
-        report["fatal"] = True
+        results.report["error"] = f"rank {ranks.rank}: {type(cause).__name__}: {cause}"
+        results.report["fatal"] = True
         if not lost_peer(error):
-            _write(folder, ranks.rank, report, tensors)
+            results.close()
         raise
-    _write(folder, ranks.rank, report, tensors)
+    results.close()
 
 
-def _work(job: dict[str, Any], ranks: Ranks, report: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
     torch.manual_seed(job["seed"])
     with Pipeline(job["program"], ranks.device, seed=job["seed"]) as pipeline:
         pipeline.load_weights(job["weights"])
         if pipeline.program.mode == "infer":
             for step in range(job["steps"]):
                 outputs = pipeline.infer(load_file(job["batches"][step]), step=step) or {}
-                tensors.update({f"output/{step}/{name}": _copy(value) for name, value in outputs.items()})
+                results.keep(f"output_{step}", {f"output/{step}/{name}": value for name, value in outputs.items()})
             return
-        _train(pipeline, job, report, tensors)
-        _keep_state(pipeline, tensors)
-    report["whole_backward_stages"] = pipeline.whole_backward_stages
+        _train(pipeline, job, results)
+        results.keep("state", _state(pipeline))
+    results.report["whole_backward_stages"] = pipeline.whole_backward_stages
 
 
-def _train(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _train(pipeline: Pipeline, job: dict[str, Any], results: _Results) -> None:
+    report = results.report
     parameters = list(pipeline.parameters())
     optimizer = torch.optim.SGD(parameters, **job["optimizer"]) if parameters else None
     losses: list[float] = []
@@ -167,12 +194,12 @@ def _train(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any], tens
         loss = pipeline.step(load_file(job["batches"][step]), step=step)
         if loss is not None:
             losses.append(float(loss))
-        missing |= _keep_gradients(pipeline, step, tensors)
+        missing |= _keep_gradients(pipeline, step, results)
         if step == job["steps"] - 1 and job.get("max_norm") is not None:
             loss = pipeline.step(load_file(job["batches"][step + 1]), step=step + 1)
             report["accumulated_loss"] = None if loss is None else float(loss)
             report["norm"] = float(pipeline.clip_grad_norm_(job["max_norm"]))
-            missing |= _keep_gradients(pipeline, "accumulated", tensors)
+            missing |= _keep_gradients(pipeline, "accumulated", results)
         if optimizer is not None:
             optimizer.step()
         pipeline.zero_grad()
@@ -180,33 +207,27 @@ def _train(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any], tens
     report["missing_gradients"] = sorted(missing)
 
 
-def _keep_gradients(pipeline: Pipeline, step: int | str, tensors: dict[str, Tensor]) -> set[str]:
-    """Put this rank's gradients, under every name, into ``tensors``, and return the names of those missing."""
+def _keep_gradients(pipeline: Pipeline, step: int | str, results: _Results) -> set[str]:
+    """Write this rank's gradients, under every name, and return the names of those missing."""
+    tensors: dict[str, Tensor] = {}
     missing: set[str] = set()
     for stage in pipeline.stages:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             if parameter.grad is not None:
-                tensors[f"grad/{step}/{name}"] = _copy(parameter.grad)
+                tensors[f"grad/{step}/{name}"] = parameter.grad
             elif parameter.requires_grad:
                 missing.add(name)
+    results.keep(f"gradients_{step}", tensors)
     return missing
 
 
-def _keep_state(pipeline: Pipeline, tensors: dict[str, Tensor]) -> None:
+def _state(pipeline: Pipeline) -> dict[str, Tensor]:
+    """The stages' parameters and buffers, under every name."""
+    tensors: dict[str, Tensor] = {}
     for stage in pipeline.stages:
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            tensors[f"param/{name}"] = _copy(parameter)
-        for name, buffer in stage.named_buffers(remove_duplicate=False):
-            tensors[f"buffer/{name}"] = _copy(buffer)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone().contiguous()
-
-
-def _write(folder: Path, rank: int, report: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, str(folder / f"rank_{rank}.safetensors"))
-    (folder / f"rank_{rank}.json").write_text(json.dumps(report))
+        tensors.update({f"param/{name}": value for name, value in stage.named_parameters(remove_duplicate=False)})
+        tensors.update({f"buffer/{name}": value for name, value in stage.named_buffers(remove_duplicate=False)})
+    return tensors
 
 
 if __name__ == "__main__":

@@ -2,18 +2,23 @@
 
 batch 0, 1, ..  ──► loss, gradients, a step of SGD with momentum
 the last batch  ──► once more without a step between, so that its gradients add up; clipped to half of their norm; a step
+
+What each step gives is written to files at once: a model's gradients fit into memory, those of several steps may not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -23,6 +28,7 @@ from graphpar.plans import Plan
 from graphpar.program import Input, ModelSource
 from graphpar.runtime.double import doubled, in_double
 from graphpar.runtime.random_streams import sample_keys
+from graphpar.runtime.weights import WeightFile
 from graphpar.verification.batches import VARIATIONS, Variation, constant_inputs, step_batches
 from graphpar.verification.substituted import Substituted
 from graphpar.verification.tolerances import least_precise
@@ -37,42 +43,61 @@ class Accumulated:
     loss: float
     norm: float
     max_norm: float
-    gradients: dict[str, Tensor]
+    gradients: Mapping[str, Tensor]
 
 
 @dataclass
 class Reference:
-    """What the unpartitioned model did."""
+    """What the unpartitioned model did. Tensors lie in files, and are read when they are asked for."""
 
     losses: list[float]
-    gradients: list[dict[str, Tensor]]  # a step
-    parameters: dict[str, Tensor]
-    buffers: dict[str, Tensor]
     ties: list[tuple[str, ...]]
     dtype: torch.dtype  # the least precise that is computed in
     persistent: frozenset[str]  # names of buffers in the state_dict
-    initial: dict[str, Tensor]  # parameters and all buffers before the first step
     batches: list[dict[str, Tensor]]
-    outputs: list[dict[str, Tensor]] = field(default_factory=list)  # of an inference program, a batch
+    gradients: list[Mapping[str, Tensor]] = field(default_factory=list)  # a step
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)  # after the last step
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    outputs: list[Mapping[str, Tensor]] = field(default_factory=list)  # of an inference program, a batch
+    finite: bool = True  # whether no loss, gradient or output is infinite or nan
     accumulated: Accumulated | None = None
     learning_rate: float = LEARNING_RATE
     loss_dtype: torch.dtype = torch.float32
     order: dict[str, int] = field(default_factory=dict)  # of the parameters' first use in the forward
     data: str = ""  # how the batches were made
     again: Callable[[], Reference] | None = None  # the same in float64
+    scratch: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory(prefix="graphpar-reference-"))
+
+    @property
+    def folder(self) -> Path:
+        """The files; they go with this object."""
+        return Path(self.scratch.name)
+
+    @property
+    def weights(self) -> Path:
+        """The state_dict before the first step; every name of a tie has a copy of its own."""
+        return self.folder / "weights.safetensors"
+
+    def batch_file(self, step: int) -> Path:
+        """The inputs and targets of a step."""
+        return self.folder / f"batch_{step}.safetensors"
+
+    def keep(self, file: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Writes ``tensors``, and gives what reads them again."""
+        seen: set[int] = set()
+        owned: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            value = tensor.detach().contiguous()
+            owned[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
+            seen.add(owned[name].untyped_storage().data_ptr())
+        save_file(owned, str(file))
+        return WeightFile(file)
 
     @cached_property
     def in_double(self) -> Reference:
         """The same run in float64, on the same batches from the same weights."""
         assert self.again is not None
         return self.again()
-
-    @property
-    def finite(self) -> bool:
-        """Whether no loss and no gradient is infinite or nan."""
-        tensors = [gradient for step in self.gradients for gradient in step.values()]
-        tensors += [value for outputs in self.outputs for value in outputs.values()]
-        return all(map(math.isfinite, self.losses)) and all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -86,6 +111,7 @@ class _Setting:
     microbatched: bool
     leaves: list[Any]
     spec: TreeSpec
+    shown: torch.dtype | None = None  # in float64: the dtype that the model itself has
 
     @property
     def examples(self) -> list[tuple[Input, Tensor]]:
@@ -104,7 +130,8 @@ class _Setting:
         keys = sample_keys(SEED, step, self.plan.global_batch) if random else None
         dims = {entry.batch_dim for entry in self.inputs if entry.batch_dim is not None}
         pieces = microbatches_of(self.plan) if self.microbatched else 1
-        with Substituted(keys, pieces, self.plan.global_batch, dims) as substituted:
+        wide = nullcontext() if self.shown is None else in_double(self.shown)
+        with wide, Substituted(keys, pieces, self.plan.global_batch, dims) as substituted:
             yield substituted
 
 
@@ -155,33 +182,33 @@ def _run(setting: _Setting, batches: list[dict[str, Tensor]], double: bool = Fal
 def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor]], double: bool) -> Reference:
     if setting.source.mode is not None:
         model.train(setting.source.mode == "train")
-    shown = _usual_dtype(model)
+    again = partial(_run, setting, batches, True)
     if double:
+        setting = replace(setting, shown=_usual_dtype(model))
         model.double()
         batches = [{name: doubled(value) for name, value in batch.items()} for batch in batches]
     named = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     reference = Reference(
         losses=[],
-        gradients=[],
-        parameters={},
-        buffers={},
         ties=_ties(named),
         dtype=least_precise(parameter.dtype for parameter in named.values()),
         persistent=frozenset(model.state_dict()) - frozenset(named),
-        initial=_copied(named) | _copied(buffers),
         batches=batches,
-        again=partial(_run, setting, batches, True),
+        again=again,
     )
-    with in_double(shown) if double else nullcontext():
-        if setting.plan.mode == "infer":
-            _infer(setting, model, reference)
-        else:
-            _train(setting, model, named, reference)
+    reference.keep(reference.weights, named | {name: buffers[name] for name in reference.persistent if name in buffers})
+    for step, batch in enumerate(batches):
+        reference.keep(reference.batch_file(step), batch)
+    if setting.plan.mode == "infer":
+        _infer(setting, model, reference)
+    else:
+        _train(setting, model, named, reference)
     if double:
         reference.dtype = reference.loss_dtype = torch.float64
-    reference.parameters = _copied(named)
-    reference.buffers = _copied(dict(model.named_buffers(remove_duplicate=False)))
+    reference.parameters = reference.keep(reference.folder / "parameters.safetensors", named)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    reference.buffers = reference.keep(reference.folder / "buffers.safetensors", buffers)
     return reference
 
 
@@ -226,21 +253,24 @@ def _infer(setting: _Setting, model: nn.Module, reference: Reference) -> None:
         args, kwargs, _ = setting.arguments(batch)
         with setting.as_planned(step), torch.no_grad():
             outputs = dict(named_outputs(model(*args, **kwargs)))
-        reference.outputs.append({name: value.clone() for name, value in outputs.items()})
+        reference.finite &= all(bool(value.isfinite().all()) for value in outputs.values())
+        reference.outputs.append(reference.keep(reference.folder / f"outputs_{step}.safetensors", outputs))
 
 
 def _train(setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE, momentum=MOMENTUM) if trained else None
     for step in range(setting.steps):
-        reference.losses.append(_backward(setting, model, named, reference, step))
-        gradients = _gradients(named)
-        reference.gradients.append(gradients)
+        loss = _backward(setting, model, named, reference, step)
+        squares = sum(float(parameter.grad.double().square().sum()) for parameter in trained if parameter.grad is not None)
+        reference.finite &= math.isfinite(loss) and math.isfinite(squares)
+        reference.losses.append(loss)
+        reference.gradients.append(_gradients(named, reference, step))
         if step == 0:
-            reference.learning_rate = _stable_rate(gradients.values())
+            reference.learning_rate = _stable_rate(squares)
         if step == setting.steps - 1:
             loss = _backward(setting, model, named, reference, step + 1)
-            reference.accumulated = _clipped(loss, model, named)
+            reference.accumulated = _clipped(loss, model, named, reference)
         if optimizer is not None:
             optimizer.param_groups[0]["lr"] = reference.learning_rate
             optimizer.step()
@@ -255,9 +285,10 @@ def _backward(
     with setting.as_planned(step) as watched:
         output = model(*args, **kwargs)
         loss = setting.source.loss_fn(output, *targets) if setting.source.loss_fn is not None else own_loss(output)
-    assert isinstance(loss, Tensor), named_outputs(output)
-    if loss.requires_grad:
-        loss.backward()
+        assert isinstance(loss, Tensor), named_outputs(output)
+    with nullcontext() if setting.shown is None else in_double(setting.shown):  # a custom backward names dtypes, too
+        if loss.requires_grad:
+            loss.backward()
     if setting.microbatched:
         _count_microbatches(model, setting.plan.microbatches)
     reference.dtype = least_precise([reference.dtype, *watched.dtypes])
@@ -268,13 +299,15 @@ def _backward(
     return float(loss.detach())
 
 
-def _clipped(loss: float, model: nn.Module, named: Mapping[str, nn.Parameter]) -> Accumulated:
+def _clipped(
+    loss: float, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference
+) -> Accumulated:
     """Clips the accumulated gradients, so that the clipping has an effect."""
     squares = [float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None]
     norm = math.sqrt(sum(squares)) if math.isfinite(sum(squares)) else 0.0
     max_norm = norm / 2 or 1.0
     found = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return Accumulated(loss, float(found), max_norm, _gradients(named))
+    return Accumulated(loss, float(found), max_norm, _gradients(named, reference, "accumulated"))
 
 
 def microbatches_of(plan: Plan) -> int:
@@ -282,9 +315,12 @@ def microbatches_of(plan: Plan) -> int:
     return plan.global_batch // plan.microbatch_size
 
 
-def _stable_rate(gradients: Iterable[Tensor]) -> float:
-    """A learning rate with which a loss of any scale stays where it is smooth: rounding must not be amplified by divergence."""
-    squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
+def _stable_rate(squares: float) -> float:
+    """A learning rate with which a loss of any scale stays where it is smooth: rounding must not be amplified by divergence.
+
+    Args:
+        squares: the sum of the gradients' squares.
+    """
     norm = math.sqrt(squares) if math.isfinite(squares) else 1.0
     return LEARNING_RATE / max(1.0, norm)
 
@@ -304,13 +340,9 @@ def _ties(named: Mapping[str, nn.Parameter]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in owners.values() if len(names) > 1]
 
 
-def _gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: p.grad.detach().clone() for name, p in named.items() if p.grad is not None}
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    copies: dict[int, Tensor] = {}
-    return {name: copies.setdefault(id(value), value.detach().clone()) for name, value in tensors.items()}
+def _gradients(named: Mapping[str, nn.Parameter], reference: Reference, step: int | str) -> Mapping[str, Tensor]:
+    gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+    return reference.keep(reference.folder / f"gradients_{step}.safetensors", gradients)
 
 
 def _usual_dtype(model: nn.Module) -> torch.dtype:

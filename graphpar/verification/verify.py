@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from graphpar.api import Parts
 from graphpar.errors import GraphparError
@@ -173,9 +172,10 @@ def _compared(
         jobs = [Path(scratch) / f"job_{index}" for index in range(len(subjects))]
         programs = [_prepare(subject, job, steps, double) for subject, job in zip(subjects, jobs)]
         outcomes: dict[int, Verification] = {}
+        folders = [scratch, *{str(subject.reference.folder) for subject in subjects}]
         for size in sorted({subject.plan.mesh.size for subject in subjects}):
             numbers = [n for n, subject in enumerate(subjects) if subject.plan.mesh.size == size]
-            for n, result in zip(numbers, run_jobs([jobs[n] for n in numbers], size, timeout_s, folders=[scratch])):
+            for n, result in zip(numbers, run_jobs([jobs[n] for n in numbers], size, timeout_s, folders=folders)):
                 manifest = load_manifest(programs[n]) if result.error is None else None
                 outcomes[n] = compare(subjects[n].reference, result, subjects[n].plan, steps, manifest)
         return [outcomes[n] for n in range(len(subjects))]
@@ -187,23 +187,13 @@ def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
     folder, reference = subject.folder.resolve(), subject.reference
     if double:
         folder = _widened(folder, job / "program")
-    # Every name of a tie with a copy of its own: the program must keep them equal by itself.
-    held = {
-        name: value
-        for name, value in reference.initial.items()
-        if name in reference.parameters or name in reference.persistent
-    }
-    save_file({name: value.contiguous().clone() for name, value in held.items()}, job / "weights.safetensors")
-    paths = [job / f"batch_{step}.safetensors" for step in range(len(reference.batches))]
-    for path, batch in zip(paths, reference.batches):
-        save_file({name: value.contiguous() for name, value in batch.items()}, path)
     record = {
         "program": str(folder),
         "steps": steps,
         "optimizer": {"lr": reference.learning_rate, "momentum": MOMENTUM},
         "seed": SEED,
-        "weights": str(job / "weights.safetensors"),
-        "batches": [str(path) for path in paths],
+        "weights": str(reference.weights),
+        "batches": [str(reference.batch_file(step)) for step in range(len(reference.batches))],
         "max_norm": None if reference.accumulated is None else reference.accumulated.max_norm,
         "double": double,
     }
