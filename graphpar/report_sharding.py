@@ -43,7 +43,7 @@ def sharding_data(program: Program, plan: Plan, cluster: Cluster | None) -> dict
             )
             for axis in plan.sharding.degrees
         },
-        "discovered": _discovered(reader.operators()),
+        "discovered": _discovered(reader.without_rule()),
         "notes": reader.notes(),
     }
 
@@ -63,10 +63,13 @@ class _Reader:
         found = [(block.name, block.graph, used.count(block.name), block.path) for block in blocks]
         return [*found, ("", self.program.graph, 1, "")]
 
-    def operators(self) -> set[str]:
+    def without_rule(self) -> set[str]:
+        """Names of the operators that graphpar has no rule for."""
         from graphpar.program import operator_name
+        from graphpar.rules.table import has_rule
 
-        return {operator_name(node) for _, graph, _, _ in self.graphs() for node in graph.nodes}
+        calls = (node for _, graph, _, _ in self.graphs() for node in graph.nodes if node.op == "call_function")
+        return {operator_name(node) for node in calls if not has_rule(node)}
 
     def scopes(self) -> list[dict[str, Any]]:
         return [
@@ -226,7 +229,7 @@ def _merged(rows: Sequence[dict[str, Any]], whole: str) -> list[dict[str, Any]]:
 
 
 def _discovered(operators: set[str]) -> dict[str, list[str]]:
-    """Operators of the program without a rule, each with the rules that were found by running it."""
+    """These operators without a rule, each with the rules that were found by running it."""
     from graphpar.rules.discover import discovered
 
     found: dict[str, list[str]] = {}

@@ -296,6 +296,7 @@ def test_formulas_of_a_transformer(folder: Path, capsys: pytest.CaptureFixture[s
     assert "Stages 1-2" in printed and "s = the length of the sequence, 16 in the example" in printed
 
 
+@pytest.mark.slow
 def test_formulas_with_collectives(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiled(capsys, str(Path(GPT).parent / "llama.py"), "--mesh", "tp=2", "-o", "out")
     arguments = ["estimate", str(Path(GPT).parent / "llama.py"), "--plan", "out", "--formula", "--json"]

@@ -177,7 +177,7 @@ def test_stages_are_cut_under_the_memory_of_ranks() -> None:
 
 
 @given(st.lists(st.floats(2e6, 4e7), min_size=2, max_size=4))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_more_memory_never_turns_a_fit_into_a_misfit(sizes: list[float]) -> None:
     times = []
     for memory in sorted(sizes):
@@ -253,7 +253,7 @@ print(json.dumps([plan.to_json(), [str(other.candidate) for other in plan.found.
 
 def test_the_same_plan_on_every_run() -> None:
     outputs = set()
-    for seed in ("0", "1", "77"):
+    for seed in ("0", "77"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
         command = [sys.executable, "-c", _SCRIPT, "examples/gpt.py"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)

@@ -178,7 +178,7 @@ def test_a_larger_product_is_never_cheaper(m: int, n: int, k: int, grown: int, s
 
 
 @given(st.floats(1.0, 8.0), st.sampled_from(["flops", "memory_bytes_per_s", "intra_node", "inter_node"]), st.sampled_from(FAST))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_faster_device_never_costs_time(times: float, what: str, case: tuple[str, str, str]) -> None:
     slow = Cluster.of(A100, 2, 1) if "=2" in case[1] else Cluster.of(A100, 1, 1)
     fast = replace(slow, **_faster(slow, what, times))
@@ -211,15 +211,20 @@ def _units(case: tuple[str, str, str]) -> tuple[tuple[Unit, ...], Mesh, Layout]:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_longer_sequence_never_gets_cheaper(name: str, tp: int) -> None:
     times, peaks = [], []
-    for length in (8, 12, 16, 24, 40, 64, 100, 128):
-        program = gp.export(Attentive(), (torch.zeros(4, length, 32),), loss_fn=lambda y: y.square().mean())
-        lowered = shard(program, gp.plan(program, mesh={"tp": tp}, microbatch_size=2).sharding) if tp > 1 else program
-        units = units_of(lowered, {"tp": tp})
-        estimate = Pricing(units, Mesh(tp=tp), Cluster.of(DEVICES[name], 1, tp), dtype="fp32").estimate(Layout("1F1B", 2, 2))
+    for length in (8, 12, 24, 64, 100):
+        pricing = Pricing(_attentive(length, tp), Mesh(tp=tp), Cluster.of(DEVICES[name], 1, tp), dtype="fp32")
+        estimate = pricing.estimate(Layout("1F1B", 2, 2))
         times.append(estimate.step_time_s)
         peaks.append(estimate.peak_memory_bytes[0])
     assert times == sorted(times)
     assert peaks == sorted(peaks)
+
+
+@functools.cache
+def _attentive(length: int, tp: int) -> tuple[Unit, ...]:
+    program = gp.export(Attentive(), (torch.zeros(4, length, 32),), loss_fn=lambda y: y.square().mean())
+    lowered = shard(program, gp.plan(program, mesh={"tp": tp}, microbatch_size=2).sharding) if tp > 1 else program
+    return tuple(units_of(lowered, {"tp": tp}))
 
 
 class Attentive(nn.Module):

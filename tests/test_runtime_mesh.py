@@ -43,7 +43,6 @@ DRIVEN = {"tp": {"tp": 2}, "pp x tp": {"pp": 2, "tp": 2}, "dp": {"dp": 2}}
 def train(model: torch.nn.Module, batch: dict[str, Tensor], keys: bool) -> Reference:
     """What the single-process model does, as ``verify`` records it."""
     named = dict(model.named_parameters(remove_duplicate=False))
-    initial = {name: value.detach().clone() for name, value in {**named, **dict(model.named_buffers())}.items()}
     optimizer = torch.optim.SGD(model.parameters(), **OPTIMIZER)
     losses, gradients = [], []
     for step in range(STEPS):
@@ -65,7 +64,6 @@ def train(model: torch.nn.Module, batch: dict[str, Tensor], keys: bool) -> Refer
         ties=[names for names in owners.values() if len(names) > 1],
         dtype=torch.float32,
         persistent=frozenset(),
-        initial=initial,
         batches=[batch] * STEPS,
     )
 
@@ -192,7 +190,7 @@ def test_verify_sees_a_replica_that_drifts_and_padding_that_is_not_zero(
     assert not compared(mlp, wrong_loss, program).ok
 
 
-@pytest.mark.parametrize("name", DRIVEN)
+@pytest.mark.parametrize("name", [pytest.param("tp", marks=pytest.mark.slow), "pp x tp", "dp"])
 def test_accumulation_clipping_saving_and_a_replica_with_other_weights(name: str, tmp_path: Path) -> None:
     mesh = DRIVEN[name]
     program = sharded.emit(tmp_path / "out", **mesh)

@@ -8,6 +8,7 @@ can't be run, stays whole. Trials run in a copy of the process. The same operato
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import math
 import multiprocessing
@@ -105,6 +106,7 @@ def _isolated(work: Callable[[], _Outcome | None]) -> _Outcome | None:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
+        faulthandler.disable()  # it may have been told of another place to write to
         torch.set_num_threads(1)  # threads don't survive the copy
         sender.send(work())
 

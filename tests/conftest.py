@@ -1,0 +1,31 @@
+"""What holds for all tests."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rank_pool import RankPool
+
+# Reports are as wide as the terminal, which is another one for each who runs the tests.
+os.environ.pop("COLUMNS", None)
+
+LONG = (
+    "test_ties.py", "test_torture.py", "test_torture_cut.py", "test_examples.py", "test_torture_architectures.py", "test_memory.py",
+    "test_docs.py", "test_pricing.py", "test_estimate.py", "test_custom_operators.py", "test_planner.py",
+)  # fmt: skip
+"""Files that take long: they begin, so that no worker is left with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_that_stay_up() -> Iterator[None]:
+    """Programs are verified by processes that are started once."""
+    pool = RankPool()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphpar.runtime.worker.torchrun", pool.torchrun)
+        yield
+    pool.close()

@@ -1,0 +1,32 @@
+"""Slow: the zoo of odd models with its tensors cut over tp and over cp, against the unpartitioned models."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import graphpar as gp
+from graphpar.verification import Verification
+from tests.zoo import ZOO
+from tests.zoo_programs import WHOLE, check, program_of, verified
+
+
+@functools.cache
+def cut_over(axis: str) -> dict[str, Verification | Exception]:
+    """Every model of the zoo over two ranks of an axis, its batch whole."""
+    made: dict[str, gp.Parts | Exception] = {}
+    for name in WHOLE:
+        program = program_of(ZOO[name])
+        try:
+            made[name] = gp.partition(program, gp.plan(program, mesh={axis: 2}, allow_batch_coupling=True))
+        except Exception as error:
+            made[name] = error
+    return verified(made, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_model_is_exact_when_tensors_are_cut(name: str, axis: str) -> None:
+    check(cut_over(axis)[name])
