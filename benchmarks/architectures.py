@@ -27,14 +27,14 @@ from torch import fx
 
 import graphpar as gp
 from graphpar.cost_models.flops import operator_flops
-from graphpar.mesh import Mesh
-from graphpar.passes.candidates import is_operator
-from graphpar.passes.pins import prepared
-from graphpar.passes.prices import FREE
-from graphpar.program import operator_name
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.program import operator_name
+from graphpar.ir.sharding import Decision
+from graphpar.operators.kinds import FREE
+from graphpar.operators.transitions import TABLE
+from graphpar.passes.sharding.pins import prepared
+from graphpar.passes.sharding.problem import is_operator
 from graphpar.runtime.layout import Shard
-from graphpar.sharding import Decision
-from graphpar.transitions import TABLE
 from graphpar.verification import Verification, verify_all
 from tests.architectures import ALL, program_of
 

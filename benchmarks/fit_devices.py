@@ -1,4 +1,4 @@
-"""What training programs reach of a device's peaks: the figures of ``cost_models/devices.py`` that are fitted, from published runs.
+"""What training programs reach of a device's peaks: the figures of ``graphpar/hardware/devices.py`` that are fitted, from published runs.
 
     python -m benchmarks.fit_devices DATA.jsonl --device A100 [--every 8]
 
@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from benchmarks.published_prices import DISPATCH_S, layout_of, pricing_of
 from benchmarks.published_rows import HALF, Row, Unpriced, read, rows_of
 from benchmarks.published_sources import held_out
-from graphpar.cost_models.devices import Device
 from graphpar.cost_models.estimates import Layout
 from graphpar.cost_models.pricing import Pricing
+from graphpar.hardware.devices import Device
 
 Array: TypeAlias = NDArray[np.float64]
 

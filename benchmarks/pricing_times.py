@@ -15,8 +15,8 @@ import graphpar as gp
 from benchmarks.search_times import EXAMPLES
 from graphpar.cost_models.estimates import Layout
 from graphpar.cost_models.pricing import Pricing
-from graphpar.modelfile import load_model_file
-from graphpar.passes.planning import pricing_of
+from graphpar.frontend.modelfile import load_model_file
+from graphpar.passes.planning.planning import pricing_of
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from benchmarks.published_programs import Cut, Parts, parts, with_scores_again
 from benchmarks.published_rows import HALF, Profile, Row, Unpriced
-from graphpar.cluster import Cluster
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
-from graphpar.mesh import Mesh
-from graphpar.schedule import ActionTable, Order, Transfers, action_table, order_of, parse_table, simulate
-from graphpar.zero_bubble import StageCosts, automatic
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.mesh import Mesh
+from graphpar.schedules.registry import ActionTable, Order, Transfers, action_table, order_of, parse_table, simulate
+from graphpar.schedules.zero_bubble import StageCosts, automatic
 
 AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}
 """Schedules that are made for given costs, by how often the memory of 1F1B they may take."""

@@ -18,10 +18,11 @@ import graphpar as gp
 from benchmarks.published_kernels import LOSSES
 from benchmarks.published_models import GPT, Shape
 from graphpar.cost_models.execution import Execution
-from graphpar.cost_models.units import Kind, Unit, units_of
-from graphpar.cost_models.work import Phase, Work
-from graphpar.passes.shard import shard
-from graphpar.program import Program
+from graphpar.cost_models.pipeline_units import Kind, Unit
+from graphpar.cost_models.workload import Phase, Work
+from graphpar.ir.program import Program
+from graphpar.passes.planning.measured_units import units_of
+from graphpar.passes.sharding.shard import shard
 
 ROWS = 2
 """Of the example batch; prices are symbolic in it."""

@@ -17,9 +17,9 @@ from typing import Any
 
 from benchmarks.published_models import Experts, Latent, Shape
 from benchmarks.published_sources import FIRST_FLASH, SOURCES, Habits
-from graphpar.cluster import Cluster
-from graphpar.cost_models.devices import Link, device_named
 from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import Link, device_named
 
 GIB, GB = 2**30, 10**9
 APART = frozenset({"tiny_model", "suspect", "repeat", "memory_only", "per_layer", "schedule_sim_only", "ranking_only"})

@@ -36,14 +36,14 @@ from torch import Tensor
 
 import graphpar as gp
 from benchmarks.regret_models import MODELS
-from graphpar.api import untied
-from graphpar.cluster import Cluster
 from graphpar.cost_models.calibrate import calibrate
-from graphpar.cost_models.quiet import Watch
-from graphpar.passes.choose import Pins, choose
-from graphpar.passes.planner import Priced
-from graphpar.passes.planning import planner_for
-from graphpar.program import Program
+from graphpar.cost_models.contention import Watch
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.program import Program
+from graphpar.parts import untied
+from graphpar.passes.planning.choose import Pins, choose
+from graphpar.passes.planning.planner import Priced
+from graphpar.passes.planning.planning import planner_for
 from graphpar.runtime import Pipeline, Ranks, start
 from graphpar.runtime.launch import torchrun
 

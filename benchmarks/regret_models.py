@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from benchmarks import gpt
-from graphpar.program import Program
+from graphpar.ir.program import Program
 
 LENGTH = 64
 """Tokens of a row."""

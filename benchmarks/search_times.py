@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import graphpar as gp
-from graphpar.modelfile import import_file, load_model_file
-from graphpar.passes.candidates import build_problem
-from graphpar.passes.pins import prepared
-from graphpar.passes.prices import Workload
-from graphpar.passes.search import search, sharding_of
-from graphpar.passes.shard import shard
-from graphpar.program import Program
+from graphpar.frontend.modelfile import import_file, load_model_file
+from graphpar.ir.program import Program
+from graphpar.passes.sharding.costs import Workload
+from graphpar.passes.sharding.pins import prepared
+from graphpar.passes.sharding.problem import build_problem
+from graphpar.passes.sharding.search import search, sharding_of
+from graphpar.passes.sharding.shard import shard
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MICROBATCH, MICROBATCHES = 1, 8

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.output import CHECK_FAILED, Result, check_writable, progress, write_text
 from graphpar.errors import GraphparError
-from graphpar.report_text import bytes_text, plural, seconds_text
+from graphpar.text import bytes_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.output import CHECK_FAILED, DONE, Result, program_folder, progress
-from graphpar.report_text import plural
+from graphpar.text import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def run(options: argparse.Namespace) -> Result:
     folder = program_folder(options.out)
     with progress("checking the types of every stage"):
-        from graphpar.type_check import check_folder
+        from graphpar.verification.type_check import check_folder
 
         result = check_folder(folder)
     data: dict[str, Any] = result.to_json()

@@ -12,31 +12,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar import api
-from graphpar.capture import DTYPES
+from graphpar.annotations.files import load_shard_plan
 from graphpar.cli import run_command
 from graphpar.cli.clock import Clock
 from graphpar.cli.explain import explain
 from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, check_writable, print_wrapped, progress, stdout_console, write_text
 from graphpar.cli.plan_file import read_plan, read_record
-from graphpar.cluster import Cluster
 from graphpar.codegen.saving import PeoplesFiles, check_target
 from graphpar.cost_models.estimates import Alone
 from graphpar.errors import GraphparError, near_match
-from graphpar.inputs import batch_size
-from graphpar.modelfile import ModelFile, initial_weights, load_model_file
-from graphpar.passes.asked import Asked, ask, check_batch, planned
-from graphpar.passes.given import check_alone, given_plan
-from graphpar.passes.planning import on_one_device
-from graphpar.passes.shard import shard
-from graphpar.passes.split import Stage, positions_of, split
+from graphpar.frontend.capture import DTYPES
+from graphpar.frontend.inputs import batch_size
+from graphpar.frontend.modelfile import ModelFile, initial_weights, load_model_file
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program
+from graphpar.ir.stage import Stage
+from graphpar.parts import Parts
+from graphpar.passes.planning.asked import Asked, ask, check_batch, planned
+from graphpar.passes.planning.planning import on_one_device
+from graphpar.passes.planning.validate_plan import check_alone, given_plan
+from graphpar.passes.sharding.shard import shard
+from graphpar.passes.split import positions_of, split
 from graphpar.passes.table import PASSES, Pass
-from graphpar.plans import Plan
-from graphpar.program import Program
-from graphpar.report import compile_json, html, render, report_data, with_alone
-from graphpar.report_text import bytes_text
-from graphpar.schedule import load_table
-from graphpar.shard_plans import load_shard_plan
+from graphpar.report.report import compile_json, html, render, report_data, with_alone
+from graphpar.schedules.registry import load_table
+from graphpar.text import bytes_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,7 +80,7 @@ class _Compiled:
     plan: Plan
     stages: list[Stage]
     report: dict[str, Any]
-    parts: api.Parts | None
+    parts: Parts | None
 
 
 def run(options: argparse.Namespace) -> Result:

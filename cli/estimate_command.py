@@ -14,18 +14,18 @@ from graphpar import api
 from graphpar.cli.clock import Clock
 from graphpar.cli.output import Result, print_wrapped, progress
 from graphpar.cli.plan_file import read_plan, read_record
-from graphpar.cluster import Cluster
 from graphpar.errors import GraphparError
-from graphpar.modelfile import ModelFile, load_model_file
-from graphpar.passes.formulas import PARTS, Formulas, formulas, in_sequence
-from graphpar.passes.given import check_alone, given_plan
-from graphpar.passes.planning import lowered_pricing, on_one_device, pricing_of
-from graphpar.passes.shard import shard
+from graphpar.frontend.modelfile import ModelFile, load_model_file
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program
+from graphpar.passes.planning.formulas import PARTS, Formulas, formulas, in_sequence
+from graphpar.passes.planning.planning import lowered_pricing, on_one_device, pricing_of
+from graphpar.passes.planning.validate_plan import check_alone, given_plan
+from graphpar.passes.sharding.shard import shard
 from graphpar.passes.split import positions_of, split
-from graphpar.plans import Plan
-from graphpar.program import Program
-from graphpar.report import compile_json, render, report_data, with_alone
-from graphpar.report_text import count_text, indices_text
+from graphpar.report.report import compile_json, render, report_data, with_alone
+from graphpar.text import count_text, indices_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.passes.split import Stage
-from graphpar.plans import Plan
-from graphpar.program import Program, concrete_shape
-from graphpar.report_data import stage_parameters
-from graphpar.report_text import indices_text
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program, concrete_shape
+from graphpar.ir.stage import Stage
+from graphpar.report.data import stage_parameters
+from graphpar.text import indices_text
 
 
 def explain(

@@ -14,24 +14,24 @@ from typing import Any
 
 from torch import fx
 
-from graphpar.annotation_values import Choice, Spec
-from graphpar.annotations import ShardPins, names_of, resolve
-from graphpar.cluster import Cluster
+from graphpar.annotations.patterns import ShardPins, names_of, resolve
+from graphpar.annotations.values import Choice, Spec
 from graphpar.codegen.printer import describe_shape
 from graphpar.cost_models.sent import SentPrices
 from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
-from graphpar.passes.candidates import Operator, Value, build_problem
-from graphpar.passes.pins import pin_nodes, prepared
-from graphpar.passes.planning import pricing_of
-from graphpar.passes.prices import Prices, Workload
-from graphpar.passes.search import SearchPins, Solution, search, sharding_of
-from graphpar.plans import Plan
-from graphpar.program import Block, Program, module_path, value_name
-from graphpar.report_text import seconds_text
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Block, Program, module_path, value_name
+from graphpar.ir.sharding import Sharding, Types
+from graphpar.operators.transitions import moves
+from graphpar.passes.planning.planning import pricing_of
+from graphpar.passes.sharding.costs import Prices, Workload
+from graphpar.passes.sharding.pins import pin_nodes, prepared
+from graphpar.passes.sharding.problem import Operator, Value, build_problem
+from graphpar.passes.sharding.search import SearchPins, Solution, search, sharding_of
 from graphpar.runtime.layout import R, Shard, Type
-from graphpar.sharding import Sharding, Types
-from graphpar.transitions import moves
+from graphpar.text import seconds_text
 
 MOST = 12
 """So many tensors are searched again, each once for every axis; a pattern may match more."""

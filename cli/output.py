@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.report_text import wrapped
+from graphpar.text import wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from typing import Any
 
 from graphpar.cli.output import program_folder
 from graphpar.errors import GraphparError, near_match
-from graphpar.plans import Plan
+from graphpar.ir.plan import Plan
 
 
 def read_record(path: str | Path) -> tuple[Path, dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from graphpar.cli.output import Result, write_text
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.errors import GraphparError
-from graphpar.report import html, plan_text, render, trace, with_alone
+from graphpar.report.report import html, plan_text, render, trace, with_alone
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.output import Result, program_folder, progress
 from graphpar.errors import GraphparError
-from graphpar.report_text import bytes_text, plural, seconds_text
+from graphpar.text import bytes_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,7 +84,7 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
 
 def prediction(plan: Mapping[str, Any], devices: int) -> dict[str, Any] | None:
     """Seconds of a step as ``plan.json`` predicts them, for which devices, and whether such devices are ``here``."""
-    from graphpar.cluster import Cluster
+    from graphpar.hardware.cluster import Cluster
 
     predicted = plan.get("report", {}).get("predicted")
     if predicted is None:
@@ -130,10 +130,10 @@ def prepare(folder: Path, plan: dict[str, Any]) -> None:
         return
     from safetensors.torch import save_file
 
-    from graphpar.api import untied
-    from graphpar.capture import DTYPES
     from graphpar.codegen.saving import record
-    from graphpar.modelfile import example_batch, find_model_file, initial_weights, load_model_file
+    from graphpar.frontend.capture import DTYPES
+    from graphpar.frontend.modelfile import example_batch, find_model_file, initial_weights, load_model_file
+    from graphpar.parts import untied
 
     if not named:
         raise GraphparError(f"{folder} has no weights, and its plan.json names no model file to make them from.")

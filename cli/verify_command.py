@@ -8,7 +8,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.output import CHECK_FAILED, DONE, Result, program_folder, progress
-from graphpar.report_text import plural
+from graphpar.text import plural
 
 if TYPE_CHECKING:
     from rich.console import Console

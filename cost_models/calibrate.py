@@ -2,7 +2,8 @@
 
     calibrate("cpu", 2) ──torchrun──► rows of times (measure) ──fit──► Cluster, errors ──► PROFILE.json ──Cluster.parse──► Cluster
 
-A profile holds the figures as :meth:`graphpar.cluster.Cluster.to_json` writes them, the times they are from, and how well they fit.
+A profile holds the figures as :meth:`~graphpar.hardware.cluster.Cluster.to_json` writes them, the times they are from, and how well they
+fit.
 Ranks of a CPU have the threads that the runtime gives them (``OMP_NUM_THREADS``, or one), so that the figures are those of a rank.
 """
 
@@ -21,12 +22,12 @@ from typing import Any
 import torch
 
 import graphpar
-from graphpar.cluster import Cluster
-from graphpar.cost_models.devices import DEVICES, Device, Link, device_named, usable
+from graphpar.cost_models.contention import OTHERS
 from graphpar.cost_models.fit_device import COLLECTIVES, Error, fit_actions, fit_device, fit_link, kind_of
 from graphpar.cost_models.measure import Request, Row
-from graphpar.cost_models.quiet import OTHERS
 from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import DEVICES, Device, Link, device_named, usable
 from graphpar.runtime.launch import torchrun
 
 TIMEOUT_S = 1800.0

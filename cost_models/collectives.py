@@ -33,10 +33,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphpar.cluster import Cluster
-from graphpar.cost_models.devices import Link
 from graphpar.errors import GraphparError, near_match
-from graphpar.mesh import Mesh
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import Link
+from graphpar.ir.mesh import Mesh
 from graphpar.runtime.layout import AXES
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")

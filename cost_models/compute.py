@@ -8,7 +8,7 @@ attention   flops at the share of the peak that fused kernels reach, less for sh
 traffic     bytes at the share of the bandwidth that elementwise kernels reach
 all         at least ``launch_s`` an operator; on a GPU a phase takes at least ``dispatch_s`` of the host for each operator
 
-Shares are the device's (:class:`graphpar.cost_models.devices.Device`); the shapes of tiles are those of the libraries.
+Shares are the device's (:class:`graphpar.hardware.devices.Device`); the shapes of tiles are those of the libraries.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from graphpar.cost_models.devices import Device
-from graphpar.cost_models.work import (
+from graphpar.cost_models.workload import (
     ATTENTION_BACKWARD,
     Attention,
     Collective,
@@ -32,6 +31,7 @@ from graphpar.cost_models.work import (
     Traffic,
     Work,
 )
+from graphpar.hardware.devices import Device
 
 Array = NDArray[np.float64]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.timelines import Closing, Conditions, StageEstimate
-from graphpar.report_text import bytes_text, seconds_text, share_text
-from graphpar.schedule import Order
+from graphpar.display import as_page
+from graphpar.schedules.registry import Order
+from graphpar.text import bytes_text, seconds_text, share_text
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,7 @@ class Estimate:
         )
 
     def _repr_html_(self) -> str:
-        from graphpar.report_notebook import estimate_frame  # the report draws estimates
-
-        return estimate_frame(self)
+        return as_page(self)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; peaks and parts of memory are of each pp rank."""

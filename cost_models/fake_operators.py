@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
-from graphpar.functions import OPERATORS, plain_apply
+from graphpar.operators.functions import OPERATORS, plain_apply
 
 
 def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, even_experts: bool) -> Any:

@@ -22,15 +22,15 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from graphpar.cluster import Cluster
 from graphpar.cost_models.collectives import Group, Network
 from graphpar.cost_models.compute import Compute
-from graphpar.cost_models.devices import Device, Link
 from graphpar.cost_models.measure import DTYPES, STAGES, Row
-from graphpar.cost_models.work import ONE, Attention, Phase, Product, Size, Traffic, Work
+from graphpar.cost_models.workload import ONE, Attention, Phase, Product, Size, Traffic, Work
 from graphpar.errors import GraphparError
-from graphpar.schedule import action_table, order_of
-from graphpar.simulation import Transfers, simulate
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import Device, Link
+from graphpar.schedules.registry import action_table, order_of
+from graphpar.schedules.simulation import Transfers, simulate
 
 Array = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.emitted import random_streams
-from graphpar.program import Program, batch_coefficients, operator_name, value_of
+from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of
 
 
 def node_flops(program: Program, batch: int) -> dict[fx.Node, float]:

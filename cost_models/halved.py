@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphpar.cost_models.units import Held, Kind, Unit
-from graphpar.cost_models.work import Collective, Row, Traffic, Work
+from graphpar.cost_models.pipeline_units import Held, Kind, Unit
+from graphpar.cost_models.workload import Collective, Row, Traffic, Work
 
 
 def halved(units: Sequence[Unit]) -> list[Unit]:

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-from graphpar.cost_models.quiet import Watch
+from graphpar.cost_models.contention import Watch
 from graphpar.runtime.distributed import Ranks, gather_objects, start
 
 TIMEOUT_S = 300.0
@@ -80,7 +80,7 @@ Call = Callable[[], object]
 class Request:
     """What to measure: on how many ranks at once, the seconds that a case may take, and whether only small shapes are.
 
-    ``patience_s``: see :class:`graphpar.cost_models.quiet.Watch`.
+    ``patience_s``: see :class:`graphpar.cost_models.contention.Watch`.
     """
 
     at_once: tuple[int, ...] = (1,)

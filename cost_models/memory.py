@@ -6,8 +6,8 @@
                      action table of the schedule ──walk the rank's actions──► activations and transient at the peak
 
 Nothing of it is a formula for a kind of model: sizes are those of the lowered program, what autograd keeps is measured
-(:mod:`graphpar.cost_models.saved`), the order is the one that the runtime runs, and buffers are those that the runtime and torch's
-pipeline stages make.
+(:mod:`graphpar.cost_models.activation_memory`), the order is the one that the runtime runs, and buffers are those that the runtime
+and torch's pipeline stages make.
 
 The parts are added up, though they are not all there at the same moment: gradients are counted whole, as they are from the second
 microbatch on, and so are the buckets in which they are summed. What the optimizer's own step takes is not counted.
@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from graphpar.cost_models.activation_memory import Activations, attributes
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.flops import tensor_bytes
-from graphpar.cost_models.saved import Activations, attributes
 from graphpar.errors import GraphparError
-from graphpar.plans import Plan
-from graphpar.program import Program, TensorInfo
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program, TensorInfo
 from graphpar.runtime.gradients import buckets
 from graphpar.runtime.layout import R
-from graphpar.schedule import ActionTable, action_table, in_flight, parse_table
+from graphpar.schedules.registry import ActionTable, action_table, in_flight, parse_table
 
 if TYPE_CHECKING:
-    from graphpar.passes.split import Stage
+    from graphpar.ir.stage import Stage
 
 MAIN_DTYPE = torch.float32
 """Of the copies of low-precision parameters that an optimizer may update in their place."""

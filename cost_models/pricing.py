@@ -14,23 +14,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from graphpar.cluster import Cluster
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
-from graphpar.cost_models.devices import figures_of
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import Memory
+from graphpar.cost_models.pipeline_units import Kind, Unit
 from graphpar.cost_models.timelines import Closing, Conditions, StageEstimate
 from graphpar.cost_models.unit_bytes import REPLICAS, UnitBytes
-from graphpar.cost_models.units import Kind, Unit
-from graphpar.cost_models.work import Collective, Phase
+from graphpar.cost_models.workload import Collective, Phase
 from graphpar.errors import GraphparError
-from graphpar.mesh import Mesh
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import figures_of
+from graphpar.ir.mesh import Mesh
 from graphpar.runtime.gradients import BUCKET_BYTES
-from graphpar.schedule import Order, action_order, forwards, in_flight, order_of, peak_in_flight, stage_ranks
-from graphpar.simulation import Timeline
-from graphpar.turns import Turns
+from graphpar.schedules.core_sharing import Turns
+from graphpar.schedules.registry import Order, action_order, forwards, in_flight, order_of, peak_in_flight, stage_ranks
+from graphpar.schedules.simulation import Timeline
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphpar.cluster import Cluster
 from graphpar.cost_models.collectives import Network
-from graphpar.cost_models.work import Collective, Phase, Works
-from graphpar.mesh import Mesh
-from graphpar.program import Program, operator_name
-from graphpar.transitions import TABLE, Transition, collective_cost
+from graphpar.cost_models.workload import Collective, Phase, Works
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.program import Program, operator_name
+from graphpar.operators.transitions import TABLE, Transition, collective_cost
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from graphpar.cluster import Cluster
 from graphpar.cost_models.collectives import Network
-from graphpar.cost_models.devices import Link
 from graphpar.cost_models.flops import dominant_dtype
-from graphpar.mesh import Mesh
-from graphpar.program import Program
-from graphpar.transitions import Cost, collective_cost
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import Link
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.program import Program
+from graphpar.operators.transitions import Cost, collective_cost
 
 _LINK = Link(8e-6, 200e9)
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from graphpar.schedule_order import Order
-from graphpar.schedule_table import ActionTable
-from graphpar.simulation import Segment, Span, Timeline, Transfers, simulate
-from graphpar.turns import Turns
+from graphpar.schedules.core_sharing import Turns
+from graphpar.schedules.order import Order
+from graphpar.schedules.simulation import Segment, Span, Timeline, Transfers, simulate
+from graphpar.schedules.table import ActionTable
 
 
 @dataclass(frozen=True)

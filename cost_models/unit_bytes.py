@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
-from graphpar.cost_models.units import Held, Unit, joined, joint
-from graphpar.mesh import Mesh
+from graphpar.cost_models.pipeline_units import Held, Unit, joined, joint
+from graphpar.ir.mesh import Mesh
 from graphpar.runtime.gradients import BUCKET_BYTES
 
 Array = NDArray[np.float64]

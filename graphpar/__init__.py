@@ -12,32 +12,33 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "Cluster": "graphpar.cluster",
+    "Cluster": "graphpar.hardware.cluster",
     "GraphparError": "graphpar.errors",
-    "Mesh": "graphpar.mesh",
-    "Parts": "graphpar.api",
-    "Plan": "graphpar.plans",
-    "Program": "graphpar.program",
-    "SplitPoint": "graphpar.plans",
+    "Mesh": "graphpar.ir.mesh",
+    "Parts": "graphpar.parts",
+    "Plan": "graphpar.api",
+    "Program": "graphpar.api",
+    "SplitPoint": "graphpar.ir.plan",
     "check": "graphpar.api",
     "estimate": "graphpar.api",
     "export": "graphpar.api",
-    "merge_plans": "graphpar.shard_plans",
+    "merge_plans": "graphpar.annotations.files",
     "partition": "graphpar.api",
     "plan": "graphpar.api",
-    "register_rule": "graphpar.rules.table",
+    "register_rule": "graphpar.operators.rules",
     "verify": "graphpar.api",
 }
 
 if TYPE_CHECKING:
-    from graphpar.api import Parts, check, estimate, export, partition, plan, verify
-    from graphpar.cluster import Cluster
+    from graphpar.annotations.files import merge_plans
+    from graphpar.api import check, estimate, export, partition, plan, verify
     from graphpar.errors import GraphparError
-    from graphpar.mesh import Mesh
-    from graphpar.plans import Plan, SplitPoint
-    from graphpar.program import Program
-    from graphpar.rules.table import register_rule
-    from graphpar.shard_plans import merge_plans
+    from graphpar.hardware.cluster import Cluster
+    from graphpar.ir.mesh import Mesh
+    from graphpar.ir.plan import Plan, SplitPoint
+    from graphpar.ir.program import Program
+    from graphpar.operators.rules import register_rule
+    from graphpar.parts import Parts
 
 __all__ = [
     "Cluster",

@@ -9,32 +9,37 @@ parts.save("out/");  verify(parts);  check(parts)
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from graphpar.capture import DTYPES, ModelLike, capture
-from graphpar.cluster import Cluster
-from graphpar.codegen.package import emit_package, import_stage
-from graphpar.codegen.saving import save_package
+from graphpar.codegen.package import emit_package
+from graphpar.codegen.printer import program_text
 from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.execution import Execution
+from graphpar.display import as_page, as_text
 from graphpar.errors import GraphparError
-from graphpar.passes.asked import Splits, ask, planned
-from graphpar.passes.given import given_plan
-from graphpar.passes.planner import SHOWN
-from graphpar.passes.planning import estimate_plan
-from graphpar.passes.shard import shard
-from graphpar.passes.split import Stage, positions_of, split
+from graphpar.frontend.capture import DTYPES, ModelLike, capture
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program
+from graphpar.parts import Parts
+from graphpar.passes.planning.asked import Splits, ask, planned
+from graphpar.passes.planning.planner import SHOWN
+from graphpar.passes.planning.planning import estimate_plan
+from graphpar.passes.planning.validate_plan import given_plan
+from graphpar.passes.sharding.shard import shard
+from graphpar.passes.split import positions_of, split
 from graphpar.passes.table import Pass, run_passes
-from graphpar.plans import Plan
-from graphpar.program import Program
-from graphpar.report_notebook import report_frame
+from graphpar.report.notebook import estimate_frame, plan_frame
+from graphpar.report.report import beside, plan_text, report_data
+
+as_text.register(Plan, plan_text)
+as_text.register(Program, program_text)
+as_page.register(Plan, plan_frame)
+as_page.register(Estimate, estimate_frame)
 
 
 def export(
@@ -129,7 +134,7 @@ def plan(
         layers_per_stage, edge_layers: instead, how many layers a stage has, and how many layers the parts before and after
             them count as.
         table: a schedule of one's own as CSV text, one row a rank: ``0F0,0F1,0B0,0B1``.
-        shard_plan: how parameters, inputs and outputs of modules lie, by pattern; see :mod:`graphpar.annotations`.
+        shard_plan: how parameters, inputs and outputs of modules lie, by pattern; see :mod:`graphpar.annotations.patterns`.
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
         dtype: in which the model was built, where it was not ``export`` that was told so.
         top: how many of the plans that were not taken are kept in ``plan.found``.
@@ -178,79 +183,6 @@ def _take_parts(value: object, function: str) -> None:
         )
 
 
-@dataclass
-class Parts:
-    """A partitioned program: its plan, its stages, the text of the emitted package, and the data of its report."""
-
-    program: Program
-    plan: Plan
-    stages: list[Stage]
-    files: dict[str, str]
-    constants: dict[str, Tensor]
-    report: dict[str, Any]
-    model_file: str | None = None
-    _folder: Any = field(default=None, repr=False)
-
-    def __repr__(self) -> str:
-        return f"Parts({self.plan!r}: {', '.join(self.files)})"
-
-    def _repr_html_(self) -> str:
-        return report_frame(self.report)
-
-    def save(self, folder: str | Path, weights: Mapping[str, Tensor] | None = None, force: bool = False) -> Path:
-        """Write the package to ``folder``, which is replaced as a whole; ``weights`` by state_dict name go with it.
-
-        Args:
-            force: write although files in ``folder`` were changed or added. Those that are written anew are kept as ``NAME.orig``,
-                others stay.
-
-        Raises:
-            GraphparError: ``folder`` can't be written, holds something else, or such files without ``force``; these are named.
-        """
-        from safetensors.torch import save_file
-
-        def write(scratch: Path) -> None:
-            for name, text in self.files.items():
-                (scratch / name).write_text(text)
-            if self.constants:
-                constants = {name: value.contiguous() for name, value in self.constants.items()}
-                save_file(constants, scratch / "constants.safetensors")
-            if weights is not None:
-                (scratch / "weights").mkdir()
-                save_file(untied(weights), scratch / "weights" / "model.safetensors")
-
-        save_package(folder, write, force)
-        return Path(folder)
-
-    @cached_property
-    def folder(self) -> Path:
-        """The package on disk, in a temporary folder that goes away with this object."""
-        self._folder = tempfile.TemporaryDirectory(prefix="graphpar-")
-        return self.save(Path(self._folder.name) / "out")
-
-    def stage(self, rank: int) -> nn.Module | list[nn.Module]:
-        """The emitted stage module of pp rank ``rank`` on the meta device (a list where the rank holds several)."""
-        indices = [stage.index for stage in self.plan.stages if stage.rank == rank]
-        if not indices:
-            raise GraphparError(f"There is no rank {rank}; the plan has ranks 0 to {self.plan.mesh.pp - 1}.")
-        modules = [import_stage(self.folder, index) for index in indices]
-        return modules[0] if len(modules) == 1 else modules
-
-
-def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tied tensors under their first name only: a safetensors file holds no shared memory."""
-    seen: set[tuple[int, Any, tuple[int, ...]]] = set()
-    kept: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        key = (value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape))
-        if key in seen and value.numel():
-            continue
-        seen.add(key)
-        alone = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
-        kept[name] = value.detach() if alone else value.detach().contiguous().clone()
-    return kept
-
-
 def partition(program: Program, plan: Plan, *, model_file: str | None = None) -> Parts:
     """Split ``program`` as ``plan`` says and print the stage modules."""
     _take(program, Program, "partition")
@@ -258,8 +190,9 @@ def partition(program: Program, plan: Plan, *, model_file: str | None = None) ->
     given_plan(program, plan)
     sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
     stages = split(sized, positions_of(sized, plan.cuts))
-    package = emit_package(sized, plan, stages, model_file)
-    return Parts(sized, plan, stages, package.files, package.constants, package.report, model_file)
+    data = report_data(sized, plan, stages)
+    package = emit_package(sized, plan, stages, data, model_file)
+    return Parts(sized, plan, stages, package.files | beside(data, plan), package.constants, data, model_file)
 
 
 def estimate(
@@ -290,8 +223,8 @@ def verify(parts: Parts | str | Path, steps: int = 4, **options: Any) -> Any:
 
 
 def check(parts: Parts | str | Path) -> Any:
-    """Check the types of the emitted program in this process, at its world size. See :mod:`graphpar.type_check`."""
-    from graphpar.type_check import check_folder
+    """Check the types of the emitted program in this process, at its world size. See :mod:`graphpar.verification.type_check`."""
+    from graphpar.verification.type_check import check_folder
 
     _take_parts(parts, "check")
     return check_folder(parts.folder if isinstance(parts, Parts) else parts)

@@ -14,44 +14,19 @@ soon as they have what it needs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.passes.applications import first_applications
-from graphpar.passes.functional import is_inplace, written_buffers
-from graphpar.passes.outline import local_size
-from graphpar.passes.simplify import remove_dead_code
-from graphpar.plans import Cut, SplitPoint
-from graphpar.program import Helper, Program, batch_coefficients, operator_name, unique_names, value_name, value_of
+from graphpar.ir.plan import Cut, SplitPoint
+from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, unique_names, value_name, value_of
+from graphpar.ir.stage import Boundary, Stage
+from graphpar.passes.normalize.applications import first_applications
+from graphpar.passes.normalize.functional import is_inplace, written_buffers
+from graphpar.passes.normalize.outline import local_size
+from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.runtime.layout import ExpertRows
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """A value that one stage sends to the next."""
-
-    name: str
-    node: fx.Node  # in the root graph
-    requires_grad: bool
-
-
-@dataclass
-class Stage:
-    """One stage: its graph (placeholders: received values, then inputs, then counts) and what belongs to it."""
-
-    index: int
-    graph: fx.Graph
-    receives: tuple[Boundary, ...]
-    sends: tuple[Boundary, ...]
-    inputs: tuple[str, ...]
-    counts: tuple[str, ...]
-    attributes: tuple[str, ...]  # parameters, buffers and constants, by name
-    modules: tuple[str, ...]
-    recomputed: tuple[str, ...]  # values that other stages compute too
-
 
 # ---- where the cuts are ----------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The pass table: every step from a captured program to one that can be split, in order.
 
-A pass is a plain function from :class:`~graphpar.program.Program` to Program. After each one ``check`` looks at what the
+A pass is a plain function from :class:`~graphpar.ir.program.Program` to Program. After each one ``check`` looks at what the
 pass promises, so a broken pass is found where it broke.
 """
 
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from graphpar.passes.functional import functionalize, is_inplace
-from graphpar.passes.helpers import share_helpers
-from graphpar.passes.loss import share_loss
-from graphpar.passes.marks import keep_marks
-from graphpar.passes.outline import outline
-from graphpar.passes.regions import inline_regions
-from graphpar.passes.simplify import simplify
-from graphpar.passes.streams import assign_streams
-from graphpar.passes.unchosen import fill_unchosen, sizes_are_known
-from graphpar.program import Helper, Program, operator_name
+from graphpar.ir.program import Helper, Program, operator_name
+from graphpar.passes.normalize.functional import functionalize, is_inplace
+from graphpar.passes.normalize.helpers import share_helpers
+from graphpar.passes.normalize.loss import share_loss
+from graphpar.passes.normalize.outline import outline
+from graphpar.passes.normalize.pipe_split import keep_marks
+from graphpar.passes.normalize.random_streams import assign_streams
+from graphpar.passes.normalize.regions import inline_regions
+from graphpar.passes.normalize.simplify import simplify
+from graphpar.passes.normalize.unchosen import fill_unchosen, sizes_are_known
 
 
 @dataclass(frozen=True)

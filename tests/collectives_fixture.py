@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphpar.emitted import collectives
+from graphpar.operators.transitions import Step, path
 from graphpar.runtime import start
 from graphpar.runtime.layout import I, P, R, Shard, Type, cut
-from graphpar.transitions import Step, path
 
 SHAPE = (6, 5, 24)
 GARBAGE = 7

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import graphpar as gp
-from graphpar.capture import own_loss
-from graphpar.passes.split import Stage
-from graphpar.program import Program
+from graphpar.frontend.capture import own_loss
+from graphpar.ir.program import Program
+from graphpar.ir.stage import Stage
 
 LossFn = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from graphpar.cost_models.storages import Live
+from graphpar.cost_models.storage_tracker import Live
 from graphpar.runtime import Pipeline, start
 
 

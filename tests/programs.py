@@ -6,8 +6,8 @@ import functools
 from pathlib import Path
 
 import graphpar as gp
-from graphpar.modelfile import ModelFile, load_model_file
-from graphpar.program import Program
+from graphpar.frontend.modelfile import ModelFile, load_model_file
+from graphpar.ir.program import Program
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LARGE = {"llama3_8b", "llama3_70b", "llama3_405b", "gpt2"}

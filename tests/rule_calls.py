@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from graphpar.program import operator_name
-from graphpar.rules.prove import Call
+from graphpar.ir.program import operator_name
+from graphpar.operators.prove import Call
 
 
 def calls_of(function: Callable[..., Any], *tensors: Tensor) -> list[Call]:

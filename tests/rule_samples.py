@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphpar.emitted import random_streams
-from graphpar.rules.prove import Call
+from graphpar.operators.prove import Call
 from tests.rule_calls import calls_of
 
 Made = Callable[..., Any]

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from graphpar.cost_models.sharding import ShardingCosts
-from graphpar.passes import search as passes_search
-from graphpar.passes.candidates import Choice, Edge, Operator, Problem, Types, Value
-from graphpar.passes.prices import Workload
-from graphpar.passes.search import SearchPins, priced
+from graphpar.passes.sharding import search as passes_search
+from graphpar.passes.sharding.costs import Workload
+from graphpar.passes.sharding.problem import Choice, Edge, Operator, Problem, Types, Value
+from graphpar.passes.sharding.search import SearchPins, priced
 from graphpar.runtime.layout import R, Shard
 
 LARGEST = 60_000_000  # entries of a table

@@ -25,12 +25,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 import graphpar as gp
-from graphpar.annotation_values import WHOLE, Spec, allows, read_value, spec_text
-from graphpar.annotations import ModelNames, ShardPins, matching, names_of, resolve
-from graphpar.capture import capture
+from graphpar.annotations.files import load_shard_plan, merge_plans
+from graphpar.annotations.patterns import ModelNames, ShardPins, matching, names_of, resolve
+from graphpar.annotations.values import WHOLE, Spec, allows, read_value, spec_text
 from graphpar.errors import GraphparError
+from graphpar.frontend.capture import capture
 from graphpar.runtime import layout
-from graphpar.shard_plans import load_shard_plan, merge_plans
 
 
 class Conv1D(nn.Module):

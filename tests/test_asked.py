@@ -13,8 +13,8 @@ import torch
 
 import graphpar as gp
 from graphpar import api
-from graphpar.passes.asked import ask
-from graphpar.passes.given import check_alone
+from graphpar.passes.planning.asked import ask
+from graphpar.passes.planning.validate_plan import check_alone
 from graphpar.verification import Verification
 from tests.programs import example
 

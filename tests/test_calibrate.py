@@ -15,10 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import graphpar as gp
 from graphpar.cli.main import main
-from graphpar.cluster import Cluster
 from graphpar.cost_models import calibrate as calibration
 from graphpar.cost_models.calibrate import Profile, calibrate, profile_of
-from graphpar.cost_models.devices import DEVICES, Device, Link, device_named
 from graphpar.cost_models.fit_device import (
     Error,
     fit_actions,
@@ -31,8 +29,10 @@ from graphpar.cost_models.fit_device import (
     work_of,
 )
 from graphpar.cost_models.measure import STAGES, Case, Row, cases, seconds
-from graphpar.schedule import action_table
-from graphpar.simulation import Transfers, simulate
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import DEVICES, Device, Link, device_named
+from graphpar.schedules.registry import action_table
+from graphpar.schedules.simulation import Transfers, simulate
 
 CPU = torch.device("cpu")
 SHIPPED = Path(__file__).parent.parent / "benchmarks" / "data" / "cpu_profile.json"

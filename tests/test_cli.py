@@ -22,10 +22,10 @@ from graphpar.cli import compile_command, run_command
 from graphpar.cli.main import main
 from graphpar.cli.parsers import build_parser
 from graphpar.codegen.saving import peoples_files
-from graphpar.report_text import seconds_text
 from graphpar.runtime.launch import LaunchResult
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.weights import no_weights
+from graphpar.text import seconds_text
 from tests.programs import example
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -539,7 +539,7 @@ def test_our_own_bugs_are_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_a_file_is_imported_once(folder: Path) -> None:
-    from graphpar.modelfile import load_model_file
+    from graphpar.frontend.modelfile import load_model_file
 
     (folder / "helper.py").write_text("VALUE = 4\n")
     (folder / "model.py").write_text(

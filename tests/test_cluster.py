@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphpar as gp
-from graphpar.cluster import Cluster
-from graphpar.cost_models.devices import DEVICES, Device, Link, device_named
 from graphpar.cost_models.flops import dominant_dtype
 from graphpar.cost_models.sharding import ShardingCosts
-from graphpar.mesh import Mesh
-from graphpar.report import report_data
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import DEVICES, Device, Link, device_named
+from graphpar.ir.mesh import Mesh
+from graphpar.report.report import report_data
 from tests.test_docs import ALL
 
 FAST, SLOW = Link(1e-6, 100e9), Link(5e-6, 10e9)

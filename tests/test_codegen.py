@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.codegen.layout import commented
 from graphpar.codegen.printer import describe_shape, describe_types
-from graphpar.report import report_data
-from graphpar.transitions import TABLE
+from graphpar.operators.transitions import TABLE
+from graphpar.report.report import report_data
 from tests.programs import SMALL, example, example_file
 
 

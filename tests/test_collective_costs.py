@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import graphpar as gp
-from graphpar.cluster import Cluster
 from graphpar.cost_models import collectives
 from graphpar.cost_models.collectives import KINDS, Group, Network
-from graphpar.cost_models.devices import DEVICES, Link
-from graphpar.mesh import Mesh
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import DEVICES, Link
+from graphpar.ir.mesh import Mesh
+from graphpar.operators.transitions import collective_cost
 from graphpar.runtime.layout import AXES, coordinates
-from graphpar.transitions import collective_cost
 
 FAST, SLOW = Link(1e-6, 100e9), Link(5e-6, 10e9)
 ONE = Group(1, 1, 1)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graphpar.emitted import collectives
+from graphpar.operators.transitions import TABLE, Cost, collective_cost, path
 from graphpar.runtime.launch import torchrun
 from graphpar.runtime.layout import I, P, R, Shard, Type, cut, joined, local_size
-from graphpar.transitions import TABLE, Cost, collective_cost, path
 from tests import collectives_fixture as fixture
 from tests.collectives_fixture import GRADIENT, LOSSES, SHAPE, VOCABULARIES, Case, Loss, types
 

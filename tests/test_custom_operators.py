@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.codegen import operators
-from graphpar.program import operator_name
-from graphpar.rules.prove import context_of
-from graphpar.rules.table import REGISTERED, placements
+from graphpar.ir.program import operator_name
+from graphpar.operators.prove import context_of
+from graphpar.operators.rules import REGISTERED, placements
 from graphpar.verification import verify_all
 
 THREE = 3.0

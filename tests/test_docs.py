@@ -31,8 +31,8 @@ import pytest
 
 from graphpar.cli.main import main
 from graphpar.cli.parsers import build_parser
-from graphpar.cost_models.devices import DEVICES
-from graphpar.schedule import (
+from graphpar.hardware.devices import DEVICES
+from graphpar.schedules.registry import (
     SCHEDULES,
     action_table,
     check_deadlock,

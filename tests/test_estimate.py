@@ -17,9 +17,9 @@ import graphpar as gp
 from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.timelines import Conditions, StageEstimate
-from graphpar.passes.formulas import B, S, in_sequence
-from graphpar.passes.why_not import why_not
-from graphpar.report import render
+from graphpar.passes.planning.formulas import B, S, in_sequence
+from graphpar.passes.planning.why_not import why_not
+from graphpar.report.report import render
 from tests.programs import example, example_file
 from tests.test_cli import GPT, HEAD_FIRST, compiled, folder, message, output
 

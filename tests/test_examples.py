@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 import graphpar as gp
-from graphpar.mesh import Mesh
+from graphpar.ir.mesh import Mesh
 from graphpar.verification import Reference, Verification, reference_for, verify_all
 from tests.programs import SMALL, example, norms_pinned
 

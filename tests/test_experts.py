@@ -12,14 +12,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.annotation_values import allows
+from graphpar.annotations.values import allows
 from graphpar.cli.main import main
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
-from graphpar.program import Program
-from graphpar.report import render, report_data
-from graphpar.report_text import bytes_text, count_text
+from graphpar.ir.program import Program
+from graphpar.report.report import render, report_data
 from graphpar.runtime.layout import ExpertRows, Shard, parse_type
+from graphpar.text import bytes_text, count_text
 from graphpar.verification import verify_all
 from tests.programs import EXAMPLES, example, example_file
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphpar as gp
+from graphpar.cost_models.activation_memory import Activations, Passes
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import (
     ALLOCATOR_SLACK,
@@ -31,17 +32,16 @@ from graphpar.cost_models.memory import (
     saved_bytes,
     table_of,
 )
-from graphpar.cost_models.saved import Activations, Passes
-from graphpar.cost_models.storages import Live
+from graphpar.cost_models.storage_tracker import Live
 from graphpar.errors import GraphparError
-from graphpar.mesh import Mesh
-from graphpar.program import concrete_shape, value_of
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.program import concrete_shape, value_of
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.launch import torchrun
 from graphpar.runtime.layout import AXES, rank_at
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.stages import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
-from graphpar.schedule import action_table, parse_table, peak_in_flight
+from graphpar.schedules.registry import action_table, parse_table, peak_in_flight
 from tests.programs import SMALL, example, norms_pinned
 
 ROWS = 2

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.passes.functional import is_inplace
-from graphpar.program import Program, operator_name
+from graphpar.ir.program import Program, operator_name
+from graphpar.passes.normalize.functional import is_inplace
 from tests.equality import Case, assert_exact, assert_same, eager, near, run
 
 Function = Callable[["Layered", Tensor], Tensor]

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import graphpar as gp
-from graphpar.passes.split import Stage, _boundary_names, positions_of, split
-from graphpar.plans import Cut, SplitPoint
-from graphpar.program import Program
+from graphpar.ir.plan import Cut, SplitPoint
+from graphpar.ir.program import Program
+from graphpar.ir.stage import Stage
+from graphpar.passes.split import _boundary_names, positions_of, split
 from tests.equality import Case, assert_exact, assert_same, eager, run
 
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(6))

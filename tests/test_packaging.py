@@ -12,7 +12,7 @@ import pytest
 import graphpar
 
 ROOT = Path(__file__).parents[1]
-COMPILER = ("graphpar.api", "graphpar.capture", "graphpar.codegen", "graphpar.cost_models", "graphpar.passes")
+COMPILER = ("graphpar.api", "graphpar.frontend.capture", "graphpar.codegen", "graphpar.cost_models", "graphpar.passes")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

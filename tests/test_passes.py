@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.program import operator_name
+from graphpar.ir.program import operator_name
 from tests.equality import Case, assert_exact
 
 ROWS = 6

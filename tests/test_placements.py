@@ -16,15 +16,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import graphpar as gp
 from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.errors import GraphparError
-from graphpar.passes.biases import separate_biases
-from graphpar.passes.candidates import build_problem
-from graphpar.passes.prices import Workload
-from graphpar.passes.search import search
-from graphpar.passes.shard import lower, shard
-from graphpar.plans import Plan
-from graphpar.program import Program, operator_name
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program, operator_name
+from graphpar.operators.transitions import TABLE
+from graphpar.passes.sharding.costs import Workload
+from graphpar.passes.sharding.linear_bias import separate_biases
+from graphpar.passes.sharding.problem import build_problem
+from graphpar.passes.sharding.search import search
+from graphpar.passes.sharding.shard import lower, shard
 from graphpar.runtime.layout import Shard
-from graphpar.transitions import TABLE
 from graphpar.verification import verify_all
 from tests.programs import example, norms_pinned
 

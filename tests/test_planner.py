@@ -20,18 +20,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.cluster import Cluster
-from graphpar.cost_models.devices import DEVICES, Device
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
-from graphpar.mesh import Mesh
-from graphpar.passes import planning
-from graphpar.passes.choose import Pins
-from graphpar.passes.planner import DEPTHS, Planner, Priced
-from graphpar.passes.planning import estimate_plan, planner_for, search_plan
-from graphpar.program import Program
-from graphpar.schedule import SCHEDULES, check_legal
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import DEVICES, Device
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.program import Program
+from graphpar.passes.planning.choose import Pins
+from graphpar.passes.planning.planner import DEPTHS, Planner, Priced
+from graphpar.passes.planning.planning import estimate_plan, planner_for, planning, search_plan
+from graphpar.schedules.registry import SCHEDULES, check_legal
 from tests.programs import example
 
 A100 = DEVICES["A100-SXM-80GB"]
@@ -243,7 +242,7 @@ def test_the_plan_takes_what_it_was_said_to_take() -> None:
 _SCRIPT = """
 import json, sys
 import graphpar as gp
-from graphpar.modelfile import load_model_file
+from graphpar.frontend.modelfile import load_model_file
 file = load_model_file(sys.argv[1])
 program = gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets, file.batch_dims)
 plan = gp.plan(program, gp.Cluster.parse("4xA100"))

@@ -20,10 +20,10 @@ from benchmarks.published_programs import Cut, lowered, parts, with_scores_again
 from benchmarks.published_rows import Unpriced, read, rows_of
 from benchmarks.published_scores import Outcome, kendall, mean, regret, score
 from benchmarks.published_sources import SOURCES, held_out
-from graphpar.cost_models.work import Phase, Product
-from graphpar.program import operator_name
-from graphpar.schedule import action_table, simulate, validate_table
-from graphpar.transitions import TABLE
+from graphpar.cost_models.workload import Phase, Product
+from graphpar.ir.program import operator_name
+from graphpar.operators.transitions import TABLE
+from graphpar.schedules.registry import action_table, simulate, validate_table
 
 FILE = Path(__file__).parent / "data" / "published.jsonl"
 ROWS = {row["id"]: row for row in rows_of(FILE)}

@@ -13,9 +13,9 @@ import torch
 from benchmarks import regret
 from benchmarks.regret import Score, plan_name, predicted, spearman
 from benchmarks.regret_models import MODELS
-from graphpar.cluster import Cluster
-from graphpar.cost_models import quiet
-from graphpar.cost_models.quiet import OTHERS, Watch
+from graphpar.cost_models import contention as quiet
+from graphpar.cost_models.contention import OTHERS, Watch
+from graphpar.hardware.cluster import Cluster
 from graphpar.runtime.distributed import Ranks
 
 # ---- the benchmark ---------------------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.modelfile import load_model_file
-from graphpar.passes.planning import on_one_device
-from graphpar.report import compile_json, html, plan_text, render, report_data, timeline_of, trace, with_alone
-from graphpar.report_stages import stage_table
-from graphpar.report_text import (
+from graphpar.frontend.modelfile import load_model_file
+from graphpar.passes.planning.planning import on_one_device
+from graphpar.report.report import compile_json, html, plan_text, render, report_data, timeline_of, trace, with_alone
+from graphpar.report.stages import stage_table
+from graphpar.schedules.registry import bubble_warning
+from graphpar.text import (
     bytes_text,
     compressed,
     count_text,
@@ -30,7 +31,6 @@ from graphpar.report_text import (
     shortened,
     wrapped,
 )
-from graphpar.schedule import bubble_warning
 from tests.programs import example, norms_pinned
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -6,14 +6,14 @@ import functools
 
 import pytest
 
-from graphpar.passes.candidates import build_problem
-from graphpar.passes.pins import prepared
-from graphpar.passes.prices import Workload
-from graphpar.passes.reprice import Repricing
-from graphpar.passes.search import search, sharding_of
-from graphpar.passes.shard import lower
-from graphpar.program import Program, operator_name
-from graphpar.sharding import Sharding
+from graphpar.ir.program import Program, operator_name
+from graphpar.ir.sharding import Sharding
+from graphpar.passes.sharding.costs import Workload
+from graphpar.passes.sharding.pins import prepared
+from graphpar.passes.sharding.problem import build_problem
+from graphpar.passes.sharding.reprice import Repricing
+from graphpar.passes.sharding.search import search, sharding_of
+from graphpar.passes.sharding.shard import lower
 from tests.programs import example
 from tests.test_search import MODELS, small
 

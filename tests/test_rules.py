@@ -1,6 +1,6 @@
 """Every rule is proven by execution: the operator on pieces against the operator on the whole, forward and backward.
 
-Calls are hand-made (every family), torch's own ``OpInfo`` samples (slow), and random shapes. ``graphpar.rules.prove`` says how.
+Calls are hand-made (every family), torch's own ``OpInfo`` samples (slow), and random shapes. ``graphpar.operators.prove`` says how.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from torch import fx
 
 from graphpar.errors import GraphparError
-from graphpar.rules import prove as proofs
-from graphpar.rules.discover import discover, discovered
-from graphpar.rules.notation import Rule
-from graphpar.rules.placement import Context, Placement, from_rule
-from graphpar.rules.prove import Call, Proof, context_of, node_of, prove
-from graphpar.rules.table import REGISTERED, has_rule, placements, register_rule
+from graphpar.operators import prove as proofs
+from graphpar.operators.discover import discover, discovered
+from graphpar.operators.notation import Rule
+from graphpar.operators.placement import Context, Placement, from_rule
+from graphpar.operators.prove import Call, Proof, context_of, node_of, prove
+from graphpar.operators.rules import REGISTERED, has_rule, placements, register_rule
 from tests.rule_calls import calls_of, sampled
 from tests.rule_samples import FAMILIES, family, real, whole
 

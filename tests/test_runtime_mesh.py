@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from graphpar.mesh import Mesh
+from graphpar.ir.mesh import Mesh
 from graphpar.runtime import RuntimeProgramError, load_manifest, sample_keys
 from graphpar.runtime.gradients import BUCKET_BYTES, Gradients, buckets
 from graphpar.runtime.groups import Groups

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphpar as gp
-from graphpar.passes import search as passes_search
-from graphpar.passes.candidates import Problem, build_problem
-from graphpar.passes.pins import prepared
-from graphpar.passes.prices import Workload
-from graphpar.passes.search import SearchPins, search
-from graphpar.program import Program
+from graphpar.ir.program import Program
+from graphpar.passes.sharding import search as passes_search
+from graphpar.passes.sharding.costs import Workload
+from graphpar.passes.sharding.pins import prepared
+from graphpar.passes.sharding.problem import Problem, build_problem
+from graphpar.passes.sharding.search import SearchPins, search
 from graphpar.runtime.layout import I, R, Shard
 from tests.search_reference import eliminated, integer
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphpar import schedule as sched
 from graphpar.errors import GraphparError
-from graphpar.schedule import Action, ActionTable, Timeline, Transfers
-from graphpar.trace import chrome_trace
-from graphpar.zero_bubble import StageCosts, automatic
+from graphpar.report.trace import chrome_trace
+from graphpar.schedules import registry as sched
+from graphpar.schedules.registry import Action, ActionTable, Timeline, Transfers
+from graphpar.schedules.zero_bubble import StageCosts, automatic
 from tests.test_schedule import legal_tables, quick_stages
 
 __all__ = ["quick_stages"]  # a fixture of this module too

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.modelfile import load_model_file
+from graphpar.frontend.modelfile import load_model_file
 from tests.programs import EXAMPLES
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.passes.applications import first_applications
-from graphpar.passes.check_types import check_types
-from graphpar.passes.pins import prepared
-from graphpar.passes.shard import lower
+from graphpar.ir.sharding import Sharding
+from graphpar.passes.normalize.applications import first_applications
+from graphpar.passes.sharding.check_types import check_types
+from graphpar.passes.sharding.pins import prepared
+from graphpar.passes.sharding.shard import lower
 from graphpar.runtime.layout import I, R
-from graphpar.sharding import Sharding
 from graphpar.verification import Verification, verify_all
 from tests.drawn_ties import MESHES, Drawn, Layer, Model, draw, tie
 

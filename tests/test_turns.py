@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphpar as gp
-from graphpar.cluster import Cluster
-from graphpar.cost_models.devices import DEVICES, Link
 from graphpar.cost_models.estimates import Estimate
-from graphpar.mesh import Mesh
-from graphpar.passes.choose import Pins, choose
-from graphpar.passes.planning import estimate_plan
-from graphpar.program import Program
-from graphpar.schedule import action_table
-from graphpar.simulation import Transfers, simulate
-from graphpar.turns import Turns
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import DEVICES, Link
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.program import Program
+from graphpar.passes.planning.choose import Pins, choose
+from graphpar.passes.planning.planning import estimate_plan
+from graphpar.schedules.core_sharing import Turns
+from graphpar.schedules.registry import action_table
+from graphpar.schedules.simulation import Transfers, simulate
 
 SCHEDULES = (("1F1B", 4, 1), ("GPipe", 3, 1), ("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 2), ("DualPipeV", 2, 2))
 COSTS = st.lists(st.floats(0.1, 5.0), min_size=4, max_size=4)

@@ -20,11 +20,11 @@ import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
-from graphpar.passes.biases import separate_biases
-from graphpar.passes.check_types import check_types
-from graphpar.passes.shard import lower
-from graphpar.program import Program, operator_name
-from graphpar.type_check import CheckResult, check_folder
+from graphpar.ir.program import Program, operator_name
+from graphpar.passes.sharding.check_types import check_types
+from graphpar.passes.sharding.linear_bias import separate_biases
+from graphpar.passes.sharding.shard import lower
+from graphpar.verification.type_check import CheckResult, check_folder
 from tests.programs import example, norms_pinned
 
 Emit = Callable[..., Path]

@@ -271,7 +271,7 @@ def test_a_loss_may_read_the_models_parameters() -> None:
 def test_it_runs_from_saved_weights_without_the_model_file(tmp_path: Path) -> None:
     """The emitted folder and its weights are all that is needed."""
     shutil.copy(example_file("gpt").path, tmp_path / "model.py")
-    from graphpar.modelfile import initial_weights, load_model_file
+    from graphpar.frontend.modelfile import initial_weights, load_model_file
 
     file = load_model_file(tmp_path / "model.py")
     program = gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets)

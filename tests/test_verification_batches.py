@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.program import Input
+from graphpar.ir.program import Input
 from graphpar.verification import Reference, reference_for
 from graphpar.verification.batches import IGNORED, VARIATIONS, constant_inputs, step_batches
 

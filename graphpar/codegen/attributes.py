@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from graphpar.codegen.spelling import literal
-from graphpar.program import TensorInfo
+from graphpar.ir.program import TensorInfo
 from graphpar.runtime.layout import R, Shard, Type
 
 

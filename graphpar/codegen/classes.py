@@ -12,10 +12,10 @@ from graphpar.codegen.attributes import InitPrinter, build_tree, reference
 from graphpar.codegen.layout import WIDTH, commented, wrapped
 from graphpar.codegen.printer import GraphPrinter, Printed, describe_shape, describe_types
 from graphpar.codegen.stage_printer import StagePrinter
-from graphpar.passes.split import Stage
-from graphpar.program import Block, Helper, Program, TensorInfo, value_of
-from graphpar.report_text import numbered_runs, short_names
+from graphpar.ir.program import Block, Helper, Program, TensorInfo, value_of
+from graphpar.ir.stage import Stage
 from graphpar.runtime.layout import Shard
+from graphpar.text import numbered_runs, short_names
 
 _INDENT = "    "
 _COLUMN = 84  # where comments about types begin

@@ -1,9 +1,8 @@
 """``codegen``: the emitted package, file by file.
 
-    stages, blocks, plan ──► plan.json  blocks.py  stage_0.py …  train.py  report.html  (search.json, constants beside them)
+    stages, blocks, plan ──► plan.json  blocks.py  stage_0.py …  train.py  (constants beside them)
 
-The text depends on the program and the plan alone, byte for byte; but ``search.json``, which is there where the plan was searched,
-and ``report.html`` tell of the plans that were not taken, too.
+The text depends on the program and the plan alone, byte for byte.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
 from graphpar.codegen.train_script import train_script
 from graphpar.emitted import collectives, random_streams
-from graphpar.passes.split import Boundary, Stage
-from graphpar.plans import Plan
-from graphpar.program import Helper, Program, TensorInfo, concrete_shape, value_of
-from graphpar.report import report_data, with_alone
-from graphpar.report_html import html
-from graphpar.report_text import compressed
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Helper, Program, TensorInfo, concrete_shape, value_of
+from graphpar.ir.stage import Boundary, Stage
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages import emitted_package, stage_module
+from graphpar.text import compressed
 
 _PARAMETERS = '''def parameters(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> nn.Module:
     """A module that holds parameters of these shapes."""
@@ -45,15 +42,20 @@ _PARAMETERS = '''def parameters(dtype: torch.dtype = torch.float32, **shapes: tu
 
 @dataclass(frozen=True)
 class Package:
-    """The text of each file by name, the tensors of ``constants.safetensors``, and what the report says."""
+    """The text of each file by name, and the tensors of ``constants.safetensors``."""
 
     files: dict[str, str]
     constants: dict[str, Tensor]
-    report: dict[str, Any]
 
 
-def emit_package(program: Program, plan: Plan, stages: Sequence[Stage], model_file: str | None = None) -> Package:
-    """Print ``program``, cut into ``stages``, as a package."""
+def emit_package(
+    program: Program, plan: Plan, stages: Sequence[Stage], report: Mapping[str, Any], model_file: str | None = None
+) -> Package:
+    """Print ``program``, cut into ``stages``, as a package.
+
+    Args:
+        report: what ``plan.json`` says of the decisions besides the plan itself.
+    """
     tensors, instances = stage_contents(program, stages)
     files = {"__init__.py": f'"""{program.name}, cut into {len(stages)} stages by graphpar."""\n'}
     operators = operators_file(_graphs(program, stages), program.name, _taken(program, stages))
@@ -71,26 +73,18 @@ def emit_package(program: Program, plan: Plan, stages: Sequence[Stage], model_fi
         files["random_streams.py"] = inspect.getsource(random_streams)
     if plan.sharding.degrees:
         files["collectives.py"] = inspect.getsource(collectives)
-    data = report_data(program, plan, stages)
     record = plan.to_json() | {
         "interface": interface(program, plan, stages),
         "model_file": model_file,
-        "report": data,
+        "report": report,
     }
     files["plan.json"] = json.dumps(record, indent=1) + "\n"
     files["train.py"] = train_script(program, plan, shown)
-    search = {} if plan.found is None else {"search": plan.found.to_json()}
-    if search:
-        files["search.json"] = json.dumps(search["search"], indent=1) + "\n"
-    alone = None if plan.alone is None else plan.alone.to_json()
-    if alone is not None:
-        files["alone.json"] = json.dumps(alone, indent=1) + "\n"
-    files["report.html"] = html(with_alone(data, alone) | search)
     wanted = {name for infos in tensors for name, info in infos.items() if not info.persistent}
     wanted |= {
         name for paths in instances for path in paths for name in program.constants if name.startswith(f"{path}.")
     }
-    return Package(files, {name: value for name, value in program.constants.items() if name in wanted}, data)
+    return Package(files, {name: value for name, value in program.constants.items() if name in wanted})
 
 
 def stage_contents(

@@ -21,10 +21,10 @@ from torch import Tensor, fx
 from graphpar.codegen.spelling import Expression, literal, spell
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
-from graphpar.functions import OPERATORS
-from graphpar.program import (
+from graphpar.ir.program import (
     SAME_ELEMENTS,
     Helper,
+    Program,
     batch_coefficients,
     created_by,
     operator_name,
@@ -32,6 +32,7 @@ from graphpar.program import (
     user_name,
     value_of,
 )
+from graphpar.operators.functions import OPERATORS
 from graphpar.runtime.layout import ExpertRows, R
 
 _INLINE = 88
@@ -482,3 +483,13 @@ def print_graph(graph: fx.Graph) -> str:
         lines.append(f"    {statement.text}  # {describe_shape(statement.node)}".rstrip(" #"))
     lines.append(f"    return {printed.returned}")
     return "\n".join(lines) + "\n"
+
+
+def program_text(program: Program) -> str:
+    """The graphs of a program, as code."""
+    parts = [f"# {program.name}\n{print_graph(program.graph)}"]
+    parts += [
+        f"# block {name} ({len(block.instances)} instances)\n{print_graph(block.graph)}"
+        for name, block in program.blocks.items()
+    ]
+    return "\n".join(parts)

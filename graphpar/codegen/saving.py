@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphpar.errors import GraphparError
-from graphpar.report_text import listed
+from graphpar.text import listed
 
 RECORD = ".graphpar.json"
 _CACHES = ("__pycache__",)

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from graphpar.emitted import collectives
-from graphpar.functions import OPERATORS, FunctionOperator
-from graphpar.program import operator_name, value_of
+from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.functions import OPERATORS, FunctionOperator
 
 ATOM, UNARY, POWER, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE, LOWEST = 100, 80, 85, 70, 60, 55, 50, 48, 46, 40, 0
 

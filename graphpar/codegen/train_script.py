@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from graphpar.codegen.layout import WIDTH
-from graphpar.plans import Plan
-from graphpar.program import Input, Program
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Input, Program
 from graphpar.runtime.layout import AXES
 
 _TEMPLATE = '''"""{title}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from graphpar.program import Input
+from graphpar.ir.program import Input
 
 IGNORED = -100
 """What torch's losses ignore unless they are told otherwise."""

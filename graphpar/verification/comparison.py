@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphpar.plans import Plan
+from graphpar.ir.plan import Plan
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.worker import JobResult
 from graphpar.verification.reference import Accumulated, Reference

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from graphpar.capture import DTYPES, default_dtype, named_outputs, own_loss
 from graphpar.errors import GraphparError
-from graphpar.plans import Plan
-from graphpar.program import Input, ModelSource
+from graphpar.frontend.capture import DTYPES, default_dtype, named_outputs, own_loss
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Input, ModelSource
 from graphpar.runtime.double import doubled, in_double
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.weights import WeightFile

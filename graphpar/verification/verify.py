@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from graphpar.api import Parts
 from graphpar.errors import GraphparError
-from graphpar.modelfile import find_model_file, load_model_file
-from graphpar.plans import Plan
-from graphpar.program import Input, ModelSource
+from graphpar.frontend.modelfile import find_model_file, load_model_file
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Input, ModelSource
+from graphpar.parts import Parts
 from graphpar.runtime.double import WIDER
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.worker import run_jobs

@@ -1,0 +1,1 @@
+"""The user's shard plans: patterns over names, values, files."""

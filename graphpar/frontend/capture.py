@@ -1,0 +1,532 @@
+"""Capture: from an ordinary model to a :class:`~graphpar.ir.program.Program`.
+
+    factory ──FakeTensorMode──► model ─┐
+    example inputs ──flatten──► leaves ┴─ torch.export ─► training-IR graph ─► Program (get_attr parameters, named inputs)
+
+The batch is traced as a symbol where the model allows it. Where it doesn't, the program is traced at a fixed
+batch size, and once more at another one, so that every dim that follows the batch is still known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tree_unflatten
+
+from graphpar.codegen.operators import check_function
+from graphpar.errors import GraphparError
+from graphpar.frontend.deferred import Tape
+from graphpar.frontend.equal_masks import EqualMasks
+from graphpar.frontend.exported import to_program
+from graphpar.frontend.fixed_size import mark_batch
+from graphpar.frontend.inputs import Request, check_batch, leaf_paths, make_request
+from graphpar.frontend.watched import (
+    COLLECTIVE_MODULES,
+    DataAsDetached,
+    OffMeta,
+    check_collectives,
+    collective,
+    is_on_meta,
+    masks_as_given,
+    off_meta,
+    refuse_collective,
+)
+from graphpar.ir.program import ModelSource, Program
+from graphpar.ir.source import stack_line, user_line
+from graphpar.operators.functions import opaque_apply, plain_apply, refusal
+from graphpar.quiet_torch import torch_is_quiet
+
+ModelLike = nn.Module | Callable[[], nn.Module]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""In which a factory may build the model, by the names that plans have for them."""
+
+
+def capture(
+    model: ModelLike,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    batch_dims: Mapping[str, int | None] | None = None,
+    mode: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Program:
+    """Trace ``model`` (or what the factory ``model`` returns) on the example inputs. See :func:`graphpar.export`."""
+    if mode not in (None, "train", "infer"):
+        raise GraphparError(f"mode is {mode!r}; it must be 'train' or 'infer'.")
+    built, fake, tape = build(model, dtype)
+    request = make_request(built, fake, tape, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), batch_dims or {})
+    request.training = mode != "infer"
+    request.module_mode = mode
+    program = _with_own_loss(request)
+    if program.mode == "infer" and mode is None and any(info.requires_grad for info in program.parameters.values()):
+        program = program.warn(_inference_meant(request))
+    name = next((key for key, value in DTYPES.items() if value is dtype), None)
+    program.source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), name, mode)
+    return program
+
+
+def _with_own_loss(request: Request) -> Program:
+    """The trace, with a scalar of the model's output as the loss only where it is one: it must come of the inputs."""
+    program = _trace(request)
+    if request.scalar is None:
+        return program
+    if any(node.op == "placeholder" for node in _ancestors(program.graph)):
+        return program.warn(
+            f"{request.scalar} is taken as the loss, as the only scalar that the model returns which needs a gradient. Give loss_fn to say "
+            "what the loss is, or mode 'infer' (--mode infer) for inference."
+        )
+    request.scalar, request.takes_scalar = None, False  # a parameter that is returned, such as a temperature
+    return _trace(request)
+
+
+def _ancestors(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that the graph's result is computed from."""
+    found: set[fx.Node] = set()
+    waiting = [node for node in graph.nodes if node.op == "output"]
+    while waiting:
+        fresh = set(waiting.pop().all_input_nodes) - found
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+def _inference_meant(request: Request) -> str:
+    """That nobody said whether to train, and how to."""
+    given = f"it returns {', '.join(request.output_names)}"
+    how = "loss_fn = lambda output, target: ..., with example targets"
+    if request.scalars:
+        given = f"{', '.join(request.scalars)} are scalars that need a gradient, and one would have to be named"
+        how = f"loss_fn = lambda output: {request.scalars[-1]}"
+    return (
+        f"The program is for inference, since the model has no loss of its own: {given}. To train it give a loss, such as {how}; where "
+        "inference is meant, say so with mode 'infer' (--mode infer)."
+    )
+
+
+def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
+    """The module itself, or the factory's under fake tensors: no memory, whatever its size.
+
+    Some constructors can't run on fake tensors (they read values, or copy modules); those run for real.
+    """
+    if isinstance(model, nn.Module):
+        return _with_values_apart(_unwrapped(model), None, None)
+    if not callable(model):
+        raise GraphparError(f"model is a {type(model).__name__}; it must be an nn.Module or a function that returns one.")
+    if needed := needed_arguments(model):
+        raise GraphparError(
+            f"model is {'the class' if isinstance(model, type) else 'the function'} {getattr(model, '__name__', model)}, which needs "
+            f"arguments ({', '.join(needed)}); give an instance, or a function without arguments that makes one."
+        )
+    fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    tape = Tape()
+    with default_dtype(dtype):
+        try:
+            with fake, tape, OffMeta(), _shared_by_copies(fake):
+                built = model()
+        except Exception:
+            with OffMeta():
+                built, fake, tape = model(), cast(Any, None), cast(Any, None)
+    if not isinstance(built, nn.Module):
+        raise GraphparError(f"The model factory returned a {type(built).__name__}; it must return an nn.Module.")
+    return _with_values_apart(_unwrapped(built), fake, tape)
+
+
+def _with_values_apart(
+    model: nn.Module, fake: FakeTensorMode | None, tape: Tape | None
+) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
+    """A model on the device meta as one that was built under fake tensors."""
+    if not is_on_meta(model):
+        return model, fake, tape
+    fake = fake or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    return off_meta(model, fake), fake, tape
+
+
+def needed_arguments(factory: Callable[..., Any]) -> list[str]:
+    """Names of the arguments without which ``factory`` can't be called."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+@contextlib.contextmanager
+def _shared_by_copies(mode: FakeTensorMode) -> Iterator[None]:
+    """Copies of fake tensors stay in ``mode`` (nn.Transformer deep-copies its layers)."""
+    FakeTensorMode.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del FakeTensorMode.__deepcopy__  # type: ignore[attr-defined]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of a DataParallel or DistributedDataParallel wrapper."""
+    while type(model).__name__ in ("DataParallel", "DistributedDataParallel") and hasattr(model, "module"):
+        model = cast(nn.Module, model.module)
+    return model
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or previous)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+# ---- the trace -------------------------------------------------------------------------------------------------
+
+
+class _Traced(nn.Module):
+    """The model with its loss, over a flat list of input leaves."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.model = request.model
+        object.__setattr__(self, "request", request)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        request = cast(Request, self.request)
+        feed = iter(tensors)
+        leaves = [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in request.leaves]
+        args, kwargs, targets = tree_unflatten(leaves, request.arguments_spec)
+        with _assignments_as_writes(request.model), EqualMasks(), OffMeta(), DataAsDetached():
+            output = self.model(*args, **kwargs)
+        if request.training:
+            if request.loss_fn is not None:
+                with EqualMasks(), OffMeta(), DataAsDetached():
+                    loss = request.loss_fn(output, *targets)
+                if isinstance(loss, Tensor) and loss.numel() != 1:
+                    shape = ", ".join(str(size) if isinstance(size, int) else "batch" for size in loss.shape)
+                    raise GraphparError(f"loss_fn returned a tensor of shape ({shape}); it must return a scalar.")
+            else:
+                loss = own_loss(output, request.takes_scalar)
+                _note_scalars(request, output, loss)
+            if loss is not None:
+                if not isinstance(loss, Tensor):
+                    raise GraphparError(f"loss_fn returned a {type(loss).__name__}; it must return a scalar tensor.")
+                if not loss.is_floating_point():
+                    raise GraphparError(f"loss_fn returned a tensor of {loss.dtype}, which has no gradient.")
+                if not loss.requires_grad and any(parameter.requires_grad for parameter in request.model.parameters()):
+                    raise GraphparError(
+                        "The loss has no gradient, though the model has parameters that need one: somewhere on the way it is detached, "
+                        "computed under torch.no_grad(), or made of whole numbers. For inference leave loss_fn out or set mode='infer'."
+                    )
+                request.output_names[:] = ["loss"]
+                return (loss.reshape(()) if loss.ndim else loss,)
+        named = named_outputs(output)
+        request.output_names[:] = [name for name, _ in named]
+        return tuple(value for _, value in named)
+
+
+def own_loss(output: Any, takes_scalar: bool = True) -> Tensor | None:
+    """The loss that the model itself returns: a scalar output, a ``loss`` in it, or the only scalar in it that needs a gradient."""
+    loss = _named_loss(output)
+    scalars = _scalars(output) if takes_scalar and loss is None else []
+    return scalars[0][1] if len(scalars) == 1 else loss
+
+
+def _named_loss(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output if output.ndim == 0 else None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _scalars(output: Any) -> list[tuple[str, Tensor]]:
+    """Scalars in a model's output that need a gradient, each with how to write it."""
+    items = [("", output)]
+    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
+        items = [(f".{field.name}", getattr(output, field.name)) for field in dataclasses.fields(output)]
+    leaves = [(item + keystr(path), leaf) for item, value in items for path, leaf in tree_leaves_with_path(value)]
+    return [
+        (f"output{place}", leaf)
+        for place, leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point() and leaf.requires_grad
+    ]
+
+
+def _note_scalars(request: Request, output: Any, loss: Tensor | None) -> None:
+    """Keeps which scalar became the loss, or which could have been."""
+    scalars = _scalars(output) if request.takes_scalar and _named_loss(output) is None else []
+    request.scalar = scalars[0][0] if len(scalars) == 1 else None
+    request.scalars = [place for place, _ in scalars] if loss is None else []
+
+
+def named_outputs(output: Any) -> list[tuple[str, Tensor]]:
+    if isinstance(output, Tensor):
+        return [("output", output)]
+    if isinstance(output, Mapping):
+        items: list[tuple[str, Any]] = [(str(key), value) for key, value in output.items()]
+    elif dataclasses.is_dataclass(output):
+        items = [(f.name, getattr(output, f.name)) for f in dataclasses.fields(output)]
+    else:
+        items = [("output", output)]
+    named = []
+    for key, value in items:
+        leaves = tree_flatten(value)[0]
+        if any(not isinstance(leaf, Tensor | int | float | bool | type(None)) for leaf in leaves):
+            kinds = {type(leaf).__name__ for leaf in leaves}
+            raise GraphparError(
+                f"The model's output {key!r} holds {', '.join(sorted(kinds))}; register it with torch.utils._pytree, "
+                "or return tensors in tuples, lists, dicts or dataclasses."
+            )
+        for name, leaf in zip(leaf_paths(key, value), leaves):
+            if isinstance(leaf, Tensor):
+                named.append((name, leaf))
+    return named
+
+
+def _trace(request: Request) -> Program:
+    check_batch(request)
+    symbolic_failure: Exception | None = None
+    if any(dim is not None for dim in request.batch_dims):
+        try:
+            return to_program(request, *_export(request, request.batch, symbolic=True), symbolic=True)
+        except GraphparError:
+            raise
+        except Exception as error:
+            symbolic_failure = error
+    return _trace_static(request, request.batch, symbolic_failure)
+
+
+def _trace_static(request: Request, size: int, why: Exception | None, other_size: int | None = None) -> Program:
+    """A trace at a fixed batch, with the dims that follow the batch found by comparing it with one at another size."""
+    try:
+        exported, notes = _export(request, size, symbolic=False)
+    except GraphparError:
+        raise
+    except Exception as error:
+        raise _explained(error, request.model) from error
+    other_size = other_size or size + 1
+    reason: str | None
+    try:
+        other = _export(request, other_size, symbolic=False)[0]
+    except Exception as error:
+        reason = f"it can be traced only with {size} rows: with {other_size}{_where(error, request.model)}: {_first_line(error)}"
+    else:
+        reason = mark_batch(exported, other, size, other_size)
+    program = to_program(request, exported, notes, symbolic=False, size=size)
+    program.unsplittable = reason
+    program.retrace = functools.partial(_retrace, request, why)
+    if why is not None:
+        program = program.warn(f"The batch size is fixed in the program (no symbolic trace: {_first_line(why)}).")
+    return program
+
+
+def _retrace(request: Request, why: Exception | None, size: int) -> Program:
+    """The trace for microbatches of ``size`` rows, which must be the example's but for the size."""
+    program = _trace_static(request, size, why, other_size=request.batch if size != request.batch else None)
+    if program.unsplittable is not None:
+        raise GraphparError(f"The model is another one for microbatches of {size} rows: {program.unsplittable}.")
+    return program
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _export(request: Request, size: int, *, symbolic: bool) -> tuple[ExportedProgram, list[str]]:
+    traced = _Traced(request)
+    dims: list[dict[int, Any] | None] = []
+    example: list[Tensor] = []
+    trace_size = max(2, size) if symbolic else size
+    batch = Dim("batch", min=1 if not symbolic else 2) if symbolic else None
+    for leaf, dim in zip(request.leaves, request.batch_dims):
+        if not isinstance(leaf, Tensor):
+            continue
+        shape = list(leaf.shape)
+        if dim is not None:
+            shape[dim] = trace_size
+        example.append(_example(leaf, shape, request.mode))
+        dims.append({dim % leaf.ndim: batch} if symbolic and dim is not None else None)
+    _check_averages(request)
+    training = [module.training for module in traced.modules()]
+    notes: list[str] = []
+    watched = _watch_erased_regions(notes, request.training)
+    with warnings.catch_warnings(), torch_is_quiet(), _in_mode(request), watched, _lines_of(request.loss_fn), masks_as_given():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(
+            traced, tuple(example), dynamic_shapes={"tensors": tuple(dims)} if symbolic else None, strict=False
+        )
+    assert training == [module.training for module in traced.modules()]
+    check_collectives(exported)
+    return exported, notes
+
+
+def _example(leaf: Tensor, shape: list[int], mode: FakeTensorMode | None) -> Tensor:
+    """A tensor of its own for each input (one object given twice would be merged into one graph input)."""
+    make = functools.partial(torch.zeros, shape, dtype=leaf.dtype, requires_grad=False)
+    if mode is None:
+        return make()
+    with mode:
+        return make()
+
+
+@contextlib.contextmanager
+def _in_mode(request: Request) -> Iterator[None]:
+    """The modules in training or evaluation mode while they are traced, as the user asked; then all their attributes as they were."""
+    before = [(module, dict(vars(module))) for module in request.model.modules()]
+    if request.module_mode is not None:
+        request.model.train(request.module_mode == "train")
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+@contextlib.contextmanager
+def _assignments_as_writes(model: nn.Module) -> Iterator[None]:
+    """``self.count = self.count + 1`` writes the buffer; a trace would lose it in all modules but the outermost."""
+    before = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items() if buffer is not None]
+    yield
+    for module, name, buffer in before:
+        assigned = module._buffers[name]
+        if assigned is buffer:
+            continue
+        if assigned is None or assigned.shape != buffer.shape or assigned.dtype != buffer.dtype:
+            raise GraphparError(f"The model assigns to the buffer {name!r} of {type(module).__name__} another shape or dtype.")
+        module._buffers[name] = buffer
+        buffer.copy_(assigned.detach())
+
+
+def _check_averages(request: Request) -> None:
+    """A cumulative average weighs each batch by a number read from a buffer, which a trace would fix."""
+    for name, module in request.model.named_modules():
+        averages = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats and module.momentum is None
+        training = module.training if request.module_mode is None else request.module_mode == "train"
+        if averages and training:
+            raise GraphparError(
+                f"{type(module).__name__} {name!r} has momentum=None: its running statistics are averages over all steps so far, weighted "
+                "by a number that is read from a buffer in each step, which a trace can't follow. Give it a momentum (0.1 is torch's "
+                "default), or put it in evaluation mode and export with mode=None."
+            )
+
+
+@contextlib.contextmanager
+def _lines_of(loss_fn: Callable[..., Any] | None) -> Iterator[None]:
+    """The loss's own lines in the trace, which keeps those of functions named ``forward`` alone."""
+    anchors = getattr(torch.fx.proxy, "_STACK_TRACE_ANCHORS", None)  # torch < 2.13 knows no others
+    code = getattr(loss_fn, "__code__", None)
+    place = (code.co_filename, code.co_name) if code is not None else None
+    if anchors is None or place is None or place in anchors:
+        yield
+        return
+    anchors.add(place)
+    try:
+        yield
+    finally:
+        anchors.discard(place)
+
+
+@contextlib.contextmanager
+def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
+    """Keeps what a trace would silently lose, custom backwards, and notices the user's own checkpoint regions."""
+    inside = False  # of a custom function
+    functions: Any = torch.autograd.function
+    transformed = functions.custom_function_call
+    # What autograd.grad, backward, vjp and jvp come to. Dynamo keeps the public functions in a table of its own, by object.
+    autograd: Any = torch.autograd
+    transforms: Any = torch._functorch.eager_transforms
+    backward, jvp = autograd._engine_run_backward, transforms.jvp_increment_nesting
+    checkpoint_regions = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            notes.append("checkpoint")
+        if inside or not training or cls.__module__.startswith("torch."):
+            return plain_apply(cls, *args, **kwargs)
+        if kwargs:
+            raise refusal(cls, f"has keyword-only arguments ({', '.join(kwargs)})")
+        check_function(cls)
+        inside = True
+        try:
+            return opaque_apply(cls, args)
+        finally:
+            inside = False
+
+    def under_transforms(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if training and isinstance(cls, type) and not cls.__module__.startswith("torch."):
+            raise refusal(cls, "is called under torch.func or torch.vmap, where a trace would lose its backward")
+        return transformed(cls, *args, **kwargs)
+
+    def differentiates(*args: Any, **kwargs: Any) -> Any:
+        place = stack_line()
+        raise GraphparError(
+            f"The model computes gradients in its forward{f' ({place})' if place else ''} (autograd.grad, backward or torch.func). A trace "
+            "records forward operators alone, so that these gradients would be constants in the program; write the derivative out."
+        )
+
+    def regions(*args: Any, **kwargs: Any) -> Any:
+        notes.append("checkpoint")
+        return checkpoint_regions(*args, **kwargs)
+
+    # One class above Function: a method bound long ago, ``scaled = Scaled.apply``, comes by here, too.
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    functions.custom_function_call = under_transforms
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = regions
+    autograd._engine_run_backward = transforms.jvp_increment_nesting = differentiates
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+        functions.custom_function_call = transformed
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = checkpoint_regions
+        autograd._engine_run_backward, transforms.jvp_increment_nesting = backward, jvp
+
+
+def _explained(error: Exception, model: nn.Module) -> GraphparError:
+    """torch.export's failure in the user's terms."""
+    kind, text = type(error).__name__, str(error)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for frame, _ in frames:
+        if isinstance(node := frame.f_locals.get("node"), fx.Node):
+            refuse_collective(node)
+    called = next((frame for frame, _ in frames if frame.f_globals.get("__name__") in COLLECTIVE_MODULES), None)
+    if called is not None:
+        return collective(f"{called.f_globals['__name__']}.{called.f_code.co_name}", user_line(error))
+    if "GuardOnDataDependent" in kind or "data-dependent" in text.lower() or "DynamicOutputShape" in kind:
+        what = (
+            "The model's control flow or a tensor's size depends on values of tensors, which a trace can't follow. "
+            "Use torch.where, torch.cond or a fixed size there"
+        )
+        place = user_line(error)
+        return GraphparError(f"{what}{f': {place}' if place else ''}. ({kind}: {_first_line(error)})")
+    return GraphparError(f"torch.export could not trace the model{_where(error, model)} ({kind}): {text.strip()[:1500]}")
+
+
+def _where(error: Exception, model: nn.Module) -> str:
+    """The module in which ``error`` was raised, and the innermost line of the user's on the way: " in Linear 'head' (model.py:12)"."""
+    names = {module: name for name, module in model.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = [frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
+    module = next((module for module in reversed(inside) if module in names), None)
+    place = user_line(error)
+    where = f" in {type(module).__name__} {names[module]!r}" if module is not None and names[module] else ""
+    where += f" ({place})" if place else ""
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        where += f", which takes dim 1 of its input as its {module.num_features} features, while the batch lies there"
+    return where

@@ -1,0 +1,66 @@
+"""While a model is traced: masks that are computed alike choose as many rows.
+
+    mse_loss(o[t > 0], t[t > 0])
+
+A trace gives the number of rows that a mask chooses a name, one for each mask tensor, and ``t > 0`` written twice are two
+tensors: the loss would compare two names of which neither is known. Here they get one name. Each keeps its own operator and its own
+tensor, so that writing to one of them changes nothing in the other. No mask is taken to choose nothing, as the program that is made
+of the trace works on all rows (:mod:`graphpar.passes.normalize.unchosen`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+# What masks are computed with, by the names of torch's functions and methods.
+_PLAIN = {
+    "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "logical_xor", "bitwise_not", "bitwise_and",
+    "bitwise_or", "bitwise_xor", "isnan", "isfinite", "isinf", "bool", "invert", "and", "or", "xor", "view", "reshape", "flatten",
+    "unsqueeze", "squeeze", "getitem", "select", "any", "all", "to", "long", "int",
+}  # fmt: skip
+_CHOOSES = {"getitem", "masked_select", "nonzero", "where", "index_put", "setitem"}
+
+
+class EqualMasks(TorchFunctionMode):
+    """Gives masks of equal expressions one number of chosen rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[Tensor, int, Hashable]] = {}  # by identity: the tensor, its version then, its expression
+        self.chosen: dict[Hashable, Any] = {}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        name = getattr(function, "__name__", "").strip("_")
+        masks = [leaf for leaf in tree_leaves((args, options)) if _is_mask(leaf)] if name in _CHOOSES else []
+        for mask in masks:
+            known = self.chosen.get(self._expression(mask))
+            if known is not None:
+                mask.nonzero_memo = known
+        result = function(*args, **options)
+        for mask in masks:
+            if mask.nonzero_memo is not None and self._expression(mask) not in self.chosen:
+                self.chosen[self._expression(mask)] = mask.nonzero_memo
+                torch._check(mask.nonzero_memo >= 1)
+        if name in _PLAIN and isinstance(result, Tensor) and not result.is_floating_point():
+            leaves = tree_leaves((args, options))
+            words = tuple(self._expression(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+            self.made[id(result)] = (result, result._version, (name, *words))
+        return result
+
+    def _expression(self, tensor: Tensor) -> Hashable:
+        made = self.made.setdefault(id(tensor), (tensor, tensor._version, id(tensor)))
+        return made[2] if made[1] == tensor._version else (id(tensor), tensor._version)
+
+
+def _is_mask(leaf: Any) -> bool:
+    return isinstance(leaf, FakeTensor) and leaf.dtype is torch.bool

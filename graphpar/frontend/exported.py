@@ -1,0 +1,278 @@
+"""From torch's ``ExportedProgram`` to a :class:`~graphpar.ir.program.Program`.
+
+    placeholders of parameters and buffers ──► get_attr, by the user's names (each tied use by its own module's)
+    placeholders of inputs                 ──► placeholders, by the user's argument names
+    lifted constants                       ──► Program.constants, with real values
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from graphpar.errors import GraphparError
+from graphpar.frontend.fixed_size import NUMBERS, TWIN
+from graphpar.frontend.inputs import Request
+from graphpar.ir.program import Input, Output, Program, TensorInfo, size_coefficient
+from graphpar.ir.source import source_of
+
+
+def to_program(
+    request: Request,
+    exported: ExportedProgram,
+    notes: list[str],
+    *,
+    symbolic: bool,
+    size: int | None = None,
+) -> Program:
+    model = request.model
+    parameters, ties = _parameters(model)
+    buffers = _buffers(model)
+    placeholders, constants = _lifted(exported)
+    graph = _unlifted_graph(exported, placeholders, request, parameters, ties)
+    tensors = [(n, r, d, leaf) for n, r, d, leaf in zip(request.names, request.roles, request.batch_dims, request.leaves)
+               if isinstance(leaf, Tensor)]
+    inputs = tuple(
+        Input(name, tuple(leaf.shape), leaf.dtype, dim, role, _value_range(leaf)) for name, role, dim, leaf in tensors
+    )
+    output_node = next(iter(reversed(graph.nodes)))
+    outputs = tuple(
+        Output(name, _batch_dim(node)) for name, node in zip(request.output_names, cast(Any, output_node.args[0]))
+    )
+    program = Program(
+        name=type(model).__name__,
+        mode="train" if request.output_names == ["loss"] and request.training else "infer",
+        graph=graph,
+        parameters=parameters,
+        buffers=buffers,
+        constants=_values(request, constants, buffers, exported),
+        ties=ties,
+        inputs=inputs,
+        outputs=outputs,
+        batch=size or request.batch,
+        symbolic=symbolic,
+        unsplittable=None if symbolic else "unknown",
+        module_classes={name: _class_name(module) for name, module in model.named_modules(remove_duplicate=False)},
+        subgraphs={
+            name: module for name, module in exported.graph_module.named_children() if isinstance(module, fx.GraphModule)
+        },
+    )
+    if "checkpoint" in notes:
+        program = program.warn(
+            f"The model's {notes.count('checkpoint')} activation-checkpoint regions are ignored: the trace erases them, "
+            "so their activations are kept."
+        )
+    return program
+
+
+def _value_range(leaf: Tensor) -> tuple[int, int]:
+    """Smallest and largest value of an integer example, for random batches of its kind."""
+    known = not isinstance(leaf, FakeTensor) and leaf.device.type != "meta" and leaf.numel() > 0
+    if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool or not known:
+        return (0, 1)
+    return int(leaf.min()), int(leaf.max())
+
+
+def _batch_dim(node: Any) -> int | None:
+    if not isinstance(node, fx.Node):
+        return None
+    known = node.meta.get("batch_coefficients")
+    value = node.meta.get("val")
+    if known is None and isinstance(value, Tensor):
+        known = tuple(size_coefficient(size) for size in value.shape)
+    return next((dim for dim, coefficient in enumerate(known or ()) if coefficient is not None), None)
+
+
+def _class_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _parameters(model: nn.Module) -> tuple[dict[str, TensorInfo], tuple[tuple[str, ...], ...]]:
+    infos: dict[str, TensorInfo] = {}
+    owners: dict[int, list[str]] = {}
+    storages: dict[int, tuple[int, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        infos[name] = TensorInfo(tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        owners.setdefault(id(parameter), []).append(name)
+        storage = int(torch._C._storage_id(parameter))  # type: ignore[attr-defined]
+        first, first_name = storages.setdefault(storage, (id(parameter), name))
+        if first != id(parameter) and parameter.numel():
+            raise GraphparError(
+                f"Parameters {first_name!r} and {name!r} share memory but are two Parameter objects, so an optimizer would "
+                "update that memory twice. Tie them by assigning the same Parameter."
+            )
+    return infos, tuple(tuple(names) for names in owners.values() if len(names) > 1)
+
+
+def _buffers(model: nn.Module) -> dict[str, TensorInfo]:
+    infos = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                full = f"{prefix}.{name}" if prefix else name
+                persistent = name not in module._non_persistent_buffers_set
+                infos[full] = TensorInfo(tuple(buffer.shape), buffer.dtype, False, persistent, "buffer")
+    return infos
+
+
+def _lifted(exported: ExportedProgram) -> tuple[dict[str, tuple[InputKind, str]], dict[str, Any]]:
+    """What each placeholder stands for, and the constants that the trace lifted, by a readable name."""
+    placeholders: dict[str, tuple[InputKind, str]] = {}
+    constants: dict[str, Any] = {}
+    count: dict[str, int] = {}
+    for spec in exported.graph_signature.input_specs:
+        target = spec.target or ""
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            target = target.removeprefix("model.")
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            value = exported.constants[target]
+            prefix, dot, name = target.removeprefix("model.").rpartition(".")
+            if name.startswith("lifted_tensor"):  # numbered within its module, so that layers stay alike
+                count[prefix] = count.get(prefix, -1) + 1
+                name = f"constant_{count[prefix]}"
+            target = prefix + dot + name
+            constants[target] = value
+        placeholders[spec.arg.name] = (spec.kind, target)
+    return placeholders, constants
+
+
+def _unlifted_graph(
+    exported: ExportedProgram,
+    placeholders: dict[str, tuple[InputKind, str]],
+    request: Request,
+    parameters: dict[str, TensorInfo],
+    ties: tuple[tuple[str, ...], ...],
+) -> fx.Graph:
+    """The exported graph with parameters and buffers as ``get_attr`` and inputs under the user's names.
+
+    torch.export merges tied parameters into one input. Each use gets back the name that its own module gives it.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    stacks: dict[tuple[str, ...], tuple[tuple[str, str, str], ...]] = {}
+    attributes: dict[str, fx.Node] = {}
+    tied = {name: group for group in ties for name in group}
+    input_names = iter([name for name, leaf in zip(request.names, request.leaves) if isinstance(leaf, Tensor)])
+    inputs = [node for node in exported.graph.nodes
+              if node.op == "placeholder" and placeholders[node.name][0] is InputKind.USER_INPUT]
+    for node in inputs:
+        name = next(input_names)
+        env[node] = graph.placeholder(name)
+        env[node].meta = kept_meta(node, stacks)
+
+    def attribute(node: fx.Node, user: fx.Node) -> fx.Node:
+        target = placeholders[node.name][1]
+        if target in tied:
+            target = alias_used_in(kept_meta(user, stacks)["module_stack"], tied[target])
+        if target not in attributes:
+            with _inserted_after_inputs(graph, attributes, env):
+                attributes[target] = graph.get_attr(target)
+            attributes[target].meta = kept_meta(node, stacks)
+        return attributes[target]
+
+    def mapped(argument: fx.Node, user: fx.Node) -> fx.Node:
+        return env[argument] if argument in env else attribute(argument, user)
+
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            graph.output(fx.map_arg(node.args[0], functools.partial(mapped, user=node)))
+            continue
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), functools.partial(mapped, user=node))
+        numbers = node.meta.get(NUMBERS, {})
+        sizes = {place: _batch_number(graph, request, env, inputs, factor) for place, factor in numbers.items()}
+        env[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        env[node].meta = kept_meta(node, stacks)
+        for place, number in sizes.items():
+            if isinstance(place, int):
+                env[node].update_arg(place, number)
+            else:
+                env[node].update_kwarg(place, number)
+    return graph
+
+
+def _batch_number(
+    graph: fx.Graph, request: Request, env: dict[fx.Node, fx.Node], inputs: list[fx.Node], factor: int
+) -> fx.Node:
+    """``factor`` times the batch size, read off an input: in a fixed-size trace it is a literal."""
+    dims = [dim for leaf, dim in zip(request.leaves, request.batch_dims) if isinstance(leaf, Tensor)]
+    source, dim = next((node, dim) for node, dim in zip(inputs, dims) if dim is not None)
+    size = graph.call_function(torch.ops.aten.sym_size.int, (env[source], dim))
+    size.meta = {"val": int(source.meta["val"].shape[dim]), "batch_factor": 1, "module_stack": ()}
+    if factor == 1:
+        return size
+    product = graph.call_function(operator.mul, (size, factor))
+    product.meta = {"val": size.meta["val"] * factor, "batch_factor": factor, "module_stack": ()}
+    return product
+
+
+@contextlib.contextmanager
+def _inserted_after_inputs(graph: fx.Graph, attributes: dict[str, fx.Node], env: dict[fx.Node, fx.Node]) -> Iterator[None]:
+    """Parameters stand before all operators, in the order of their first use."""
+    last = next(reversed(attributes.values()), None)
+    if last is None:
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        last = inputs[-1] if inputs else None
+    with graph.inserting_after(last):
+        yield
+
+
+def alias_used_in(stack: tuple[tuple[str, str, str], ...], names: tuple[str, ...]) -> str:
+    """The one of a tied parameter's names that lies in the module which uses it: the innermost of ``stack`` that has one."""
+    for path, _, _ in reversed(stack):
+        for name in names:
+            if path and name.startswith(path + "."):
+                return name
+    return names[0]
+
+
+def kept_meta(node: fx.Node, stacks: dict[tuple[str, ...], tuple[tuple[str, str, str], ...]]) -> dict[str, Any]:
+    """The metadata that passes use: the value, the module stack as (path, class, call) and the user's source line."""
+    meta: dict[str, Any] = {key: node.meta[key] for key in ("val", "batch_coefficients", TWIN) if key in node.meta}
+    stack = node.meta.get("nn_module_stack") or {}
+    key = tuple(stack)
+    if key not in stacks:
+        entries = []
+        for call, (path, cls) in stack.items():
+            if path.startswith("model.") or path == "model":
+                name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
+                entries.append((path.removeprefix("model").removeprefix("."), name, call))
+        stacks[key] = tuple(entries)
+    meta["module_stack"] = stacks[key]
+    if node.meta.get("stack_trace"):
+        meta["source"] = source_of(node.meta["stack_trace"])
+    return meta
+
+
+def _values(
+    request: Request, lifted: dict[str, Any], buffers: dict[str, TensorInfo], exported: ExportedProgram
+) -> dict[str, Tensor]:
+    """Real values of lifted constants and of non-persistent buffers."""
+    wanted: dict[str, Any] = dict(lifted)
+    for name, info in buffers.items():
+        if not info.persistent:
+            wanted[name] = request.model.get_buffer(name)
+    real = {name: value for name, value in wanted.items() if not isinstance(value, FakeTensor)}
+    fake = {name: value for name, value in wanted.items() if isinstance(value, FakeTensor)}
+    known = {name: value.constant for name, value in fake.items() if value.constant is not None}
+    unknown = {name: value for name, value in fake.items() if name not in known}
+    if unknown:
+        assert request.tape is not None
+        try:
+            known.update(zip(unknown, request.tape.materialize(list(unknown.values()))))
+        except KeyError as error:
+            raise GraphparError(
+                f"The values of {', '.join(unknown)} could not be computed without building the model for real; pass a "
+                "built model instead of a factory."
+            ) from error
+    return {name: (real | known)[name].detach().clone() for name in wanted}

@@ -1,0 +1,184 @@
+"""A trace's inputs: the leaves of the user's arguments and targets, their names, and where the batch lies in each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import keyword
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from graphpar.errors import GraphparError, near_match
+from graphpar.frontend.deferred import Tape
+
+RESERVED = ("sample_keys", "self")  # names that graphpar gives to inputs of its own
+
+
+@dataclasses.dataclass
+class Request:
+    """Everything that a trace needs, so that it can be repeated at another batch size."""
+
+    model: nn.Module
+    mode: FakeTensorMode | None
+    tape: Tape | None
+    arguments_spec: TreeSpec
+    leaves: list[Any]
+    names: list[str]
+    roles: list[str]
+    batch_dims: list[int | None]
+    batch: int
+    loss_fn: Callable[..., Any] | None
+    training: bool
+    module_mode: str | None = None  # train | infer: what the modules are set to while they are traced
+    takes_scalar: bool = True  # whether the only scalar in the model's output that needs a gradient is its loss
+    scalar: str | None = None  # that one; filled by the trace
+    scalars: list[str] = dataclasses.field(default_factory=list)  # several of them, of which none is known to be the loss
+    output_names: list[str] = dataclasses.field(default_factory=list)  # filled by the trace
+
+
+def make_request(
+    model: nn.Module,
+    fake: FakeTensorMode | None,
+    tape: Tape | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    targets: tuple[Any, ...],
+    batch_dims: Mapping[str, int | None],
+) -> Request:
+    _check_targets(loss_fn, targets)
+    named = _bind(model, args, kwargs)
+    leaves, spec = tree_flatten((args, kwargs, targets))
+    names = _leaf_names(named, targets, loss_fn)
+    if len(names) != len(leaves):  # a signature that can't be bound: positional names
+        names = [f"input_{index}" for index in range(len(leaves))]
+    is_target = [False] * len(tree_flatten((args, kwargs))[0]) + [True] * len(tree_flatten(targets)[0])
+    tensor_names = [name for name, leaf in zip(names, leaves) if isinstance(leaf, Tensor)]
+    unknown = [name for name in batch_dims if not any(_matches(name, known) for known in tensor_names)]
+    if unknown:
+        raise GraphparError(
+            f"batch_dims names {unknown[0]!r}, which is no input.{near_match(unknown[0], tensor_names)} "
+            f"The inputs are {', '.join(tensor_names)}."
+        )
+    batch = _batch_size(names, leaves, batch_dims)
+    dims: list[int | None] = []
+    for name, leaf in zip(names, leaves):
+        given = next((dim for pattern, dim in batch_dims.items() if _matches(pattern, name)), "default")
+        if not isinstance(leaf, Tensor):
+            dims.append(None)
+        elif given != "default":
+            dims.append(None if given is None else _checked_dim(name, leaf, cast(int, given)))
+        else:
+            dims.append(0 if leaf.ndim and leaf.shape[0] == batch else None)
+    roles = ["target" if flag else "input" for flag in is_target]
+    return Request(model, fake, tape, spec, leaves, names, roles, dims, batch, loss_fn, True)
+
+
+def _check_targets(loss_fn: Callable[..., Any] | None, targets: tuple[Any, ...]) -> None:
+    """``loss_fn`` is called with the model's output and the targets; it must take as many."""
+    forward = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    if forward is None:
+        return
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(None, *targets)
+    except TypeError as error:
+        count = f"{len(targets)} target{'s' if len(targets) != 1 else ''}"
+        raise GraphparError(
+            f"loss_fn is called with the model's output and {count}, but it takes {signature}: {error}. Its targets are "
+            "example_targets in a model file, and targets in Python."
+        ) from None
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return name == pattern or name.startswith(pattern + "_")
+
+
+def _bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """(argument name, value) in the order in which the pytree of (args, kwargs) lists them."""
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [(positional[index] if index < len(positional) else f"input_{index}", value) for index, value in enumerate(args)]
+    return named + list(kwargs.items())
+
+
+def _leaf_names(named: list[tuple[str, Any]], targets: tuple[Any, ...], loss_fn: Callable[..., Any] | None) -> list[str]:
+    names: list[str] = []
+    for name, value in named:
+        names += leaf_paths(name, value)
+    wanted: list[str] = []
+    if loss_fn is not None and targets:
+        with contextlib.suppress(TypeError, ValueError):
+            wanted = [p.name for p in inspect.signature(loss_fn).parameters.values() if p.kind is not p.VAR_POSITIONAL][1:]
+    for index, value in enumerate(targets):
+        fallback = "target" if len(targets) == 1 else f"target_{index}"
+        names += leaf_paths(wanted[index] if index < len(wanted) else fallback, value)
+    unique: list[str] = []
+    for name in names:
+        candidate = name if name not in unique else f"{name}_target"
+        while candidate in unique or candidate in RESERVED or keyword.iskeyword(candidate):
+            candidate += "_again" if candidate in unique else "_input"
+        unique.append(candidate)
+    return unique
+
+
+def leaf_paths(name: str, value: Any) -> list[str]:
+    """Names of the leaves of ``value``: ``name``, or ``name_key`` for containers."""
+    leaves = torch.utils._pytree.tree_leaves_with_path(value)
+    result = []
+    for path, _ in leaves:
+        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+        text = "_".join([name, *parts])
+        result.append("".join(char if char.isalnum() or char == "_" else "_" for char in text))
+    return result
+
+
+def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]) -> int | None:
+    """Rows of an example without ``batch_dims``; None where it has no batch, which :func:`make_request` refuses."""
+    leaves = tree_flatten((args, dict(kwargs), targets))[0]
+    try:
+        return _batch_size([""] * len(leaves), leaves, {})
+    except GraphparError:
+        return None
+
+
+def _batch_size(names: list[str], leaves: list[Any], batch_dims: Mapping[str, int | None]) -> int:
+    """The global batch of the example: from ``batch_dims`` where given, else dim 0 of the first tensor that it does not name."""
+    for pattern, dim in batch_dims.items():
+        for name, leaf in zip(names, leaves):
+            if dim is not None and _matches(pattern, name) and isinstance(leaf, Tensor):
+                return int(leaf.shape[_checked_dim(name, leaf, dim)])
+    for name, leaf in zip(names, leaves):
+        if isinstance(leaf, Tensor) and leaf.ndim and not any(_matches(pattern, name) for pattern in batch_dims):
+            return int(leaf.shape[0])
+    raise GraphparError(
+        "There is no batch to split: each example input is a number, a tensor without dims, or has None in batch_dims. "
+        "Give batch_dims the dim of an input along which its rows lie."
+    )
+
+
+def _checked_dim(name: str, leaf: Tensor, dim: int) -> int:
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise GraphparError(f"batch_dims gives dim {dim} for {name!r}, which has shape {tuple(leaf.shape)}.")
+    return dim % leaf.ndim
+
+
+def check_batch(request: Request) -> None:
+    for name, leaf, dim in zip(request.names, request.leaves, request.batch_dims):
+        if dim is not None and leaf.shape[dim] != request.batch:
+            raise GraphparError(
+                f"Input {name!r} has {leaf.shape[dim]} rows on dim {dim}, but the batch is {request.batch}. "
+                "Give batch_dims for inputs whose batch is on another dim."
+            )

@@ -1,0 +1,175 @@
+"""While a model is traced: what a trace would lose or take for another, said with the user's line or made exact.
+
+    torch.arange(n, device="meta")   the device that the program runs on: a model on ``meta`` is traced as one on the CPU
+    x + table.data                   ``table.detach()``, as long as nothing is written to the table from there on
+    x.data.mul_(2), x.data = y       refused: a trace follows neither
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from graphpar.errors import GraphparError
+from graphpar.ir.source import source_of, stack_line
+
+_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+COLLECTIVE_MODULES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives", "torch.distributed.nn.functional")
+"""Of torch's functions that call them."""
+
+
+# ---- the device meta -------------------------------------------------------------------------------------------
+
+
+class OffMeta(TorchFunctionMode):
+    """``device="meta"`` means the CPU, whether a function or ``torch.device`` says so."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if str(options.get("device")) == "meta":
+            options["device"] = torch.device("cpu")
+        args = tree_map(lambda leaf: torch.device("cpu") if leaf == torch.device("meta") else leaf, tuple(args)) if _devices(args) else args
+        if getattr(function, "__name__", "") == "to" and len(args) > 1 and args[1] == "meta":
+            args = (args[0], torch.device("cpu"), *args[2:])
+        return function(*args, **options)
+
+
+def _devices(args: Any) -> bool:
+    return any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in tree_leaves(args))
+
+
+def off_meta(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of a model with parts on the device ``meta``, which has these as fake tensors on the CPU. The rest is shared.
+
+    Raises:
+        GraphparError: the values of a tensor belong to the program, but it has none.
+    """
+    memo: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        own = {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
+        kinds: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, own)
+        for kind in kinds:
+            for key, leaf in ((key, leaf) for key, value in kind.items() for leaf in tree_leaves(value)):
+                if isinstance(leaf, Tensor) and id(leaf) not in memo:
+                    loaded = kind is module._parameters or (kind is module._buffers and key not in module._non_persistent_buffers_set)
+                    if leaf.is_meta and not loaded:
+                        raise _without_values(f"{name}.{key}" if name else key, module, kind is module._buffers)
+                    memo[id(leaf)] = _on_cpu(leaf, mode) if leaf.is_meta else leaf
+    return copy.deepcopy(model, memo)
+
+
+def _without_values(name: str, module: nn.Module, buffer: bool) -> GraphparError:
+    return GraphparError(
+        f"The model is on the device meta, where {'the non-persistent buffer' if buffer else 'the tensor'} {name!r} of "
+        f"{type(module).__name__} has no values; they belong to the program, since no weights file holds them. Give a function that "
+        "builds the model instead: it is run without memory for the weights, whatever its size."
+    )
+
+
+def _on_cpu(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a parameter or buffer has no values."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+# ---- tensor.data -----------------------------------------------------------------------------------------------
+
+
+class DataAsDetached(TorchFunctionMode):
+    """``x.data`` is ``x.detach()``, as long as nothing is written to either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: dict[int, tuple[Tensor, str]] = {}  # by memory: the tensor whose data was taken, and where
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        if name == "__set__" and function == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise GraphparError(
+                f"The model assigns to a tensor's .data{_at(stack_line())}, which a trace can't follow. Compute a new tensor, or write "
+                "to a buffer (self.count.copy_(value))."
+            )
+        if name == "__get__" and function == Tensor.data.__get__:  # type: ignore[attr-defined]
+            self.taken.setdefault(_memory(args[0]), (args[0], stack_line()))
+            return args[0].detach()
+        writes = name == "__setitem__" or name in _INPLACE or (name.endswith("_") and not name.endswith("__"))
+        written = [args[0]] if writes and args and isinstance(args[0], Tensor) else []
+        written += [leaf for leaf in tree_leaves(options.get("out")) if isinstance(leaf, Tensor)]
+        for tensor in written if self.taken else ():
+            if _memory(tensor) in self.taken:
+                raise GraphparError(
+                    f"The model writes{_at(stack_line())} to a tensor whose .data it took{_at(self.taken[_memory(tensor)][1])}: autograd "
+                    "does not see such a write, and a trace can't follow it. Write to a buffer, or compute a new tensor."
+                )
+        return function(*args, **options)
+
+
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_INPLACE = {f"__i{name}__" for name in _OPERATORS}
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
+
+
+def _at(place: str) -> str:
+    return f" ({place})" if place else ""
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def masks_as_given() -> Iterator[None]:
+    """``nn.Transformer`` reads whether a mask is causal, to say so to attention; with the mask itself the result is the same."""
+    reads = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = reads
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------
+
+
+def check_collectives(exported: ExportedProgram) -> None:
+    """A model is of one device: collectives are what graphpar adds."""
+    for module in exported.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            refuse_collective(node)
+
+
+def refuse_collective(node: fx.Node) -> None:
+    if getattr(node.target, "namespace", None) in _COLLECTIVES:
+        source = source_of(node.meta.get("stack_trace") or "")
+        raise collective(str(node.target), f"{source.file}:{source.line}" if source else "")
+
+
+def collective(name: str, place: str) -> GraphparError:
+    return GraphparError(
+        f"The model calls the collective {name}{_at(place)}. A model must be written for one device: graphpar adds the collectives. Leave "
+        "it out, or make it depend on a flag that is off here."
+    )

@@ -1,0 +1,257 @@
+"""``Cluster``: the hardware that a plan is for, as nodes of equal devices with one link inside a node and one between nodes.
+
+    "2x8xH100-SXM-80GB" or a file ──parse──► Cluster ──graphpar.cost_models.collectives.Network──► seconds of collectives
+
+Ranks fill the nodes in order, so the inner axes of a mesh stay inside a node where they fit. A link's bandwidth is that of one device:
+between nodes, the adapters of a node divided by its devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from graphpar.errors import GraphparError, near_match
+from graphpar.hardware.devices import DEVICES, Device, Link, check_number, device_named
+
+_TEXT = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<device>[a-z][\w -]*)", re.IGNORECASE)
+_FILE = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<file>.+\.(?:json|toml))", re.IGNORECASE)
+_PROFILE = ("graphpar", "machine", "disturbed", "error", "measured")
+"""What a profile of ``graphpar calibrate`` holds besides a cluster."""
+_LINKS = ("intra_node", "inter_node")
+_WIRES = ("pair_bytes_per_s", "in_switch", "send_latency_s")
+_Record = TypeVar("_Record", Device, Link)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; the cost models know what is reached of them."""
+
+    nodes: int
+    devices_per_node: int
+    device: Device
+    intra_node: Link
+    inter_node: Link
+
+    def __post_init__(self) -> None:
+        check_number("nodes", self.nodes, whole=True)
+        check_number("devices_per_node", self.devices_per_node, whole=True)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.nodes * self.devices_per_node
+
+    @staticmethod
+    def parse(source: str | Path) -> Cluster:
+        """``8xH100-SXM-80GB`` (devices), ``16x8xA100-SXM-80GB`` (nodes x devices), ``H100`` (one), or a file: TOML, or a profile.
+
+        More devices than a node usually has are taken as full nodes: ``16xH100`` is ``2x8xH100``. ``4xprofile.json`` is one node of
+        four devices of the file, ``2x4xcluster.toml`` two.
+
+        Raises:
+            GraphparError: the text or the file means no cluster; the message names the field.
+        """
+        file = Path(source)
+        if isinstance(source, Path) or file.is_file():
+            return _from_file(file)
+        if named := _FILE.fullmatch(source.strip()):
+            counts = [int(named[place]) for place in ("first", "second") if named[place]]
+            return _from_file(Path(named["file"]), counts)
+        found = _TEXT.fullmatch(source.strip())
+        meant = _otherwise(source)
+        if found is None or meant is not None:
+            raise GraphparError(
+                f"Cluster {source!r}: write devices x kind, such as 2xCPU or 8xH100, nodes x devices x kind, such as 2x8xH100, or name "
+                f"a TOML file.{'' if meant is None else f' Did you mean {meant!r}?'}"
+            )
+        try:
+            device = device_named(found["device"])
+            if found["second"] is not None:
+                return Cluster.of(device, int(found["first"]), int(found["second"]))
+            return Cluster.of(device, *_filled(device, int(found["first"] or 1)))
+        except GraphparError as error:
+            raise GraphparError(f"Cluster {source!r}: {error}") from None
+
+    @staticmethod
+    def of(device: Device, nodes: int, devices_per_node: int) -> Cluster:
+        """Nodes of ``device`` with its usual links."""
+        return Cluster(nodes, devices_per_node, device, device.intra_node, device.inter_node)
+
+    def grown(self, times: int) -> Cluster:
+        """With so many times the devices: full nodes first, where the device has a usual number, then more nodes."""
+        usual = self.device.devices_per_node
+        if self.nodes == 1 and (usual is None or self.devices_per_node * times <= usual):
+            return replace(self, devices_per_node=self.devices_per_node * times)
+        return replace(self, nodes=self.nodes * times)
+
+    @staticmethod
+    def of_this_machine(devices: int) -> Cluster:
+        """``devices`` of the kind that is here: the GPU that torch sees, where the table has it, else processes on the CPU."""
+        import torch
+
+        if torch.cuda.is_available():
+            with contextlib.suppress(GraphparError):
+                return Cluster.of(device_named(torch.cuda.get_device_name()), *_filled(device_named(torch.cuda.get_device_name()), devices))
+        return Cluster.of(DEVICES["CPU"], 1, devices)
+
+    def __str__(self) -> str:
+        """As :meth:`parse` reads it, for a known device with its usual links."""
+        count = f"{self.devices_per_node}x" if self.size > 1 else ""
+        usual = self.device.devices_per_node
+        explicit = self.nodes > 1 or (usual is not None and self.devices_per_node > usual)
+        return f"{f'{self.nodes}x' if explicit else ''}{count}{self.device.name}"
+
+    def __repr__(self) -> str:
+        known = DEVICES.get(self.device.name)
+        usual = known == self.device and (known.intra_node, known.inter_node) == (self.intra_node, self.inter_node)
+        return f"Cluster({str(self)!r}{'' if usual else ', with figures of its own'})"
+
+    # ---- as data ----
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with every figure, so that it means the same when the table of devices has changed."""
+        links = {name: _figures(getattr(self, name)) for name in _LINKS}
+        device = _figures(self.device)
+        for name in _LINKS:
+            if device[name] == links[name]:
+                del device[name]
+        return {"nodes": self.nodes, "devices_per_node": self.devices_per_node, "device": device, **links}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Cluster:
+        """The inverse of :meth:`to_json`; also what a TOML file holds.
+
+        ``device`` may be a name. Links that are left out are the device's, and the other way round for a device with its own
+        figures; a cluster of one node needs no ``inter_node``.
+
+        Raises:
+            GraphparError: a field is missing, unknown or out of range; the message names it.
+        """
+        _check_fields(data, {field.name for field in fields(Cluster)}, {"nodes", "devices_per_node", "device"})
+        device = _device(data)
+        links = {name: _link(data.get(name, {}), name, getattr(device, name)) for name in _LINKS}
+        return Cluster(data["nodes"], data["devices_per_node"], device, **links)
+
+
+def _otherwise(text: str) -> str | None:
+    """What a cluster that is written in other ways means: ``h100x8``, ``8 H100``, ``8*h100``, ``H100:8`` are all ``8xH100``."""
+    if _TEXT.fullmatch(text.strip()) and not re.search(r"x\s*\d+\s*$", text):
+        return None
+    kinds: list[str] = []
+    counts: list[str] = []
+    for part in re.split(r"[x×*:,\s]+", re.sub(r"^(\d+)(?=[a-wyz])", r"\1x", text.strip().lower())):
+        (counts if part.isdigit() else kinds).append(part)
+    try:
+        return "x".join([*(str(int(count)) for count in counts), device_named("-".join(kinds)).name]) if 1 <= len(counts) <= 2 else None
+    except GraphparError:
+        return None
+
+
+def _filled(device: Device, count: int) -> tuple[int, int]:
+    """Nodes and devices a node for ``count`` devices."""
+    usual = device.devices_per_node
+    if usual is None or count <= usual:
+        return 1, count
+    if count % usual:
+        raise GraphparError(
+            f"a node has {usual} of {device.name}, so {count} fill no whole number of nodes; write nodes x devices x kind, such as "
+            f"{math.ceil(count / usual)}x{usual}x{device.name}."
+        )
+    return count // usual, usual
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+def _from_file(file: Path, counts: Sequence[int] = ()) -> Cluster:
+    """``counts``: devices, or nodes and devices, in place of those in the file."""
+    if not file.is_file():
+        siblings = [entry.name for entry in file.parent.glob(f"*{file.suffix}")] if file.parent.is_dir() else []
+        raise GraphparError(f"There is no cluster file {file}.{near_match(file.name, siblings)}")
+    try:
+        return Cluster.from_json(_read(file) | dict(zip(("devices_per_node", "nodes"), [*counts[::-1], 1] if counts else [])))
+    except GraphparError as error:
+        raise GraphparError(f"{file}: {error}") from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    kind = "JSON" if file.suffix.lower() == ".json" else "TOML"
+    try:
+        data = (json if kind == "JSON" else tomllib).loads(file.read_text())
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise GraphparError(f"it is no {kind}: {error}.") from None
+    if not isinstance(data, dict):
+        raise GraphparError("it must be an object with nodes, devices_per_node and device.")
+    return {name: value for name, value in data.items() if kind == "TOML" or name not in _PROFILE}
+
+
+def _device(data: Mapping[str, Any]) -> Device:
+    """The device of a cluster: a name of the table, or figures, whose links and number a node may be those of the cluster."""
+    given = data["device"]
+    if isinstance(given, str):
+        return device_named(given)
+    if not isinstance(given, Mapping):
+        raise GraphparError(f"device is {given!r}; it must be a name such as {next(iter(DEVICES))}, or a table of figures.")
+    figures = dict(given)
+    if isinstance(memory := given.get("memory_bytes"), float) and memory.is_integer():
+        figures["memory_bytes"] = int(memory)  # 80e9 is a whole number to people
+    for name in _LINKS:
+        link = given.get(name, data.get(name))
+        if link is None and name == "inter_node" and data["nodes"] == 1:
+            link = data.get("intra_node", given.get("intra_node"))  # there is no other node
+        if link is not None:
+            figures[name] = _link(link, f"device.{name}" if name in given else name)
+    return _record(Device, figures, "device")
+
+
+def _link(data: Any, where: str, usual: Link | None = None) -> Link:
+    """A link of its figures; those that are left out are of ``usual``, but for those of its wires where the bandwidth is another's."""
+    if not isinstance(data, Mapping):
+        raise GraphparError(f"{where} is {data!r}; it must be a table with latency_s and bytes_per_s.")
+    known = _figures(usual) if usual is not None else {}
+    if "bytes_per_s" in data:
+        known = {name: figure for name, figure in known.items() if name not in _WIRES}
+    return _record(Link, known | dict(data), where)
+
+
+def _record(kind: type[_Record], data: Mapping[str, Any], where: str) -> _Record:
+    known = {field.name for field in fields(kind)} - {"sources"}
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}
+    try:
+        _check_fields(data, known, known - optional)
+        return kind(**data)
+    except GraphparError as error:
+        raise GraphparError(f"{where}: {error}") from None
+
+
+def _check_fields(data: Mapping[str, Any], known: set[str], required: set[str]) -> None:
+    for name in data:
+        if name not in known:
+            raise GraphparError(
+                f"there is no field {name!r}; the fields are {', '.join(sorted(known))}.{near_match(name, sorted(known))}"
+            )
+    for name in sorted(required - set(data)):
+        hint = difflib.get_close_matches(name, data)
+        raise GraphparError(f"the field {name!r} is missing.{f' Is {hint[0]!r} it?' if hint else ''}")
+
+
+def _figures(record: Device | Link) -> dict[str, Any]:
+    """The fields of a record but for its sources; figures that it does not have are left out."""
+    values = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "sources"}
+    plain = {name: _figures(value) if isinstance(value, Link) else value for name, value in values.items()}
+    return {name: _plain(value) for name, value in plain.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value

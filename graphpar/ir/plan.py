@@ -1,0 +1,204 @@
+"""``Plan``: every decision, in one serialisable record. Plan and Program determine the output byte for byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphpar.display import as_page, as_text
+from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.sharding import Sharding
+from graphpar.text import plural, seconds_text
+
+if TYPE_CHECKING:
+    from graphpar.cost_models.estimates import Alone, Estimate
+    from graphpar.passes.planning.planner import Found
+
+VERSION = 1
+
+
+class SplitPoint(Enum):
+    """Which end of a module a stage begins at. The values are those of ``torch.distributed.pipelining.SplitPoint``."""
+
+    BEGINNING = "beginning"
+    END = "end"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A split point: a stage begins before (or after) the module ``path``."""
+
+    path: str
+    where: SplitPoint = SplitPoint.BEGINNING
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage: its index in the chain, the pp rank that holds it, and the modules in it."""
+
+    index: int
+    rank: int
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What graphpar decided. ``actions`` is a schedule table of the user's own, one tuple of cells a rank.
+
+    ``cluster`` is what it was decided for; None where only a mesh is known, and then nothing is ``predicted``: what a step takes there.
+    ``found`` is what else a search saw, ``alone`` what one device takes. None of these is part of the plan's data.
+    """
+
+    model: str
+    mode: str
+    mesh: Mesh
+    schedule: str
+    global_batch: int
+    microbatch_size: int
+    cuts: tuple[Cut, ...]
+    stages: tuple[StagePlan, ...]
+    dtype: str = "fp32"
+    actions: tuple[tuple[str, ...], ...] | None = None
+    zero: int = 0
+    recompute: str = "none"
+    allow_batch_coupling: bool = False
+    sharding: Sharding = field(default_factory=Sharding)
+    cluster: Cluster | None = None
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    predicted: Estimate | None = field(default=None, compare=False, repr=False)
+    found: Found | None = field(default=None, compare=False, repr=False)
+    alone: Alone | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches each rank runs in a step."""
+        return self.global_batch // (self.microbatch_size * self.mesh.dp_replicate)
+
+    def parameters(self) -> dict[str, dict[str, str]]:
+        """Types of parameters by name, on every axis of several ranks but pp. Not listed: R on dp_replicate, I elsewhere."""
+        replicated = {"dp_replicate": "R"} if self.mesh.dp_replicate > 1 else {}
+        return {
+            name: replicated | {axis: str(kind) for axis, kind in spec.items()}
+            for name, spec in self.sharding.parameters.items()
+        }
+
+    @property
+    def stages_per_rank(self) -> int:
+        return len(self.stages) // self.mesh.pp
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; :meth:`from_json` is its inverse."""
+        return {
+            "version": VERSION,
+            "model": self.model,
+            "mode": self.mode,
+            "dtype": self.dtype,
+            "cluster": None if self.cluster is None else self.cluster.to_json(),
+            "mesh": self.mesh.degrees(),
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "microbatch_size": self.microbatch_size,
+            "global_batch": self.global_batch,
+            "zero": self.zero,
+            "recompute": self.recompute,
+            "allow_batch_coupling": self.allow_batch_coupling,
+            "split": [{"path": cut.path, "where": cut.where.value} for cut in self.cuts],
+            "stages": [asdict(stage) | {"modules": list(stage.modules)} for stage in self.stages],
+            "parameters": self.parameters(),
+            "sharding": self.sharding.to_json(),
+            "actions": None
+            if self.actions is None
+            else {str(rank): [cell or None for cell in row] for rank, row in enumerate(self.actions)},
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Plan:
+        """The plan that :meth:`to_json` gave as a dictionary.
+
+        Raises:
+            GraphparError: it is none, of another version, or has parts missing.
+        """
+        if not isinstance(data, Mapping):
+            what = "text: parse it with json.loads first" if isinstance(data, str) else f"a {type(data).__name__}"
+            raise GraphparError(f"Plan.from_json takes the dictionary that plan.to_json() returns, and got {what}.")
+        if data.get("version") != VERSION:
+            raise GraphparError(
+                f"This plan has version {data.get('version')!r}; graphpar reads version {VERSION}. Compile the model again."
+            )
+        try:
+            actions, cluster = data.get("actions"), data.get("cluster")
+            return Plan(
+                model=data["model"],
+                mode=data["mode"],
+                dtype=data.get("dtype", "fp32"),
+                mesh=Mesh(**data["mesh"]),
+                schedule=data["schedule"],
+                global_batch=data["global_batch"],
+                microbatch_size=data["microbatch_size"],
+                cuts=tuple(Cut(entry["path"], SplitPoint(entry["where"])) for entry in data["split"]),
+                stages=tuple(
+                    StagePlan(entry["index"], entry["rank"], tuple(entry["modules"])) for entry in data["stages"]
+                ),
+                actions=None
+                if actions is None
+                else tuple(tuple(cell or "" for cell in actions[str(rank)]) for rank in range(len(actions))),
+                zero=data.get("zero", 0),
+                recompute=data.get("recompute", "none"),
+                allow_batch_coupling=data.get("allow_batch_coupling", False),
+                sharding=Sharding.from_json(data["sharding"], data["parameters"]) if "sharding" in data else Sharding(),
+                cluster=None if cluster is None else Cluster.from_json(cluster),
+            )
+        except KeyError as error:
+            raise GraphparError(f"The plan lacks the field {error.args[0]!r}.") from error
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read ``plan.json`` (or a folder that holds one)."""
+        file = Path(path)
+        if file.is_dir():
+            file = file / "plan.json"
+        if not file.exists():
+            raise GraphparError(f"There is no plan at {file}.")
+        try:
+            data = json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise GraphparError(f"{file} is no JSON: {error}.") from error
+        return Plan.from_json(data)
+
+    def __repr__(self) -> str:
+        degrees = ", ".join(f"{axis}={degree}" for axis, degree in self.mesh.degrees().items() if degree > 1) or "1 device"
+        step = "" if self.predicted is None else f", {seconds_text(self.predicted.step_time_s)} a step on {self.predicted.cluster}"
+        batches = f"{plural(self.microbatches, 'microbatch', 'microbatches')} of {self.microbatch_size}"
+        return f"Plan({self.model}, {self.mode}, {degrees}, {self.schedule}, {batches}{step})"
+
+    def _repr_html_(self) -> str:
+        return as_page(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+def cuts_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> tuple[Cut, ...]:
+    """Split points as a user writes them: paths, ``{"path": "end"}``, or torch's ``{path: SplitPoint.END}``."""
+    pairs: list[tuple[str, Any]] = []
+    items: Any = entries.items() if isinstance(entries, Mapping) else entries
+    for entry in items:
+        if isinstance(entry, str):
+            pairs.append((entry, SplitPoint.BEGINNING))
+        elif isinstance(entry, Mapping):
+            pairs += list(entry.items())
+        else:
+            pairs.append(tuple(entry))
+    cuts = []
+    for path, where in pairs:
+        name = str(getattr(where, "name", where)).lower()
+        if name not in ("beginning", "end"):
+            raise GraphparError(f"Split point {path!r}: {where!r} must be 'beginning' or 'end'.")
+        cuts.append(Cut(path, SplitPoint(name)))
+    return tuple(cuts)

@@ -1,0 +1,481 @@
+"""``Program``: the traced model, the noun that every pass takes and gives.
+
+A program is an ``fx.Graph`` over ATen operators in which
+
+    placeholder   a root input: a leaf of the user's inputs or targets, or what graphpar adds (sample keys, counts)
+    get_attr      a parameter, buffer or constant, by its fully qualified name in the user's model
+    call_module   (after ``outline``) an instance of a block; its target is the module's path
+    output        the loss, or the model's outputs
+
+Every program is runnable on one device (:meth:`Program.run`), before and after every pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.display import as_text
+from graphpar.errors import GraphparError
+from graphpar.ir.source import Source, variable_name
+from graphpar.runtime.layout import Type
+from graphpar.text import count_text
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A parameter's or buffer's shape and dtype, as they are in the user's model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    persistent: bool = True
+    kind: str = "parameter"  # parameter | buffer
+    whole: tuple[int, ...] | None = None  # the whole shape, where ``shape`` is that of a rank's piece
+    spec: tuple[tuple[str, Type], ...] = ()  # its type on each compute axis
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Input:
+    """A root input. ``batch_dim`` is the dim that is cut into microbatches, ``None`` for an input given whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+    role: str = "input"  # input | target | sample_keys
+    values: tuple[int, int] = (0, 1)  # smallest and largest value of an integer example
+
+
+@dataclass(frozen=True)
+class Output:
+    """A leaf of what the program returns; a training program has one, ``loss``."""
+
+    name: str
+    batch_dim: int | None = None
+
+
+@dataclass
+class Block:
+    """A subgraph that came from a repeated module; isomorphic instances share it.
+
+    ``graph`` takes the values from outside as placeholders and names its parameters relative to the instance.
+    """
+
+    name: str
+    module_class: str
+    graph: fx.Graph
+    instances: list[str] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        """The path of the instance that the graph was made of, which its operators' module stacks name."""
+        stacks = (node.meta.get("module_stack", ()) for node in self.graph.nodes if node.op == "call_function")
+        paths = (str(path) for stack in stacks for path, module_class, _ in stack if module_class == self.module_class)
+        return next(paths, self.instances[0])
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The user's model and examples, kept for the reference run of ``verify``."""
+
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss_fn: Callable[..., Any] | None
+    targets: tuple[Any, ...]
+    dtype: str | None = None
+    mode: str | None = None
+
+
+@dataclass(eq=False)
+class Helper:
+    """A parameter-free part of the root (a mask, rotary tables) as a function that any stage can call."""
+
+    name: str
+    graph: fx.Graph
+    like: int | None = None  # the argument of which only the batch size (on its own batch dim) and the device are used
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *arguments: Any) -> Any:
+        return run_plain(self.graph, arguments)
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """An operator that mixes examples, so that cutting the batch changes the result: why, in which module, on which source line."""
+
+    reason: str
+    module: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        place = ", ".join(filter(None, (self.module, self.line)))
+        return f"{self.reason} ({place})" if place else self.reason
+
+
+@dataclass
+class Program:
+    """A traced model. Passes treat it as immutable: they take one and give a new one."""
+
+    name: str
+    mode: str  # train | infer
+    graph: fx.Graph
+    parameters: dict[str, TensorInfo]
+    buffers: dict[str, TensorInfo]
+    constants: dict[str, Tensor]
+    ties: tuple[tuple[str, ...], ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    batch: int  # the batch size that the trace saw
+    symbolic: bool  # whether the batch is a symbol of the graph's shapes
+    unsplittable: str | None  # why the batch can't be cut, where neither trace allows it
+    module_classes: dict[str, str]
+    blocks: dict[str, Block] = field(default_factory=dict)
+    subgraphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    retrace: Callable[[int], Program] | None = None
+    source: ModelSource | None = None
+    couplings: tuple[Coupling, ...] = ()
+    counts: fx.Graph | None = None  # the loss's denominators as a graph of the inputs alone
+    count_names: tuple[str, ...] = ()
+    random_calls: int = 0  # dropouts in execution order, each with a stream of its own
+
+    def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
+        """This program with another graph (and other fields as given)."""
+        return replace(self, graph=graph, **changes)
+
+    def warn(self, *lines: str) -> Program:
+        fresh = tuple(line for line in lines if line not in self.warnings)
+        return replace(self, warnings=self.warnings + fresh)
+
+    def at_batch(self, size: int) -> Program:
+        """The program for microbatches of ``size`` rows: itself where the batch is symbolic, else a new trace."""
+        if self.symbolic or size == self.batch:
+            return self
+        assert self.retrace is not None
+        return self.retrace(size)
+
+    def input(self, name: str) -> Input:
+        for entry in self.inputs:
+            if entry.name == name:
+                return entry
+        raise KeyError(name)
+
+    def tensor_info(self, fqn: str) -> TensorInfo:
+        """Shape and dtype of the parameter, buffer or constant ``fqn``."""
+        if fqn in self.parameters:
+            return self.parameters[fqn]
+        if fqn in self.buffers:
+            return self.buffers[fqn]
+        value = self.constants[fqn]
+        return TensorInfo(tuple(value.shape), value.dtype, persistent=False, kind="buffer")
+
+    def tie_of(self, fqn: str) -> tuple[str, ...]:
+        """All names of the parameter ``fqn``, itself included."""
+        for group in self.ties:
+            if fqn in group:
+                return group
+        return (fqn,)
+
+    def prefixes(self, block: str) -> list[str]:
+        """What the names of each instance of ``block`` begin with; for "" that of the root's."""
+        return [f"{path}." for path in dict.fromkeys(self.blocks[block].instances)] if block else [""]
+
+    def ties_below(self, path: str) -> list[tuple[str, ...]]:
+        """Groups of names below the module ``path`` that are one parameter, relative to it."""
+        prefix = f"{path}."
+        groups = (tuple(name.removeprefix(prefix) for name in group if name.startswith(prefix)) for group in self.ties)
+        return [group for group in groups if len(group) > 1]
+
+    def parameter_count(self) -> int:
+        """Number of parameter elements, each tied parameter counted once."""
+        skipped = {name for group in self.ties for name in group[1:]}
+        return sum(info.numel for name, info in self.parameters.items() if name not in skipped)
+
+    def counts_results(self, expression: Callable[[Any], Any]) -> list[str]:
+        """The denominators' expressions, printed by ``expression``."""
+        assert self.counts is not None
+        output = next(node for node in self.counts.nodes if node.op == "output")
+        return [expression(node).text for node in output.args[0]]
+
+    def block_of(self, node: fx.Node) -> Block:
+        return self.blocks[node.meta["block"]]
+
+    def run(self, state: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
+        """Run on one device. ``state`` holds parameters, buffers and constants by name; buffers are written in place."""
+        values = [inputs[node.target] for node in self.graph.nodes if node.op == "placeholder"]
+        return Runner(self, state).run_graph(self.graph, "", values)
+
+    def __repr__(self) -> str:
+        blocks = "".join(f", {block.name} x {len(block.instances)}" for block in self.blocks.values())
+        return f"Program({self.name}, {self.mode}, {count_text(self.parameter_count())} parameters{blocks}, batch {self.batch})"
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+def run_plain(graph: fx.Graph, arguments: Sequence[Any]) -> Any:
+    """Run a graph without parameters."""
+    env: dict[fx.Node, Any] = {}
+    feed = iter(arguments)
+    for node in graph.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], env.__getitem__)
+        if node.op == "placeholder":
+            env[node] = next(feed)
+            continue
+        assert callable(node.target)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+        env[node] = node.target(*args, **kwargs)
+    raise AssertionError("a graph without an output")
+
+
+class Runner:
+    """Runs graphs and the blocks that they call; ``get_attr`` targets are looked up in a dictionary.
+
+    Values live until their graph is done, as the locals of an emitted function do.
+    """
+
+    def __init__(self, program: Program, state: Mapping[str, Tensor]) -> None:
+        self.program = program
+        self.state = state
+
+    def run_graph(self, graph: fx.Graph, prefix: str, arguments: Sequence[Any]) -> Any:
+        env: dict[fx.Node, Any] = {}
+        feed = iter(arguments)
+        for node in graph.nodes:
+            if node.op == "output":
+                return fx.map_arg(node.args[0], env.__getitem__)
+            env[node] = self._value(node, prefix, env, feed)
+        raise AssertionError("a graph without an output")
+
+    def _value(self, node: fx.Node, prefix: str, env: dict[fx.Node, Any], feed: Iterator[Any]) -> Any:
+        if node.op == "placeholder":
+            return next(feed)
+        target = str(node.target)
+        if node.op == "get_attr":
+            return self.program.subgraphs[target] if target in self.program.subgraphs else self.tensor(prefix + target)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+        if node.op == "call_module":
+            return self.block(self.program.block_of(node), f"{prefix}{target}.", args)
+        return self.call(node, args, kwargs)
+
+    def tensor(self, name: str) -> Tensor:
+        """The parameter, buffer or constant ``name``."""
+        return self.state[name]
+
+    def block(self, block: Block, prefix: str, args: tuple[Any, ...]) -> Any:
+        """What the instance of ``block`` whose names begin with ``prefix`` makes of ``args``."""
+        return self.run_graph(block.graph, prefix, args)
+
+    def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator makes of its arguments."""
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module whose forward made ``node`` (empty for the root)."""
+    stack = node.meta.get("module_stack", ())
+    return stack[-1][0] if stack else ""
+
+
+def where(node: fx.Node) -> str:
+    """`` (file:line)`` of the user's code, for messages; nothing where it isn't known."""
+    source = node.meta.get("source")
+    return f" ({source.file}:{source.line})" if source else ""
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value that tracing saw for ``node``."""
+    return node.meta.get("val")
+
+
+def batch_coefficients(node: fx.Node) -> tuple[int | None, ...]:
+    """For each dim of ``node``'s tensor: ``c`` where its size is ``c`` times the batch, ``None`` where it is fixed."""
+    known = node.meta.get("batch_coefficients")
+    if known is not None:
+        return tuple(known)
+    value = value_of(node)
+    if not isinstance(value, Tensor):
+        return ()
+    return tuple(size_coefficient(size) for size in value.shape)
+
+
+def size_coefficient(size: Any) -> int | None:
+    """``c`` for a size that is ``c * batch``; ``None`` for a fixed one."""
+    if isinstance(size, int) and not isinstance(size, torch.SymInt):
+        return None
+    expression = size.node.expr
+    symbols = expression.free_symbols
+    if not symbols or any(str(symbol).startswith("u") for symbol in symbols):  # u: how many a mask chooses
+        return None
+    if len(symbols) > 1:
+        raise GraphparError(f"A tensor has a size that is no multiple of the batch: {expression}.")
+    (symbol,) = symbols
+    quotient = expression / symbol
+    if not quotient.is_Integer:
+        raise GraphparError(f"A tensor has the size {expression}, which is no multiple of the batch {symbol}.")
+    return int(quotient)
+
+
+def concrete_shape(node: fx.Node, batch: int) -> tuple[int, ...]:
+    """The shape of ``node``'s tensor for a batch of ``batch`` rows."""
+    value = value_of(node)
+    assert isinstance(value, Tensor)
+    return tuple(
+        int(size) if coefficient is None else coefficient * batch
+        for size, coefficient in zip(value.shape, batch_coefficients(node))
+    )
+
+
+FUNCTION_OPERATORS = "graphpar_functions"
+"""Namespace of the operators that stand for custom autograd functions."""
+_OF_TORCH = frozenset(
+    (
+        "aten",
+        "prims",
+        "prim",
+        "quantized",
+        "mkldnn",
+        "sparse",
+        "inductor",
+        "higher_order",
+        "c10d",
+        "_c10d_functional",
+        "c10d_functional",
+    )
+    + ("_dtensor", "dist_inductor", "pipelining", "pippy", "profiler")
+)
+
+
+def is_of_torch(target: Any) -> bool:
+    """Whether ``target`` is an operator of torch's, and none of a user's or of another library."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in _OF_TORCH
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator without its overload: ``linear``, ``mylib::op``, ``Scaled.apply``; for a block ``call_module``."""
+    if node.op != "call_function":
+        return node.op
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _overload_name(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+@functools.cache
+def _overload_name(target: torch._ops.OpOverload) -> str:
+    namespace, _, name = target._schema.name.partition("::")
+    if namespace == FUNCTION_OPERATORS:
+        return f"{name}.apply"
+    # mylib::relu is not torch's relu; but transformers' operators are torch's newer ones, for older torch.
+    return name if is_of_torch(target) or namespace == "transformers" else f"{namespace}::{name}"
+
+
+def short_name(node: fx.Node) -> str:
+    """The operator as a variable is called after it."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if (
+        isinstance(source, fx.Node)
+        and isinstance(source.target, torch._ops.OpOverload)
+        and not is_of_torch(source.target)
+    ):
+        return short_name(source)
+    name = operator_name(node).rpartition("::")[2]
+    return (
+        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix(".apply")).lower()
+        if ".apply" in name
+        else name.strip("_")
+    )
+
+
+_SAME_VALUE = frozenset(("to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"))
+"""Operators whose result is their operand in another dtype or memory format, which people call by the same name."""
+SAME_ELEMENTS = _SAME_VALUE | {"unsqueeze", "squeeze", "transpose", "permute", "view", "reshape", "expand"}
+"""Operators whose result is their operand in another shape, or cast."""
+
+
+def user_name(node: fx.Node) -> str | None:
+    """The variable that holds ``node``'s value in the user's code, where one does.
+
+    A value that is returned has the name that the caller gives to the result; one that is only cast on the way keeps its own,
+    and a range or a constant that is made inside of the call is not the result.
+    """
+    source: Source | None = node.meta.get("source")
+    if source is None:
+        return None
+    operand = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else node
+    computed = operand is not node and operand.op == "call_function"
+    before: Source | None = operand.meta.get("source") if computed else None
+    if not source.targets and before is not None and before.targets and operator_name(node) in _SAME_VALUE:
+        return user_name(operand)
+    made = created_by(node)
+    if made is not None and not source.assigns.operators & {operator_name(made), operator_name(node)}:
+        return None
+    position = node.args[1] if operator_name(node) == "getitem" else 0
+    name = variable_name(source, position if isinstance(position, int) else 0, operator_name(node))
+    if name is None and before is not None and before.assigns == source.assigns and source.assigns.made_of:
+        return user_name(operand)
+    return name
+
+
+def created_by(node: fx.Node) -> fx.Node | None:
+    """The operator that made ``node``'s value of no tensor at all (``arange``, ``zeros``), seen through changes of shape."""
+    while node.op == "call_function" and operator_name(node) in SAME_ELEMENTS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    sizes_alone = all(isinstance(value_of(argument), torch.SymInt) for argument in node.all_input_nodes)
+    return node if node.op == "call_function" and sizes_alone and isinstance(value_of(node), Tensor) else None
+
+
+def value_name(node: fx.Node) -> str:
+    """A readable name for a value: the user's variable, the module that made it, or the operator."""
+    if node.op == "placeholder":
+        return str(node.target)
+    if node.op == "get_attr":
+        return str(node.target).replace(".", "_")
+    name = user_name(node)
+    if name is not None:
+        return name
+    made = created_by(node)
+    if made is not None:
+        return short_name(made)
+    parts = [part for part in module_path(node).split(".") if part and not part.isdigit()]
+    return parts[-1] if parts else short_name(node)
+
+
+def unique_names(nodes: Sequence[fx.Node], reserved: Iterable[str] = ()) -> dict[fx.Node, str]:
+    """:func:`value_name` for each, made distinct from each other and from ``reserved``."""
+    names: dict[fx.Node, str] = {}
+    for node in nodes:
+        name = value_name(node)
+        taken = {*names.values(), *reserved}
+        if name in taken:
+            parts = [part for part in module_path(node).split(".") if part and not part.isdigit()]
+            name = f"{parts[-1]}_{name}" if parts and f"{parts[-1]}_{name}" not in taken else name
+        unique, number = name, 2
+        while unique in taken:
+            unique, number = f"{name}_{number}", number + 1
+        names[node] = unique
+    return names

@@ -1,0 +1,159 @@
+"""Where an operator came from: the user's line, and the name that the user gave to its result."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import os
+import re
+import traceback
+from dataclasses import dataclass
+
+import torch
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_LIBRARY = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a statement assigns: ``names``, the operators that its expression calls, and where it is written element by element
+    those of each.
+
+    ``cos, sin = x.cos(), x.sin()`` has the names ``("cos", "sin")``, made of ``({"cos"}, {"sin"})``.
+    """
+
+    names: tuple[str, ...] = ()
+    operators: frozenset[str] = frozenset()
+    made_of: tuple[frozenset[str], ...] = ()
+
+    def name(self, position: int = 0, operator: str = "") -> str | None:
+        """The variable that holds the value at ``position`` of the result, or what ``operator`` makes; None for neither.
+
+        Of a statement with an expression for each variable only an operator that stands in a single one says which it makes.
+        """
+        usable = [name for name in self.names if name.isidentifier() and name != "_"]
+        if self.made_of:
+            makes = [name for name, words in zip(self.names, self.made_of) if operator in words and name in usable]
+            return makes[0] if len(makes) == 1 else None
+        if position < len(self.names) and self.names[position] in usable:
+            return self.names[position]
+        return usable[0] if usable else None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's code: file name (without folders), line, what it assigns, and the lines that called it."""
+
+    file: str
+    line: int
+    assigns: Assignment = Assignment()
+    callers: tuple[tuple[str, int, Assignment], ...] = ()
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The variables that the line assigns."""
+        return self.assigns.names
+
+
+def _is_library(path: str) -> bool:
+    """Whether a file is torch's or ours. By folder, not by name: a user's folder may well be called ``torch``."""
+    return path.startswith(_LIBRARY)
+
+
+def user_line(error: BaseException) -> str:
+    """``file.py:12``: the innermost line of the user's on the way to where ``error`` was raised; empty where there is none."""
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def stack_line() -> str:
+    """``file.py:12``: the innermost line of the user's that is running now; empty where there is none."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(stack: traceback.StackSummary) -> str:
+    frames = [f for f in stack if not f.filename.startswith("<") and not _is_library(f.filename)]
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+
+
+@functools.lru_cache(maxsize=65536)
+def source_of(stack_trace: str) -> Source | None:
+    """The innermost frame of ``stack_trace`` that is not torch's own."""
+    frames = [(path, int(line)) for path, line, _ in _FRAME.findall(stack_trace)]
+    own = [(path, line) for path, line in frames if not path.startswith("<") and not _is_library(path)]
+    if not own:
+        return None
+    path, line = own[-1]
+    callers = tuple((os.path.basename(p), n, assignment(p, n)) for p, n in own[:-1])
+    return Source(os.path.basename(path), line, assignment(path, line), callers)
+
+
+@functools.lru_cache(maxsize=16384)
+def assignment(path: str, line: int) -> Assignment:
+    """What the statement at ``path:line`` assigns; nothing for any other statement."""
+    statement = _statements(path).get(line)
+    if statement is None:
+        return Assignment()
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    names: list[str] = []
+    for target in targets:
+        names += [_name(element) for element in (target.elts if isinstance(target, ast.Tuple | ast.List) else [target])]
+    value = statement.value
+    parts = value.elts if isinstance(value, ast.Tuple) and len(names) > 1 and len(value.elts) == len(names) else []
+    operators = frozenset[str]() if value is None else _operators(value)
+    return Assignment(tuple(names), operators, tuple(_operators(part) for part in parts))
+
+
+def _name(target: ast.expr) -> str:
+    if isinstance(target, ast.Name):
+        return target.id
+    return target.attr if isinstance(target, ast.Attribute) else "_"
+
+
+_SYMBOLS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.MatMult: "matmul", ast.Pow: "pow",
+            ast.USub: "neg", ast.Mod: "remainder", ast.FloorDiv: "floor_divide", ast.BitAnd: "__and__", ast.BitOr: "__or__",
+            ast.Invert: "bitwise_not"}  # fmt: skip
+"""Names in ATen of Python's own operators."""
+
+
+def _operators(expression: ast.expr) -> frozenset[str]:
+    """The names of the operators that ``expression`` calls."""
+    found: set[str] = set()
+    for part in ast.walk(expression):
+        if isinstance(part, ast.Call):
+            found.add(_name(part.func))
+        elif isinstance(part, ast.BinOp | ast.UnaryOp):
+            found.add(_SYMBOLS.get(type(part.op), ""))
+        elif isinstance(part, ast.Subscript):
+            found |= {"slice", "select", "index", "unsqueeze"}
+    return frozenset(found - {"", "_"})
+
+
+@functools.lru_cache(maxsize=512)
+def _statements(path: str) -> dict[int, ast.Assign | ast.AugAssign | ast.AnnAssign]:
+    """Assignment statements of a file by each line that they span."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return {}
+    spans: dict[int, ast.Assign | ast.AugAssign | ast.AnnAssign] = {}
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1):
+                spans[line] = statement
+    return spans
+
+
+def variable_name(source: Source | None, position: int = 0, operator: str = "") -> str | None:
+    """The name that the user's code gives to what ``operator`` made at ``source``: that of the innermost statement with one.
+
+    Args:
+        position: which of several results it is (``q, k, v = ...``).
+    """
+    if source is None:
+        return None
+    if source.targets:
+        return source.assigns.name(position, operator)
+    calls = (assigned.name(position) for _, _, assigned in reversed(source.callers) if assigned.names)
+    return next((name for name in calls if name is not None), None)

@@ -1,0 +1,31 @@
+"""Stages: the graphs that a program is cut into, and what crosses between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A value that one stage sends to the next."""
+
+    name: str
+    node: fx.Node  # in the root graph
+    requires_grad: bool
+
+
+@dataclass
+class Stage:
+    """One stage: its graph (placeholders: received values, then inputs, then counts) and what belongs to it."""
+
+    index: int
+    graph: fx.Graph
+    receives: tuple[Boundary, ...]
+    sends: tuple[Boundary, ...]
+    inputs: tuple[str, ...]
+    counts: tuple[str, ...]
+    attributes: tuple[str, ...]  # parameters, buffers and constants, by name
+    modules: tuple[str, ...]
+    recomputed: tuple[str, ...]  # values that other stages compute too

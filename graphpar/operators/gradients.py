@@ -1,0 +1,62 @@
+"""Which values a gradient flows through."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graphpar.ir.program import Block, Helper, Program, operator_name
+from graphpar.operators.placement import results_of
+
+
+def block_results(graph: fx.Graph) -> list[fx.Node]:
+    """What a block returns."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    returned = output.args[0]
+    return list(returned) if isinstance(returned, tuple | list) else [returned]  # type: ignore[list-item]
+
+
+def differentiable_nodes(program: Program) -> set[fx.Node]:
+    """The values that a gradient flows through. One inside a block is among them if that is so in any call of it; of the root's
+    values each call has its own."""
+    found: set[fx.Node] = set()
+    walked: dict[tuple[str, frozenset[int]], list[bool]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            block = program.block_of(node)
+            key = block.name, frozenset(place for place, argument in enumerate(node.args) if argument in found)
+            if key not in walked:
+                inside = _differentiable_inside(program, block, key[1])
+                found |= inside
+                walked[key] = [result in inside for result in block_results(block.graph)]
+            if any(walked[key]):
+                found.add(node)
+        elif operator_name(node) == "getitem" and isinstance(source := node.args[0], fx.Node) and source.op == "call_module":
+            given = frozenset(place for place, argument in enumerate(source.args) if argument in found)
+            if walked[program.block_of(source).name, given][int(node.args[1])] and _has_gradients(node):  # type: ignore[arg-type]
+                found.add(node)
+        elif _differentiable(program, node, "", found):
+            found.add(node)
+    return found
+
+
+def _differentiable_inside(program: Program, block: Block, given: frozenset[int]) -> set[fx.Node]:
+    """The values of a block that a gradient flows through, where one flows through the arguments ``given``."""
+    placeholders = [node for node in block.graph.nodes if node.op == "placeholder"]
+    found = {placeholders[place] for place in given}
+    for node in block.graph.nodes:
+        if _differentiable(program, node, program.prefixes(block.name)[0], found):
+            found.add(node)
+    return found
+
+
+def _has_gradients(node: fx.Node) -> bool:
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in results_of(node))
+
+
+def _differentiable(program: Program, node: fx.Node, prefix: str, found: set[fx.Node]) -> bool:
+    if node.op == "get_attr":
+        info = program.parameters.get(f"{prefix}{node.target}")
+        return info is not None and info.requires_grad
+    if node.op != "call_function" or operator_name(node) == "detach" or isinstance(node.target, Helper):
+        return False
+    return _has_gradients(node) and any(argument in found for argument in node.all_input_nodes)

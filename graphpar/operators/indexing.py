@@ -1,0 +1,186 @@
+"""Picking and putting by index: dims that pass through can be cut, the dim that is looked up can't; where indices are cut, each
+rank picks its own (and what it adds to a shared tensor is partial).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.elementwise import aligned
+from graphpar.operators.moves import labelled, uncut
+from graphpar.operators.notation import Factors, Rule
+from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, sizes_of
+from graphpar.runtime.layout import P
+
+
+def _common(sizes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
+    """The shape that tensors are broadcast to."""
+    rank = max(len(own) for own in sizes)
+    rows = [((1, 0),) * (rank - len(own)) + tuple(own) for own in sizes]
+    return tuple(next((size for size in column if size != (1, 0)), (1, 0)) for column in zip(*rows))
+
+
+def _indexed(node: fx.Node) -> tuple[Factors, list[Factors], Factors] | None:
+    """(the tensor's, the indices', the result's) factors of ``x[i, :, j]``; None where a mask chooses."""
+    source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    rank = value_of(source).ndim  # type: ignore[arg-type]
+    indices += [None] * (rank - len(indices))
+    given = [index for index in indices if index is not None]
+    if any(value_of(index).dtype in (torch.bool, torch.uint8) for index in given) or not given:
+        return None
+    common = _common([sizes_of(index) for index in given])
+    picks = tuple(f"i{dim}" for dim in range(len(common)))
+    own = tuple(f"v{dim}" if index is not None else f"d{dim}" for dim, index in enumerate(indices))
+    at = [dim for dim, index in enumerate(indices) if index is not None]
+    begin = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
+    through = [label for label in own if label.startswith("d")]
+    before = [label for dim, label in enumerate(own) if label.startswith("d") and dim < begin]
+    return own, [aligned(sizes_of(index), common, picks) for index in given], (*before, *picks, *through[len(before) :])
+
+
+def index(node: fx.Node) -> Rule:
+    """x[i, :, j]: indices together, then the dims that pass through."""
+    found = _indexed(node)
+    if found is None:
+        return uncut(node)
+    own, picks, made = found
+    fixed = frozenset(label for label in own if label.startswith("v"))
+    return Rule((own, *picks), (made,), fixed, linear=(frozenset({0}),), uneven=True)
+
+
+def index_put(node: fx.Node, context: Context) -> list[Placement]:
+    """x[i, :, j] = values: dims that pass through. Adding (``accumulate``) can be shared: each rank adds its values."""
+    found = _indexed(node)
+    if found is None:
+        return []
+    own, picks, made = found
+    operands = operands_of(node)
+    sizes = dict(zip(own, sizes_of(operands[0])))
+    common = _common([sizes_of(operand) for operand in operands[1:-1]])
+    sizes |= {f"i{dim}": size for dim, size in enumerate(common)}
+    values = aligned(sizes_of(operands[-1]), tuple(sizes[label] for label in made), made)
+    accumulate = bool(literal(node, "accumulate", 3, False))
+    fixed = {label for label in own if label.startswith("v")}
+    if not accumulate:
+        fixed |= {label for label in made if label.startswith("i")}
+    rule = Rule((own, *picks, values), (own,), frozenset(fixed), linear=(frozenset({0, len(operands) - 1}),))
+    return _shared(from_rule(node, rule, context))
+
+
+def gather(node: fx.Node) -> Rule:
+    """gather, take_along_dim: other dims where they go together; along the dim the indices are cut."""
+    x, picks = operands_of(node)
+    before, after = sizes_of(x), sizes_of(picks)
+    given = literal(node, "dim")
+    if given is None or not before or len(before) != len(after):
+        return uncut(node)
+    dim = int(given) % len(before)
+    made = sizes_of(node)
+    labels = labelled(len(before))
+    own = tuple("v" if i == dim else f"d{i}" if size == made[i] else f"x{i}" for i, size in enumerate(before))
+    rows = tuple(label if size == made[i] else "1" for i, (label, size) in enumerate(zip(labels, after)))
+    broken = {f"d{i}" for i, label in enumerate(own) if label.startswith("x")}
+    fixed = frozenset({"v", *(label for label in own if label.startswith("x")), *broken})
+    return Rule((own, rows), (labels,), fixed, linear=(frozenset({0}),))
+
+
+def scatter(node: fx.Node, context: Context) -> list[Placement]:
+    """scatter, scatter_add, scatter_reduce: what is added can be shared out."""
+    return _shared(from_rule(node, scattered(node), context))
+
+
+def scattered(node: fx.Node) -> Rule:
+    """scatter, scatter_add, scatter_reduce: other dims where they go together."""
+    operands = operands_of(node)
+    sizes = [sizes_of(operand) for operand in operands]
+    if not sizes[0]:
+        return uncut(node)
+    dim = int(literal(node, "dim")) % len(sizes[0])
+    labels = labelled(len(sizes[0]))
+    own = tuple("v" if i == dim else label for i, label in enumerate(labels))
+    fixed = {label for i, label in enumerate(labels) if i != dim and len({size[i] for size in sizes if size}) > 1}
+    adds = operator_name(node) == "scatter_add"
+    together = len(operands) == 3 and sizes[1] == sizes[2]
+    fixed |= {"v"} if adds and together else {"v", labels[dim]}
+    rows = (own, *(labels if size else () for size in sizes[1:]))
+    everything = frozenset({0, 2}) if adds else None
+    return Rule(rows, (own,), frozenset(fixed), linear=(everything,) if everything else ())
+
+
+def _shared(placements: list[Placement]) -> list[Placement]:
+    """Each rank adds its own to a tensor that must be partial as well: added once."""
+    return [Placement((P, *p.operands[1:]), p.results) if p.results == (P,) and p.divides else p for p in placements]
+
+
+def index_select(node: fx.Node) -> Rule:
+    """x, picks [k]: other dims, and the picks."""
+    x, _ = operands_of(node)
+    rank = value_of(x).ndim
+    if rank == 0 or value_of(operands_of(node)[1]).ndim == 0:
+        return uncut(node)
+    dim = int(literal(node, "dim")) % rank
+    labels = labelled(rank)
+    own = tuple("v" if i == dim else label for i, label in enumerate(labels))
+    return Rule((own, (labels[dim],)), (labels,), frozenset({"v"}), linear=(frozenset({0}),))
+
+
+def index_add(node: fx.Node, context: Context) -> list[Placement]:
+    """index_add, index_copy, index_fill, index_reduce: what is added can be shared out."""
+    return _shared(from_rule(node, index_added(node), context))
+
+
+def index_added(node: fx.Node) -> Rule:
+    """index_add, index_copy, index_fill, index_reduce: other dims."""
+    operands = operands_of(node)
+    rank = value_of(operands[0]).ndim
+    if rank == 0 or value_of(operands[1]).ndim == 0:
+        return uncut(node)
+    name = operator_name(node)
+    dim = int(literal(node, "dim")) % rank
+    labels = labelled(rank)
+    own = tuple("v" if i == dim else label for i, label in enumerate(labels))
+    rest = tuple(labels if value_of(operand).ndim == rank else () for operand in operands[2:])
+    fixed = {"v"} if name == "index_add" else {"v", labels[dim]}
+    linear = (frozenset({0, 2}),) if name == "index_add" else ()
+    return Rule((own, (labels[dim],), *rest), (own,), frozenset(fixed), linear=linear)
+
+
+def one_hot(node: fx.Node) -> Rule:
+    """[...] -> [..., classes]; how many classes must be said."""
+    classes = literal(node, "num_classes")
+    labels = labelled(value_of(operands_of(node)[0]).ndim)
+    if not isinstance(classes, int) or classes < 0:
+        return uncut(node)
+    return Rule((labels,), ((*labels, "class"),), frozenset({"class"}))
+
+
+def searchsorted(node: fx.Node) -> Rule:
+    """Among one sorted sequence each element by itself; among one for each row, each row."""
+    operands = operands_of(node)
+    if len(operands) < 2 or value_of(operands[1]).ndim == 0:
+        return uncut(node)
+    labels = labelled(value_of(operands[1]).ndim)
+    rows = ("sorted",) if value_of(operands[0]).ndim == 1 else (*labels[:-1], "sorted")
+    return Rule((rows, labels, *(rows for _ in operands[2:])), (labels,), frozenset({"sorted"}))
+
+
+def membership(node: fx.Node) -> Rule:
+    """isin: each element by itself, among all that are tested."""
+    operands = operands_of(node)
+    if len(operands) < 2:
+        return uncut(node)
+    tested = tuple(f"t{i}" for i in range(value_of(operands[1]).ndim))
+    labels = labelled(value_of(operands[0]).ndim)
+    return Rule((labels, tested), (labels,), frozenset(tested))
+
+
+def bucketize(node: fx.Node) -> Rule:
+    """Element by element, among boundaries that are whole."""
+    x, boundaries = operands_of(node)
+    labels = labelled(value_of(x).ndim)
+    limits = tuple(f"b{i}" for i in range(value_of(boundaries).ndim))
+    return Rule((labels, limits), (labels,), frozenset(limits))

@@ -1,0 +1,20 @@
+"""What kind of work operators do, by name."""
+
+MATMULS = {
+    "linear",
+    "addmm",
+    "mm",
+    "bmm",
+    "matmul",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "grouped_mm",
+    "scaled_dot_product_attention",
+}
+FREE = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "t", "mT", "numpy_T", "adjoint",
+        "movedim", "swapaxes", "swapdims", "_unsafe_view", "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "detach",
+        "alias", "split", "chunk", "split_with_sizes", "unbind", "select", "slice", "narrow", "contiguous"}  # fmt: skip

@@ -1,0 +1,54 @@
+"""Losses over classes: rows are independent; the classes of cross entropy can be cut with three small all-reduces inside."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.moves import uncut
+from graphpar.operators.notation import Rule
+from graphpar.operators.placement import Context, Placement, from_rule, literal, operands_of, sizes_of
+from graphpar.runtime.layout import I, R, Shard
+
+
+def classified(node: fx.Node) -> Rule:
+    """cross_entropy, nll_loss: input [n, c, ...], target [n, ...] (or [n, c, ...] as probabilities), weight [c]."""
+    operands = operands_of(node)
+    rank = value_of(operands[0]).ndim
+    rows = tuple(f"r{i}" for i in range(rank - 1))
+    labels = (*rows[:1], "c", *rows[1:])
+    hard = value_of(operands[1]).ndim < rank
+    mean = literal(node, "reduction") == 1
+    return Rule(
+        (labels, rows if hard else labels, *(("c",) for _ in operands[2:])),
+        (rows if literal(node, "reduction") == 0 else (),),
+        frozenset({"c", *(rows if mean else ())}),
+    )
+
+
+def cross_entropy(node: fx.Node, context: Context) -> list[Placement]:
+    """Over the classes with three small all-reduces inside; over rows when they are summed."""
+    operands = operands_of(node)
+    sizes, target = sizes_of(operands[0]), value_of(operands[1])
+    found = from_rule(node, classified(node), context)
+    classes = 1 if len(sizes) > 1 else 0
+    plain = not target.is_floating_point() and not literal(node, "label_smoothing")
+    if plain and sizes[classes][0] > context.degree and not sizes[classes][1]:
+        found.append(Placement((Shard(classes), *(R for _ in operands[1:])), (I,), "vocab_cross_entropy"))
+    return found
+
+
+def rowwise(node: fx.Node) -> Rule:
+    """Losses that compare whole rows: cosine_embedding_loss, triplet_margin_loss, multi_margin_loss, ..."""
+    operands = [sizes_of(operand) for operand in operands_of(node)]
+    rank = max(len(sizes) for sizes in operands)
+    reduction = literal(node, "reduction")
+    if rank < 2 or operator_name(node) == "ctc_loss":
+        return uncut(node)
+    split = [
+        tuple("r" if dim == 0 and size == operands[0][0] else f"o{k}_{dim}" for dim, size in enumerate(sizes))
+        for k, sizes in enumerate(operands)
+    ]
+    weighted = any(factors[:1] and factors[0] != "r" for factors in split)
+    fixed = frozenset(label for factors in split for label in factors if label != "r" or reduction == 1 or weighted)
+    return Rule(tuple(split), (("r",) if value_of(node).ndim else (),), fixed)

@@ -1,0 +1,399 @@
+"""Operators that move dims, join and take apart, repeat and pick: each dim keeps its factor, or is left whole.
+
+split [.., q+k+v] -> q, k, v          S(-1:q+k+v) -> S(-1)   each projection cut by itself
+x[..., :h]        -> [.., h]          S(-1:h+h) -> S(-1)     a slice is a part, too
+repeat_interleave [b, kv, s] by 4     S(1) -> S(1)           every head stays with its copies
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.elementwise import aligned
+from graphpar.operators.notation import Rule
+from graphpar.operators.placement import (
+    Context,
+    Placement,
+    argument_place,
+    can_cut,
+    from_rule,
+    literal,
+    operands_of,
+    result_sizes,
+    results_of,
+    sizes_of,
+)
+from graphpar.operators.shape import normal
+from graphpar.runtime.layout import R, Shard
+
+
+def labelled(rank: int) -> tuple[str, ...]:
+    """One factor a dim."""
+    return tuple(f"d{dim}" for dim in range(rank))
+
+
+def uncut(node: fx.Node) -> Rule:
+    """Nothing can be cut."""
+    rows = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(operands_of(node)))
+    results = tuple(tuple(f"r{k}_{i}" for i in range(r.ndim)) for k, r in enumerate(results_of(node)))
+    return Rule(rows, results, frozenset(label for factors in (*rows, *results) for label in factors))
+
+
+def along(
+    node: fx.Node,
+    dims: Sequence[int],
+    *,
+    removed: bool = False,
+    linear: bool = True,
+    padded: bool = False,
+    uneven: bool = True,
+) -> Rule:
+    """An operator that mixes ``dims`` of its first operand (or drops them), and leaves the others as they are."""
+    operands = operands_of(node)
+    rank = value_of(operands[0]).ndim
+    mixed = {dim % rank for dim in dims} if rank else set()
+    labels = labelled(rank)
+    kept = tuple(label for i, label in enumerate(labels) if not removed or i not in mixed)
+    made = len(results_of(node))
+    if any(value_of(o).ndim != rank for o in operands) or any(r.ndim != len(kept) for r in results_of(node)):
+        return uncut(node)
+    group = (frozenset({0}),) if linear and len(operands) == 1 else ()
+    fixed = frozenset(labels[i] for i in mixed)
+    tolerant = frozenset(labels) if padded else frozenset()
+    return Rule((labels,) * len(operands), (kept,) * made, fixed, tolerant, linear=group, uneven=uneven)
+
+
+def last(count: int, *, linear: bool = False, at_most: int | None = None) -> Any:
+    """The rule of operators that mix the last ``count`` dims (pooling, interpolation, triangles)."""
+
+    def rule(node: fx.Node) -> Rule:
+        rank = value_of(operands_of(node)[0]).ndim
+        return along(node, list(range(max(0, rank - count), rank)), linear=linear, uneven=False)
+
+    return rule
+
+
+# ---- moving dims -----------------------------------------------------------------------------------------------
+
+
+def permuted(node: fx.Node) -> Rule:
+    """transpose, permute, movedim, t: each dim keeps its factor."""
+    rank = value_of(operands_of(node)[0]).ndim
+    labels, order, name = labelled(rank), list(range(rank)), operator_name(node)
+    if rank == 0:
+        return Rule(((),), ((),), linear=(frozenset({0}),))
+    if name == "permute":
+        order = [int(dim) % rank for dim in literal(node, "dims", 1)]
+    elif name in ("transpose", "swapaxes", "swapdims"):
+        first, second = (int(node.args[i]) % rank for i in (1, 2))  # type: ignore[arg-type]
+        order[first], order[second] = order[second], order[first]
+    elif name in ("movedim", "moveaxis"):
+        sources, places = (_dims(literal(node, key), rank) for key in ("source", "destination"))
+        rest = iter([dim for dim in range(rank) if dim not in sources])
+        order = [sources[places.index(dim)] if dim in places else next(rest) for dim in range(rank)]
+    elif name == "numpy_T":
+        order.reverse()
+    elif rank >= 2:  # t, mT, adjoint
+        order[-2], order[-1] = order[-1], order[-2]
+    return Rule((labels,), (tuple(labels[dim] for dim in order),), padded=frozenset(labels), linear=(frozenset({0}),))
+
+
+def _dims(given: Any, rank: int) -> list[int]:
+    return [int(dim) % rank for dim in (given if isinstance(given, list | tuple) else [given])]
+
+
+def diagonal(node: fx.Node) -> Rule:
+    """Two dims become one, the last."""
+    rank = value_of(operands_of(node)[0]).ndim
+    labels = labelled(rank)
+    pair = [int(literal(node, name)) % rank for name in ("dim1", "dim2")]
+    rest = tuple(label for i, label in enumerate(labels) if i not in pair)
+    fixed = frozenset({"diagonal", *(labels[i] for i in pair)})
+    return Rule((labels,), ((*rest, "diagonal"),), fixed, linear=(frozenset({0}),))
+
+
+def windows(node: fx.Node) -> Rule:
+    """unfold: a dim becomes windows, whose elements are the last dim."""
+    labels = labelled(value_of(operands_of(node)[0]).ndim)
+    if not labels:
+        return uncut(node)
+    dim = int(literal(node, "dimension")) % len(labels)
+    made = (*(f"w{i}" if i == dim else label for i, label in enumerate(labels)), "element")
+    return Rule((labels,), (made,), frozenset({labels[dim], f"w{dim}", "element"}), linear=(frozenset({0}),))
+
+
+def broadcast(node: fx.Node) -> Rule:
+    """broadcast_tensors: every operand in the common shape."""
+    made = next((sizes for sizes in result_sizes(node) if sizes is not None), None)
+    if made is None:
+        return uncut(node)
+    labels = labelled(len(made))
+    rows = tuple(aligned(sizes_of(operand), made, labels) for operand in operands_of(node))
+    return Rule(rows, (labels,) * len(results_of(node)))
+
+
+def complex_pairs(node: fx.Node) -> Rule:
+    """view_as_complex, view_as_real: a last dim of two goes or comes."""
+    ranks = value_of(operands_of(node)[0]).ndim, value_of(node).ndim
+    labels = labelled(min(ranks))
+    before, after = ((*labels, "pair") if rank > len(labels) else labels for rank in ranks)
+    return Rule((before,), (after,), frozenset({"pair"}), linear=(frozenset({0}),))
+
+
+# ---- joining and taking apart ----------------------------------------------------------------------------------
+
+
+def cat(node: fx.Node, context: Context) -> list[Placement]:
+    """Along other dims every operand is cut alike; along its own each piece is cut by itself."""
+    operands = operands_of(node)
+    rank = value_of(node).ndim
+    if any(value_of(operand).ndim != rank for operand in operands):
+        return []  # the empty tensor that torch.cat still takes
+    dim = int(literal(node, "dim", 1, 0)) % rank
+    labels = labelled(rank)
+    rows = tuple(tuple(f"part{k}" if i == dim else labels[i] for i in range(rank)) for k in range(len(operands)))
+    result = tuple("joined" if i == dim else labels[i] for i in range(rank))
+    fixed = frozenset({"joined", *(f"part{k}" for k in range(len(operands)))})
+    everything = frozenset(range(len(operands)))
+    found = from_rule(node, Rule(rows, (result,), fixed, frozenset(labels), linear=(everything,), uneven=True), context)
+    lengths = [sizes_of(operand)[dim] for operand in operands]
+    if all(size[1] == 0 and size[0] % context.degree == 0 and size[0] > 0 for size in lengths):
+        joined = normal(sizes_of(node)[dim], [size[0] for size in lengths], dim)
+        found.append(Placement((Shard(dim),) * len(operands), (joined,)))
+    return found
+
+
+def stack(node: fx.Node) -> Rule:
+    """A new dim, which can't be cut; the others cut alike."""
+    operands = operands_of(node)
+    rank = value_of(node).ndim
+    dim = int(literal(node, "dim", 1, 0)) % rank
+    labels = labelled(rank - 1)
+    result = (*labels[:dim], "new", *labels[dim:])
+    everything = (frozenset(range(len(operands))),)
+    return Rule((labels,) * len(operands), (result,), frozenset({"new"}), frozenset(labels), linear=everything)
+
+
+def split(node: fx.Node, context: Context) -> list[Placement]:
+    """split, chunk, split_with_sizes, tensor_split: along the dim each piece is cut by itself."""
+    source, *others = operands_of(node)
+    results = results_of(node)
+    rank = value_of(source).ndim
+    if others or rank == 0:
+        return []  # places that only running tells
+    dim = int(literal(node, "dim", 2, 0)) % rank
+    labels = tuple(f"d{i}" if i != dim else "joined" for i in range(rank))
+    rows = tuple(
+        tuple(f"part{k}" if i == dim else label for i, label in enumerate(labels)) for k in range(len(results))
+    )
+    fixed = frozenset({"joined", *(f"part{k}" for k in range(len(results)))})
+    rule = Rule((labels,), rows, fixed, frozenset(labels), linear=(frozenset({0}),), uneven=True)
+    found = from_rule(node, rule, context)
+    lengths = [result.shape[dim] for result in results]
+    static = sizes_of(source)[dim][1] == 0 and all(isinstance(length, int) for length in lengths)
+    if static and all(int(length) > 0 and int(length) % context.degree == 0 for length in lengths):
+        joined = normal(sizes_of(source)[dim], [int(length) for length in lengths], dim)
+        found.append(Placement((joined,), (Shard(dim),) * len(results), "local_sizes"))
+    return found
+
+
+def unbind(node: fx.Node) -> Rule:
+    """A dim falls away; the others cut alike."""
+    return along(node, [int(literal(node, "dim", 1, 0))], removed=True, padded=True)
+
+
+def selected(node: fx.Node) -> Rule:
+    """select: a dim falls away."""
+    return along(node, [int(literal(node, "dim", 1, 0))], removed=True, padded=True)
+
+
+def sliced(node: fx.Node, context: Context) -> list[Placement]:
+    """slice, narrow: a part of a dim that is cut by parts is cut as well."""
+    source, *others = operands_of(node)
+    rank = value_of(source).ndim
+    if others:
+        return from_rule(node, uncut(node), context)
+    dim = int(literal(node, "dim", 1, 0)) % rank
+    found = from_rule(node, along(node, [dim], padded=True), context)
+    (whole, follows), (made, _) = sizes_of(source)[dim], sizes_of(node)[dim]
+    start = literal(node, "start", 2, 0) or 0
+    end = literal(node, "end", 3) if operator_name(node) == "slice" else None
+    plain = _plain(node)
+    if plain and sizes_of(source)[dim] == sizes_of(node)[dim] and start == 0 and (end is None or end >= 1 << 62):
+        labels = labelled(rank)
+        return from_rule(node, Rule((labels,), (labels,), padded=frozenset(labels), linear=(frozenset({0}),)), context)
+    if plain and not follows and made:
+        found += [Placement((cut,), (own,), "local_slice") for cut, own in _slice_cuts(node, dim, whole, context)]
+    return found
+
+
+def _slice_cuts(node: fx.Node, dim: int, whole: int, context: Context) -> list[tuple[Shard, Shard]]:
+    """Cuts of a dim by parts, and those of the slice of it: by the bounds of all slices of the same dim, and as neighbours go."""
+    source = operands_of(node)[0]
+    begin, end = _bounds(node, whole)
+    siblings = [user for user in source.users if operator_name(user) in ("slice", "narrow") and user.args[0] is source]
+    same = [
+        user for user in siblings if int(literal(user, "dim", 1, 0)) % value_of(source).ndim == dim and _plain(user)
+    ]
+    places = sorted({0, whole, begin, end, *(place for user in same for place in _bounds(user, whole))})
+    own = sorted({0, whole, begin, end})
+    offers = [tuple(b - a for a, b in itertools.pairwise(cuts)) for cuts in (places, own)]
+    offers += [shard.parts for shard in context.known(source, 0) if shard.dim == dim and shard.parts]
+    found = {}
+    for offered in offers:
+        parts = offered * (whole // sum(offered))
+        ends = list(itertools.accumulate(parts, initial=0))
+        if begin not in ends or end not in ends or any(part % context.degree for part in parts):
+            continue
+        inside = parts[ends.index(begin) : ends.index(end)]
+        found[normal((whole, 0), parts, dim)] = normal((end - begin, 0), inside, dim)
+    return list(found.items())
+
+
+def _plain(node: fx.Node) -> bool:
+    """Whether a slice takes a run of elements between places that are known."""
+    given = [literal(node, name) for name in ("start", "end" if operator_name(node) == "slice" else "length")]
+    step = literal(node, "step", 4, 1) if operator_name(node) == "slice" else 1
+    return step == 1 and all(item is None or isinstance(item, int) for item in given)
+
+
+def _bounds(node: fx.Node, whole: int) -> tuple[int, int]:
+    """Where a plain slice begins and ends in a dim of ``whole`` elements."""
+    start = literal(node, "start") or 0
+    begin = max(0, start + whole) if start < 0 else min(start, whole)
+    if operator_name(node) == "narrow":
+        return begin, begin + int(literal(node, "length"))
+    given = literal(node, "end")
+    end = whole if given is None else max(0, given + whole) if given < 0 else min(given, whole)
+    return begin, max(begin, end)
+
+
+def halves(node: fx.Node, context: Context) -> list[Placement]:
+    """glu: two halves of a dim, cut each by itself; it is no linear operator."""
+    (source,) = operands_of(node)
+    dim = int(literal(node, "dim", 1, -1)) % value_of(source).ndim
+    found = from_rule(node, along(node, [dim], linear=False), context)
+    half, follows = sizes_of(node)[dim]
+    if not follows and half and half % context.degree == 0:
+        found.append(Placement((normal(sizes_of(source)[dim], [half, half], dim),), (Shard(dim),)))
+    return found
+
+
+# ---- repeating and filling -------------------------------------------------------------------------------------
+
+
+def repeated(node: fx.Node, context: Context) -> list[Placement]:
+    """repeat, tile: a cut of a dim that is repeated lies in every period of the result."""
+    (source,) = operands_of(node)
+    before, after = sizes_of(source), sizes_of(node)
+    offset = len(after) - len(before)
+    if offset < 0:
+        return []
+    labels = labelled(len(after))
+    own = tuple(labels[offset + dim] if size == after[offset + dim] else f"r{dim}" for dim, size in enumerate(before))
+    fixed = frozenset(label for label in (*own, *labels) if label not in own or label.startswith("r"))
+    found = from_rule(node, Rule((own,), (labels,), fixed, linear=(frozenset({0}),)), context)
+    for dim, size in enumerate(before):
+        if size == after[offset + dim] or size[1] or after[offset + dim][0] == 0:
+            continue
+        for shard in [Shard(dim), *(shard for shard in context.known(source, 0) if shard.dim == dim)]:
+            parts = shard.parts or (size[0],)
+            if size[0] > 1 and can_cut(size, shard, context.degree):
+                found.append(Placement((shard,), (Shard(offset + dim, parts),)))
+    return found
+
+
+def interleaved(node: fx.Node, context: Context) -> list[Placement]:
+    """repeat_interleave by a number: each element stays with its copies."""
+    source, *counts = operands_of(node)
+    dim = literal(node, "dim")
+    repeats = literal(node, "repeats")
+    if counts or dim is None or not isinstance(repeats, int):
+        return from_rule(node, uncut(node), context)
+    rank = value_of(source).ndim
+    found = from_rule(node, along(node, [int(dim)]), context)
+    place, size = int(dim) % rank, sizes_of(source)[int(dim) % rank]
+    if size[1] == 0 and repeats > 0:
+        for shard in [Shard(place), *(shard for shard in context.known(source, 0) if shard.dim == place)]:
+            if can_cut(size, shard, context.degree):
+                made = Shard(place, tuple(part * repeats for part in shard.parts))
+                found.append(Placement((shard,), (made,), "output_size"))
+    return found
+
+
+def padding(node: fx.Node) -> Rule:
+    """pad, constant_pad_nd: a dim that grows stays whole."""
+    rank = value_of(operands_of(node)[0]).ndim
+    amounts = list(literal(node, "pad"))
+    dims = [rank - 1 - place // 2 for place, amount in enumerate(amounts) if not isinstance(amount, int) or amount]
+    value = literal(node, "value")
+    constant = operator_name(node) != "pad" or literal(node, "mode", default="constant") == "constant"  # others refuse no rows
+    return along(node, dims, linear=value is None or value == 0, uneven=constant)
+
+
+def turned(node: fx.Node) -> Rule:
+    """flip, roll: these dims keep their places, but are not cut."""
+    rank = value_of(operands_of(node)[0]).ndim
+    dims = literal(node, "dims")
+    return along(node, [int(dim) for dim in dims] if dims else list(range(rank)))
+
+
+def named_dim(node: fx.Node) -> Rule:
+    """An operator that mixes its argument ``dim`` and keeps the rank."""
+    return along(node, [int(literal(node, "dim"))], linear=False)
+
+
+def transformed(node: fx.Node) -> Rule:
+    """Fourier transforms: over ``dim``, or over the last dims that ``s`` has sizes for, or over all."""
+    rank = value_of(operands_of(node)[0]).ndim
+    given, sizes = literal(node, "dim"), literal(node, "s") if argument_place(node, "s") is not None else None
+    if given is None:
+        given = range(rank - len(sizes), rank) if sizes else range(rank)
+    return along(node, [int(dim) for dim in (given if isinstance(given, list | tuple | range) else [given])])
+
+
+def matrices(node: fx.Node) -> Rule:
+    """Functions of each matrix of a batch: the last two dims stay whole, and what comes of them."""
+    (source,) = operands_of(node)
+    rank = value_of(source).ndim
+    labels = labelled(rank)
+    lead = labels[: rank - 2]
+    results = [(*lead, *(f"r{k}_{i}" for i in range(made.ndim - len(lead)))) for k, made in enumerate(results_of(node))]
+    return Rule((labels,), tuple(results), frozenset({*labels[rank - 2 :], *(f for made in results for f in made if f not in lead)}))
+
+
+def windowed(node: fx.Node) -> Rule:
+    """stft and istft of [batch, time]: each row by itself."""
+    source, *others = operands_of(node)
+    rank, made = value_of(source).ndim, value_of(node).ndim
+    if rank < 2 or made < 2 or min(rank, made) > 2:
+        return uncut(node)
+    before, after = ("batch", *(f"s{i}" for i in range(rank - 1))), ("batch", *(f"r{i}" for i in range(made - 1)))
+    rest = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(others))
+    return Rule((before, *rest), (after,), frozenset({*before[1:], *after[1:], *(f for own in rest for f in own)}))
+
+
+def inside(node: fx.Node) -> Rule:
+    """slice_scatter, select_scatter: a tensor put into another; its other dims cut alike."""
+    labels = labelled(value_of(node).ndim)
+    dim = int(literal(node, "dim", default=0)) % len(labels)
+    put = operator_name(node) == "slice_scatter"
+    source = tuple("part" if i == dim else label for i, label in enumerate(labels) if put or i != dim)
+    rows = (labels, source)
+    return Rule(rows, (labels,), frozenset({labels[dim], "part"}), frozenset(labels), linear=(frozenset({0, 1}),))
+
+
+def fresh(node: fx.Node, context: Context) -> list[Placement]:
+    """new_zeros and its kin: the operand gives dtype and device alone."""
+    (source,) = operands_of(node)
+    shards = [Shard(dim) for dim, size in enumerate(sizes_of(source)) if not size[1]] + list(context.known(source, 0))
+    return [
+        Placement((shard,), tuple(R for _ in results_of(node)))
+        for shard in dict.fromkeys(shards)
+        if can_cut(sizes_of(source)[shard.dim], shard, context.degree, padded=True)
+    ]

@@ -1,0 +1,122 @@
+"""Sums are partial over a dim that is cut; every other reduction, norm, scan and sort leaves its dims whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.elementwise import aligned
+from graphpar.operators.moves import along, uncut
+from graphpar.operators.notation import Rule
+from graphpar.operators.placement import (
+    Context,
+    Placement,
+    argument_place,
+    from_rule,
+    literal,
+    operands_of,
+    results_of,
+    sizes_of,
+    sums,
+)
+from graphpar.runtime.layout import P
+
+
+def _dims(given: Any, rank: int) -> list[int]:
+    if given is None or given == []:
+        return list(range(rank))
+    items = [int(dim) for dim in (given if isinstance(given, list | tuple) else [given])]
+    return [dim % rank for dim in items] if rank else []
+
+
+def _reduced(node: fx.Node, fixed: bool) -> Rule:
+    """The result lacks the reduced dims, or keeps them with size 1."""
+    operands = operands_of(node)
+    rank = value_of(operands[0]).ndim
+    given = literal(node, "dim") if argument_place(node, "dim") is not None else None
+    dims = set(_dims(given, rank))
+    labels = tuple(f"d{i}" for i in range(rank))
+    kept = tuple("1" if i in dims else label for i, label in enumerate(labels))
+    dropped = tuple(label for i, label in enumerate(labels) if i not in dims)
+    results = tuple(kept if result.ndim == rank else dropped for result in results_of(node))
+    frozen = frozenset(labels[i] for i in dims) if fixed else frozenset()
+    others = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(operands[1:]))
+    frozen |= {label for factors in others for label in factors}
+    return Rule((labels, *others), results, frozen, linear=() if fixed else (frozenset({0}),))
+
+
+def total(node: fx.Node) -> Rule:
+    """sum: over a cut dim the result is partial."""
+    return _reduced(node, fixed=False)
+
+
+def counted(node: fx.Node) -> Rule:
+    """count_nonzero, nansum: a sum of something that is not linear in the operand."""
+    return replace(_reduced(node, fixed=False), linear=())
+
+
+def mean(node: fx.Node, context: Context) -> list[Placement]:
+    """mean: a partial sum over a cut dim, divided by the whole size."""
+    found = from_rule(node, _reduced(node, fixed=False), context)
+    source = operands_of(node)[0]
+    reduced = [sizes_of(source)[dim] for dim in _dims(literal(node, "dim"), value_of(source).ndim)]
+    known = all(size[1] == 0 for size in reduced) and sums(value_of(source))
+    return [
+        Placement(p.operands, p.results, "mean") if p.results[0] is P and p.divides else p
+        for p in found
+        if known or not (p.results[0] is P and p.divides)
+    ]
+
+
+def reduction(node: fx.Node) -> Rule:
+    """max, var, norm, any, prod, ...: not over a cut dim."""
+    return _reduced(node, fixed=True)
+
+
+def normalization(node: fx.Node) -> Rule:
+    """layer_norm, rms_norm: the normalised trailing dims stay whole, as do weight and bias."""
+    operands = operands_of(node)
+    shape = literal(node, "normalized_shape")
+    rank = value_of(operands[0]).ndim
+    labels = tuple(f"d{i}" for i in range(rank))
+    tail = labels[rank - len(shape) :]
+    rows = (labels, *(tail for _ in operands[1:]))
+    kept = (*labels[: rank - len(shape)], *("1" for _ in tail))  # the statistics of native_layer_norm
+    results = tuple(labels if index == 0 else kept for index, _ in enumerate(results_of(node)))
+    return Rule(rows, results, frozenset(tail))
+
+
+def scan(node: fx.Node) -> Rule:
+    """softmax, cumsum, sort, topk, ...: along a dim; several results of the same rank."""
+    rank = value_of(operands_of(node)[0]).ndim
+    linear = operator_name(node) in ("cumsum", "diff")
+    dim = literal(node, "dim")
+    return along(node, list(range(rank)) if dim is None else [int(dim)], linear=linear)
+
+
+def similarity(node: fx.Node) -> Rule:
+    """cosine_similarity, pairwise_distance: two broadcast operands, one dim reduced."""
+    sizes = [sizes_of(operand) for operand in operands_of(node)]
+    rank = max(len(own) for own in sizes)
+    if rank == 0:
+        return uncut(node)
+    padded = [((1, 0),) * (rank - len(own)) + own for own in sizes]
+    whole = tuple(b if a == (1, 0) else a for a, b in zip(*padded))
+    labels = tuple(f"d{i}" for i in range(rank))
+    dim = int(literal(node, "dim") if argument_place(node, "dim") is not None else -1) % rank
+    rows = tuple(aligned(own, whole, labels) for own in sizes)
+    keeps = value_of(node).ndim == rank
+    result = tuple("1" if i == dim else label for i, label in enumerate(labels) if keeps or i != dim)
+    return Rule(rows, (result,), frozenset({labels[dim]}))
+
+
+def weight_norm(node: fx.Node) -> Rule:
+    """v, g of size 1 but along ``dim``: each of its slices has a norm of its own."""
+    rank = value_of(node).ndim
+    dim = int(literal(node, "dim")) % rank
+    labels = tuple(f"d{i}" for i in range(rank))
+    sizes = tuple(labels[i] if i == dim else "1" for i in range(rank))
+    return Rule((labels, sizes), (labels,), frozenset(label for i, label in enumerate(labels) if i != dim))

@@ -1,0 +1,219 @@
+"""How a call changes where its operands are pieces: literal sizes become those of the piece, and a few operators become others.
+
+    view(x, [b, s, 8, 64])  heads cut over 2     view(x, [b, s, 4, 64])
+    mean(x, [-1])           dim -1 cut           sum(x, [-1]) / whole size
+    embedding(w, ids)       vocabulary cut       vocab_embedding(ids, w, axis)
+
+The lowering and the proof of the rules use this one definition: ``emit`` makes a node, or runs the operator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpar.emitted import collectives, random_streams
+from graphpar.ir.program import batch_coefficients, operator_name, value_of
+from graphpar.operators.placement import argument_place, operands_of
+from graphpar.runtime.layout import Shard, Type, local_size
+
+_aten = torch.ops.aten
+Emit = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_SHAPES = {
+    "view": "size",
+    "_unsafe_view": "size",
+    "reshape": "shape",
+    "unflatten": "sizes",
+    "expand": "size",
+    "broadcast_to": "size",
+}
+_RANDOM = (random_streams.dropout, random_streams.channel_dropout, random_streams.dropout_attention)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How one call is cut: for each operand and result its type on each axis, and the rewriting on each axis."""
+
+    degrees: Mapping[str, int]
+    operands: tuple[tuple[Type, ...], ...]
+    results: tuple[tuple[Type, ...], ...]
+    rewrites: tuple[str, ...]
+
+    def pieces(self, rewrite: str) -> int:
+        """Over how many ranks the call is cut with this rewriting."""
+        count = 1
+        for degree, name in zip(self.degrees.values(), self.rewrites):
+            count *= degree if name == rewrite else 1
+        return count
+
+
+def on_pieces(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], cuts: Cuts, emit: Emit) -> Any:
+    """The call ``node`` with the arguments ``args`` and ``kwargs`` of one rank, through ``emit(target, args, kwargs)``."""
+    call = _Call(node, list(args), dict(kwargs))
+    if "local_shape" in cuts.rewrites:
+        _local_shape(call, cuts, emit)
+    for name, change in _CHANGES.items():
+        if name in cuts.rewrites:
+            change(call, cuts.pieces(name))
+    if node.target in _RANDOM:
+        _positions(call, cuts)
+    for axis, name in zip(cuts.degrees, cuts.rewrites):
+        if name in _REPLACED:
+            return _REPLACED[name](call, axis, emit)
+    return emit(call.target or node.target, tuple(call.args), call.kwargs)
+
+
+@dataclass
+class _Call:
+    """A call whose arguments are read and written by name, however they were given."""
+
+    node: fx.Node
+    args: list[Any]
+    kwargs: dict[str, Any]
+    target: Any = None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        place = argument_place(self.node, name)
+        if place is not None and place < len(self.args):
+            return self.args[place]
+        return self.kwargs.get(name, default)
+
+    def replace(self, target: Any, **options: Any) -> None:
+        """The same operand for another operator."""
+        self.target, self.args, self.kwargs = target, [self.args[0], *options.values()], {}
+
+    def set(self, name: str, value: Any) -> None:
+        place = argument_place(self.node, name)
+        if place is not None and place < len(self.args):
+            self.args[place] = value
+        else:
+            self.kwargs[name] = value
+
+
+def _local_shape(call: _Call, cuts: Cuts, emit: Emit) -> None:
+    """Sizes of cut dims; one that follows the batch is left to torch (-1), or divided where -1 means something else."""
+    name = operator_name(call.node)
+    if name == "squeeze":  # a piece may have dims of size 1 that the whole has not
+        dims = call.get("dim")
+        whole = value_of(operands_of(call.node)[0]).shape
+        named = list(range(len(whole))) if dims is None else dims if isinstance(dims, list | tuple) else [dims]
+        call.replace(_aten.squeeze.dims, dim=[dim for dim in named if whole and whole[dim] == 1])
+        return
+    if name not in _SHAPES or call.get(_SHAPES[name]) is None:
+        return
+    types, coefficients = cuts.results[0], batch_coefficients(call.node)
+    sizes = list(call.get(_SHAPES[name]))
+    first = int(call.get("dim")) % value_of(operands_of(call.node)[0]).ndim if name == "unflatten" else 0
+    for place, given in enumerate(sizes):
+        own = [(kind, cuts.degrees[axis]) for kind, axis in zip(types, cuts.degrees) if isinstance(kind, Shard)]
+        own = [(kind, degree) for kind, degree in own if kind.dim == place + first]
+        if not own or (isinstance(given, int) and given == -1):
+            continue
+        if coefficients[place + first] is None:
+            for kind, degree in own:
+                given = local_size(int(given), kind, degree)
+            sizes[place] = given
+        elif name in ("expand", "broadcast_to") or -1 in [size for size in sizes if isinstance(size, int)]:
+            for _, degree in own:
+                given = given // degree if isinstance(given, int) else emit(operator.floordiv, (given, degree), {})
+            sizes[place] = given
+        else:
+            sizes[place] = -1
+    call.set(_SHAPES[name], sizes)
+
+
+def _local_sizes(call: _Call, pieces: int) -> None:
+    """split, split_with_sizes, tensor_split: lengths, or places, in the piece."""
+    for name in ("split_sizes", "split_size", "indices"):
+        given = call.get(name)
+        if given is not None:
+            call.set(name, [item // pieces for item in given] if isinstance(given, list | tuple) else given // pieces)
+
+
+def _local_slice(call: _Call, pieces: int) -> None:
+    """slice, narrow: where a part begins and ends in the piece."""
+    for name in ("start", "end", "length"):
+        given = call.get(name)
+        if isinstance(given, int) and abs(given) < 1 << 62:
+            call.set(name, given // pieces)
+
+
+def _groups(call: _Call, pieces: int) -> None:
+    """A convolution or group_norm whose groups are cut."""
+    name = "num_groups" if operator_name(call.node) == "group_norm" else "groups"
+    call.set(name, call.get(name, 1) // pieces)
+
+
+def _output_size(call: _Call, pieces: int) -> None:
+    if call.get("output_size") is not None:
+        call.set("output_size", call.get("output_size") // pieces)
+
+
+def _positions(call: _Call, cuts: Cuts) -> None:
+    """An element's random number depends on its place in the whole tensor."""
+    batch_dim = 0
+    if call.node.target is not random_streams.dropout_attention:
+        batch_dim = call.args[3] if len(call.args) > 3 else call.kwargs.get("batch_dim", 0)
+    found = tuple(
+        (kind.dim, axis, kind.parts)
+        for axis, kind in zip(cuts.degrees, cuts.operands[0])
+        if isinstance(kind, Shard) and kind.dim != batch_dim
+    )
+    if found:
+        call.kwargs["cut"] = found
+
+
+def _mean(call: _Call, axis: str, emit: Emit) -> Any:
+    """The mean over a cut dim: the sum of the piece, divided by the size of the whole."""
+    whole = value_of(operands_of(call.node)[0])
+    dims = call.get("dim")
+    count = 1
+    for dim in dims if dims else range(whole.ndim):
+        count *= int(whole.shape[dim])
+    total = emit(_aten.sum.dim_IntList if len(call.args) > 1 else _aten.sum.default, tuple(call.args), call.kwargs)
+    return emit(_aten.div.Tensor, (total, float(count)), {})
+
+
+def _vocab_embedding(call: _Call, axis: str, emit: Emit) -> Any:
+    padding = call.get("padding_idx", -1)
+    options = {} if padding == -1 else {"padding_idx": padding}
+    return emit(collectives.vocab_embedding, (call.args[1], call.args[0], axis), options)
+
+
+def _vocab_cross_entropy(call: _Call, axis: str, emit: Emit) -> Any:
+    logits = value_of(operands_of(call.node)[0])
+    options: dict[str, Any] = {}
+    if call.get("weight") is not None:
+        options["weight"] = call.get("weight")
+    options["reduction"] = ("none", "mean", "sum")[call.get("reduction", 1)]
+    if call.get("ignore_index", -100) != -100:
+        options["ignore_index"] = call.get("ignore_index")
+    vocabulary = int(logits.shape[min(1, logits.ndim - 1)])
+    return emit(collectives.vocab_cross_entropy, (call.args[0], call.args[1], axis, vocabulary), options)
+
+
+def _own_experts(call: _Call, axis: str, emit: Emit) -> Any:
+    """A product by groups: where the rows of this rank's groups end among its own rows."""
+    call.set("offs", emit(collectives.own_offsets, (call.get("offs"), axis), {}))
+    return emit(call.node.target, tuple(call.args), call.kwargs)
+
+
+_CHANGES: dict[str, Callable[[_Call, int], None]] = {
+    "local_sizes": _local_sizes,
+    "local_slice": _local_slice,
+    "groups": _groups,
+    "output_size": _output_size,
+}
+_REPLACED: dict[str, Callable[[_Call, str, Emit], Any]] = {
+    "mean": _mean,
+    "vocab_embedding": _vocab_embedding,
+    "vocab_cross_entropy": _vocab_cross_entropy,
+    "own_experts": _own_experts,
+}
+REWRITES = ("local_shape", *_CHANGES, *_REPLACED)
+"""What ``Placement.rewrite`` may be."""

@@ -1,0 +1,124 @@
+"""Operators that merge, split and repeat dims: where a cut goes is found from the sizes.
+
+view [b, s, h*e] -> [b, s, h, e]      S(2) -> S(2)           the heads are the outer factor
+view [b, s, d] -> [b*s, d]            S(1) -> S(0:s)         in every period of s rows
+expand [b, 1, s] -> [b, h, s]         R -> S(1)              each rank repeats less
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, fx
+
+from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.notation import Rule
+from graphpar.operators.placement import Context, Placement, Size, can_cut, from_rule, operands_of, sizes_of, sums
+from graphpar.runtime.layout import P, R, Shard
+
+# ---- reshaping -------------------------------------------------------------------------------------------------
+
+
+def _product(sizes: Sequence[Size]) -> Size:
+    return math.prod(size[0] for size in sizes), sum(size[1] for size in sizes)
+
+
+def _quotient(size: Size, by: Size) -> Size | None:
+    if by[0] == 0 or size[0] % by[0] or size[1] < by[1]:
+        return None
+    return size[0] // by[0], size[1] - by[1]
+
+
+def normal(size: Size, parts: Sequence[int], dim: int) -> Shard:
+    """The shortest way to say a cut of a dim of ``size`` by ``parts``."""
+    kept = tuple(parts)
+    for length in range(1, len(kept)):
+        if len(kept) % length == 0 and kept == kept[:length] * (len(kept) // length):
+            kept = kept[:length]
+            break
+    return Shard(dim) if kept == (size[0],) and size[1] == 0 else Shard(dim, kept)
+
+
+def reshaped(before: Sequence[Size], after: Sequence[Size], shard: Shard, degree: int) -> Shard | None:
+    """Where the cut ``shard`` of a tensor of sizes ``before`` lies in its view of sizes ``after``."""
+    if not can_cut(before[shard.dim], shard, degree):
+        return _untouched(before, after, shard)
+    inner = _product(before[shard.dim + 1 :])
+    whole = not shard.parts
+    lengths = [
+        _product([part, inner]) for part in ([before[shard.dim]] if whole else [(part, 0) for part in shard.parts])
+    ]
+    period = _product([before[shard.dim] if whole else (sum(shard.parts), 0), inner])
+    for dim, size in enumerate(after):
+        behind = _product(after[dim + 1 :])
+        repeat = _quotient(period, behind)
+        scaled = [_quotient(length, behind) for length in lengths]
+        if size == (1, 0) or repeat is None or None in scaled or _quotient(size, repeat) is None:
+            continue
+        if len(scaled) == 1 and scaled[0] == size:
+            found = Shard(dim)
+        elif all(length is not None and length[1] == 0 for length in scaled):
+            found = normal(size, [length[0] for length in scaled if length is not None], dim)
+        else:
+            continue
+        if can_cut(size, found, degree):
+            return found
+    return None
+
+
+def _untouched(before: Sequence[Size], after: Sequence[Size], shard: Shard) -> Shard | None:
+    """A padded dim may only change its place: no element of it meets another dim's."""
+    if shard.parts:
+        return None
+    for dim, size in enumerate(after):
+        same = size == before[shard.dim] and _product(after[dim + 1 :]) == _product(before[shard.dim + 1 :])
+        if same and _product(after[:dim]) == _product(before[: shard.dim]):
+            return Shard(dim)
+    return None
+
+
+def view(node: fx.Node, context: Context) -> list[Placement]:
+    """view, reshape, flatten, unflatten, squeeze, unsqueeze: the same elements in the same order.
+
+    ``view_as`` and its kin take the shape of a second operand, which must be cut as the result is.
+    """
+    source, *shape_of = operands_of(node)
+    if not isinstance(value_of(node), Tensor) or value_of(source).dtype != value_of(node).dtype:
+        return []  # view(dtype) reads the bytes anew
+    before, after = sizes_of(source), sizes_of(node)
+    found = [Placement((P, *(R for _ in shape_of)), (P,))] if sums(value_of(source)) else []
+    forward = [*_even(before, context.degree), *context.known(source, 0)]
+    backward = [*_even(after, context.degree), *context.known(node, 0)]
+    pairs: list[tuple[Shard | None, Shard | None]] = [
+        (shard, reshaped(before, after, shard, context.degree)) for shard in forward
+    ]
+    pairs += [(reshaped(after, before, shard, context.degree), shard) for shard in backward]
+    for shard, moved in dict.fromkeys(pairs):
+        if shard is not None and moved is not None:
+            found.append(Placement((shard, *(moved for _ in shape_of)), (moved,), "local_shape"))
+    return found + _rows_kept(node, context)
+
+
+def _rows_kept(node: fx.Node, context: Context) -> list[Placement]:
+    """Rows of a rank's own experts stay so where no size of them is said, and other dims of size 1 come or go."""
+    before, after = sizes_of(operands_of(node)[0]), sizes_of(node)
+    if operator_name(node) not in ("unsqueeze", "squeeze") or before[:1] != after[:1] or before[:1] in ((), ((1, 0),)):
+        return []
+    cuts = [*context.rows(operands_of(node)[0], 0), *context.rows(node, 0)]
+    return [Placement((cut,), (cut,), "local_shape") for cut in dict.fromkeys(cuts)]
+
+
+def _even(sizes: Sequence[Size], degree: int) -> list[Shard]:
+    return [Shard(dim) for dim, size in enumerate(sizes) if size[1] == 0 and size[0] > 0 and size[0] % degree == 0]
+
+
+def expand(node: fx.Node, context: Context) -> list[Placement]:
+    """A dim of size 1 that is repeated can be cut, each rank repeating less. ``expand_as`` takes the shape of its second operand."""
+    source, *shape_of = operands_of(node)
+    before, after = sizes_of(source), sizes_of(node)
+    offset = len(after) - len(before)
+    labels = tuple(f"d{dim}" for dim in range(len(after)))
+    own = tuple(labels[offset + dim] if size == after[offset + dim] else "1" for dim, size in enumerate(before))
+    rule = Rule((own, *(labels for _ in shape_of)), (labels,), linear=(frozenset({0}),))
+    return [Placement(p.operands, p.results, "local_shape") for p in from_rule(node, rule, context)]

@@ -1,0 +1,109 @@
+"""Convolutions, normalisations by channels, pooling and interpolation: batch and channels can be cut, places can't."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.moves import labelled, uncut
+from graphpar.operators.notation import Rule
+from graphpar.operators.placement import Context, Placement, from_rule, literal, operands_of, results_of, sizes_of
+from graphpar.runtime.layout import P, Shard
+
+
+def convolution(node: fx.Node, context: Context) -> list[Placement]:
+    """x [n, c, ...], weight [o, c / groups, ...] (transposed: [c, o / groups, ...]), bias [o].
+
+    Output channels are cut with their bias; cut input channels give a partial sum; groups are cut on both sides.
+    """
+    operands = operands_of(node)
+    x, weight = (value_of(operand).ndim for operand in operands[:2])
+    name, groups = operator_name(node), literal(node, "groups")
+    transposed = "transpose" in name or (name == "convolution" and literal(node, "transposed"))
+    places = weight - 2
+    lead = ["n"] if x == weight else []
+    kernel = tuple(f"k{i}" for i in range(places))
+    channels = ("c", "o") if transposed else ("o", "c")
+    before = (*lead, "c", *(f"s{i}" for i in range(places)))
+    after = (*lead, "o", *(f"t{i}" for i in range(places)))
+    fixed = {*kernel, *before[-places:], *after[-places:]}
+    if groups != 1:
+        channels, fixed = (channels[0] + "'", channels[1] + "'"), fixed | {"o", "c", "o'", "c'"}
+    rows = (before, (*channels, *kernel), *(("o",) for _ in operands[2:]))
+    rule = Rule(rows, (after,), frozenset(fixed), linear=({0}, {1}) if len(operands) == 2 else ())  # type: ignore[arg-type]
+    found = [
+        Placement((*p.operands[:2], P), p.results) if p.results == (P,) and len(operands) > 2 else p
+        for p in from_rule(node, rule, context)
+    ]
+    if groups % context.degree == 0:
+        dim = len(lead)
+        found.append(Placement((Shard(dim), *(Shard(0) for _ in operands[1:])), (Shard(dim),), "groups"))
+    return found
+
+
+def batch_norm(node: fx.Node) -> Rule:
+    """Channels are independent; with running statistics that are only read, everything is. Buffers that are written stay whole."""
+    operands = operands_of(node)
+    labels = labelled(value_of(operands[0]).ndim)
+    training = bool(literal(node, "training"))
+    running = literal(node, "running_mean") is not None
+    if (training and running) or len(labels) < 2:
+        return uncut(node)
+    fixed = frozenset(label for dim, label in enumerate(labels) if dim != 1) if training or not running else frozenset()
+    return Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), fixed)
+
+
+def instance_norm(node: fx.Node) -> Rule:
+    """Examples and channels are independent, unless running statistics come in."""
+    operands = operands_of(node)
+    labels = labelled(value_of(operands[0]).ndim)
+    if literal(node, "running_mean") is not None or len(labels) < 3:
+        return uncut(node)
+    return Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), frozenset(labels[2:]))
+
+
+def group_norm(node: fx.Node, context: Context) -> list[Placement]:
+    """Examples are independent, and so are groups of channels."""
+    operands = operands_of(node)
+    labels = labelled(value_of(operands[0]).ndim)
+    rule = Rule((labels, *(("d1",) for _ in operands[1:])), (labels,), frozenset(labels[1:]))
+    found = from_rule(node, rule, context)
+    if int(literal(node, "num_groups")) % context.degree == 0 and sizes_of(operands[0])[1][0] > 0:
+        found.append(Placement((Shard(1), *(Shard(0) for _ in operands[1:])), (Shard(1),), "groups"))
+    return found
+
+
+def grid(node: fx.Node) -> Rule:
+    """affine_grid_generator: theta [n, ...] -> [n, places ..., 2]. Its sizes are literal, so only what follows the batch is free."""
+    (theta,) = operands_of(node)
+    before = ("n", *(f"t{i}" for i in range(value_of(theta).ndim - 1)))
+    after = ("n", *(f"s{i}" for i in range(value_of(node).ndim - 1)))
+    follows = sizes_of(theta)[0] == (1, 1)
+    return Rule((before,), (after,), frozenset({*before[follows:], *after[follows:]}))
+
+
+def shuffled(node: fx.Node) -> Rule:
+    """pixel_shuffle, pixel_unshuffle: channels with what lies in them."""
+    rank = value_of(node).ndim
+    lead = labelled(rank - 3)
+    return Rule(
+        ((*lead, "c", "h", "w"),), ((*lead, "c", "H", "W"),), frozenset({"h", "w", "H", "W"}), linear=(frozenset({0}),)
+    )
+
+
+def grid_sample(node: fx.Node) -> Rule:
+    """x [n, c, ...], grid [n, places.., 2 or 3] -> [n, c, places..]: channels, and places of the result."""
+    places = value_of(node).ndim - 2
+    whole, made = tuple(f"s{i}" for i in range(places)), tuple(f"p{i}" for i in range(places))
+    rows = (("n", "c", *whole), ("n", *made, "xy"))
+    return Rule(rows, (("n", "c", *made),), frozenset({*whole, "xy"}), linear=(frozenset({0}),))
+
+
+def unfolded(node: fx.Node) -> Rule:
+    """im2col, col2im: examples alone."""
+    operand = value_of(operands_of(node)[0]).ndim
+    made = results_of(node)[0].ndim
+    if operand != {"im2col": 4, "col2im": 3}[operator_name(node)]:
+        return uncut(node)
+    before, after = ("n", *(f"a{i}" for i in range(operand - 1))), ("n", *(f"b{i}" for i in range(made - 1)))
+    return Rule((before,), (after,), frozenset({*before[1:], *after[1:]}), linear=(frozenset({0}),))

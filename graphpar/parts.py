@@ -1,0 +1,93 @@
+"""``Parts``: a partitioned program, what ``graphpar.partition`` returns."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphpar.codegen.package import import_stage
+from graphpar.codegen.saving import save_package
+from graphpar.errors import GraphparError
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program
+from graphpar.ir.stage import Stage
+from graphpar.report.notebook import report_frame
+
+
+@dataclass
+class Parts:
+    """A partitioned program: its plan, its stages, the text of the emitted package, and the data of its report."""
+
+    program: Program
+    plan: Plan
+    stages: list[Stage]
+    files: dict[str, str]
+    constants: dict[str, Tensor]
+    report: dict[str, Any]
+    model_file: str | None = None
+    _folder: Any = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        return f"Parts({self.plan!r}: {', '.join(self.files)})"
+
+    def _repr_html_(self) -> str:
+        return report_frame(self.report)
+
+    def save(self, folder: str | Path, weights: Mapping[str, Tensor] | None = None, force: bool = False) -> Path:
+        """Write the package to ``folder``, which is replaced as a whole; ``weights`` by state_dict name go with it.
+
+        Args:
+            force: write although files in ``folder`` were changed or added. Those that are written anew are kept as ``NAME.orig``,
+                others stay.
+
+        Raises:
+            GraphparError: ``folder`` can't be written, holds something else, or such files without ``force``; these are named.
+        """
+        from safetensors.torch import save_file
+
+        def write(scratch: Path) -> None:
+            for name, text in self.files.items():
+                (scratch / name).write_text(text)
+            if self.constants:
+                constants = {name: value.contiguous() for name, value in self.constants.items()}
+                save_file(constants, scratch / "constants.safetensors")
+            if weights is not None:
+                (scratch / "weights").mkdir()
+                save_file(untied(weights), scratch / "weights" / "model.safetensors")
+
+        save_package(folder, write, force)
+        return Path(folder)
+
+    @cached_property
+    def folder(self) -> Path:
+        """The package on disk, in a temporary folder that goes away with this object."""
+        self._folder = tempfile.TemporaryDirectory(prefix="graphpar-")
+        return self.save(Path(self._folder.name) / "out")
+
+    def stage(self, rank: int) -> nn.Module | list[nn.Module]:
+        """The emitted stage module of pp rank ``rank`` on the meta device (a list where the rank holds several)."""
+        indices = [stage.index for stage in self.plan.stages if stage.rank == rank]
+        if not indices:
+            raise GraphparError(f"There is no rank {rank}; the plan has ranks 0 to {self.plan.mesh.pp - 1}.")
+        modules = [import_stage(self.folder, index) for index in indices]
+        return modules[0] if len(modules) == 1 else modules
+
+
+def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tied tensors under their first name only: a safetensors file holds no shared memory."""
+    seen: set[tuple[int, Any, tuple[int, ...]]] = set()
+    kept: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        key = (value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape))
+        if key in seen and value.numel():
+            continue
+        seen.add(key)
+        alone = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+        kept[name] = value.detach() if alone else value.detach().contiguous().clone()
+    return kept

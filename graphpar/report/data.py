@@ -1,0 +1,322 @@
+"""What a report says, as plain data: sizes, flops, what crosses, what is computed twice, and the schedule.
+
+The schedule is kept as a table of actions; its timeline and bubble come from the simulator, with the predicted seconds of stages and
+transfers. Where nothing could be predicted, a stage costs its forward flops, twice as much backward, and transfers are free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from graphpar.cost_models.timelines import Closing, Conditions, StageEstimate, whole_step
+from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
+from graphpar.report.sharding import sharding_data
+from graphpar.schedules.simulation import Timeline, simulate
+from graphpar.schedules.table import ActionTable, format_table, forwards, parse_table
+from graphpar.text import bytes_text, compressed, plural, seconds_text
+
+if TYPE_CHECKING:
+    from graphpar.cost_models.estimates import Estimate
+    from graphpar.ir.plan import Plan
+    from graphpar.ir.program import Program
+    from graphpar.ir.stage import Boundary, Stage
+
+_WORTH_IT = 0.9
+"""A dtype is advised where it makes a step at most so long as it is."""
+BACKWARD = 2.0
+"""Cost of a backward as a multiple of its forward: two matrix products for each one."""
+
+
+def report_data(
+    program: Program,
+    plan: Plan,
+    stages: Sequence[Stage],
+    cluster: Cluster | None = None,
+    predicted: Estimate | None = None,
+) -> dict[str, Any]:
+    """Everything that the report shows but for the search, as plain JSON data; the same inputs give the same data.
+
+    Args:
+        program: the program for one microbatch (``program.at_batch(plan.microbatch_size)``), which the stages are of.
+        cluster: what it is priced for; by default the plan's own, or as many devices of this machine's kind.
+        predicted: what the plan takes there, where that is known.
+    """
+    hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
+    known = predicted or (plan.predicted if hardware == plan.cluster else None)
+    rows = [_stage_data(program, plan, stage) for stage in stages]
+    compress = compressed([_shown_modules(program, stage) for stage in stages])
+    recomputed = _recomputed(program, stages)
+    for row, modules, names in zip(rows, compress, recomputed):
+        row["modules"] = modules
+        row["recomputed"] = names
+    data: dict[str, Any] = {
+        "model": {
+            "name": program.name,
+            "parameters": _whole_count(program),
+            "blocks": [{"name": block.name, "count": len(block.instances)} for block in program.blocks.values()],
+        },
+        **decisions(plan),
+        **_place(plan, cluster),
+        "inputs": [{"name": entry.name, "role": entry.role} for entry in program.inputs],
+        "stages": rows,
+        "ties": [_tie_data(group, rows) for group in program.ties],
+        "actions": _actions(plan),
+        "backward_cost": BACKWARD,
+        **_prediction(program, plan, hardware, known),
+    }
+    slow = _dtype_warning(program, plan, hardware, data["predicted"]) if data["predicted"] else []
+    data["warnings"] = list(dict.fromkeys((*data.pop("misfits", ()), *slow, *plan.warnings, *program.warnings)))
+    experts = _expert_data(program, rows)
+    if experts is not None:
+        data["experts"] = experts
+    sharding = sharding_data(program, plan, hardware if data["predicted"] else None)
+    if sharding is not None:
+        data["sharding"] = sharding
+    for row in rows:
+        del row["names"]
+    timeline = timeline_of(data)
+    data["bubble_fraction"] = round(timeline.bubble, 6)
+    data["in_flight"] = list(timeline.peak_in_flight)
+    return data
+
+
+def _place(plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
+    """What it is priced for, where that is said, and what the plan was made for, where that is another."""
+    if cluster is None:
+        return {}
+    elsewhere = plan.cluster is not None and plan.cluster != cluster
+    return {"cluster": str(cluster), **({"made_for": str(plan.cluster)} if elsewhere else {})}
+
+
+def _prediction(program: Program, plan: Plan, cluster: Cluster, predicted: Estimate | None) -> dict[str, Any]:
+    """What a step takes, or why that can't be said."""
+    from graphpar.passes.planning.planning import lowered_pricing  # imports torch; a report is read without it
+
+    try:
+        if predicted is None:
+            pricing, layout = lowered_pricing(program, plan, cluster)
+            predicted = pricing.estimate(layout)
+    except GraphparError as error:
+        return {"predicted": None, "unpriced": str(error)}
+    return predicted_data(plan, predicted)
+
+
+def _dtype_warning(program: Program, plan: Plan, cluster: Cluster, predicted: Mapping[str, Any]) -> list[str]:
+    """That the device does 16 bits much faster, where the program is in 32."""
+    from graphpar.passes.planning.planning import in_bf16_s
+
+    seconds, step = in_bf16_s(program, plan, cluster), predicted["step_time_s"]
+    if seconds is None or seconds > _WORTH_IT * step:
+        return []
+    rates = [f"{cluster.device.peak(dtype) / 1e12:,.4g}" for dtype in ("fp32", "bf16")]
+    return [
+        f"The model is in fp32, in which {cluster.device.name} does {rates[0]} Tflop/s, not {rates[1]} as in bf16: with --dtype bf16 this "
+        f"plan would take about {seconds_text(seconds)}, not {seconds_text(step)}. (It is the dtype in which a factory builds the model; "
+        "convert a model that is built already, or train under torch.autocast.)"
+    ]
+
+
+def with_alone(data: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A report's data with what one device takes for the same batch, and a warning where that is no longer."""
+    if alone is None or not data.get("predicted"):
+        return dict(data)
+    step, single = data["predicted"]["step_time_s"], alone["step_time_s"]
+    slower = []
+    if alone["fits"] and step >= single:
+        slower = [
+            f"{plural(data['devices'], 'device')} take {step / single:.3g} times as long as one, which takes {seconds_text(single)} a "
+            "step: use fewer devices, or a larger batch."
+        ]
+    return {**data, "alone": dict(alone), "warnings": [*slower, *data.get("warnings", ())]}
+
+
+def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
+    """An estimate, what it takes for granted, and by how much it does not fit."""
+    from graphpar.passes.planning.why_not import misfit
+
+    data: dict[str, Any] = {
+        "predicted": predicted.to_json(),
+        "assumed": {
+            "optimizer": "AdamW",
+            "recompute": plan.recompute,
+            "operators": "not fused",
+            "device": predicted.device,
+            "figures": predicted.figures,
+        },
+    }
+    if predicted.missing_bytes > 0:
+        data["misfits"] = [
+            f"This plan {misfit(predicted)} on {predicted.cluster}, {bytes_text(predicted.missing_bytes)} too much. It was taken because "
+            "it was given; leave axes of the mesh to the search, or take other hardware (--cluster)."
+        ]
+    return data
+
+
+def _whole_count(program: Program) -> int:
+    """Parameters of the user's model, each tied one once, whatever piece of it a rank holds."""
+    skipped = {name for group in program.ties for name in group[1:]}
+    infos = [info for name, info in program.parameters.items() if name not in skipped]
+    return sum(math.prod(info.shape if info.whole is None else info.whole) for info in infos)
+
+
+def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
+    """Experts' weights and all others: elements in the whole model, bytes on a rank of the stage that has most of experts."""
+    from graphpar.passes.sharding.experts import find_experts
+
+    scopes = [("", program.graph), *((f"{path}.", b.graph) for b in program.blocks.values() for path in b.instances)]
+    names = {
+        f"{base}{parameter.target}"
+        for base, graph in scopes
+        for parameter in find_experts(node.meta.get("origin", node) for node in graph.nodes).counts
+    }
+    if not names:
+        return None
+    whole = sum(math.prod(info.whole or info.shape) for name, info in program.parameters.items() if name in names)
+    held = [sum(program.parameters[name].nbytes for name in row["names"] if name in names) for row in rows]
+    most = max(range(len(rows)), key=held.__getitem__)
+    return {
+        "parameters": whole,
+        "other_parameters": _whole_count(program) - whole,
+        "rank_bytes": held[most],
+        "other_rank_bytes": rows[most]["parameter_bytes"] - held[most],
+    }
+
+
+def decisions(plan: Plan) -> dict[str, Any]:
+    return {
+        "mode": plan.mode,
+        "dtype": plan.dtype,
+        "devices": plan.mesh.size,
+        "cluster": None if plan.cluster is None else str(plan.cluster),
+        "mesh": plan.mesh.degrees(),
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "microbatch_size": plan.microbatch_size,
+        "global_batch": plan.global_batch,
+        "split": [{"path": cut.path, "where": cut.where.value} for cut in plan.cuts],
+    }
+
+
+def _stage_data(program: Program, plan: Plan, stage: Stage) -> dict[str, Any]:
+    from graphpar.cost_models.flops import node_flops  # imports torch; a report is read without it
+
+    names = stage_parameters(program, stage)
+    flops = node_flops(program.with_graph(stage.graph), plan.microbatch_size)
+    relayed = {boundary.node for boundary in stage.receives}
+    return {
+        "index": stage.index,
+        "rank": plan.stages[stage.index].rank,
+        "names": names,
+        "parameters": sum(program.parameters[name].numel for name in names),
+        "parameter_bytes": sum(program.parameters[name].nbytes for name in names),
+        "flops": sum(flops.values()),
+        "inputs": list(stage.inputs),
+        "sends": [_boundary_data(boundary, plan, boundary.node in relayed) for boundary in stage.sends],
+    }
+
+
+def _boundary_data(boundary: Boundary, plan: Plan, relayed: bool) -> dict[str, Any]:
+    from graphpar.cost_models.flops import tensor_bytes
+    from graphpar.ir.program import concrete_shape
+
+    return {
+        "name": boundary.name,
+        "shape": list(concrete_shape(boundary.node, plan.microbatch_size)),
+        "dtype": str(boundary.node.meta["val"].dtype).removeprefix("torch."),
+        "bytes": tensor_bytes(boundary.node, plan.microbatch_size),
+        "requires_grad": boundary.requires_grad and plan.mode == "train",
+        "relayed": relayed,
+    }
+
+
+def stage_parameters(program: Program, stage: Stage) -> list[str]:
+    """The parameters that ``stage`` holds, by their first name; tied names are one parameter."""
+    found: dict[str, None] = {}
+    for node in stage.graph.nodes:
+        if node.op == "get_attr":
+            found[str(node.target)] = None
+        elif node.op == "call_module":
+            for inner in program.block_of(node).graph.nodes:
+                if inner.op == "get_attr":
+                    found[f"{node.target}.{inner.target}"] = None
+    first = {name: group[0] for group in program.ties for name in group}
+    return list(dict.fromkeys(first.get(name, name) for name in found if name in program.parameters))
+
+
+def _shown_modules(program: Program, stage: Stage) -> list[str]:
+    return [path for path in stage.modules if path not in program.constants]
+
+
+def _recomputed(program: Program, stages: Sequence[Stage]) -> list[list[str]]:
+    """For each stage, the user's names of the values that it computes and another stage computes too."""
+    holders: dict[str, int] = {}
+    for stage in stages:
+        for name in stage.recomputed:
+            holders[name] = holders.get(name, 0) + 1
+    labels: dict[str, str] = {}
+    for node in program.graph.nodes:
+        source = node.meta.get("source")
+        if holders.get(node.name, 0) > 1 and source is not None and len(source.targets) > 0:
+            labels[node.name] = ", ".join(name for name in source.targets if name != "_")
+    chosen = [set(stage.recomputed) for stage in stages]
+    return [list(dict.fromkeys(label for name, label in labels.items() if name in names and label)) for names in chosen]
+
+
+def _tie_data(group: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"names": list(group), "stages": [row["index"] for row in rows if group[0] in row["names"]]}
+
+
+def _actions(plan: Plan) -> list[str]:
+    """The schedule table, a line a rank; without the backwards where nothing is trained."""
+    if plan.actions is not None:
+        lines = [",".join(row) for row in plan.actions]
+        return lines if plan.mode == "train" else format_table(forwards(parse_table("\n".join(lines)))).splitlines()
+    if plan.mesh.pp == 1:
+        kinds = "FB" if plan.mode == "train" else "F"
+        return [",".join(f"0{kind}{m}" for m in range(plan.microbatches) for kind in kinds)]
+    from graphpar.schedules.registry import action_table
+
+    table = action_table(plan.schedule, plan.mesh.pp, plan.stages_per_rank, plan.microbatches)
+    return format_table(table if plan.mode == "train" else forwards(table)).splitlines()
+
+
+def timeline_of(data: Mapping[str, Any]) -> Timeline:
+    """The step of a report in time: in seconds, with transfers, collectives, sums of gradients and the optimizer, as long as is
+    predicted. Without a prediction the pipeline alone, in flops, with free transfers."""
+    table: ActionTable = parse_table("\n".join(data["actions"]))
+    if not data.get("predicted"):
+        forward = [float(stage["flops"]) for stage in data["stages"]]
+        return simulate(table, forward, [data["backward_cost"] * cost for cost in forward])
+    predicted = data["predicted"]
+    stages = [StageEstimate.from_json(stage) for stage in predicted["stages"]]
+    closings = [Closing(**closing) for closing in predicted["closings"]]
+    pipeline = Conditions.from_json(predicted["conditions"]).timeline(table, stages, spans=True)
+    return whole_step(pipeline, stages, closings)
+
+
+NO_SEARCH: Mapping[str, Any] = {"considered": 1, "priced": 1, "infeasible": 0, "optimality_gap": None, "alternatives": [], "refused": []}
+"""Of a plan that was given, or whose mesh was."""
+
+
+def compile_json(data: Mapping[str, Any], plan: Plan, seconds: Mapping[str, float], out: str | None) -> dict[str, Any]:
+    """The JSON of ``graphpar compile`` and ``graphpar estimate``, from a report's data."""
+    import torch
+
+    from graphpar import __version__
+
+    beside = {"alone": data["alone"]} if "alone" in data else {}
+    return {
+        "graphpar": __version__,
+        "torch": torch.__version__,
+        "out": out,
+        "warnings": data["warnings"],
+        "model": data["model"],
+        "plan": plan.to_json(),
+        **beside,
+        "predicted": data["predicted"] or {"bubble_fraction": data["bubble_fraction"]},
+        "search": NO_SEARCH if plan.found is None else plan.found.to_json(),
+        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+    }

@@ -1,0 +1,74 @@
+"""What notebooks show of plans, estimates and partitioned programs: the report's page, or its parts, in a frame of its own.
+
+    Plan | Estimate | Parts ──_repr_html_──► <iframe srcdoc="a self-contained page">, whose style is not the notebook's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from graphpar.report.page import facts, html, page
+from graphpar.report.report import plan_text
+from graphpar.text import bytes_text, indices_text, seconds_text, share_text
+
+if TYPE_CHECKING:
+    from graphpar.cost_models.estimates import Estimate
+    from graphpar.ir.plan import Plan
+
+
+def report_frame(data: Mapping[str, Any]) -> str:
+    """The page of a report's data."""
+    return _frame(html(data))
+
+
+def plan_frame(plan: Plan) -> str:
+    """The decisions of a plan and what is predicted of it."""
+    degrees = " · ".join(f"{axis} {degree}" for axis, degree in plan.mesh.degrees().items() if degree > 1) or "1 device"
+    pairs: list[tuple[object, str]] = [] if plan.predicted is None else _step_facts(plan.predicted)
+    pairs += [(degrees, "mesh"), (plan.schedule, "schedule"), (f"{plan.microbatches} x {plan.microbatch_size}", "microbatches x rows")]
+    return _frame(page(plan.model, [f"<h1>{escape(plan.model)}</h1>", facts(pairs), f"<pre>{escape(plan_text(plan))}</pre>"]))
+
+
+def estimate_frame(estimate: Estimate) -> str:
+    """What a step takes, what it is made of, and the stages."""
+    whole = estimate.step_time_s
+    parts = [(name, seconds_text(took), share_text(took / whole)) for name, took in estimate.parts_s.items() if took]
+    stages = [
+        (str(stage.index), str(stage.rank), seconds_text(stage.forward_s), seconds_text(stage.backward_s)) for stage in estimate.stages
+    ]
+    peaks = [(str(rank), bytes_text(peak)) for rank, peak in enumerate(estimate.peak_memory_bytes)]
+    body = [
+        f"<h1>{escape(estimate.cluster)}</h1>",
+        facts(_step_facts(estimate)),
+        "<h2>What a step is made of</h2>",
+        _table(("Part", "Takes", "Share"), parts),
+        "<h2>Stages, a microbatch</h2>",
+        _table(("Stage", "Pipeline rank", "Forward", "Backward"), stages),
+        "<h2>Memory</h2>",
+        _table(("Pipeline rank", "Peak"), peaks),
+    ]
+    return _frame(page(estimate.cluster, body))
+
+
+def _step_facts(estimate: Estimate) -> list[tuple[object, str]]:
+    rank, stages = estimate.fullest
+    peak = f"{bytes_text(estimate.peak_memory_bytes[rank])} of {bytes_text(estimate.memory_bytes)}"
+    return [
+        (seconds_text(estimate.step_time_s), "a step"),
+        (share_text(estimate.mfu), "MFU"),
+        (share_text(estimate.bubble_fraction), "bubble"),
+        (peak, f"peak, on stage {indices_text(stages)}"),
+    ]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def row(cells: Sequence[str], kind: str) -> str:
+        return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
+
+    return f'<div class="scroll"><table>{row(head, "th")}{"".join(row(cells, "td") for cells in rows)}</table></div>'
+
+
+def _frame(text: str) -> str:
+    return f'<iframe srcdoc="{escape(text)}" style="width: 100%; height: 36rem; border: 0"></iframe>'

@@ -1,0 +1,176 @@
+"""What a step will take, as text: the parts of the printed report that come from the cost models.
+
+    predicted, search ──► Predicted, Step, Searched | communication a step | Runners-up, Assumed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphpar.schedules.simulation import CLOSINGS, Timeline
+from graphpar.schedules.table import KINDS
+from graphpar.text import bytes_text, indices_text, kept, plural, seconds_text, share_text, wrapped
+
+_LEAST = 1e-3
+"""Parts of a step below this share of it are not named."""
+
+
+def predicted_lines(data: Mapping[str, Any], seconds: float | None = None) -> list[tuple[str, str]]:
+    """The step, what it is made of, and what else was looked at (in so many ``seconds``)."""
+    predicted = data.get("predicted")
+    lines = []
+    if predicted is None and data.get("unpriced"):
+        lines.append(("Predicted", f"nothing: {data['unpriced']}"))
+    if predicted is not None:
+        lines.append(("Predicted", _step(data, predicted)))
+        lines.append(("Step", parts_text(predicted)))
+    if "alone" in data:
+        lines.append(("One device", alone_text(data)))
+    if data.get("search"):
+        lines.append(("Searched", searched_text(data["search"], seconds)))
+    return lines
+
+
+def _step(data: Mapping[str, Any], predicted: Mapping[str, Any]) -> str:
+    where = "" if predicted["cluster"] == data.get("cluster") else f" on {predicted['cluster']}"
+    bubble = f" · bubble {share_text(predicted['bubble_fraction'])}" if data["mesh"]["pp"] > 1 else ""
+    return (
+        f"{seconds_text(predicted['step_time_s'])} {'a step' if data['mode'] == 'train' else 'a batch'}{where} · "
+        f"{share_text(predicted['mfu'])} MFU{bubble} · peak {peak_text(predicted)}"
+    )
+
+
+def alone_text(data: Mapping[str, Any]) -> str:
+    """``1.44 s a step: 2 devices are 1.75 times as fast (88% of 2)``, or that the model does not fit on one."""
+    alone, devices = data["alone"], data["devices"]
+    name, size = alone["cluster"], alone["microbatch_size"]
+    if not alone["fits"]:
+        return f"does not fit: it needs {bytes_text(alone['peak_memory_bytes'])} of {bytes_text(alone['memory_bytes'])} ({name})"
+    times = alone["step_time_s"] / data["predicted"]["step_time_s"]
+    text = f"{seconds_text(alone['step_time_s'])} in microbatches of {size} ({name}); {plural(devices, 'device')}"
+    if times < 1:
+        return f"{text} take {1 / times:.3g} times as long"
+    return f"{text} are {times:.3g} times as fast, {share_text(times / devices)} of {devices}"
+
+
+def peak_text(predicted: Mapping[str, Any]) -> str:
+    """``71.3 GiB of 77.6 GiB (stage 0)``."""
+    peaks = predicted["peak_memory_bytes"]
+    rank = max(range(len(peaks)), key=peaks.__getitem__)
+    stages = [stage["index"] for stage in predicted["stages"] if stage["rank"] == rank]
+    where = f" (stage{'s' if len(stages) > 1 else ''} {indices_text(stages)})" if len(predicted["stages"]) > 1 else ""
+    over = "" if peaks[rank] <= predicted["memory_bytes"] else ": IT DOES NOT FIT"
+    return f"{bytes_text(peaks[rank])} of {bytes_text(predicted['memory_bytes'])}{where}{over}"
+
+
+def parts_text(predicted: Mapping[str, Any]) -> str:
+    """What the step is made of, without what is next to nothing."""
+    names = {"host": "waits for the host", "pp": "transfers"}
+    least = _LEAST * predicted["step_time_s"]
+    parts = [
+        f"{names.get(part, part)} {seconds_text(seconds)}" for part, seconds in predicted["parts_s"].items() if seconds >= least
+    ]
+    return " · ".join(parts) + (" (busiest rank)" if len(predicted["memory"]) > 1 else "")
+
+
+def searched_text(search: Mapping[str, Any], seconds: float | None = None) -> str:
+    """How many plans were looked at."""
+    took = "" if seconds is None else f" in {seconds:.1f} s"
+    infeasible = f", {search['infeasible']:,} not possible" if search["infeasible"] else ""
+    return f"{plural(search['considered'], 'plan')}{took}, {search['priced']:,} priced{infeasible}; none faster under this cost model"
+
+
+def communication_lines(data: Mapping[str, Any], width: int) -> list[str]:
+    """A line of its own."""
+    predicted = data.get("predicted")
+    text = communication_text(predicted) if predicted else ""
+    return wrapped(text, width, " Communication a step   ", " " * 12) if text else []
+
+
+def communication_text(predicted: Mapping[str, Any]) -> str:
+    """What the busiest rank sends in a step, by axis, and what of it nothing hides."""
+    exposed = predicted["exposed_s"]
+    return " · ".join(
+        f"{axis} {seconds_text(seconds)} ({seconds_text(exposed.get(axis, 0.0))} exposed)"
+        for axis, seconds in predicted["communication_s"].items()
+    )
+
+
+def runners_up(data: Mapping[str, Any], width: int) -> list[str]:
+    """What each is, how long its step takes, and what it loses: on the same line where there is room."""
+    others = (data.get("search") or {}).get("alternatives", ())
+    rows = [(*named(other), *_beside(other, data["predicted"]), str(other["why_not"])) for other in others]
+    columns = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
+    lines: list[str] = []
+    for place, (mesh, schedule, seconds, more, why) in enumerate(rows):
+        start = f"{'' if place else ' Runners-up':<12}"
+        head = f"{mesh:<{columns[0]}}  {schedule:<{columns[1]}}  {seconds:>{columns[2]}} {more:>{columns[3]}}"
+        below = [why]
+        if len(head) > width - 12:
+            head, below = f"{mesh:<{columns[0]}}  {seconds:>{columns[2]}} {more:>{columns[3]}}", [schedule, why]
+        beside = len(below) == 1 and all(12 + sum(columns) + 5 + 2 + len(row[-1]) <= width for row in rows)
+        lines.append(f"{start}{head}{'  ' + why if beside else ''}")
+        lines += [] if beside else [line for text in below for line in wrapped(text, width, " " * 14, " " * 14)]
+    return lines
+
+
+def rank_names(data: Mapping[str, Any]) -> list[str]:
+    """What the rows of a chart are: pipeline ranks, with the devices that each is."""
+    stages = data["mesh"]["pp"]
+    together = data["devices"] // stages
+    if together == 1:
+        return [f"rank {rank}" for rank in range(stages)]
+    return [f"pp {rank}: devices {indices_text(range(rank * together, (rank + 1) * together))}" for rank in range(stages)]
+
+
+def timeline_legend(data: Mapping[str, Any], timeline: Timeline) -> str:
+    """What the letters of a drawn timeline mean, how long it is, and what of it collectives inside of actions take."""
+    kinds = [kind for kind in KINDS if any(span.action.kind == kind for row in timeline.spans for span in row)]
+    closing = [kind for kind in CLOSINGS if any(segment.kind == kind for row in timeline.closing for segment in row)]
+    letters = [f"{kind} {KINDS[kind][1]}" for kind in kinds] + [" ".join(CLOSINGS[kind]) for kind in closing]
+    text = " · ".join(map(kept, letters))
+    predicted = data.get("predicted")
+    if not predicted:
+        return f"{text}; times from flops, transfers free"
+    inside = {axis: predicted["parts_s"].get(axis, 0.0) for row in timeline.spans for span in row for axis, _ in span.collectives}
+    taken = "".join(f"; {axis} collectives, inside of actions, take {seconds_text(seconds)}" for axis, seconds in inside.items())
+    return f"{text}; {seconds_text(timeline.length)} in all{taken}"
+
+
+def named(other: Mapping[str, Any]) -> tuple[str, str]:
+    """The mesh and the schedule of an alternative."""
+    mesh = " · ".join(f"{axis} {degree}" for axis, degree in other["mesh"].items() if degree > 1) or "1 device"
+    count = plural(other["microbatches"], "microbatch", "microbatches")
+    schedule = f"{other['schedule']}, " if other["mesh"].get("pp", 1) > 1 else ""
+    return mesh, f"{schedule}{count} of {other['microbatch_size']}"
+
+
+def _beside(other: Mapping[str, Any], predicted: Mapping[str, Any]) -> tuple[str, str]:
+    """Its seconds, and how much more than the plan's that is."""
+    seconds = other["step_time_s"]
+    return seconds_text(seconds), f"({seconds / predicted['step_time_s'] - 1:+.1%})"
+
+
+def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the prediction takes for granted."""
+    assumed = data.get("assumed")
+    if assumed is None:
+        return []
+    run = [data["dtype"]]
+    if data["mode"] == "train":
+        run += [assumed["optimizer"], f"recomputation {assumed['recompute']}"]
+    return [("Assumed", f"{', '.join(run)}, operators {assumed['operators']}; device {assumed['device']} ({assumed['figures']})")]
+
+
+def stage_columns(predicted: Mapping[str, Any]) -> list[tuple[str, str, str, float]]:
+    """Of each stage: forward, backward, and its rank's peak (beside the rank's first stage alone) as text and as a share."""
+    seen: set[int] = set()
+    columns = []
+    for stage in predicted["stages"]:
+        peak, rank = predicted["peak_memory_bytes"][stage["rank"]], stage["rank"]
+        text, share = ("", 0.0) if rank in seen else (bytes_text(peak), peak / predicted["memory_bytes"])
+        seen.add(rank)
+        backward = seconds_text(stage["backward_s"]) if stage["backward_s"] else ""
+        columns.append((seconds_text(stage["forward_s"]), backward, text, share))
+    return columns

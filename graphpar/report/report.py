@@ -1,0 +1,249 @@
+"""The report: what the compiler decided and what it costs, as plain data, as text for a terminal, or as a page.
+
+    program, plan, stages ──report_data──► a dictionary (kept in plan.json) ──render──► the printed report
+                          search (kept in search.json) ──┘                  ──html────► report.html
+    plan ──plan_text──► the same without a program
+
+Reading a report needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from graphpar.report.data import compile_json, decisions, predicted_data, report_data, timeline_of, with_alone
+from graphpar.report.layout import layout_text, sharding_lines, sharding_sections
+from graphpar.report.page import html
+from graphpar.report.predicted import (
+    assumed_lines,
+    communication_lines,
+    predicted_lines,
+    rank_names,
+    runners_up,
+    timeline_legend,
+)
+from graphpar.report.stages import stage_table
+from graphpar.report.trace import chrome_trace
+from graphpar.schedules.simulation import draw
+from graphpar.text import (
+    bytes_text,
+    compressed,
+    count_text,
+    indices_text,
+    kept,
+    listed,
+    place_text,
+    plural,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from graphpar.ir.plan import Plan
+
+__all__ = ["beside", "compile_json", "html", "plan_text", "render", "report_data", "timeline_of", "trace", "with_alone"]
+
+WIDTH = 100
+
+
+def beside(data: Mapping[str, Any], plan: Plan) -> dict[str, str]:
+    """The files that tell of a program, and of the plans that were not taken, by name.
+
+    ``search.json`` is there where the plan was searched, ``alone.json`` where one device was priced.
+    """
+    files: dict[str, str] = {}
+    search = {} if plan.found is None else {"search": plan.found.to_json()}
+    if search:
+        files["search.json"] = json.dumps(search["search"], indent=1) + "\n"
+    alone = None if plan.alone is None else plan.alone.to_json()
+    if alone is not None:
+        files["alone.json"] = json.dumps(alone, indent=1) + "\n"
+    files["report.html"] = html(with_alone(data, alone) | search)
+    return files
+
+
+def render(data: Mapping[str, Any], console: Console, out: str | None = None, seconds: float | None = None) -> None:
+    """Print the report.
+
+    Args:
+        data: of :func:`report_data`; with ``search``, also what else was found.
+        out: the emitted folder, for the commands to run next.
+        seconds: that the search took.
+    """
+    width = min(console.width, WIDTH)
+    closing = [*assumed_lines(data), *(("Warning", line) for line in data["warnings"])]
+    closing += [("Next", kept(line)) for line in next_commands(out, data["mode"])] if out is not None else []
+    sections = [
+        wrapped(_header(data), width, " ", " " * 12),
+        _fields([_plan_line(data), *predicted_lines(data, seconds)], width),
+        stage_table(data, width),
+        _fields(_facts(data), width),
+        *sharding_sections(data.get("sharding"), width),
+        communication_lines(data, width),
+        _fields(_notes(data), width),
+        timeline_lines(data, width),
+        runners_up(data, width),
+        _fields(closing, width),
+    ]
+    console.out("\n\n".join("\n".join(lines) for lines in sections if lines), highlight=False)
+
+
+def timeline_lines(data: Mapping[str, Any], width: int) -> list[str]:
+    """The step in time, a line a pp rank, and what its letters mean."""
+    timeline = timeline_of(data)
+    names = rank_names(data) if data["devices"] == data["mesh"]["pp"] else [f"pp {rank}" for rank in range(data["mesh"]["pp"])]
+    return [f" {line}" for line in draw(timeline, width - 1, names)] + wrapped(timeline_legend(data, timeline), width, " ", " ")
+
+
+def trace(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The simulated step as a Chrome trace, a row a pp rank; without a prediction its times are relative, from flops."""
+    return chrome_trace(timeline_of(data), rank_names(data), 1e6 if data.get("predicted") else None)
+
+
+def next_commands(out: str, mode: str) -> list[str]:
+    verify = [f"graphpar verify {out}"] if mode == "train" else []
+    return [f"graphpar run {out} --steps 3", *verify, f"graphpar report {out} --html report.html"]
+
+
+def _header(data: Mapping[str, Any]) -> str:
+    model = data["model"]
+    return (
+        f"graphpar   {model['name']} · {count_text(model['parameters'])} parameters · {data['dtype']} · "
+        f"{data['mode']} · {place_text(data)}"
+    )
+
+
+def _plan_line(data: Mapping[str, Any]) -> tuple[str, str]:
+    degrees = [f"{axis} {degree}" for axis, degree in data["mesh"].items() if degree > 1] or ["1 device"]
+    count, size = data["microbatches"], data["microbatch_size"]
+    microbatches = plural(count, "microbatch", "microbatches")
+    schedule = f"{data['schedule']}, " if data["mesh"]["pp"] > 1 else ""  # without a pipeline it says nothing
+    made_for = f"; made for {data['made_for']}" if "made_for" in data else ""
+    plan = f"{' · '.join(degrees)}   {schedule}{microbatches} of {size} (global batch {data['global_batch']}){made_for}"
+    return "Plan", plan
+
+
+def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lines = []
+    if data["mesh"]["pp"] > 1 and not data.get("predicted"):
+        flops = [stage["flops"] for stage in data["stages"]]
+        mean = sum(flops) / len(flops)
+        largest = max(range(len(flops)), key=flops.__getitem__)
+        ratio = f"{flops[largest] / mean if mean else 1:.2f}x the mean"
+        simulated = (
+            f"bubble {data['bubble_fraction']:.1%} · largest stage {largest}, {ratio} (from flops; transfers free)"
+        )
+        lines.append(("Simulated", simulated))
+    if data["mesh"]["pp"] > 1:
+        lines.append(("In flight", f"at most {_in_flight(data)}"))
+        lines.append(("Traffic", _traffic(data)))
+    if data.get("sharding"):
+        lines += sharding_lines(data)
+    if "experts" in data:
+        lines.append(("Experts", _experts(data["experts"])))
+    if data["model"]["blocks"]:
+        lines.append(("Blocks", " · ".join(f"{block['name']} x {block['count']}" for block in data["model"]["blocks"])))
+    return lines
+
+
+def _experts(experts: Mapping[str, int]) -> str:
+    return (
+        f"{count_text(experts['parameters'])} parameters, a rank has {bytes_text(experts['rank_bytes'])} · "
+        f"{count_text(experts['other_parameters'])} others, a rank has {bytes_text(experts['other_rank_bytes'])}"
+    )
+
+
+def _in_flight(data: Mapping[str, Any]) -> str:
+    peaks = data["in_flight"]
+    if len(peaks) > 16:
+        return f"{max(peaks)} activations of a stage on a rank, {min(peaks)} on the least loaded"
+    ranks = "ranks" if data["devices"] == len(peaks) else "pp ranks"
+    return f"{', '.join(map(str, peaks))} microbatches' activations on {ranks} 0 to {len(peaks) - 1}"
+
+
+def _traffic(data: Mapping[str, Any]) -> str:
+    forward = sum(value["bytes"] for stage in data["stages"] for value in stage["sends"]) * data["microbatches"]
+    backward = (
+        sum(value["bytes"] for stage in data["stages"] for value in stage["sends"] if value["requires_grad"])
+        * data["microbatches"]
+    )
+    gradients = f" · gradients back {bytes_text(backward)}" if backward else ""
+    return f"activations {bytes_text(forward)}{gradients} a step, over all boundaries"
+
+
+def _sent(value: Mapping[str, Any]) -> str:
+    relayed = ", relayed" if value["relayed"] else ""
+    gradient = "" if value["requires_grad"] else ", no gradient"
+    return f"{value['name']} {value['shape']} {bytes_text(value['bytes'])}{relayed}{gradient}"
+
+
+def _notes(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What crosses, tied parameters, recomputed values and who reads the inputs."""
+    lines: list[tuple[str, str]] = []
+    sent: dict[str, list[int]] = {}
+    for stage in data["stages"]:
+        if stage["sends"]:
+            sent.setdefault(" · ".join(kept(_sent(value)) for value in stage["sends"]), []).append(stage["index"])
+    lines += [("Sends", f"{_on('', stages)}, a microbatch:  {text}".strip()) for text, stages in sent.items()]
+    for tie in data["ties"]:
+        where = _on("on", tie["stages"])
+        shared = "; one gradient, summed over them" if len(tie["stages"]) > 1 and data["mode"] == "train" else ""
+        lines.append(("Tied", f"{' = '.join(tie['names'])}, {where}{shared}"))
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for stage in data["stages"]:
+        if stage["recomputed"]:
+            groups.setdefault(tuple(stage["recomputed"]), []).append(stage["index"])
+    for names, stages in groups.items():
+        lines.append(("Recomputed", f"{listed(names, 8)} {_on('on', stages)} (cheaper than sending)"))
+    for entry in data["inputs"]:
+        readers = [stage["index"] for stage in data["stages"] if entry["name"] in stage["inputs"]]
+        if len(data["stages"]) > 1:
+            lines.append(("Input", f"{entry['name']} {_on('to', readers) if readers else 'unused'}"))
+    last = data["stages"][-1]
+    if len(data["stages"]) > 1:
+        what = "Loss" if data["mode"] == "train" else "Outputs"
+        together = data["devices"] // data["mesh"]["pp"]
+        ranks = indices_text(range(last["rank"] * together, (last["rank"] + 1) * together))
+        lines.append((what, f"on rank{'s' if together > 1 else ''} {ranks}, from stage {last['index']}"))
+    return lines
+
+
+def _on(word: str, stages: Sequence[int]) -> str:
+    return f"{word} stage{'s' if len(stages) > 1 else ''} {indices_text(stages)}".strip()
+
+
+def _fields(lines: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Labels on the left, texts wrapped beside them; a label that repeats is printed once."""
+    margin, previous = 12, ""
+    printed: list[str] = []
+    for label, text in lines:
+        shown = "" if label == previous else f" {label}"
+        printed += wrapped(text, width, f"{shown:<{margin}}", " " * margin)
+        previous = label
+    return printed
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan alone, without what only the program knows: sizes, and what crosses."""
+    modules = compressed([list(stage.modules) for stage in plan.stages])
+    data = {
+        **decisions(plan),
+        "stages": [{"index": stage.index, "rank": stage.rank, "modules": names} for stage, names in zip(plan.stages, modules)],
+        **({} if plan.predicted is None else predicted_data(plan, plan.predicted)),
+        **({} if plan.found is None else {"search": plan.found.to_json()}),
+    }
+    data["warnings"] = data.get("misfits", []) + list(plan.warnings)
+    data = with_alone(data, None if plan.alone is None else plan.alone.to_json())
+    sections = [
+        wrapped(f"graphpar   {plan.model} · {plan.dtype} · {plan.mode} · {place_text(data)}", WIDTH, " ", " " * 12),
+        _fields([_plan_line(data), *predicted_lines(data)], WIDTH),
+        stage_table(data, WIDTH),
+        _fields(layout_text(plan), WIDTH),
+        communication_lines(data, WIDTH),
+        runners_up(data, WIDTH),
+        _fields([*assumed_lines(data), *(("Warning", line) for line in data["warnings"])], WIDTH),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)

@@ -1,0 +1,240 @@
+"""What a report says of a program that is cut: how weights lie, and what each transition sends and costs.
+
+    lowered program, plan ──sharding_data──► scopes: {name, count, in, out, rows: [{modules, spec, transitions}]}, totals, notes
+
+Prices are those of the step, so the lines add up to what the step says of an axis: a line counts for every instance of its block and
+every microbatch, and the step tells of the busiest rank alone, which has the lines of its own stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from graphpar.text import short_names
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from graphpar.hardware.cluster import Cluster
+    from graphpar.ir.plan import Plan
+    from graphpar.ir.program import Program
+
+
+def sharding_data(program: Program, plan: Plan, cluster: Cluster | None) -> dict[str, Any] | None:
+    """How the lowered ``program`` lies on the compute axes, as plain data; ``None`` where there is none.
+
+    ``cluster``: what the step is priced for; None where it has no price, and then transitions have none either.
+    """
+    if not plan.sharding.degrees:
+        return None
+    reader = _Reader(program, plan, cluster)
+    scopes = reader.scopes()
+    sent = [(row, scope["count"]) for scope in scopes for part in scope["rows"] for row in part["transitions"]]
+    return {
+        "axes": dict(plan.sharding.degrees),
+        "gap": plan.sharding.gap,
+        "scopes": scopes,
+        "transitions": sum(count for _, count in sent),
+        "transitions_s": None if cluster is None else sum(row["seconds"] * count for row, count in sent),
+        "bytes": {
+            axis: sum(
+                (row["forward_bytes"] + row["backward_bytes"]) * count for row, count in sent if row["axis"] == axis
+            )
+            for axis in plan.sharding.degrees
+        },
+        "discovered": _discovered(reader.without_rule()),
+        "notes": reader.notes(),
+    }
+
+
+class _Reader:
+    def __init__(self, program: Program, plan: Plan, cluster: Cluster | None) -> None:
+        from graphpar.cost_models.sent import SentPrices  # imports torch; a report is read without it
+
+        self.program, self.plan = program, plan
+        self.prices = SentPrices(program, plan.mesh, plan.microbatch_size, cluster)
+        self.calls = [node for node in program.graph.nodes if node.op == "call_module"]
+
+    def graphs(self) -> list[tuple[str, fx.Graph, int, str]]:
+        """Name, graph, how often it runs, and the path that its operators name; the root last."""
+        used = [str(node.meta["block"]) for node in self.calls]
+        blocks = [self.program.blocks[name] for name in dict.fromkeys(used)]
+        found = [(block.name, block.graph, used.count(block.name), block.path) for block in blocks]
+        return [*found, ("", self.program.graph, 1, "")]
+
+    def without_rule(self) -> set[str]:
+        """Names of the operators that graphpar has no rule for."""
+        from graphpar.ir.program import operator_name
+        from graphpar.operators.rules import has_rule
+
+        calls = (node for _, graph, _, _ in self.graphs() for node in graph.nodes if node.op == "call_function")
+        return {operator_name(node) for node in calls if not has_rule(node)}
+
+    def scopes(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "count": count,
+                "in": self._ends(graph, "placeholder") if name else "",
+                "out": self._ends(graph, "output") if name else "",
+                "rows": self._rows(graph, name, base),
+            }
+            for name, graph, count, base in self.graphs()
+        ]
+
+    def _ends(self, graph: fx.Graph, op: str) -> str:
+        """How what a gradient flows through comes in or goes out."""
+        nodes = [node for node in graph.nodes if node.op == op]
+        nodes = nodes[0].all_input_nodes if op == "output" else nodes
+        specs = [
+            _spec(node.meta.get("types", {}))
+            for node in nodes
+            if node in self.prices.works.differentiable or self.plan.mode == "infer"
+        ]
+        return " · ".join(dict.fromkeys(filter(None, specs)))
+
+    # ---- rows ----
+
+    def _rows(self, graph: fx.Graph, scope: str, base: str) -> list[dict[str, Any]]:
+        """A row a module that owns parameters or whose result is turned, in order of execution."""
+        rows: dict[str, dict[str, Any]] = {}
+
+        def row(module: str) -> dict[str, Any]:
+            return rows.setdefault(module, {"modules": [module], "parameters": {}, "transitions": []})
+
+        for node in graph.nodes:
+            for argument in node.all_input_nodes:
+                if argument.op == "get_attr" and self._is_parameter(str(argument.target), base):
+                    owner = str(argument.target).rpartition(".")[0]
+                    row(owner)["parameters"][str(argument.target)] = _spec(argument.meta.get("types", {}))
+            sent = self._sent(node, scope)
+            if sent is not None:
+                row(self._module(node, base))["transitions"].append(sent)
+        return _merged(
+            [_with_spec(entry) for entry in rows.values()], "the block itself" if base else "the model itself"
+        )
+
+    def _is_parameter(self, target: str, base: str) -> bool:
+        return (f"{base}.{target}" if base else target) in self.program.parameters
+
+    def _module(self, node: fx.Node, base: str) -> str:
+        stack = node.meta.get("module_stack", ())
+        path = str(stack[-1][0]) if stack else ""
+        if not base:
+            return path
+        return path.removeprefix(f"{base}.") if path.startswith(f"{base}.") else ""  # what comes in is from elsewhere
+
+    def _sent(self, node: fx.Node, scope: str) -> dict[str, Any] | None:
+        """What a node sends, with the name of the value."""
+        from graphpar.ir.program import value_name
+
+        sent = self.prices.sent(node, scope)
+        if sent is None:
+            return None
+        name = "loss over cut classes"
+        if "transition" in node.meta:
+            name = str(node.meta["name"]) if "name" in node.meta else value_name(node.meta["origin"])
+        return {
+            "name": name,
+            "axis": sent.axis,
+            "from": sent.source,
+            "to": sent.target,
+            "forward": sent.forward,
+            "forward_bytes": sent.forward_bytes,
+            "backward": sent.backward,
+            "backward_bytes": sent.backward_bytes,
+            "seconds": None if sent.forward_s is None or sent.backward_s is None else sent.forward_s + sent.backward_s,
+        }
+
+    # ---- notes ----
+
+    def notes(self) -> list[str]:
+        """Losses whose logits are cut, but gathered before the loss."""
+        found = []
+        for _, graph, _, _ in self.graphs():
+            for node in graph.nodes:
+                if (
+                    getattr(node.target, "_schema", None) is None
+                    or "cross_entropy_loss" not in node.target._schema.name
+                ):
+                    continue
+                gathered = _gathered(node.args[0])
+                if gathered is not None:
+                    found.append(self._why_gathered(node, gathered))
+        return found
+
+    def _why_gathered(self, node: fx.Node, gathered: fx.Node) -> str:
+        from graphpar.ir.program import value_of
+        from graphpar.operators.placement import literal
+
+        axis = gathered.args[1]
+        if value_of(node.args[1]).is_floating_point():  # type: ignore[arg-type]
+            why = "its targets are probabilities of all classes"
+        elif literal(node, "label_smoothing"):
+            why = "label smoothing needs every class's logit"
+        elif self.plan.sharding.points:
+            why = "the shard plan, or the price at this size, is against a loss over cut classes"
+        else:
+            why = "at this size that is priced below the all-reduces of a loss over cut classes"
+        return f"The logits are cut over {axis}, but gathered before the loss: {why}."
+
+
+def _spec(types: Mapping[str, Any]) -> str:
+    return ", ".join(f"{kind}@{axis}" for axis, kind in types.items())
+
+
+def _gathered(node: Any) -> fx.Node | None:
+    """The transition out of a cut last dim that ``node`` is made of, through operators on one tensor."""
+    while getattr(node, "op", "") == "call_function":
+        if "transition" in node.meta:
+            source = node.meta["transition"][0]
+            last = node.meta["val"].ndim - 1
+            return node if source.startswith((f"S({last})", f"S({last}:")) else None
+        if len(node.all_input_nodes) != 1:
+            return None
+        node = node.all_input_nodes[0]
+    return None
+
+
+def _with_spec(row: dict[str, Any]) -> dict[str, Any]:
+    """The spec of a module is its largest parameter's: the weight's, not the bias's."""
+    parameters = row["parameters"]
+    weight = next((name for name in parameters if name.endswith("weight")), next(iter(parameters), None))
+    return {**row, "spec": parameters[weight] if weight is not None else ""}
+
+
+def _merged(rows: Sequence[dict[str, Any]], whole: str) -> list[dict[str, Any]]:
+    """Modules that follow each other, lie alike and whose results stay as they are, are one row."""
+    merged: list[dict[str, Any]] = []
+    for row in rows:
+        last = merged[-1] if merged else None
+        plain = bool(row["parameters"])
+        if (
+            last is not None
+            and plain
+            and last["parameters"]
+            and last["spec"] == row["spec"]
+            and not last["transitions"]
+        ):
+            last["modules"] = [*last["modules"], *row["modules"]]
+            last["parameters"] = {**last["parameters"], **row["parameters"]}
+            last["transitions"] = row["transitions"]
+        else:
+            merged.append(row)
+    names = short_names([f"{module}.weight" for row in merged for module in row["modules"] if module])
+    for row in merged:
+        row["label"] = ", ".join(names.get(f"{module}.weight", whole) for module in row["modules"])
+    return merged
+
+
+def _discovered(operators: set[str]) -> dict[str, list[str]]:
+    """These operators without a rule, each with the rules that were found by running it."""
+    from graphpar.operators.discover import discovered
+
+    found: dict[str, list[str]] = {}
+    for entry in discovered():
+        if entry.operator in operators:
+            rules = found.setdefault(entry.operator, [])
+            rules += [str(entry.rule)] if entry.rule is not None else []
+    return found

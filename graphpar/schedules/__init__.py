@@ -1,0 +1,1 @@
+"""Pipeline schedules: the registry, tables, their order, and a simulator."""

@@ -1,0 +1,381 @@
+"""Pipeline schedules by name: what torch has, when each is legal, where its stages lie, and what it runs.
+
+::
+
+    name ──canonical_name──► Schedule ──check_legal──► (pp, stages a rank, microbatches)
+                                │                                    │
+                                └─stage_ranks: stage -> rank         └─action_table ─► validate, simulate, draw
+
+The tables come from torch's own schedule classes, so what is checked and drawn is what runs; schedules that torch lacks
+(:mod:`graphpar.schedules.zero_bubble`) are for comparing prices. Tables of one's own
+are in :mod:`graphpar.schedules.table`, what they cost in :mod:`graphpar.schedules.simulation`; both are exported here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Literal
+
+from graphpar.errors import GraphparError, near_match
+from graphpar.schedules.order import Order, check_deadlock, order_of
+from graphpar.schedules.simulation import (
+    Memory,
+    Span,
+    Timeline,
+    Transfer,
+    Transfers,
+    draw,
+    in_flight,
+    peak_in_flight,
+    simulate,
+    simulate_actions,
+    with_ends,
+)
+from graphpar.schedules.table import (
+    KINDS,
+    Action,
+    ActionTable,
+    Cell,
+    Kind,
+    Pair,
+    format_table,
+    forwards,
+    load_table,
+    make_table,
+    parse_table,
+    validate_table,
+)
+from graphpar.schedules.zero_bubble import handcrafted
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _Action
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "ActionTable",
+    "Cell",
+    "Kind",
+    "Memory",
+    "Order",
+    "Pair",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "Transfer",
+    "Transfers",
+    "action_order",
+    "action_table",
+    "bubble_warning",
+    "canonical_name",
+    "check_deadlock",
+    "check_legal",
+    "check_runnable",
+    "draw",
+    "format_table",
+    "forwards",
+    "get_schedule",
+    "in_flight",
+    "legal_microbatches",
+    "load_table",
+    "make_table",
+    "order_of",
+    "parse_table",
+    "peak_in_flight",
+    "simulate",
+    "simulate_actions",
+    "stage_ranks",
+    "validate_table",
+    "with_ends",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchRule:
+    """Which microbatch counts a schedule can run, from (pp, stages, microbatches), and why."""
+
+    accepts: Callable[[int, int, int], bool]
+    reason: Callable[[int, int, int], str]
+
+
+def _rounds(pp: int, microbatches: int) -> int:
+    return max(1, microbatches // pp)
+
+
+ANY_COUNT = MicrobatchRule(lambda pp, stages, microbatches: True, lambda pp, stages, microbatches: "")
+AS_MANY_AS_STAGES = MicrobatchRule(
+    lambda pp, stages, microbatches: microbatches >= stages,
+    lambda pp, stages, microbatches: (
+        f"needs at least as many microbatches as stages, to fill the pipeline: {microbatches} microbatches "
+        f"for {stages} stages ({pp} ranks with {stages // pp} each)"
+    ),
+)
+WHOLE_ROUNDS = MicrobatchRule(
+    lambda pp, stages, microbatches: microbatches % _rounds(pp, microbatches) == 0,
+    lambda pp, stages, microbatches: (
+        f"runs in equal rounds, microbatches // ranks of them: {microbatches} microbatches on {pp} ranks are "
+        f"{_rounds(pp, microbatches)} rounds, and {microbatches} isn't a multiple of {_rounds(pp, microbatches)}"
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One schedule. ``name`` is also what torch's ``get_schedule_class`` takes, where torch has the schedule.
+
+    A schedule without a class of torch's can be priced, not run.
+
+    ``placement``: ``loop`` gives rank r the stages r, r + pp, ...; ``v`` gives it r and 2 pp - 1 - r.
+    ``splits_backward``: whether some backwards run as input part and weight part.
+    """
+
+    name: str
+    torch_class: str | None
+    placement: Literal["loop", "v"]
+    min_stages: int  # a rank
+    max_stages: int | None  # a rank; None is no limit
+    default_stages: int  # a rank
+    splits_backward: bool
+    microbatches: MicrobatchRule
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def runnable(self) -> bool:
+        """Whether torch's runtime has it."""
+        return self.torch_class is not None
+
+
+# fmt: off
+_ROWS = (
+    # name, torch's class, placement, stages a rank: least, most, default; split backward; microbatches; aliases
+    Schedule("GPipe", "ScheduleGPipe", "loop", 1, 1, 1, False, ANY_COUNT, ("filldrain",)),
+    Schedule("1F1B", "Schedule1F1B", "loop", 1, 1, 1, False, AS_MANY_AS_STAGES, ("pipedream",)),
+    Schedule("Interleaved1F1B", "ScheduleInterleaved1F1B", "loop", 2, None, 2, False, WHOLE_ROUNDS, ("interleaved",)),
+    Schedule("LoopedBFS", "ScheduleLoopedBFS", "loop", 2, None, 2, False, ANY_COUNT, ("bfs", "breadthfirst")),
+    Schedule("InterleavedZeroBubble", "ScheduleInterleavedZeroBubble", "loop", 2, None, 2, True, WHOLE_ROUNDS,
+             ("interleavedzb", "izb")),
+    Schedule("ZBVZeroBubble", "ScheduleZBVZeroBubble", "v", 2, 2, 2, True, ANY_COUNT, ("zbv",)),
+    Schedule("DualPipeV", "ScheduleDualPipeV", "v", 2, 2, 2, True, AS_MANY_AS_STAGES, ("dpv",)),
+    Schedule("ZB-H1", None, "loop", 1, 1, 1, True, ANY_COUNT),
+    Schedule("ZB-H2", None, "loop", 1, 1, 1, True, ANY_COUNT),
+)
+# fmt: on
+
+SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}
+HANDCRAFTED = {"ZB-H1": 1, "ZB-H2": 2}  # by how many forwards a rank runs ahead of the next
+
+
+def _fold(name: str) -> str:
+    return "".join(character for character in name.lower() if character not in "-_ ")
+
+
+_SPELLINGS: dict[str, str] = {
+    _fold(spelling): row.name for row in _ROWS for spelling in (row.name, row.torch_class or row.name, *row.aliases)
+}
+
+
+def canonical_name(name: str) -> str:
+    """The name as in :data:`SCHEDULES`, from any case, with or without ``-``, ``_`` and spaces, or an alias."""
+    folded = _fold(name)
+    if folded in _SPELLINGS:
+        return _SPELLINGS[folded]
+    closest = near_match(folded, [spelling for row in _ROWS for spelling in (_fold(row.name), *row.aliases)])
+    for known in SCHEDULES:  # as it is written, not folded
+        closest = closest.replace(repr(_fold(known)), repr(known))
+    listing = ", ".join(SCHEDULES)
+    raise GraphparError(f"unknown schedule {name!r}; the schedules are {listing}.{closest}")
+
+
+def get_schedule(name: str) -> Schedule:
+    return SCHEDULES[canonical_name(name)]
+
+
+# -------------------------------------------------------------------------------------------- legality
+
+
+def check_runnable(schedule: str) -> None:
+    """Raise for a schedule that torch's runtime doesn't have."""
+    row = get_schedule(schedule)
+    if not row.runnable:
+        runnable = ", ".join(other.name for other in _ROWS if other.runnable)
+        raise GraphparError(
+            f"{row.name} can be priced, not run: torch's runtime doesn't have it. The schedules that run are {runnable}."
+        )
+
+
+def check_legal(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> None:
+    """Raise, with a legal proposal, what torch's constructor would raise once all ranks run (or would not see)."""
+    row = _check_stages(schedule, pp, stages_per_rank)
+    _check_count("microbatches", microbatches)
+    stages = pp * stages_per_rank
+    if not row.microbatches.accepts(pp, stages, microbatches):
+        proposals = _nearest_counts(row, pp, stages, microbatches)
+        raise GraphparError(
+            f"{row.name} {row.microbatches.reason(pp, stages, microbatches)}. "
+            f"Use {' or '.join(map(str, proposals))} microbatches."
+        )
+
+
+def legal_microbatches(schedule: str, pp: int, stages_per_rank: int, batch: int) -> list[int]:
+    """The microbatch counts that the schedule can run and that cut ``batch`` rows evenly, in rising order."""
+    row = _check_stages(schedule, pp, stages_per_rank)
+    _check_count("batch", batch)
+    stages = pp * stages_per_rank
+    return [
+        count for count in range(1, batch + 1) if batch % count == 0 and row.microbatches.accepts(pp, stages, count)
+    ]
+
+
+def bubble_warning(schedule: str, pp: int, stages_per_rank: int, microbatches: int, rows: int | None = None) -> str | None:
+    """A sentence when a legal choice has fewer microbatches than stages, which cannot fill the pipeline.
+
+    Args:
+        rows: that may be cut into microbatches; only a number that they and the schedule allow is advised. Where that is not known,
+            nothing is.
+    """
+    stages = pp * stages_per_rank
+    if microbatches >= stages:
+        return None
+    more = [count for count in legal_microbatches(schedule, pp, stages_per_rank, rows or 1) if count > microbatches]
+    better = min((count for count in more if count >= stages), default=max(more, default=None))
+    advice = "" if better is None else f"; use {better} (--microbatch-size {(rows or 1) // better})"
+    counted = "1 microbatch" if microbatches == 1 else f"{microbatches} microbatches"
+    return f"{canonical_name(schedule)} with {counted} for {stages} stages leaves ranks idle (a bubble){advice}"
+
+
+def stage_ranks(schedule: str, pp: int, stages_per_rank: int) -> list[int]:
+    """The rank of each stage, in the order of the stages."""
+    row = _check_stages(schedule, pp, stages_per_rank)
+    if row.placement == "loop":
+        return [stage % pp for stage in range(pp * stages_per_rank)]
+    return [*range(pp), *reversed(range(pp))]
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise GraphparError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _check_stages(schedule: str, pp: int, stages_per_rank: int) -> Schedule:
+    row = get_schedule(schedule)
+    _check_count("pp", pp)
+    _check_count("stages_per_rank", stages_per_rank)
+    most = row.max_stages
+    if row.min_stages <= stages_per_rank and (most is None or stages_per_rank <= most):
+        return row
+    exactly = f"exactly {most} stage{'s' if most != 1 else ''}"
+    needed = exactly if most == row.min_stages else f"at least {row.min_stages} stages"
+    nearest = row.min_stages if most is None else min(max(stages_per_rank, row.min_stages), most)
+    others = [
+        other.name
+        for other in _ROWS
+        if other.min_stages <= stages_per_rank <= (other.max_stages or stages_per_rank)
+        and other.runnable
+        and other != row
+    ]
+    raise GraphparError(
+        f"{row.name} needs {needed} a rank, not {stages_per_rank}: {pp * stages_per_rank} stages on {pp} ranks. "
+        f"Use {nearest} a rank ({pp * nearest} stages), or, for {stages_per_rank} a rank, one of {', '.join(others)}."
+    )
+
+
+def _nearest_counts(row: Schedule, pp: int, stages: int, microbatches: int) -> list[int]:
+    """The nearest legal counts below and above; above there always is one."""
+    legal = row.microbatches.accepts
+    below = next((count for count in range(microbatches - 1, 0, -1) if legal(pp, stages, count)), None)
+    above = microbatches + 1
+    while not legal(pp, stages, above):
+        above += 1
+    return [above] if below is None else [below, above]
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def action_table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> ActionTable:
+    """What every rank runs; torch's schedules come from torch's classes (no process group is needed), which imports it."""
+    check_legal(schedule, pp, stages_per_rank, microbatches)
+    return _action_table(canonical_name(schedule), pp, stages_per_rank, microbatches)
+
+
+@lru_cache(maxsize=64)
+def _action_table(name: str, pp: int, stages_per_rank: int, microbatches: int) -> ActionTable:
+    if name == "1F1B":
+        # Not torch's listing: in 2.13 it numbers the forwards of the last rank from 1, while its step() runs
+        # them from 0.
+        return make_table([_one_forward_one_backward(rank, pp, microbatches) for rank in range(pp)])
+
+    if name in HANDCRAFTED:
+        return handcrafted(pp, microbatches, HANDCRAFTED[name])
+
+    import torch
+
+    try:
+        rows = _listed_by_torch(name, pp, microbatches, stages_per_rank)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise GraphparError(
+            f"torch {torch.__version__} refuses {name} with {pp} ranks, {stages_per_rank} stages a rank "
+            f"and {microbatches} microbatches: {error}"
+        ) from error
+    return make_table([[_from_torch(cell) for cell in row if not _reduces_gradients(cell)] for row in rows])
+
+
+def action_order(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> Order:
+    """The order of :func:`action_table`, kept: for those who price one schedule many times."""
+    check_legal(schedule, pp, stages_per_rank, microbatches)
+    return _action_order(canonical_name(schedule), pp, stages_per_rank, microbatches)
+
+
+@lru_cache(maxsize=512)
+def _action_order(name: str, pp: int, stages_per_rank: int, microbatches: int) -> Order:
+    return order_of(_action_table(name, pp, stages_per_rank, microbatches))
+
+
+def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Cell]:
+    """What ``Schedule1F1B`` steps through: warm-up forwards, a backward and a forward in turn, the other backwards."""
+    warm_up = min(microbatches, pp - rank)
+    cells: list[Cell] = [Action(rank, "F", microbatch) for microbatch in range(warm_up)]
+    for microbatch in range(microbatches):
+        cells.append(Action(rank, "B", microbatch))
+        if microbatch + warm_up < microbatches:
+            cells.append(Action(rank, "F", microbatch + warm_up))
+    return cells
+
+
+def _listed_by_torch(name: str, pp: int, microbatches: int, stages_per_rank: int) -> list[list[_Action | None]]:
+    """The actions of each rank, from the constructor of torch's class.
+
+    It asks stages for their number and place alone. (``torch.distributed.pipelining._schedule_visualizer`` does the same with mocks
+    of whole stages and with the sends and receives added, which takes ten times as long.)
+    """
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+    kind = get_schedule_class(name)
+    place = SimpleNamespace(
+        group_rank=0, group_size=pp, num_stages=pp * stages_per_rank, stage_index=0, submod=None, has_backward=True, is_first=True,
+        is_last=False, stage_index_to_group_rank=dict.fromkeys(range(pp * stages_per_rank), 0),
+    )  # fmt: skip
+    listing = type(kind.__name__, (kind,), {"_prepare_schedule_with_comms": lambda self, *args, **options: None})
+    schedule = listing(place if issubclass(kind, PipelineScheduleSingle) else [place] * stages_per_rank, microbatches)
+    return [list(schedule.pipeline_order[rank]) for rank in range(pp)]
+
+
+def _reduces_gradients(cell: _Action | None) -> bool:
+    """The single-stage schedules list this data-parallel step too; the others add it on lowering."""
+    return cell is not None and cell.computation_type.value == "REDUCE_GRAD"
+
+
+def _from_torch(cell: _Action | None) -> Cell:
+    if cell is None:
+        return None
+    if cell.sub_actions is not None:
+        return Pair(tuple(_leaf(part) for part in cell.sub_actions))
+    return _leaf(cell)
+
+
+def _leaf(action: _Action) -> Action:
+    assert action.microbatch_index is not None, action
+    return Action(action.stage_index, KINDS[action.computation_type.value][0], action.microbatch_index)

@@ -1,0 +1,391 @@
+"""A schedule in time: when each action and transfer runs, what each rank waits for, and what it holds in memory.
+
+::
+
+    table ──order_of──► Order ──simulate(costs, transfers)──► Timeline ──► draw, chrome_trace
+                          └─────in_flight(bytes a stage)────► Memory of each rank
+
+The order of a table doesn't depend on costs: who prices one table many times keeps its :class:`Order`. Times are in
+the unit of the costs. Every stage is one action after another on its rank: the result of an action is there for
+others when the action has ended, and crosses ranks as :class:`Transfers` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphpar.errors import GraphparError
+from graphpar.schedules.core_sharing import Turns, ends_in_turns
+from graphpar.schedules.order import KIND_ORDER, Order, order_of
+from graphpar.schedules.table import Action, ActionTable
+
+Array: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """What it costs to pass a result on to a stage of another rank; between stages of one rank it is free.
+
+    ``forward[i]`` is the time of stage i's activations to stage i + 1, ``backward[i]`` that of the gradients from stage
+    i + 1 back to stage i: one less than there are stages. The receiver waits for them; the sender goes on, unless
+    ``sender_waits`` until they have arrived. ``one_at_a_time``: a link from one rank to another carries one transfer
+    after the other, in the order in which they were sent, and the other direction beside it.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    one_at_a_time: bool = False
+    sender_waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When one action runs, in the unit of the costs. The parts of a pair run one after the other.
+
+    ``collectives``: of its time, what collectives inside of it take, by axis. They are spread over it.
+    """
+
+    action: Action
+    step: int
+    start: float
+    end: float
+    collectives: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a rank does after its last action: ``gradients`` are summed, the ``optimizer`` runs, ``parameters`` are gathered."""
+
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What ``action`` left, on its way from rank to rank; it may wait for its link before ``start``."""
+
+    action: Action
+    sender: int
+    receiver: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A schedule in time.
+
+    Each rank's ``busy``, ``waiting`` and ``idle`` time add up to ``makespan``: ``waiting`` is time in which it only
+    misses what is on its way to it (or what it is sending, where senders wait), ``idle`` is the rest. ``bubble`` is
+    the share of ranks x makespan in which a rank computes nothing: waiting and idle. ``period`` is the longest time
+    from a rank's first start to its last end: what a step takes where no rank waits for the others between steps.
+    ``ends`` is when each rank has done its last action.
+    ``peak_in_flight`` counts, for each rank, the (stage, microbatch) pairs whose activations are alive at once: from F
+    to the end of B, or of W where the backward is split. Without spans, ``spans`` and ``transfers`` are empty.
+    ``closing`` is what each rank does after its actions, where that is known (:func:`graphpar.cost_models.timelines.whole_step`);
+    none of the figures above counts it.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    transfers: tuple[Transfer, ...]
+    makespan: float
+    period: float
+    bubble: float
+    busy: tuple[float, ...]
+    waiting: tuple[float, ...]
+    idle: tuple[float, ...]
+    ends: tuple[float, ...]
+    peak_in_flight: tuple[int, ...]
+    closing: tuple[tuple[Segment, ...], ...] = ()
+
+    @property
+    def length(self) -> float:
+        """From the first action to the end of all that is drawn."""
+        return max((segment.end for row in self.closing for segment in row), default=self.makespan)
+
+
+def simulate(
+    table: ActionTable | Order,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weight: Sequence[float] | None = None,
+    *,
+    input_backward: Sequence[float] | None = None,
+    transfers: Transfers | None = None,
+    turns: Turns | None = None,
+    spans: bool = True,
+) -> Timeline:
+    """Run the table with these costs per stage; transfers are free unless given.
+
+    ``backward`` is the whole backward, the cost of ``B``. ``weight`` is the cost of ``W`` (half of the backward, when
+    not given), ``input_backward`` that of ``I`` (what ``weight`` leaves of the backward). Any unit of time. With
+    ``turns`` an action takes longer where ranks outnumber cores. Without ``spans`` it is faster and gives the sums alone.
+    Raises on a table that deadlocks.
+    """
+    order = table if isinstance(table, Order) else order_of(table)
+    weight = [cost / 2 for cost in backward] if weight is None else weight
+    costs: dict[str, Sequence[float]] = {"forward": forward, "backward": backward, "weight": weight}
+    if input_backward is not None:
+        costs["input backward"] = input_backward
+    for name, values in costs.items():
+        _check_costs(name, values, order.stages)
+    if input_backward is None:
+        for stage, (whole, part) in enumerate(zip(backward, weight)):
+            if part > whole:
+                raise GraphparError(
+                    f"the weight cost of stage {stage}, {part}, is more than its whole backward, {whole}, "
+                    "which holds both the weight and the input part"
+                )
+        input_backward = [whole - part for whole, part in zip(backward, weight)]
+    prices = {"F": forward, "B": backward, "I": input_backward, "W": weight}
+    price = np.zeros(order.gate_price + 1)
+    price[: order.first_transfer_price] = [cost for kind in KIND_ORDER for cost in prices[kind]]
+    return _timeline(order, price[order.price], transfers, spans, turns)
+
+
+def simulate_actions(
+    table: ActionTable | Order,
+    cost: Callable[[Action], float],
+    *,
+    transfers: Transfers | None = None,
+    spans: bool = True,
+) -> Timeline:
+    """As :func:`simulate`, with a cost for each action, for those that differ by microbatch; slower than arrays."""
+    order = table if isinstance(table, Order) else order_of(table)
+    durations = np.zeros(len(order.price))
+    for nodes, actions in zip(order.actions_of, _actions(order)):
+        for node, action in zip(nodes.tolist(), actions):
+            durations[node] = given = cost(action)
+            if not (math.isfinite(given) and given >= 0):
+                raise GraphparError(f"the cost of {action} is {given}; it must be finite and not negative")
+    return _timeline(order, durations, transfers, spans)
+
+
+def with_ends(costs: Sequence[float], first: float = 0.0, last: float = 0.0) -> list[float]:
+    """``costs`` of stages with what the first (embedding) and the last (loss) do beside the others."""
+    added = list(costs)
+    added[0] += first
+    added[-1] += last
+    return added
+
+
+def _check_costs(name: str, values: Sequence[float], count: int, unit: str = "stage", units: str = "stages") -> None:
+    if len(values) != count:
+        raise GraphparError(f"{name} has {len(values)} costs for {count} {units}; give one a {unit}")
+    for index, value in enumerate(values):
+        if not (math.isfinite(value) and value >= 0):
+            raise GraphparError(f"the {name} cost of {unit} {index} is {value}; it must be finite and not negative")
+
+
+def _timeline(
+    order: Order, durations: Array, transfers: Transfers | None, spans: bool, turns: Turns | None = None
+) -> Timeline:
+    """Run the nodes: each starts when what is before it and what it needs have ended."""
+    is_transfer = order.rank < 0
+    before, needs = order.previous, order.needs
+    if transfers is not None:
+        _price_transfers(order, durations, transfers)
+        if transfers.sender_waits:
+            before = order.sent
+            needs = needs.copy()
+            needs[list(order.second_sent)] = list(order.second_sent.values())
+        if transfers.one_at_a_time:
+            before = np.where(is_transfer, order.link, before)
+    if turns is None:
+        ends = _ends(durations, before, needs)
+    else:
+        on_core = np.append(np.tile(turns.shares, len(KIND_ORDER)), np.zeros(2 * order.stages + 1))
+        shares = np.where(is_transfer, 0.0, on_core[order.price])
+        ends = ends_in_turns(durations.tolist(), shares.tolist(), before.tolist(), needs.tolist(), turns)
+
+    end = np.array(ends)
+    start = np.maximum(end[before], end[needs])
+    if turns is not None:
+        durations = end - start
+    busy = np.bincount(order.rank[~is_transfer], durations[~is_transfer], order.table.ranks)
+    # What a rank waited for was on its way from when both its maker and the rank had ended what they did.
+    ready = np.maximum(end[order.previous], end[order.needs][order.needs])
+    waiting = np.bincount(order.rank[~is_transfer], (start - ready)[~is_transfer], order.table.ranks)
+    makespan = float(end.max(initial=0.0, where=~is_transfer))
+    capacity = makespan * order.table.ranks
+    own = [(start[nodes[0]], end[nodes[-1]]) for nodes in order.actions_of if len(nodes)]
+    return Timeline(
+        spans=_spans(order, start, end) if spans else (),
+        transfers=_transfers(order, start, end) if spans else (),
+        makespan=makespan,
+        period=float(max((last - first for first, last in own), default=0.0)),
+        bubble=max(0.0, 1 - math.fsum(busy) / capacity) if capacity > 0 else 0.0,
+        busy=tuple(busy.tolist()),
+        waiting=tuple(waiting.tolist()),
+        idle=tuple(np.maximum(0.0, makespan - busy - waiting).tolist()),
+        ends=tuple(float(end[nodes[-1]]) if len(nodes) else 0.0 for nodes in order.actions_of),
+        peak_in_flight=peak_in_flight(order),
+    )
+
+
+def _ends(durations: Array, before: Array, needs: Array) -> list[float]:
+    ends = [0.0]
+    add = ends.append
+    for previous, need, duration in zip(before[1:].tolist(), needs[1:].tolist(), durations[1:].tolist()):
+        free, arrived = ends[previous], ends[need]
+        add((free if free > arrived else arrived) + duration)
+    return ends
+
+
+def _price_transfers(order: Order, durations: Array, transfers: Transfers) -> None:
+    for name, values in (("forward", transfers.forward), ("backward", transfers.backward)):
+        _check_costs(f"{name} transfer", values, max(0, order.stages - 1), "boundary", "boundaries")
+    price = np.zeros(2 * order.stages)
+    price[: order.stages - 1] = transfers.forward  # by the stage that sends
+    price[order.stages + 1 :] = transfers.backward
+    nodes = _transfer_nodes(order)
+    durations[nodes] = price[order.price[nodes] - order.first_transfer_price]
+
+
+def _actions(order: Order) -> list[list[Action]]:
+    """Each rank's actions in its order, the parts of a pair one by one."""
+    return [[action for cell in row if cell is not None for action in cell.parts] for row in order.table.rows]
+
+
+def _spans(order: Order, start: Array, end: Array) -> tuple[tuple[Span, ...], ...]:
+    return tuple(
+        tuple(map(Span, actions, steps, start[nodes].tolist(), end[nodes].tolist()))
+        for actions, steps, nodes in zip(_actions(order), order.steps_of, order.actions_of)
+    )
+
+
+def _transfers(order: Order, start: Array, end: Array) -> tuple[Transfer, ...]:
+    nodes, homes = _transfer_nodes(order), order.homes
+    return tuple(
+        Transfer(action, homes[action.stage], homes[action.stage + (1 if action.kind == "F" else -1)], sent, arrived)
+        for action, sent, arrived in zip(order.carried, start[nodes].tolist(), end[nodes].tolist())
+    )
+
+
+def _transfer_nodes(order: Order) -> Array:
+    return np.flatnonzero(order.rank < 0)[1:]  # the start is on no rank either
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank holds of its microbatches after each of its actions, and the most, first reached at number ``at``."""
+
+    after: tuple[float, ...]
+    peak: float
+    at: int
+
+
+def in_flight(
+    table: ActionTable | Order, saved: Sequence[float] | None = None, for_weight: Sequence[float] | None = None
+) -> tuple[Memory, ...]:
+    """Per rank, what forwards saved for backwards that have yet to come: bytes, or a count without ``saved``.
+
+    ``saved[stage]`` is what a forward leaves, freed by B. Where the backward is split, ``for_weight[stage]`` of it stay
+    from I to the end of W: all, when not given; more than ``saved`` where I keeps gradients for W besides. Depends on
+    the order alone, not on costs: number ``n`` is also that of the rank's span in a :class:`Timeline`.
+    """
+    order = table if isinstance(table, Order) else order_of(table)
+    whole = [1] * order.stages if saved is None else list(saved)
+    kept = whole if for_weight is None else list(for_weight)
+    for name, values in (("saved", whole), ("for_weight", kept)):
+        _check_costs(name, values, order.stages)
+    changes = np.array([*whole, *(-s for s in whole), *(k - s for k, s in zip(kept, whole)), *(-k for k in kept)])
+    memories = []
+    for nodes in order.actions_of:
+        after = np.cumsum(changes[order.price[nodes]])
+        at = int(after.argmax()) if len(after) else 0
+        memories.append(Memory(tuple(after.tolist()), after[at].item() if len(after) else 0, at))
+    return tuple(memories)
+
+
+def peak_in_flight(table: ActionTable | Order, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Per rank, the most activations alive at once: (stage, microbatch) pairs, or bytes with ``sizes`` a stage.
+
+    Split backwards hold their activations until W.
+    """
+    return tuple(int(memory.peak) for memory in in_flight(table, sizes))
+
+
+# ------------------------------------------------------------------------------------------------ drawing
+
+
+CLOSINGS = {"gradients": ("G", "sum of gradients"), "optimizer": ("O", "optimizer"), "parameters": ("A", "gather of parameters")}
+"""Of each kind of :class:`Segment`: its letter in a drawing, and what it is."""
+_MOST = 4
+"""Columns that a segment of a closing is drawn in at most: it says what comes, the report's figures say how long it is."""
+
+
+def draw(timeline: Timeline, width: int = 100, names: Sequence[str] | None = None) -> list[str]:
+    """A line a rank, time from left to right: ``rank 0  F0 F1 .. .. B0 -- B1 -- G O --``.
+
+    ``..`` is idle, ``--`` the rest of a longer action; after the actions ``G`` is the sum of gradients, ``O`` the optimizer's step, ``A``
+    the gather of parameters. Columns are as long as the shortest action, or a quarter of the longest if that is more, so that times are
+    approximate and the order is exact; what comes after the actions has four at most. Of columns in which all ranks
+    wait, one after the other, the first alone is drawn. The stage is named where a rank has more than one. Wider
+    than ``width``, the middle is left out (``…``), at the same time on every rank; the first and last column always
+    stay. ``names``: of the lines, instead of ``rank 0`` and so on.
+    """
+    assert timeline.spans or timeline.makespan == 0, "a timeline without spans can't be drawn"
+    lengths = [span.end - span.start for row in timeline.spans for span in row if span.end > span.start]
+    quantum = max(min(lengths), max(lengths) / 4) if lengths else 1.0
+    several = any(len({span.action.stage for span in row}) > 1 for row in timeline.spans)
+    rows = [_columns(row, quantum, several) for row in timeline.spans]
+    lines = _with_closings(_without_long_waits(rows), timeline, quantum)
+    total = max((len(line) for line in lines), default=0)
+    column = max((len(label) for line in lines for label in line), default=2)
+    names = [f"rank {rank}" for rank in range(len(lines))] if names is None else names
+    margin = max((len(name) for name in names), default=0) + 1
+
+    room = max(3, (width - margin) // (column + 1))
+    cut = total > room
+    head, tail = (room // 2, (room - 1) // 2) if cut else (total, 0)
+    drawing = []
+    for name, line in zip(names, lines):
+        shown = line[:head] + (["…", *line[total - tail :]] if cut else [])
+        drawing.append((name.ljust(margin) + "".join(" " + label.ljust(column) for label in shown)).rstrip())
+    return drawing
+
+
+def _with_closings(lines: Sequence[Sequence[str]], timeline: Timeline, quantum: float) -> list[list[str]]:
+    """What ranks do after their actions: the sum of gradients as soon as each can, the rest when all have summed."""
+    drawn = [list(line) for line in lines]
+    if not any(timeline.closing):
+        return drawn
+    for line in drawn:
+        while line and line[-1] == "..":
+            line.pop()
+    for kinds in (("gradients",), ("optimizer", "parameters")):
+        for line, row in zip(drawn, timeline.closing):
+            for segment in row:
+                if segment.kind in kinds:
+                    columns = max(1, min(_MOST, math.floor((segment.end - segment.start) / quantum + 0.5)))
+                    line += [CLOSINGS[segment.kind][0], *["--"] * (columns - 1)]
+        total = max(map(len, drawn))
+        drawn = [[*line, *[".."] * (total - len(line))] for line in drawn]
+    return drawn
+
+
+def _without_long_waits(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    total = max(map(len, lines), default=0)
+    padded = [[*line, *[".."] * (total - len(line))] for line in lines]
+    waits = [all(line[column] == ".." for line in padded) for column in range(total)]
+    kept = [column for column in range(total) if not (waits[column] and column and waits[column - 1])]
+    return [[line[column] for column in kept] for line in padded]
+
+
+def _columns(row: Sequence[Span], quantum: float, several: bool) -> list[str]:
+    columns: list[str] = []
+    for span in row:
+        start = max(len(columns), math.floor(span.start / quantum + 0.5))
+        columns += [".."] * (start - len(columns))
+        action = span.action
+        columns.append(str(action) if several else f"{action.kind}{action.microbatch}")
+        columns += ["--"] * (math.floor(span.end / quantum + 0.5) - len(columns))
+    return columns

@@ -1,0 +1,256 @@
+"""A pipeline schedule as a table: a row a rank, a cell a step, and in each cell what the rank computes.
+
+::
+
+    2 ranks, 2 microbatches, 1F1B             as text, which torch's runtime loads
+      rank 0   F0 F1 .. .. B0 -- B1 --        0F0,0F1,0B0,0B1
+      rank 1   .. F0 B0 -- F1 B1 --           1F0,1B0,1F1,1B1
+
+An action is stage, kind, microbatch: ``2F0`` is stage 2's forward of microbatch 0. The kinds are ``F`` forward,
+``B`` full backward, ``I`` backward for the input alone, and ``W`` backward for the weights alone (``I`` then ``W``
+stand for one ``B``). ``(0F3;3B1)OVERLAP_F_B`` is a pair that the runtime may interleave. An empty cell is idle time
+in a drawing: each rank runs its actions in order, as soon as what they need has arrived. Communication isn't written:
+it follows from the order.
+
+Ranks, steps, stages and microbatches count from 0 throughout.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from graphpar.errors import GraphparError, near_match
+
+Kind = Literal["F", "B", "I", "W"]
+
+KINDS: dict[str, tuple[Kind, str]] = {
+    "F": ("F", "forward"),
+    "B": ("B", "full backward"),
+    "I": ("I", "input backward"),
+    "W": ("W", "weight backward"),
+}
+_ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One computation of one stage on one microbatch."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        return (self,)
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A forward and a backward that a rank starts only when both can run, and may interleave."""
+
+    parts: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return f"({';'.join(map(str, self.parts))})OVERLAP_F_B"
+
+
+Cell: TypeAlias = Action | Pair | None
+
+
+@dataclass(frozen=True, slots=True)
+class ActionTable:
+    """What each rank does at each step; ``rows[rank][step]`` is None where the rank idles. Rows differ in length."""
+
+    rows: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        return 1 + max((action.stage for _, _, _, action in self.actions()), default=-1)
+
+    @property
+    def microbatches(self) -> int:
+        return 1 + max((action.microbatch for _, _, _, action in self.actions()), default=-1)
+
+    def actions(self) -> Iterator[tuple[int, int, Action | Pair, Action]]:
+        """(rank, step, cell, action) of every action, in each rank's order; a pair gives its parts one by one."""
+        for rank, row in enumerate(self.rows):
+            for step, cell in enumerate(row):
+                for action in cell.parts if cell is not None else ():
+                    assert cell is not None
+                    yield rank, step, cell, action
+
+    def __str__(self) -> str:
+        return format_table(self)
+
+
+def make_table(rows: Sequence[Sequence[Cell]]) -> ActionTable:
+    """A table without the idle cells at the end of a row, which mean nothing."""
+    trimmed = []
+    for row in rows:
+        cells = list(row)
+        while cells and cells[-1] is None:
+            cells.pop()
+        trimmed.append(tuple(cells))
+    return ActionTable(tuple(trimmed))
+
+
+def forwards(table: ActionTable) -> ActionTable:
+    """The forwards alone, as inference runs them."""
+    return make_table([[cell for cell in row if isinstance(cell, Action) and cell.kind == "F"] for row in table.rows])
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+def format_table(table: ActionTable) -> str:
+    """CSV, a line a rank, as torch's ``_PipelineScheduleRuntime._load_csv`` reads it."""
+    return "".join(",".join("" if cell is None else str(cell) for cell in row) + "\n" for row in table.rows)
+
+
+def parse_table(text: str) -> ActionTable:
+    """The inverse of :func:`format_table`; spaces around a token and blank lines at the end are allowed."""
+    rows = [
+        [parse_cell(token, rank, step) for step, token in enumerate(line)]
+        for rank, line in enumerate(csv.reader(io.StringIO(text.rstrip() + "\n"), strict=False))
+    ]
+    table = make_table(rows)
+    if not any(table.rows):
+        raise GraphparError("the schedule is empty: give a line for each rank, with tokens such as 0F0,0B0")
+    return table
+
+
+def parse_cell(token: str, rank: int, step: int) -> Cell:
+    """One token of the row of ``rank``; the position is only for the message."""
+    token = token.strip()
+    if not token:
+        return None
+    pair = _PAIR.fullmatch(token)
+    if pair is None:
+        return _parse_action(token, token, rank, step)
+    parts = tuple(_parse_action(part.strip(), token, rank, step) for part in pair[1].split(";"))
+    if len(parts) != 2:
+        raise GraphparError(
+            f"rank {rank}, step {step}: {token!r} overlaps {len(parts)} action(s); "
+            "it must be two, as (0F3;3B1)OVERLAP_F_B"
+        )
+    return Pair(parts)
+
+
+def _parse_action(text: str, token: str, rank: int, step: int) -> Action:
+    match = _ACTION.fullmatch(text)
+    if match is not None:
+        stage, kind, microbatch = match.groups()
+        return Action(int(stage), KINDS[kind][0], int(microbatch))
+    if _COMMUNICATION.fullmatch(text):
+        raise GraphparError(
+            f"rank {rank}, step {step}: {token!r} is communication, which follows from the order of the computation; "
+            "leave only F, B, I and W actions in the schedule"
+        )
+    raise GraphparError(
+        f"rank {rank}, step {step}: {token!r} isn't an action: expected stage, kind (F, B, I or W) and microbatch, "
+        "such as 2F0, a pair such as (0F3;3B1)OVERLAP_F_B, or nothing"
+    )
+
+
+def load_table(path: str | Path) -> ActionTable:
+    """The table in a CSV file, parsed but not validated: see :func:`validate_table` and
+    :func:`~graphpar.schedules.order.check_deadlock`.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise GraphparError(f"schedule file {path} doesn't exist.{near_match(path.name, siblings)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise GraphparError(f"schedule file {path} can't be read: {error}") from None
+    try:
+        return parse_table(text)
+    except GraphparError as error:
+        raise GraphparError(f"schedule file {path}: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------ validation
+
+
+def validate_table(table: ActionTable, stages: int, microbatches: int) -> None:
+    """Every stage on one rank; each microbatch forward once and backward once, in an order that a rank can run.
+
+    The same rules as torch's ``_validate_schedule``, and those it leaves out (repeats, B beside I and W). Whether
+    ranks wait for one another for ever is :func:`~graphpar.schedules.order.check_deadlock`'s question.
+    """
+    rank_of: dict[int, int] = {}
+    seen: set[Action] = set()
+    for rank, step, cell, action in table.actions():
+        stage, microbatch = action.stage, action.microbatch
+        where = f"rank {rank}, step {step}: {cell}" + ("" if cell == action else f", in it {action}")
+        if not 0 <= stage < stages:
+            raise GraphparError(f"{where} names stage {stage}; the last stage of the program is {stages - 1}")
+        if not 0 <= microbatch < microbatches:
+            raise GraphparError(f"{where} names microbatch {microbatch}; the last of them is {microbatches - 1}")
+        if rank_of.setdefault(stage, rank) != rank:
+            raise GraphparError(f"{where} runs stage {stage}, which is on rank {rank_of[stage]}; a stage has one rank")
+        if action in seen:
+            raise GraphparError(f"{where} repeats {action}; a stage runs each action once")
+        _check_local_order(action, seen, where)
+        seen.add(action)
+    _check_complete(table, stages, microbatches, rank_of, seen)
+
+
+def _check_local_order(action: Action, seen: set[Action], where: str) -> None:
+    forward, full, split, weight = (Action(action.stage, kind, action.microbatch) for kind, _ in KINDS.values())
+    clashing = {"B": (split, weight), "I": (full,), "W": (full,)}.get(action.kind, ())
+    for other in clashing:
+        if other in seen:
+            raise GraphparError(
+                f"{where} follows {other}: a microbatch goes back through a stage as one B, or as I and W, not both"
+            )
+    if action.kind in ("B", "I") and forward not in seen:
+        raise GraphparError(f"{where} runs before {forward}: {KINDS[action.kind][1]} without its forward")
+    if action.kind == "W" and split not in seen:
+        raise GraphparError(f"{where} runs before {split}: weight backward without its input backward")
+
+
+def _check_complete(
+    table: ActionTable, stages: int, microbatches: int, rank_of: dict[int, int], seen: set[Action]
+) -> None:
+    for rank, row in enumerate(table.rows):
+        if not any(row):
+            raise GraphparError(f"rank {rank} has no actions; every rank of a pipeline runs at least one stage")
+    for stage in range(stages):
+        if stage not in rank_of:
+            raise GraphparError(f"stage {stage} is on no rank; the program has stages 0 to {stages - 1}")
+        done = {kind: [Action(stage, kind, m) in seen for m in range(microbatches)] for kind, _ in KINDS.values()}
+        where = f"rank {rank_of[stage]}, stage {stage}"
+        if not all(done["F"]):
+            missing = Action(stage, "F", done["F"].index(False))
+            raise GraphparError(f"{where}: {sum(done['F'])} of {microbatches} forwards; {missing} is missing")
+        backward = [full or split for full, split in zip(done["B"], done["I"])]
+        if not all(backward):
+            microbatch = backward.index(False)
+            raise GraphparError(
+                f"{where}: {sum(backward)} of {microbatches} backwards; "
+                f"{Action(stage, 'B', microbatch)} (or {Action(stage, 'I', microbatch)}) is missing"
+            )
+        if done["I"] != done["W"]:
+            microbatch = next(m for m in range(microbatches) if done["I"][m] and not done["W"][m])
+            raise GraphparError(
+                f"{where}: {sum(done['I'])} input backwards but {sum(done['W'])} weight backwards; "
+                f"{Action(stage, 'W', microbatch)} is missing, and with it a part of the weight gradient"
+            )

@@ -1,0 +1,565 @@
+"""``check``: the emitted text under the type system of ``spmd_types``, in one process, at the real world size.
+
+    plan.json ──types of inputs, parameters, boundaries──┐
+    out/stage_0.py ... ──run on meta tensors, rank 0 of a fake process group──► a type of every value ──► the loss's type
+
+``spmd_types`` knows four types on an axis: R, I, P, and V ("varying", any cut). A program that it accepts has gradients that are
+complete where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its rules, not ours.
+
+Taken as given: that the functions of ``collectives.py`` are the transitions of their docstrings (the tests compare them with whole
+tensors); that the runtime finishes the gradients of R parameters; that a loss which varies over dp_replicate is a share of a sum.
+
+What it can't see: V has no dim. A cut of the wrong dim shows only as a wrong shape, so a wrong cut of the batch, or of other
+``parts``, passes; and so does a pending sum that is taken for a cut, except after a linear operator, a product with a matrix or a
+convolution: there two cut operands are cut in the dim that is summed, so this module says P. A branch on the rank, a factor in the
+value, and a denominator that each replica counts for itself have no type either. Dims, parts and placements are proven before the
+text is printed (``passes.sharding.check_types``), values by ``verify``. A stage is left at its first problem.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import linecache
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from spmd_types import rules
+from spmd_types.checker import typecheck
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+from graphpar.errors import GraphparError
+from graphpar.runtime.layout import Shard, Type, local_shape, rank_at
+from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, TensorInterface, load_manifest
+from graphpar.runtime.stages import build_stage, emitted_package
+
+Axes = Mapping[str, dist.ProcessGroup]
+Kinds = dict[Any, Any]
+"""The type of a value by the name of the axis: ``spmd.R``, ``I``, ``V`` or ``P``."""
+DATA = "dp_replicate"
+SMALL = 1 << 26
+"""Elements of a stage that may be run on numbers."""
+
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_PRODUCTS = (torch.mm, torch.matmul, torch.Tensor.mm, torch.Tensor.matmul, torch.Tensor.__matmul__)
+_LINEAR = (
+    torch.Tensor.to, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double, torch.Tensor.type_as,
+    torch.Tensor.__getitem__, F.pad, torch.Tensor.diff, torch.diff,
+)  # fmt: skip
+"""Linear in the first operand, which ``spmd_types`` does not say: a pending sum is taken through them unchecked."""
+_SUMS = (torch.add, torch.sub, *(getattr(torch.Tensor, name) for name in ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__")))
+_NEW = (torch.Tensor.new_empty, torch.Tensor.new_full, torch.Tensor.new_ones, torch.Tensor.new_zeros)
+"""They take a dtype and a device alone from their operand."""
+
+
+@dataclass
+class CheckResult:
+    """``problems`` name the stage, the line of the emitted file and the types; ``unchecked`` says why, by operator."""
+
+    world_size: int
+    stages: int
+    operators_checked: int = 0
+    unchecked: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong; what is unchecked is not known to be wrong."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that ``graphpar check --json`` prints."""
+        return {
+            "ok": self.ok,
+            "devices": self.world_size,
+            "stages": self.stages,
+            "checked": self.operators_checked,
+            "unchecked": self.unchecked,
+            "problems": self.problems,
+        }
+
+
+def check_folder(folder: str | Path) -> CheckResult:
+    """Check the types of every stage of an emitted program.
+
+    Raises:
+        GraphparError: this process already has a process group.
+        RuntimeProgramError: the folder holds no emitted program, or a broken plan.
+    """
+    program = load_manifest(folder)
+    if dist.is_initialized():
+        raise GraphparError("check makes a process group of its own, so it can't run in a process that has one.")
+    result = CheckResult(program.world_size, len(program.stages))
+    with _fake_mesh(program) as axes:
+        package = emitted_package(program)
+        if (program.folder / "collectives.py").is_file():
+            _declare_collectives(importlib.import_module(f"{package}.collectives"), axes)
+        received: list[Kinds] = []
+        for stage in program.stages:
+            received = _Stage(program, package, stage, axes, result).check(received)
+    return result
+
+
+@contextlib.contextmanager
+def _fake_mesh(program: Manifest) -> Iterator[Axes]:
+    """Rank 0 of the real mesh, in groups that send nothing. All ranks run one text, so one rank's types are all ranks' types."""
+    dist.init_process_group("fake", rank=0, world_size=program.world_size, store=FakeStore())
+    try:
+        yield {
+            axis: dist.new_group([rank_at({axis: place}, program.mesh) for place in range(program.mesh[axis])])
+            for axis in program.axes
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- the collectives ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _untyped() -> Iterator[None]:
+    with spmd.no_typecheck(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _kinds(value: Any, axes: Axes) -> Kinds:
+    """The type of ``value`` on each axis where it has one."""
+    found = {axis: spmd.maybe_get_axis_local_type(value, group) for axis, group in axes.items()}
+    return {axis: kind for axis, kind in found.items() if kind is not None}
+
+
+def _give(value: Tensor, kinds: Kinds, axes: Axes) -> Tensor:
+    spmd.assert_type(value, {axes[axis]: kind for axis, kind in kinds.items()})
+    return value
+
+
+def _pending(x: Any, group: dist.ProcessGroup) -> Any:
+    """A sum of cut operands is V where no rule says P; to reduce it says that it is one."""
+    return spmd.V if spmd.maybe_get_axis_local_type(x, group) is spmd.V else spmd.P
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda x, on: rules.all_reduce(x, on, src=_pending(x, on), dst=spmd.I),
+    "all_reduce_both": lambda x, on: rules.all_reduce(x, on, src=_pending(x, on), dst=spmd.R),
+    "sum_gradient": lambda x, on: rules.convert(x, on, src=spmd.I, dst=spmd.R),
+    "first_only": lambda x, on: rules.convert(x, on, src=spmd.R, dst=spmd.P),
+    "reduce_scatter": lambda x, on, dim: rules.reduce_scatter(x, on, src=_pending(x, on), dst=spmd.S(dim)),
+    "all_gather": lambda x, on, dim: rules.all_gather(x, on, src=spmd.S(dim), dst=spmd.R),
+    "all_gather_invariant": lambda x, on, dim: rules.all_gather(x, on, src=spmd.S(dim), dst=spmd.I),
+    "shard": lambda x, on, dim: rules.convert(x, on, src=spmd.R, dst=spmd.S(dim)),
+    "shard_invariant": lambda x, on, dim: rules.convert(x, on, src=spmd.I, dst=spmd.S(dim)),
+    "expert_rows": lambda x, on: rules.reinterpret(x, on, src=spmd.R, dst=spmd.V),
+    "expert_sums": lambda x, on: rules.reinterpret(x, on, src=spmd.V, dst=spmd.P),
+    "all_to_all": lambda x, on, from_dim, to_dim: rules.all_to_all(x, on, src=spmd.S(from_dim), dst=spmd.S(to_dim)),
+}
+"""Each transition in the rules of ``spmd_types``, which refuses those that its type system does not have."""
+
+
+def _declare_collectives(module: ModuleType, axes: Axes) -> None:
+    """Type the functions of an emitted ``collectives.py``, before other files import them by name."""
+    module.bind({axis: axes.get(axis) for axis in ("pp", *axes, "dp_shard", "cp", "ep", "tp")})
+    for name, rule in _RULES.items():
+        setattr(module, name, _transition(getattr(module, name), rule, axes))
+    everywhere = dict.fromkeys(axes, spmd.R)
+    rank, index, embedding = module.rank, module.global_index, module.vocab_embedding
+    ends, offsets = module.rank_ends, module.own_offsets
+    piece, losses_of = module._piece, module._vocab_losses
+
+    def own_rank(axis: str) -> Any:
+        """A number that is another one on each rank."""
+        kinds: Kinds = {axes[name]: spmd.V if name == axis else spmd.R for name in axes}
+        return spmd.Scalar(rank(axis), kinds) if spmd.is_type_checking() and axis in axes else rank(axis)
+
+    def global_index(size: int, axis: str, *arguments: Any, **options: Any) -> Tensor:
+        with _untyped():
+            value: Tensor = index(size, axis, *arguments, **options)
+        return _give(value, everywhere | ({axis: spmd.V} if axis in axes else {}), axes)
+
+    def own_piece(*arguments: Any) -> Tensor:
+        with _untyped():
+            value: Tensor = piece(*arguments)
+        return value
+
+    def vocab_embedding(ids: Tensor, weight: Tensor, axis: str, **options: Any) -> Tensor:
+        value: Tensor = embedding(ids, weight, axis, **options)
+        if axis not in axes:
+            return value
+        if spmd.maybe_get_axis_local_type(weight, axes[axis]) is not spmd.V:
+            raise spmd.SpmdTypeError(
+                f"vocab_embedding takes a table that is cut over {axis}, not {_text(weight, axes)}"
+            )
+        rules.reinterpret(value, axes[axis], src=spmd.V, dst=spmd.P, out=value)
+        return value
+
+    def vocab_losses(logits: Tensor, target: Tensor, axis: str, vocab: int) -> Tensor:
+        """One operator, as its docstring types it on the axis; on the others as ``F.cross_entropy`` is typed."""
+        kinds = [_kinds(operand, axes) for operand in (logits, target)]
+        if axis in axes and not (kinds[0].get(axis) is spmd.V and kinds[1].get(axis) in (spmd.R, spmd.I)):
+            raise spmd.SpmdTypeError(
+                f"vocab_cross_entropy takes logits that are cut over {axis} and labels that are not, "
+                f"not {_text(logits, axes)} and {_text(target, axes)}"
+            )
+        own: Kinds = {axis: spmd.I} if axis in axes else {}
+        with _untyped():
+            value: Tensor = losses_of(logits, target, axis, vocab)
+            whole = logits.detach().clone(), torch.zeros_like(target)  # any class that the piece has
+        for operand, given in zip(whole, kinds):
+            _give(operand, given | dict.fromkeys(own, spmd.R), axes)
+        return _give(value, _kinds(F.cross_entropy(*whole, reduction="none"), axes) | own, axes)
+
+    def rank_ends(offs: Tensor, axis: str) -> Any:
+        if axis in axes and _kinds(offs, axes)[axis] not in (spmd.R, spmd.I):
+            raise spmd.SpmdTypeError(f"rows are counted by what is not the same on every rank: {_text(offs, axes)}")
+        with _untyped():
+            return ends(offs, axis)
+
+    def own_offsets(offs: Tensor, axis: str) -> Tensor:
+        with _untyped():
+            value: Tensor = offsets(offs, axis)
+        return _give(value, _kinds(offs, axes) | {axis: spmd.V}, axes)
+
+    replaced = {
+        "rank": own_rank,
+        "own_offsets": own_offsets,
+        "rank_ends": rank_ends,
+        "global_index": global_index,
+        "_piece": own_piece,  # also run in the backward, where nothing is typed
+        "vocab_embedding": vocab_embedding,
+        "_vocab_losses": vocab_losses,
+    }
+    for name, function in replaced.items():
+        setattr(module, name, function)
+
+
+def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes: Axes) -> Callable[..., Tensor]:
+    dims = ("dim",) if "dim" in rule.__code__.co_varnames else rule.__code__.co_varnames[2:]
+
+    def typed(x: Tensor, axis: str, *arguments: Any, **options: Any) -> Tensor:
+        with _untyped():
+            value = function(x, axis, *arguments, **options)
+            value = value.view_as(value) if value is x else value
+            alias = x.view_as(x)  # a rule notes the dim on its operand, which may be cut in another dim by another axis
+        kinds = _kinds(x, axes)
+        if kinds.get(axis) is spmd.I and not x.is_floating_point():  # without a gradient I is R
+            kinds[axis] = spmd.R
+        _give(alias, kinds, axes)
+        given = dict(zip(dims, arguments)) | {name: options[name] for name in dims if name in options}
+        typed_as = rule(alias, axes[axis], *(given[name] for name in dims)) if axis in axes else alias
+        return _give(value, _kinds(typed_as, axes), axes)
+
+    return typed
+
+
+# ---- operators ---------------------------------------------------------------------------------------------------
+
+
+class _Operators(TorchFunctionMode):
+    """Counts what the checker typed; does for it what it has no rule for, and notes that."""
+
+    def __init__(self, axes: Axes, result: CheckResult) -> None:
+        super().__init__()
+        self.axes, self.result = axes, result
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__" and func is not torch.Tensor.T.__get__:  # type: ignore[attr-defined]
+            return func(*args, **kwargs)
+        if func is F.linear:
+            return self._affine(torch.matmul, args[0], _transposed(args[1]), _argument(args, kwargs, 2, "bias"))
+        if func in (torch.addmm, torch.Tensor.addmm) and not kwargs:
+            return self._affine(torch.mm, args[1], args[2], args[0])
+        if func in _CONVOLUTIONS:
+            return self._convolution(func, *args, **kwargs)
+        if func in _PRODUCTS:
+            return self._product(func, *args, summed=args[1].ndim == 2)
+        if func in _SUMS:
+            args = self._summands(args)
+        return self._typed(func, args, kwargs)
+
+    def _affine(self, product: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """By the checker's rules for a product and a sum: a bias that every rank adds to a pending sum is an error."""
+        value = self._product(product, x, weight, summed=weight.ndim == 2)
+        return value if bias is None else self._sum(value, bias)
+
+    def _convolution(
+        self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
+    ) -> Tensor:
+        place = 4 if "transpose" in func.__name__ else 3
+        groups = _argument(rest, options, place, "groups")
+        value = self._product(func, input, weight, None, *rest, summed=groups in (None, 1), **options)
+        if bias is None:
+            return value
+        return self._sum(value, bias.view([-1] + [1] * (weight.ndim - 2)))
+
+    def _sum(self, value: Tensor, bias: Tensor) -> Tensor:
+        result: Tensor = self._typed(torch.add, (value, bias), {})
+        return result
+
+    def _summands(self, operands: Sequence[Any]) -> list[Any]:
+        """A scalar that varies is no piece of anything: added to a pending sum, it is a summand."""
+        kinds = [_kinds(operand, self.axes) if isinstance(operand, Tensor) else {} for operand in operands]
+        pending = {axis for own in kinds for axis, kind in own.items() if kind is spmd.P}
+        summands = list(operands)
+        for place, own in enumerate(kinds):
+            if any(own.get(axis) is spmd.V for axis in pending) and operands[place].ndim == 0:
+                with _untyped():
+                    summands[place] = operands[place].view_as(operands[place])
+                typed = {axis: spmd.P if axis in pending and kind is spmd.V else kind for axis, kind in own.items()}
+                _give(summands[place], typed, self.axes)
+        return summands
+
+    def _product(self, func: Any, x: Tensor, weight: Tensor, *rest: Any, summed: bool, **options: Any) -> Tensor:
+        """Where a matrix and what it is applied to are both cut, it is in the dim that is summed."""
+        value: Tensor = self._typed(func, (x, weight, *rest), options)
+        both = [axis for axis in self.axes if axis != DATA and _kinds(x, self.axes).get(axis) is spmd.V]
+        for axis in both if summed else ():
+            if _kinds(weight, self.axes).get(axis) is spmd.V:
+                spmd.mutate_type(value, self.axes[axis], src=spmd.V, dst=spmd.P)
+        return value
+
+    def _typed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if func in _NEW:
+            return self._new(func, args, kwargs)
+        if func in (torch.index_add, torch.Tensor.index_add) and spmd.P in _kinds(operands[0], self.axes).values():
+            return self._added(func, args, kwargs, operands)
+        if func in _LINEAR and operands and spmd.P in _kinds(operands[0], self.axes).values():
+            return self._unchecked(func, args, kwargs, operands[:1], "spmd_types does not know that it is linear")
+        try:
+            value = func(*args, **kwargs)
+        except spmd.SpmdTypeError:
+            raise
+        except Exception as error:
+            try:
+                return self._unchecked(func, args, kwargs, operands, f"spmd_types fails: {_line(error)}")
+            except Exception:
+                raise error from None  # without the checker too: it is the program that fails
+        results = [item for item in tree_leaves(value) if isinstance(item, Tensor)]
+        if not results:
+            return value
+        if not operands and self.axes and not _kinds(results[0], self.axes):
+            return self._unchecked(func, args, kwargs, [], "a new tensor, taken to be the same on every rank")
+        self.result.operators_checked += 1
+        return value
+
+    def _new(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Filled with a number: the same on every rank, whatever the tensor is that gave the dtype."""
+        with _untyped():
+            value: Tensor = func(*args, **kwargs)
+        _give(value, dict.fromkeys(self.axes, spmd.R), self.axes)
+        self.result.operators_checked += 1
+        return value
+
+    def _added(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor]) -> Any:
+        """``index_add`` to a pending sum: each rank adds what is pending too, or its own piece by its own indices."""
+        own, index, source = (_kinds(operand, self.axes) for operand in operands)
+        for axis, kind in own.items():
+            added = index.get(axis), source.get(axis)
+            if kind is spmd.P and added not in ((spmd.R, spmd.P), (spmd.I, spmd.P), (spmd.V, spmd.V)):
+                raise spmd.SpmdTypeError(f"index_add of {added[1]} by indices {added[0]} to a pending sum on {axis}")
+        return self._unchecked(func, args, kwargs, operands, "spmd_types does not know that it is linear")
+
+    def _unchecked(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor], reason: str) -> Any:
+        """Run it, and give the result the type of its operands: V wins over R."""
+        with _untyped():
+            value = func(*args, **kwargs)
+        given = [_kinds(operand, self.axes) for operand in operands]
+        merged: Kinds = {}
+        for axis in self.axes:
+            kinds = {kinds[axis] for kinds in given if axis in kinds} or {spmd.R}
+            merged[axis] = next(kind for kind in (spmd.P, spmd.V, spmd.I, spmd.R) if kind in kinds)
+        for item in tree_leaves(value):
+            if isinstance(item, Tensor) and not _kinds(item, self.axes):
+                _give(item, merged, self.axes)
+        self.result.unchecked[_name(func)] = reason
+        return value
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    return weight.t()
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", func)).strip("_")
+
+
+# ---- a stage -----------------------------------------------------------------------------------------------------
+
+
+class _Stage:
+    """One stage: its parameters and inputs as the plan types them, run forward and backward."""
+
+    def __init__(self, program: Manifest, package: str, stage: StageInterface, axes: Axes, result: CheckResult) -> None:
+        self.program, self.package, self.stage, self.axes, self.result = program, package, stage, axes, result
+
+    def check(self, received: Sequence[Kinds]) -> list[Kinds]:
+        """Check it; ``received`` are the types of what the stage before sends, the result those of what this one sends.
+
+        On meta tensors; on numbers where an operator can't do that (``grouped_mm``) and the stage is small.
+        """
+        before = self.result.operators_checked, dict(self.result.unchecked), list(self.result.problems)
+        declared = [self._declared(spec) for spec in self.stage.receives]
+        kinds = [theirs | own for theirs, own in zip(received or [{} for _ in declared], declared)]
+        try:
+            try:
+                outputs = self._run(torch.device("meta"), kinds)
+            except spmd.SpmdTypeError:
+                raise
+            except Exception:
+                if not self._is_small():
+                    raise
+                self.result.operators_checked, self.result.unchecked, self.result.problems = before
+                outputs = self._run(torch.device("cpu"), kinds)
+        except Exception as error:
+            self._problem(f"{self._where(error)}{_line(error)}")
+            return []
+        return self._sent(outputs) if self.stage.sends else []
+
+    def _run(self, device: torch.device, received: Sequence[Kinds]) -> tuple[Tensor, ...]:
+        train = self.program.mode == "train"
+        module = build_stage(self.package, self.stage, device, train)
+        mesh = {axis: spmd.MeshAxis.of(group) for axis, group in self.axes.items()}
+        with spmd.set_current_mesh(mesh), typecheck(strict_mode="strict", local=True):
+            self._type_parameters(module)
+            values = [self._value(spec, kinds, device) for spec, kinds in zip(self.stage.receives, received)]
+            inputs = {name: self._input(self.program.input(name), device) for name in self.stage.inputs}
+            counts = {
+                name: _give(torch.ones((), device=device), self._everywhere(), self.axes) for name in self.stage.counts
+            }
+            with _Operators(self.axes, self.result), torch.set_grad_enabled(train):
+                returned = module(*values, **inputs, **counts)
+            outputs = returned if isinstance(returned, tuple) else (returned,)
+            if not self.stage.sends:
+                self._check_outputs(outputs, train)
+            elif train:
+                with _untyped():
+                    sent = [value for value in outputs if value.requires_grad]
+                    torch.autograd.backward(sent, [torch.zeros_like(value) for value in sent])
+        return outputs
+
+    def _is_small(self) -> bool:
+        module = build_stage(self.package, self.stage, torch.device("meta"), True)
+        return sum(parameter.numel() for parameter in module.parameters()) < SMALL
+
+    # ---- what the plan says ----
+
+    def _everywhere(self) -> Kinds:
+        return dict.fromkeys(self.axes, spmd.R)
+
+    def _declared(self, spec: TensorInterface) -> Kinds:
+        return {axis: _kind(kind) for axis, kind in spec.types.items() if axis in self.axes}
+
+    def _type_parameters(self, module: nn.Module) -> None:
+        tensors = dict(module.named_parameters(remove_duplicate=False))
+        for name, value in (tensors | dict(module.named_buffers(remove_duplicate=False))).items():
+            spec = self.program.spec(name)
+            whole = self.program.shapes.get(name)
+            if whole is not None and local_shape(whole, spec, self.program.mesh) != tuple(value.shape):
+                self._problem(f"{name} is {list(value.shape)}, which is not {spec} of {list(whole)}")
+            with _untyped():
+                value.detach().fill_(1)  # what it holds is undefined until weights are loaded
+            _give(value, {axis: _kind(kind) for axis, kind in spec.items()}, self.axes)
+
+    def _value(self, spec: TensorInterface, kinds: Kinds, device: torch.device) -> Tensor:
+        value = torch.ones(spec.shape, dtype=spec.dtype, device=device).requires_grad_(spec.requires_grad)
+        return self._new(value, self._everywhere() | kinds)
+
+    def _input(self, spec: InputInterface, device: torch.device) -> Tensor:
+        """A microbatch, as a rank is given it: its own rows, whole otherwise."""
+        shape, kinds = list(spec.shape), self._everywhere()
+        if spec.batch_dim is not None:
+            shape[spec.batch_dim] = self.program.microbatch_size
+            kinds |= {DATA: spmd.V} if DATA in self.axes else {}
+        return self._new(torch.ones(shape, dtype=spec.dtype, device=device), kinds)
+
+    def _new(self, value: Tensor, kinds: Kinds) -> Tensor:
+        """``value`` without the type that the checker gave it when it was made."""
+        with _untyped():
+            return _give(value.detach().clone().requires_grad_(value.requires_grad), kinds, self.axes)
+
+    # ---- what comes out ----
+
+    def _check_outputs(self, outputs: Sequence[Tensor], train: bool) -> None:
+        file = f"{self.stage.file}: "
+        for spec, value in zip(self.program.outputs, outputs):
+            for axis, kind in _kinds(value, self.axes).items():
+                if axis == DATA:
+                    fits = kind in (spmd.V, spmd.P) if train else kind is not spmd.P
+                    wanted = "a share of each replica" if train else "rows of each replica"
+                else:
+                    fits = kind is spmd.I or (kind is spmd.R and not value.requires_grad)
+                    wanted = "whole (I)"
+                if not fits:
+                    self._problem(f"{file}it returns {spec.name} as {kind} on {axis}, but it must be {wanted}")
+        if train and self.result.ok:
+            (loss,) = outputs
+            if _kinds(loss, self.axes).get(DATA) is spmd.V:
+                rules.reinterpret(loss, self.axes[DATA], src=spmd.V, dst=spmd.P, out=loss)
+            if loss.requires_grad:
+                loss.backward()
+
+    def _sent(self, outputs: Sequence[Tensor]) -> list[Kinds]:
+        kinds = [_kinds(value, self.axes) for value in outputs]
+        for spec, value, found in zip(self.stage.sends, outputs, kinds):
+            if tuple(value.shape) != spec.shape:
+                self._problem(f"{self.stage.file}: it sends {spec.name} as {list(value.shape)}, not {list(spec.shape)}")
+            for axis, wanted in self._declared(spec).items():
+                same = {found.get(axis), wanted} == {spmd.R, spmd.I} and not value.requires_grad
+                if found.get(axis) is not wanted and not same and not (wanted is spmd.P and found.get(axis) is spmd.V):
+                    self._problem(
+                        f"{self.stage.file}: it sends {spec.name} as {found.get(axis)} on {axis}, not {wanted}"
+                    )
+        return kinds
+
+    # ---- messages ----
+
+    def _problem(self, text: str) -> None:
+        shown = text.replace("PerMeshAxisLocalSpmdType.", "")
+        for axis, group in self.axes.items():  # its own names for axes outlive a mesh, so groups are given none
+            shown = shown.replace(repr(spmd.MeshAxis.of(group)), axis)
+        self.result.problems.append(f"stage {self.stage.index}, {shown}")
+
+    def _where(self, error: Exception) -> str:
+        """The innermost line of the emitted model code that the error passed through."""
+        lines = [
+            (Path(frame.filename).name, frame.lineno or 0)
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename).parent == self.program.folder
+        ]
+        models = [line for line in lines if line[0] not in ("collectives.py", "random_streams.py")]
+        if not lines:
+            return f"{self.stage.file}: "
+        file, number = (models or lines)[-1]
+        return f"{file}:{number} ({linecache.getline(str(self.program.folder / file), number).strip()}): "
+
+
+def _kind(kind: Type) -> Any:
+    return spmd.V if isinstance(kind, Shard) else {"R": spmd.R, "I": spmd.I, "P": spmd.P}[kind.letter]
+
+
+def _text(value: Tensor, axes: Axes) -> str:
+    return ", ".join(f"{kind}@{axis}" for axis, kind in _kinds(value, axes).items())
+
+
+def _line(error: Exception) -> str:
+    """An error's message in one line: what is wrong, and with ``spmd_types`` the operator and the types of its operands."""
+    what = str(error.args[0]).splitlines()[0] if error.args and str(error.args[0]) else type(error).__name__
+    where = " ".join((getattr(error, "context", None) or "").split())
+    return f"{what} {where}".strip()

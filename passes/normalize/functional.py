@@ -1,0 +1,368 @@
+"""``functionalize``: in-place operators on values become operators that give a new value.
+
+Writes to buffers (BatchNorm's statistics and counters) stay what they are: effects on the module's state. A write
+through a view is carried back to the tensor that was viewed:
+
+    y = x[:, 0]; y.add_(1)      ->    y = x[:, 0] + 1;  x = select_scatter(x, y, 1, 0)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.errors import GraphparError
+from graphpar.frontend.fixed_size import TWIN, Twin, coefficients_of
+from graphpar.ir.program import Program, operator_name, value_of, where
+
+_aten = torch.ops.aten
+
+# How a write through a view goes back, where an operator and its own arguments do it: (parent, result, *rest) or (result, *rest).
+_SCATTERS = {"select": _aten.select_scatter.default, "slice": _aten.slice_scatter.default, "diagonal": _aten.diagonal_scatter.default}
+_SELF_INVERSE = {"transpose": _aten.transpose.int, "t": _aten.t.default, "swapaxes": _aten.swapaxes.default,
+                 "swapdims": _aten.swapdims.default, "mT": _aten.mT.default, "adjoint": _aten.adjoint.default}  # fmt: skip
+_SAME_ORDER = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as"}
+
+
+@dataclass
+class _Alias:
+    """A value that shows (part of) a base tensor: how it was made from its parent, and when."""
+
+    base: fx.Node
+    parent: fx.Node | None
+    maker: fx.Node | None
+    version: int
+
+
+def functionalize(program: Program) -> Program:
+    """Program -> Program in which only buffers are written in place."""
+    if any(_out(node) is not None for node in program.graph.nodes):
+        program = program.with_graph(_out_as_copies(program.graph))
+    if not any(is_inplace(node) for node in program.graph.nodes):
+        return program
+    return program.with_graph(_Functionalizer(program).rewrite())
+
+
+def _out(node: fx.Node) -> fx.Node | None:
+    """What ``torch.div(a, b, out=x)`` writes."""
+    written = node.kwargs.get("out") if is_inplace(node) else None
+    return written if isinstance(written, fx.Node) else None
+
+
+def _out_as_copies(graph: fx.Graph) -> fx.Graph:
+    """``torch.div(a, b, out=x)`` is ``x.copy_(a / b)``."""
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    for node in list(new.nodes):
+        written = _out(node)
+        if written is None:
+            continue
+        target = _without_out(node.target)
+        if target is None or value_of(written).shape != value_of(node).shape:
+            raise GraphparError(f"The operator {node.target} writes to out={where(node)}, and has no form that gives a new tensor.")
+        with new.inserting_before(node):
+            options = {name: value for name, value in node.kwargs.items() if name != "out"}
+            made = infer(new.call_function(target, node.args, options), node)
+            copied = new.call_function(_aten.copy_.default, (written, made))
+        copied.meta = dict(node.meta)
+        node.replace_all_uses_with(copied)
+        new.erase_node(node)
+    return new
+
+
+def _without_out(target: Any) -> Any:
+    """The overload of the same operator that takes the same arguments, but for ``out``."""
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    packet = target._overloadpacket
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    return next((o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == wanted), None)
+
+
+def is_inplace(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.is_mutable
+        and operator_name(node) != "batch_norm"
+    )
+
+
+def written_buffers(graph: fx.Graph) -> set[fx.Node]:
+    """The ``get_attr`` nodes of buffers that operators write, directly or through a view."""
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        targets = [node.args[0]] if is_inplace(node) else []
+        if operator_name(node) == "batch_norm" and node.args[5]:
+            targets = list(node.args[3:5])  # the running statistics
+        for target in targets:
+            while isinstance(target, fx.Node) and target.op == "call_function":
+                target = target.args[0]
+            if isinstance(target, fx.Node):
+                written.add(target)
+    return written
+
+
+def infer(node: fx.Node, like: fx.Node, same: bool = False) -> fx.Node:
+    """Gives ``node`` (new in its graph) the metadata of ``like`` and the fake value of its own operator.
+
+    ``same``: its value is that of ``like``, so its dims follow the batch where those of ``like`` do.
+    """
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    given = torch.utils._pytree.tree_leaves([value_of(n) for n in node.all_input_nodes])
+    mode = next(v.fake_mode for v in given if hasattr(v, "fake_mode"))
+    assert callable(node.target)
+    with mode:
+        value = node.target(*args, **kwargs)
+    node.meta = {key: item for key, item in like.meta.items() if key in ("module_stack", "source")}
+    node.meta["val"] = value
+    if same:
+        node.meta |= {key: like.meta[key] for key in ("batch_coefficients", TWIN) if key in like.meta}
+    elif isinstance(value, Tensor):
+        _infer_coefficients(node, value, like)
+    return node
+
+
+def _infer_coefficients(node: fx.Node, value: Tensor, like: fx.Node) -> None:
+    """Which dims follow the batch, in a fixed-size trace: the operator is run on the values of the other trace too."""
+    twins = [n.meta[TWIN] for n in node.all_input_nodes if TWIN in n.meta]
+    if not twins:
+        return
+    size, other_size, mode = twins[0].size, twins[0].other_size, twins[0].value.fake_mode
+    assert callable(node.target)
+    try:
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _moved(n, mode))
+        with mode:
+            moved = node.target(*args, **kwargs)
+        coefficients = coefficients_of(value, moved, size, other_size)
+    except (RuntimeError, KeyError):  # a literal size among its arguments
+        if "batch_coefficients" in like.meta and value_of(like).shape == value.shape:
+            node.meta |= {key: like.meta[key] for key in ("batch_coefficients", TWIN) if key in like.meta}
+        return
+    node.meta["batch_coefficients"] = tuple(coefficient or None for coefficient in coefficients)
+    node.meta[TWIN] = Twin(moved, size, other_size)
+
+
+def _moved(node: fx.Node, mode: Any) -> Any:
+    value = value_of(node)
+    if TWIN in node.meta or not isinstance(value, Tensor):
+        return node.meta[TWIN].value if TWIN in node.meta else value
+    if value.ndim:
+        raise KeyError(node.name)
+    with mode:
+        return torch.empty((), dtype=value.dtype)
+
+
+class _Functionalizer:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.aliases: dict[fx.Node, _Alias] = {}  # by node of the old graph
+        self.current: dict[fx.Node, fx.Node] = {}  # a base's newest value in the new graph
+        self.versions: dict[fx.Node, int] = {}
+        self.refreshed: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.memory: dict[int, fx.Node] = {}  # the base that lives in each storage
+        self.unclear: set[fx.Node] = set()  # bases whose memory is also seen through an operator that we can't undo
+        self.differentiable: set[fx.Node] = set()
+
+    def rewrite(self) -> fx.Graph:
+        for node in self.program.graph.nodes:
+            self._trace_gradient(node)
+            if is_inplace(node) and not self._writes_buffer(node):
+                self._write(node)
+                continue
+            self.env[node] = self.graph.node_copy(node, self._read)
+            if node.op == "output":
+                continue
+            parent = _viewed(node)
+            if parent is not None:
+                alias = self.aliases[parent]
+                self.aliases[node] = _Alias(alias.base, parent, node, self.versions.get(alias.base, 0))
+            elif is_inplace(node):
+                self.aliases[node] = self.aliases[node.args[0]]  # type: ignore[index]
+            else:
+                self.aliases[node] = _Alias(node, None, None, 0)
+                self._note_memory(node)
+        return self.graph
+
+    def _note_memory(self, node: fx.Node) -> None:
+        memory = _memory(node)
+        if memory is None or not isinstance(value_of(node), Tensor) or operator_name(node) in ("lift_fresh_copy", "batch_norm"):
+            return
+        other = self.memory.setdefault(memory, node)
+        if other is not node:
+            self.unclear.update((node, other))
+
+    def _trace_gradient(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            info = self.program.parameters.get(str(node.target))
+            if info is not None and info.requires_grad:
+                self.differentiable.add(node)
+            return
+        value = value_of(node)
+        real = isinstance(value, list | tuple) or (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()))
+        if real and operator_name(node) != "detach" and any(a in self.differentiable for a in node.all_input_nodes):
+            self.differentiable.add(node)
+            written = node.args[0] if is_inplace(node) else None
+            if isinstance(written, fx.Node) and written in self.aliases:
+                self.differentiable.update((written, self.aliases[written].base))
+
+    def _writes_buffer(self, node: fx.Node) -> bool:
+        target = node.args[0]
+        assert isinstance(target, fx.Node)
+        base = self.aliases[target].base
+        return base.op == "get_attr" and str(base.target) in self.program.buffers
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        """The new graph's value of ``node`` as it is now, after the writes so far."""
+        alias = self.aliases.get(node)
+        if alias is None:
+            return self.env[node]
+        version = self.versions.get(alias.base, 0)
+        if alias.version == version:
+            return self.env.get(node) or self._read(alias.base)
+        if alias.maker is None:
+            return self.current.get(alias.base, self.env.get(node, node))
+        key = (node, version)
+        if key not in self.refreshed:
+            assert alias.parent is not None
+            parent = alias.parent
+            args = tuple(self._read(a) if a is parent else a for a in alias.maker.args)
+            args = fx.map_arg(args, lambda n: self.env.get(n, n))
+            copy = self.graph.call_function(alias.maker.target, args, dict(alias.maker.kwargs))  # type: ignore[arg-type]
+            self.refreshed[key] = infer(copy, node, same=True)
+        return self.refreshed[key]
+
+    def _write(self, node: fx.Node) -> None:
+        target = node.args[0]
+        assert isinstance(target, fx.Node)
+        alias = self.aliases[target]
+        self._check_writable(node, target)
+        result = self._functional(node, self._read(target))
+        self.versions[alias.base] = self.versions.get(alias.base, 0) + 1
+        self._carry_back(target, result, node)
+        # The operator's own result is the written tensor.
+        self.aliases[node] = _Alias(alias.base, alias.parent, alias.maker, alias.version)
+        if alias.maker is None:
+            self.aliases[node].version = -1
+
+    def _check_writable(self, node: fx.Node, target: fx.Node) -> None:
+        base = self.aliases[target].base
+        if base.op == "get_attr" and str(base.target) in self.program.parameters:
+            raise GraphparError(
+                f"The model writes the parameter {str(base.target)!r} in place{where(node)}; a program can change parameters "
+                "only through their gradients. Do it between steps, or make it a buffer."
+            )
+        if base in self.unclear:
+            raise GraphparError(
+                f"The model writes in place to memory that is seen through several tensors{where(node)}; write the result to a "
+                "new tensor instead."
+            )
+        alias = self.aliases[target]
+        while alias.maker is not None and alias.parent is not None:
+            if operator_name(alias.maker) == "detach" and alias.parent in self.differentiable:
+                raise GraphparError(
+                    f"The model writes in place to a detached tensor (or under no_grad) that also carries a gradient{where(node)}: "
+                    "the value would change behind the gradient's back. Write the result to a new tensor instead."
+                )
+            alias = self.aliases[alias.parent]
+
+    def _functional(self, node: fx.Node, target: fx.Node) -> fx.Node:
+        name = operator_name(node)
+        before = value_of(target)
+        args = [target, *(fx.map_arg(a, self._read) for a in node.args[1:])]
+        kwargs = fx.map_arg(dict(node.kwargs), self._read)
+        if name == "copy_":
+            source = args[1]
+            if value_of(source).dtype != before.dtype:  # type: ignore[arg-type]
+                source = self._call(node, _aten.to.dtype, (source, before.dtype))
+            return self._call(node, _aten.expand_as.default, (source, target))
+        if name in ("fill_", "zero_"):
+            filled = args[1] if name == "fill_" else 0
+            if isinstance(filled, fx.Node):
+                return self._call(node, _aten.expand_as.default, (filled, target))
+            return self._call(node, _aten.full_like.default, (target, filled))
+        assert isinstance(node.target, torch._ops.OpOverload)
+        plain = getattr(_aten, f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_"), None)
+        overload = getattr(plain, node.target._overloadname or "default", None)
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise random_refused(node)
+        if overload is None or not name.endswith("_") or value_of(node).shape != before.shape:
+            raise GraphparError(f"The in-place operator {node.target} has no out-of-place form{where(node)}.")
+        result = infer(self.graph.call_function(overload, tuple(args), kwargs), node, same=True)
+        if value_of(result).dtype != before.dtype:
+            result = self._call(node, _aten.to.dtype, (result, before.dtype))
+        return result
+
+    def _call(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        return infer(self.graph.call_function(target, args, kwargs or {}), like)
+
+    def _carry_back(self, target: fx.Node, result: fx.Node, cause: fx.Node) -> None:
+        """Writes ``result``, the new value of ``target``, into every tensor that ``target`` is a view of."""
+        alias = self.aliases[target]
+        if alias.maker is None or alias.parent is None:
+            self.current[alias.base] = result
+            return
+        parent = self._stale(alias.parent)
+        self._carry_back(alias.parent, self._inverse(alias.maker, parent, result, cause), cause)
+
+    def _stale(self, node: fx.Node) -> fx.Node:
+        """The value of ``node`` just before the write in progress."""
+        base = self.aliases[node].base
+        self.versions[base] -= 1
+        try:
+            return self._read(node)
+        finally:
+            self.versions[base] += 1
+
+    def _inverse(self, maker: fx.Node, parent: fx.Node, result: fx.Node, cause: fx.Node) -> fx.Node:
+        name, rest = operator_name(maker), tuple(maker.args[1:])
+        same = value_of(parent).dtype == value_of(result).dtype
+        if name in _SCATTERS:
+            return self._call(cause, _SCATTERS[name], (parent, result, *rest), dict(maker.kwargs))
+        if name in _SELF_INVERSE:
+            return self._call(cause, _SELF_INVERSE[name], (result, *rest))
+        if name in _SAME_ORDER and same:
+            return self._call(cause, _aten.view_as.default, (result, parent))
+        if name == "narrow":
+            dim, start, length = rest
+            return self._call(cause, _aten.slice_scatter.default, (parent, result, dim, start, start + length))  # type: ignore[operator]
+        if name in ("movedim", "moveaxis"):
+            return self._call(cause, getattr(_aten, name).int, (result, rest[1], rest[0]))
+        if name == "permute":
+            order = [int(dim) % value_of(parent).ndim for dim in rest[0]]  # type: ignore[union-attr, arg-type]
+            return self._call(cause, _aten.permute.default, (result, [order.index(dim) for dim in range(len(order))]))
+        if same and value_of(parent).shape == value_of(result).shape and value_of(parent).stride() == value_of(maker).stride():
+            return result  # detach, a cast to the same dtype, dropout that drops nothing
+        raise GraphparError(
+            f"The model writes in place through a view made by {name!r}{where(cause)}; write the result to a new tensor instead."
+        )
+
+
+def _memory(node: fx.Node) -> int | None:
+    """What tells storages apart; of the first of several results."""
+    value = value_of(node)
+    value = value[0] if isinstance(value, list | tuple) and value else value
+    return int(torch._C._storage_id(value)) if isinstance(value, Tensor) else None  # type: ignore[attr-defined]
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The tensor that ``node`` shows again: its first argument, where both live in one storage."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, fx.Node) or is_inplace(node) or operator_name(node) in ("lift_fresh_copy", "batch_norm"):
+        return None
+    if operator_name(node) == "getitem" and _viewed(source) is None:
+        return None  # one of several fresh results
+    drops_nothing = operator_name(node) in ("dropout", "feature_dropout") and not (node.args[1] and node.args[2])
+    memory = _memory(node)
+    return source if memory is not None and (drops_nothing or memory == _memory(source)) else None
+
+
+def random_refused(node: fx.Node) -> GraphparError:
+    return GraphparError(
+        f"The model draws random numbers with {node.target}{where(node)}. graphpar reproduces dropout for any split; other random "
+        "operators would give other numbers than on one device. Pass the random tensor as an input instead."
+    )

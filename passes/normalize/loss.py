@@ -1,0 +1,434 @@
+"""``share_loss``: the loss of the whole batch as a sum over microbatches.
+
+The program's loss is rewritten so that each microbatch returns its share, and the shares add up to exactly what the
+single-device program computes on the global batch:
+
+    cross_entropy(mean, ignore_index)   ->  cross_entropy(sum) / valid_labels
+    x.mean() over the batch             ->  x.sum() / (rows * n)
+    (x * mask).sum() / mask.sum()       ->  (x * mask).sum() / mask_sum
+
+The denominators (``valid_labels``, ``rows``, ``mask_sum``) depend on inputs and targets alone: they are computed once a
+step over the whole batch and given to every microbatch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.ir.program import Coupling, Program, batch_coefficients, operator_name, value_of
+from graphpar.operators.batch import Additive, Analysis, Coupled, Fixed, Rows
+from graphpar.operators.batch_states import is_size, number_arguments, size_factor
+from graphpar.passes.normalize.functional import infer
+from graphpar.passes.normalize.reductions import (
+    ARITHMETIC,
+    CLASS_LOSSES,
+    MEAN,
+    NONE,
+    SUM,
+    arguments_of,
+    dtype_now,
+    elements,
+    reduction_place,
+    tensor_overload,
+    with_reduction,
+)
+from graphpar.passes.normalize.simplify import remove_dead_code
+
+_aten = torch.ops.aten
+
+def share_loss(program: Program) -> Program:
+    """Program -> Program whose loss is a microbatch's share; says what mixes examples."""
+    if program.unsplittable is not None:  # it runs whole, so its loss needs no shares
+        return program
+    rewriter = _Shares(program)
+    couplings = rewriter.rewrite()
+    if program.mode != "train" or rewriter.failure is not None:
+        reason = rewriter.failure or program.unsplittable
+        return program.with_graph(program.graph, couplings=couplings, unsplittable=reason)
+    counts = rewriter.counts_graph()
+    remove_dead_code(rewriter.graph)
+    return program.with_graph(
+        rewriter.graph,
+        couplings=couplings,
+        counts=counts,
+        count_names=tuple(str(count.target) for count, _ in rewriter.counts),
+    )
+
+
+class _Shares:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        self.graph.output(self.graph.graph_copy(program.graph, copies))
+        dims = {entry.name: entry.batch_dim for entry in program.inputs}
+        self.analysis = Analysis(dims, program.parameters)
+        self.counts: list[tuple[fx.Node, fx.Node]] = []  # (placeholder in the program, what it counts)
+        self.known: dict[tuple[Any, ...], fx.Node] = {}
+        self.failure: str | None = None
+
+    def rewrite(self) -> tuple[Coupling, ...]:
+        for node in list(self.graph.nodes):
+            if node.op == "output":
+                self._finish(node)
+            elif self.program.mode != "train" or self._rewritten(node) is None:
+                self.analysis.visit(node)
+        return tuple(dict.fromkeys(_coupling(state) for state in self.analysis.couplings))
+
+    def _finish(self, output: fx.Node) -> None:
+        if self.program.mode != "train":
+            return self._check_outputs(output)
+        (loss,) = output.args[0]  # type: ignore[misc, str-unpack]
+        assert isinstance(loss, fx.Node)
+        state = self.analysis.states[loss]
+        if isinstance(state, Fixed):
+            with self.graph.inserting_before(output):
+                loss = self._scaled(loss, loss)
+            output.args = ((loss,),)
+        elif not isinstance(state, Additive):
+            reason = state.reason if isinstance(state, Coupled) else "it is no sum or mean over examples"
+            self.failure = f"the loss can't be computed a microbatch at a time: {reason}"
+        return None
+
+    def _check_outputs(self, output: fx.Node) -> None:
+        """The outputs of inference are put together along the batch, so each must be rows in the batch's order."""
+        for node, entry in zip(output.args[0], self.program.outputs):  # type: ignore[arg-type]
+            state = self.analysis.states[node] if isinstance(node, fx.Node) else Fixed()
+            rows = isinstance(state, Rows) and (state.outer, state.order, state.kind) == (1, None, "values")
+            if not rows and not isinstance(state, Fixed):
+                reason = state.reason if isinstance(state, Coupled) else "it is no row of each example"
+                self.failure = f"the output {entry.name!r} can't be computed a microbatch at a time: {reason}"
+
+    # ---- rewriting one operator ----
+
+    def _rewritten(self, node: fx.Node) -> fx.Node | None:
+        """The node that took ``node``'s place, or None where it stands as it is."""
+        if node.op != "call_function" or is_size(node):
+            return None
+        name = operator_name(node)
+        with self.graph.inserting_before(node):
+            self._count_rows_globally(node)
+            if reduction_place(node) is not None and any(isinstance(s, Rows) for _, s in self.analysis.operands(node)):
+                return self._loss(node, name)
+            if name == "mean" and self._over_batch(node):
+                return self._mean(node)
+            self._divide_by_global(node)
+            if name in ("add", "sub", "rsub", "stack", "cat"):
+                self._share_fixed(node, name)
+        return None
+
+    def _over_batch(self, node: fx.Node) -> bool:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        state = self.analysis.states[source]
+        if not isinstance(state, Rows):
+            return False
+        ndim = value_of(source).ndim
+        dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(ndim)
+        return state.dim in {dim % ndim for dim in dims}  # type: ignore[union-attr, operator]
+
+    def _mean(self, node: fx.Node) -> fx.Node:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        state = self.analysis.states[source]
+        assert isinstance(state, Rows)
+        if len(node.args) > 1:
+            total = self._new(_aten.sum.dim_IntList, node.args, dict(node.kwargs), node)
+        else:
+            total = self._new(_aten.sum.default, (self._wide(source),), dict(node.kwargs), node)
+        count = self._rows(elements(source) // elements(node))
+        return self._put(node, self._quotient(total, count, node))
+
+    def _quotient(self, total: fx.Node, count: fx.Node, like: fx.Node) -> fx.Node:
+        """``total / count``, as well known before the step as ``total`` is."""
+        pure = self.analysis.states[total].pure
+        quotient = self._new(_aten.div.Tensor, (total, count), {}, like)
+        if isinstance(self.analysis.states[quotient], Additive):
+            self.analysis.states[quotient] = Additive(pure)
+        return quotient
+
+    def _wide(self, source: fx.Node) -> fx.Node:
+        """A sum in float16 could overflow where the mean does not."""
+        if value_of(source).dtype is not torch.float16:
+            return source
+        return self._new(_aten.to.dtype, (source, torch.float32), {}, source)
+
+    def _loss(self, node: fx.Node, name: str) -> fx.Node | None:
+        """A loss with ``reduction=mean`` becomes its sum over what the mean of the whole batch divides by."""
+        place = reduction_place(node)
+        assert place is not None
+        given = arguments_of(node)
+        reduction = given[place]
+        if reduction == NONE:
+            return None
+        each = with_reduction(self.graph, node, given, place, NONE)
+        state = self.analysis.state_of(each)
+        if not isinstance(state, Rows):
+            self.graph.erase_node(each)
+            return None
+        self.analysis.states[each] = state
+        source = given[0]
+        assert isinstance(source, fx.Node)
+        given[0] = self._wide(source)
+        total = with_reduction(self.graph, node, given, place, SUM)
+        self.analysis.states[total] = Additive(state.pure)
+        if reduction == MEAN:
+            labels = name in CLASS_LOSSES and not value_of(node.args[1]).is_floating_point()  # type: ignore[arg-type]
+            divisor = self._valid(node) if labels else self._rows(elements(each))
+            total = self._quotient(total, divisor, node)
+        self.graph.erase_node(each)
+        return self._put(node, total)
+
+    def _valid(self, node: fx.Node) -> fx.Node:
+        """The denominator of a mean class loss: how many labels are not ignored, or the sum of their weights."""
+        target = node.args[1]
+        assert isinstance(target, fx.Node)
+        given = dict(zip(["input", "target", "weight", "reduction", "ignore_index"], node.args)) | dict(node.kwargs)
+        weight, ignored = given.get("weight"), given.get("ignore_index", -100)
+        key = ("valid", target, weight, ignored)
+        if key not in self.known:
+            valid = self._new(_aten.ne.Scalar, (target, ignored), {}, target)
+            if isinstance(weight, fx.Node):
+                flat = self._new(_aten.mul.Tensor, (target, valid), {}, target)
+                column = self._new(_aten.unsqueeze.default, (weight, -1), {}, node)
+                chosen = self._new(_aten.embedding.default, (column, flat), {}, target)
+                valid = self._new(_aten.mul.Tensor, (self._new(_aten.squeeze.dim, (chosen, -1), {}, target), valid), {}, target)
+            total = self._new(_aten.sum.default, (valid,), {}, node)
+            label = _input_behind(target)
+            self.known[key] = self._global_value(total, f"valid_{label}" if label else "valid_labels") or total
+        return self.known[key]
+
+    # ---- batch sizes as numbers ----
+
+    def _count_rows_globally(self, node: fx.Node) -> None:
+        """``x / batch``: the number is that of the whole batch."""
+        filled = operator_name(node) in ("scalar_tensor", "full", "new_full", "full_like")
+        if filled and not any(c is not None for c in batch_coefficients(node)):
+            return  # a tensor that holds a batch size is a sum over examples like any other
+        for place, size in list(number_arguments(node)):
+            number = None if size_factor(size) == 0 else self._global_number(size)
+            if number is None:
+                continue
+            if isinstance(place, int):
+                node.update_arg(place, number)
+            else:
+                node.update_kwarg(place, number)
+            target = node.target
+            tensor_overload(node)
+            if dtype_now(node) != value_of(node).dtype:  # the analysis will say that it can't be done
+                node.target = target
+                node.replace_input_with(number, size)
+
+    def _global_number(self, size: fx.Node) -> fx.Node | None:
+        """Arithmetic with the batch size, repeated with the count of all rows."""
+        factor = size_factor(size)
+        if factor:
+            return self._rows(factor)
+        if size.target is torch.sym_float:
+            return self._global_number(size.args[0])  # type: ignore[arg-type]
+        if size.target not in ARITHMETIC or len(size.args) != 2:
+            return None
+        example = self._batch_input()
+        operands: list[fx.Node] = []
+        for argument in size.args:
+            if isinstance(argument, fx.Node) and size_factor(argument) != 0:
+                found = self._global_number(argument)
+            else:
+                number = value_of(argument) if isinstance(argument, fx.Node) else argument
+                found = self.graph.call_function(_aten.scalar_tensor.default, (number,), {"dtype": torch.float32})
+                found.meta = self._scalar_meta()
+                self.analysis.states[found] = Fixed()
+            if found is None:
+                return None
+            operands.append(found)
+        return self._new(ARITHMETIC[size.target], tuple(operands), {}, example)  # type: ignore[index]
+
+    # ---- sums over examples that are known before the step ----
+
+    def _divide_by_global(self, node: fx.Node) -> None:
+        """A sum over examples that is known before the step stands for the global sum wherever it is not just added up."""
+        states = self.analysis.states
+        pure = [
+            argument
+            for argument in node.all_input_nodes
+            if isinstance(state := states[argument], Additive) and state.pure and isinstance(value_of(argument), Tensor)
+        ]
+        if not pure or isinstance(self.analysis.state_of(node), Additive):
+            return
+        for argument in pure:
+            replacement = self._global_value(argument, _count_name(argument))
+            if replacement is not None:
+                node.replace_input_with(argument, replacement)
+
+    def _global_value(self, node: fx.Node, name: str) -> fx.Node | None:
+        """The value of the pure sum ``node`` over the whole batch; None where other counts must be known first."""
+        state = self.analysis.states[node]
+        if not isinstance(state, Additive) or not state.pure:
+            reason = "the loss divides by a sum that depends on parameters or on another such sum"
+            self.analysis.couplings.append(Coupled(reason, node))
+            return None
+        if ("global", node) not in self.known:
+            counted = any(count in _ancestors(node) for count, _ in self.counts)
+            self.known[("global", node)] = self._rebuilt(node) if counted else self._global(node, name)
+        return self.known[("global", node)]
+
+    def _rebuilt(self, node: fx.Node) -> fx.Node:
+        """A linear function of sums, of which some are divided by counts: the same function of the global sums."""
+        replacements: dict[fx.Node, fx.Node] = {}
+        for argument in node.all_input_nodes:
+            if isinstance(self.analysis.states[argument], Additive) and isinstance(value_of(argument), Tensor):
+                replacements[argument] = self._global_value(argument, _count_name(argument)) or argument
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: replacements.get(n, n))
+        return self._new(node.target, args, kwargs, node)
+
+    def _share_fixed(self, node: fx.Node, name: str) -> None:
+        """sum over examples + constant: each microbatch adds its share of the constant."""
+        parts = node.args[0] if name in ("stack", "cat") else node.args[:2]
+        assert isinstance(parts, list | tuple)
+        states = [self.analysis.states[part] if isinstance(part, fx.Node) else Fixed() for part in parts]
+        sums = [state for state in states if isinstance(state, Additive)]
+        if not sums or not all(isinstance(state, Additive | Fixed) for state in states) or len(sums) == len(states):
+            return
+        like = next(part for part in parts if isinstance(part, fx.Node))
+        shares = [self._scaled(part, like) if isinstance(state, Fixed) else part for part, state in zip(parts, states)]
+        if name in ("stack", "cat"):
+            node.args = (shares, *node.args[1:])
+            return
+        node.args = (*shares, *node.args[2:])
+        tensor_overload(node)
+        if name == "rsub":
+            first, second, *rest = node.args
+            node.target, node.args = _aten.sub.Tensor, (second, first)
+            if rest and rest[0] != 1:  # other - alpha * self
+                node.kwargs = {"alpha": rest[0]}
+
+    def _scaled(self, fixed: Any, like: fx.Node) -> fx.Node:
+        """``fixed`` times this microbatch's part of the rows."""
+        part = self._new(_aten.div.Tensor, (self._row_count(), self._rows(1)), {}, like)
+        self.analysis.states[part] = Additive(pure=False)
+        target, args = (_aten.mul.Tensor, (fixed, part)) if isinstance(fixed, fx.Node) else (_aten.mul.Scalar, (part, fixed))
+        shared = self._new(target, args, {}, like)
+        self.analysis.states[shared] = Additive(pure=False)
+        return shared
+
+    # ---- counts ----
+
+    def _rows(self, factor: int) -> fx.Node:
+        """rows of the global batch times ``factor``."""
+        if ("rows",) not in self.known:
+            self.known[("rows",)] = self._global(self._row_count(), "rows")
+        rows = self.known[("rows",)]
+        return rows if factor == 1 else self._new(_aten.mul.Tensor, (rows, factor), {}, self._batch_input())
+
+    def _row_count(self) -> fx.Node:
+        example = self._batch_input()
+        dim = self.program.input(str(example.target)).batch_dim
+        size = self.graph.call_function(_aten.sym_size.int, (example, dim))
+        size.meta = {"val": value_of(example).shape[dim], "module_stack": (), "batch_factor": 1}
+        count = self.graph.call_function(_aten.scalar_tensor.default, (size,), {"dtype": torch.float32})
+        count.meta = self._scalar_meta()
+        self.analysis.states[size] = self.analysis.states[count] = Additive()
+        return count
+
+    def _scalar_meta(self) -> dict[str, Any]:
+        with value_of(self._batch_input()).fake_mode:
+            return {"val": torch.empty((), dtype=torch.float32), "module_stack": ()}
+
+    def _batch_input(self) -> fx.Node:
+        """The input that counts rows: a target where there is one, so that it is at hand where the loss is."""
+        batched = [entry for entry in self.program.inputs if entry.batch_dim is not None]
+        chosen = next((entry for entry in batched if entry.role == "target"), batched[0])
+        labels = next((entry for entry in batched if "label" in entry.name), chosen)
+        found: fx.Node = next(n for n in self.graph.nodes if n.op == "placeholder" and n.target == labels.name)
+        return found
+
+    def _global(self, node: fx.Node, name: str) -> fx.Node:
+        """A placeholder for the global value of ``node``, a sum over examples that is known before the step."""
+        taken = {str(n.target) for n in self.graph.nodes if n.op == "placeholder"}
+        unique, suffix = name, 2
+        while unique in taken:
+            unique, suffix = f"{name}_{suffix}", suffix + 1
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        with self.graph.inserting_after(placeholders[-1]):
+            count = self.graph.placeholder(unique)
+        count.meta = {"val": value_of(node), "module_stack": ()}
+        if not self.program.symbolic:
+            count.meta["batch_coefficients"] = (None,) * value_of(node).ndim
+        self.analysis.states[count] = Fixed(pure=False)  # known before the step, but not to what is counted for it
+        self.counts.append((count, node))
+        return count
+
+    def counts_graph(self) -> fx.Graph | None:
+        """The denominators as a graph of inputs and constants; run a microbatch at a time, its results add up."""
+        if not self.counts:
+            return None
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        needed: set[fx.Node] = set()
+        pending = [node for _, node in self.counts]
+        while pending:
+            node = pending.pop()
+            if node not in needed:
+                needed.add(node)
+                pending.extend(node.all_input_nodes)
+        for node in self.graph.nodes:
+            if node in needed:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for _, node in self.counts))
+        return graph
+
+    # ---- building nodes ----
+
+    def _new(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
+        node = infer(self.graph.call_function(target, args, kwargs), like)
+        self.analysis.visit(node)
+        return node
+
+    def _put(self, old: fx.Node, new: fx.Node) -> fx.Node:
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+        return new
+
+
+def _coupling(state: Coupled) -> Coupling:
+    if state.node is None:
+        return Coupling(state.reason)
+    source, stack = state.node.meta.get("source"), state.node.meta.get("module_stack", ())
+    return Coupling(state.reason, stack[-1][0] if stack else "", f"{source.file}:{source.line}" if source else "")
+
+
+def _input_behind(node: fx.Node) -> str | None:
+    """The one input that ``node`` was made of, if it is one."""
+    seen: set[fx.Node] = set()
+    pending, inputs = [node], set()
+    while pending:
+        current = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current.op == "placeholder":
+            inputs.add(str(current.target))
+        pending.extend(current.all_input_nodes)
+    return inputs.pop() if len(inputs) == 1 else None
+
+
+def _count_name(node: fx.Node) -> str:
+    source = node.meta.get("source")
+    if source is not None and source.targets and len(source.targets) == 1 and source.targets[0] != "loss":
+        return str(source.targets[0])
+    behind = _input_behind(node)
+    return f"{behind}_sum" if behind else "total"
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current not in found:
+            found.add(current)
+            pending.extend(current.all_input_nodes)
+    return found

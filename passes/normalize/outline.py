@@ -1,0 +1,450 @@
+"""``outline``: modules that repeat become blocks, one definition for all isomorphic instances.
+
+    root:  embedding, [ops of h.0], [ops of h.1], ..., norm     ->    embedding, h.0(x), h.1(x), ..., norm
+                                                                       blocks: GPT2Block = the one graph of all h.*
+
+A class of modules is outlined where two of its outermost instances have the same structural hash: operators, literals,
+shapes of parameters, which of its names are one parameter, and how inputs and results are wired. Names play no part, so it works
+for ``h``, ``layers`` or
+``stages.2.blocks``; a ResNet's stages differ, so the search goes on inside them and finds the residual blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.emitted import random_streams
+from graphpar.ir.program import (
+    Block,
+    Program,
+    TensorInfo,
+    batch_coefficients,
+    operator_name,
+    size_coefficient,
+    unique_names,
+    value_of,
+)
+from graphpar.passes.normalize.applications import side_by_side
+from graphpar.passes.normalize.simplify import remove_dead_code
+
+_aten = torch.ops.aten
+_CONTAINERS = "torch.nn.modules.container."
+
+
+@dataclass
+class _Region:
+    """One call of one module: its operators, what flows in and out."""
+
+    call: str
+    path: str
+    module_class: str
+    depth: int
+    nodes: list[fx.Node] = field(default_factory=list)
+    ancestors: tuple[str, ...] = ()
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    first_stream: int | None = None
+    digest: str = ""
+
+
+def outline(program: Program) -> Program:
+    """Program -> Program whose repeated modules are ``call_module`` nodes."""
+    regions = _regions(program)
+    chosen = _choose(program, regions)
+    if not chosen:
+        return program
+    names = _block_names(chosen)
+    return _rebuilt(program, chosen, names)
+
+
+# ---- finding what repeats --------------------------------------------------------------------------------------
+
+
+def _regions(program: Program) -> list[_Region]:
+    regions: dict[str, _Region] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or isinstance(value_of(node), torch.SymInt):
+            continue  # batch sizes are read off each block's own inputs
+        ancestors: tuple[str, ...] = ()
+        for depth, (path, module_class, call) in enumerate(node.meta.get("module_stack", ())):
+            region = regions.get(call)
+            if region is None:
+                region = regions[call] = _Region(call, path, module_class, depth, ancestors=ancestors)
+            region.nodes.append(node)
+            ancestors += (call,)
+    return [region for region in regions.values() if region.path]
+
+
+def _choose(program: Program, regions: list[_Region]) -> list[_Region]:
+    """The outermost classes that repeat, and all their instances; each instance is outlined once."""
+    total = max(1, program.parameter_count())
+    by_class: dict[str, list[_Region]] = {}
+    for region in regions:
+        # One operator is no block; nor is one with casts around it, as autocast has them.
+        operators = sum(operator_name(node) not in ("to", "detach") for node in region.nodes)
+        if not region.module_class.startswith(_CONTAINERS) and operators > 1:
+            by_class.setdefault(region.module_class, []).append(region)
+    order = {node: index for index, node in enumerate(program.graph.nodes)}
+    chosen: dict[str, _Region] = {}
+    enclosing: set[str] = set()
+    for _, candidates in sorted(by_class.items(), key=lambda item: min(region.depth for region in item[1])):
+        free = [
+            region
+            for region in candidates
+            if not any(call in chosen for call in region.ancestors) and region.call not in enclosing
+        ]
+        calls = {region.call for region in free}
+        free = [region for region in free if not any(call in calls for call in region.ancestors)]
+        if len(free) < 2 or not _substantial(program, free, total):
+            continue
+        free = _alike([region for region in free if _prepare(program, region, order)])
+        free = _undivided(program, free, regions)
+        digests = [region.digest for region in free]
+        if len(set(digests)) == len(digests):
+            continue
+        for region in free:
+            chosen[region.call] = region
+            enclosing.update(region.ancestors)
+    return sorted(chosen.values(), key=lambda region: order[region.nodes[0]])
+
+
+def _alike(found: Sequence[_Region]) -> list[_Region]:
+    """Without modules that compute something else each time they are called (another flag, another length): they have one class."""
+    digests: dict[str, set[str]] = {}
+    for region in found:
+        digests.setdefault(region.path, set()).add(region.digest)
+    return [region for region in found if len(digests[region.path]) == 1]
+
+
+def _undivided(program: Program, found: Sequence[_Region], regions: Sequence[_Region]) -> list[_Region]:
+    """Without networks that are no layers, but have layers or are applied to several inputs side by side: stages begin inside of them."""
+    alike: dict[str, list[_Region]] = {}
+    for region in found:
+        alike.setdefault(region.digest, []).append(region)
+    networks = [
+        group
+        for group in alike.values()
+        if len(group) > 1
+        and len({region.path for region in group}) == 1
+        and (side_by_side([region.nodes for region in group]) or _has_layers(program, group[0], regions))
+    ]
+    left_out = {region.call for group in networks for region in group}
+    return [region for region in found if region.call not in left_out]
+
+
+def _has_layers(program: Program, network: _Region, regions: Sequence[_Region]) -> bool:
+    """Whether some module with several parameterised parts is in it more than once."""
+    paths: dict[str, set[str]] = {}
+    for region in regions:
+        if network.call in region.ancestors and not region.module_class.startswith(_CONTAINERS) and len(_owners(program, region)) > 1:
+            paths.setdefault(region.module_class, set()).add(region.path)
+    return any(len(found) > 1 for found in paths.values())
+
+
+def _owners(program: Program, region: _Region) -> set[str]:
+    """The modules below a region that have parameters of their own."""
+    prefix = f"{region.path}."
+    return {name.rpartition(".")[0] for name in program.parameters if name.startswith(prefix)}
+
+
+def _attributes(program: Program, path: str) -> list[str]:
+    """Parameters, buffers and constants below ``path``, relative to it."""
+    prefix = path + "."
+    names = [
+        *program.parameters,
+        *program.buffers,
+        *(name for name in program.constants if name not in program.buffers),
+    ]
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+
+
+def _substantial(program: Program, regions: list[_Region], total: int) -> bool:
+    """Worth a definition of its own: several layers with parameters, or a part of the model that counts."""
+    region = regions[0]
+    size = sum(info.numel for name, info in program.parameters.items() if name.startswith(f"{region.path}."))
+    return len(_owners(program, region)) > 1 or size * len(regions) * 10 > total
+
+
+def _prepare(program: Program, region: _Region, order: dict[fx.Node, int]) -> bool:
+    """Fills in inputs, outputs and digest; False where the region can't be cut out of the graph."""
+    inside = set(region.nodes)
+    streams = [int(node.args[1]) for node in region.nodes if node.target is random_streams.stream]  # type: ignore[arg-type]
+    region.first_stream = min(streams, default=None)
+    region.inputs = []
+    for node in region.nodes:
+        for argument in node.all_input_nodes:
+            local = argument.op == "get_attr" and str(argument.target).startswith(region.path + ".")
+            if argument not in inside and argument not in region.inputs and not local:
+                region.inputs.append(argument)
+    region.outputs = [node for node in region.nodes if any(user not in inside for user in node.users)]
+    if not region.outputs or any(not isinstance(value_of(node), Tensor) for node in region.outputs):
+        return False
+    if not _convex(region, inside, order):
+        return False
+    region.digest = _digest(program, region)
+    return True
+
+
+def _convex(region: _Region, inside: set[fx.Node], order: dict[fx.Node, int]) -> bool:
+    """Whether no path leaves the region and comes back."""
+    first, last = order[region.nodes[0]], order[region.nodes[-1]]
+    if last - first + 1 == len(region.nodes):
+        return True
+    after: set[fx.Node] = set()
+    node = region.nodes[0]
+    while node is not region.nodes[-1]:
+        if node not in inside and any(argument in inside or argument in after for argument in node.all_input_nodes):
+            after.add(node)
+        if node in inside and any(argument in after for argument in node.all_input_nodes):
+            return False
+        node = node.next
+    return not any(argument in after for argument in node.all_input_nodes)
+
+
+def _digest(program: Program, region: _Region) -> str:
+    index = {node: number for number, node in enumerate(region.nodes)}
+    inputs = {node: number for number, node in enumerate(region.inputs)}
+
+    def word(argument: fx.Node) -> Any:
+        if argument in index:
+            return ("value", index[argument])
+        if argument in inputs:
+            return ("input", inputs[argument])
+        return ("attribute", str(argument.target).removeprefix(region.path + "."))
+
+    digest = hashlib.sha256()
+    for name in _attributes(program, region.path):
+        digest.update(repr((name, _shown(program.tensor_info(f"{region.path}.{name}")))).encode())
+    digest.update(repr(program.ties_below(region.path)).encode())  # one class says what is one parameter in it
+    for node in region.inputs:
+        digest.update(repr(_signature(node)).encode())
+    for node in region.nodes:
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Word(word(n)))  # type: ignore[arg-type, return-value]
+        if node.target is random_streams.stream:
+            args = (args[0], args[1] - (region.first_stream or 0))  # type: ignore[operator]
+        paths = tuple(
+            path.removeprefix(region.path) for path, _, _ in node.meta["module_stack"] if path.startswith(region.path)
+        )
+        digest.update(repr((str(node.target), args, sorted(kwargs.items()), _signature(node), paths)).encode())
+    digest.update(repr([index[node] for node in region.outputs]).encode())
+    return digest.hexdigest()
+
+
+class _Word:
+    """A node's place in the region, printed as such."""
+
+    def __init__(self, text: Any) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return repr(self.text)
+
+
+def _shown(info: TensorInfo) -> tuple[Any, ...]:
+    return (info.kind, info.shape, str(info.dtype), info.requires_grad, info.persistent)
+
+
+def _signature(node: fx.Node) -> Any:
+    value = value_of(node)
+    if isinstance(value, Tensor):
+        return (tuple(str(size) for size in value.shape), str(value.dtype), batch_coefficients(node))
+    return str(type(value))
+
+
+# ---- names -----------------------------------------------------------------------------------------------------
+
+
+def _block_names(regions: list[_Region]) -> dict[str, str]:
+    """digest -> class name: the user's class, told apart by where its variants stand where there are several."""
+    names: dict[str, str] = {}
+    by_class: dict[str, dict[str, list[str]]] = {}
+    for region in regions:
+        simple = region.module_class.rpartition(".")[2]
+        by_class.setdefault(simple, {}).setdefault(region.digest, []).append(region.path)
+    for simple, variants in by_class.items():
+        if len(variants) == 1:
+            names[next(iter(variants))] = simple
+            continue
+        prefixes = {digest: _common_prefix(paths) for digest, paths in variants.items()}
+        positions = max(len(prefix) for prefix in prefixes.values())
+        shared = [
+            position
+            for position in range(positions)
+            if all(position < len(prefix) for prefix in prefixes.values())
+            and len({prefix[position] for prefix in prefixes.values()}) == 1
+        ]
+        for digest, prefix in prefixes.items():
+            parts = [part for position, part in enumerate(prefix) if position not in shared]
+            name = simple
+            for part in parts:
+                word = "".join(piece[:1].upper() + piece[1:] for piece in part.split("_"))
+                name += f"_{word}" if word[:1].isdigit() and name[-1:].isdigit() else word
+            while name in names.values():
+                name += "Variant"
+            names[digest] = name
+    return names
+
+
+def _common_prefix(paths: Iterable[str]) -> list[str]:
+    split = [path.split(".") for path in paths]
+    prefix: list[str] = []
+    for parts in zip(*split):
+        if len(set(parts)) > 1:
+            break
+        prefix.append(parts[0])
+    return prefix
+
+
+# ---- building --------------------------------------------------------------------------------------------------
+
+
+def _rebuilt(program: Program, chosen: list[_Region], names: dict[str, str]) -> Program:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    owner = {node: region for region in chosen for node in region.nodes}
+    blocks: dict[str, Block] = {}
+    waiting: list[fx.Node] = list(program.graph.nodes)
+    done: set[str] = set()
+    keys = next((n for n in program.graph.nodes if n.op == "placeholder" and n.target == "sample_keys"), None)
+
+    def emit(node: fx.Node) -> None:
+        """Copies ``node`` (or calls its region), what it needs first."""
+        if node in env:
+            return
+        region = owner.get(node)
+        if region is None:
+            for argument in node.all_input_nodes:
+                emit(argument)
+            env[node] = graph.node_copy(node, env.__getitem__)
+            return
+        if region.call in done:
+            return
+        for argument in region.inputs:
+            emit(argument)
+        done.add(region.call)
+        _call(program, graph, region, names[region.digest], blocks, env, keys)
+
+    for node in waiting:
+        emit(node)
+    remove_dead_code(graph)
+    return program.with_graph(graph, blocks=blocks)
+
+
+def _call(
+    program: Program,
+    graph: fx.Graph,
+    region: _Region,
+    name: str,
+    blocks: dict[str, Block],
+    env: dict[fx.Node, fx.Node],
+    keys: fx.Node | None,
+) -> None:
+    block_graph, used = _block_graph(region, keys)
+    block = blocks.setdefault(name, Block(name, region.module_class, block_graph))
+    block.instances.append(region.path)
+    if len(block.instances) == 2:  # what the first instance takes is named by what comes before all of them
+        placeholders = [node for node in block.graph.nodes if node.op == "placeholder"]
+        for placeholder, own in zip(placeholders, [node for node in block_graph.nodes if node.op == "placeholder"]):
+            placeholder.target = own.target
+    arguments = []
+    for node in used:
+        if node is keys and region.first_stream is not None:
+            own = graph.call_function(random_streams.stream, (env[node], region.first_stream))
+            own.meta = dict(node.meta)
+            arguments.append(own)
+        else:
+            arguments.append(env[node])
+    call = graph.call_module(region.path, tuple(arguments))
+    call.meta = {
+        "block": name,
+        "module_stack": next(n.meta["module_stack"] for n in region.nodes),
+        "source": region.outputs[-1].meta.get("source"),
+    }
+    call.meta["module_stack"] = _stack_up_to(call.meta["module_stack"], region.call)
+    if any(node.meta.get("stage_begins") for node in region.nodes[:1]):
+        call.meta["stage_begins"] = True
+    if len(region.outputs) == 1:
+        (output,) = region.outputs
+        call.meta |= {key: output.meta[key] for key in ("val", "batch_coefficients") if key in output.meta}
+        env[output] = call
+        return
+    call.meta["val"] = tuple(value_of(output) for output in region.outputs)
+    for position, output in enumerate(region.outputs):
+        item = graph.call_function(operator.getitem, (call, position))
+        item.meta = {key: output.meta[key] for key in ("val", "batch_coefficients", "source") if key in output.meta}
+        item.meta["module_stack"] = call.meta["module_stack"]
+        env[output] = item
+
+
+def _stack_up_to(stack: tuple[tuple[str, str, str], ...], call: str) -> tuple[tuple[str, str, str], ...]:
+    for position, entry in enumerate(stack):
+        if entry[2] == call:
+            return stack[: position + 1]
+    return stack
+
+
+def _block_graph(region: _Region, keys: fx.Node | None) -> tuple[fx.Graph, list[fx.Node]]:
+    """The region as a graph of its own, and the outer values that it takes. Batch sizes are read off those values."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    taken = [node for node in region.inputs if not isinstance(value_of(node), torch.SymInt)]
+    names = unique_names(taken)
+    for node in taken:
+        env[node] = graph.placeholder(names[node])
+        env[node].meta = dict(node.meta)
+    for node in region.inputs:
+        if node in taken:
+            continue
+        size = local_size(graph, [env[n] for n in taken], value_of(node))
+        if size is None:
+            taken.append(node)
+            size = graph.placeholder(node.name)
+            size.meta = dict(node.meta)
+        env[node] = size
+
+    def mapped(argument: fx.Node) -> fx.Node:
+        if argument not in env:
+            env[argument] = graph.get_attr(str(argument.target).removeprefix(region.path + "."))
+            env[argument].meta = dict(argument.meta)
+        return env[argument]
+
+    for node in region.nodes:
+        if node.target is random_streams.stream and node.args[0] is keys:
+            offset = int(node.args[1]) - (region.first_stream or 0)  # type: ignore[arg-type]
+            if offset == 0:
+                env[node] = mapped(node.args[0])  # type: ignore[arg-type]
+                continue
+            env[node] = graph.call_function(random_streams.stream, (mapped(node.args[0]), offset))  # type: ignore[arg-type]
+            env[node].meta = dict(node.meta)
+            continue
+        env[node] = graph.node_copy(node, mapped)
+    results = tuple(env[node] for node in region.outputs)
+    graph.output(results[0] if len(results) == 1 else results)
+    return graph, taken
+
+
+def local_size(graph: fx.Graph, tensors: list[fx.Node], size: Any) -> fx.Node | None:
+    """A node that reads ``size`` (a multiple of the batch) off one of ``tensors``, where one has a dim that divides it."""
+    wanted = size_coefficient(size)
+    for tensor in tensors:
+        value = value_of(tensor)
+        if wanted is None or not isinstance(value, Tensor):
+            continue
+        for dim, own in enumerate(value.shape):
+            coefficient = size_coefficient(own)
+            if coefficient is None or wanted % coefficient:
+                continue
+            node = graph.call_function(_aten.sym_size.int, (tensor, dim))
+            node.meta = {"val": own, "module_stack": tensor.meta.get("module_stack", ())}
+            if wanted != coefficient:
+                node = graph.call_function(operator.mul, (node, wanted // coefficient))
+                node.meta = {"val": size, "module_stack": tensor.meta.get("module_stack", ())}
+            return node
+    return None

@@ -1,0 +1,146 @@
+"""``assign_streams``: every dropout draws from a stream of its own, keyed by the example.
+
+    dropout(x, p)  ->  dropout(x, p, stream(sample_keys, n), batch_dim)
+
+``sample_keys`` [batch] becomes a root input that is cut into microbatches like any other, so the masks are those of the
+whole batch on one device, however the program is split. Other random operators are refused: their numbers would change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.emitted import random_streams
+from graphpar.errors import GraphparError
+from graphpar.frontend.fixed_size import TWIN, Twin
+from graphpar.ir.program import Input, Program, operator_name, value_of
+from graphpar.operators.batch import Analysis, Rows
+from graphpar.passes.normalize.functional import infer, random_refused
+
+_aten = torch.ops.aten
+KEYS = "sample_keys"
+
+
+def assign_streams(program: Program) -> Program:
+    """Program -> Program whose random operators are functions of ``sample_keys``."""
+    random = [node for node in program.graph.nodes if _is_random(node)]
+    if not random:
+        return program
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(program.graph, copies)
+    graph.output(output)
+    keys = _keys_input(program, graph)
+    analysis = Analysis({entry.name: entry.batch_dim for entry in program.inputs} | {KEYS: 0}, program.parameters)
+    number = 0
+    for node in list(graph.nodes):
+        if node.op == "output":
+            continue
+        analysis.visit(node)
+        if _is_random(node):
+            _replace(graph, node, keys, number, analysis)
+            number += 1
+    inputs = (*program.inputs, Input(KEYS, (program.batch,), torch.int64, 0, "sample_keys"))
+    result = program.with_graph(graph, inputs=inputs, random_calls=number)
+    if any(operator_name(node) == "scaled_dot_product_attention" for node in random):
+        result = result.warn(
+            "Attention dropout is computed explicitly (no fused kernel), so that its masks don't depend on the split. "
+            "Set the attention dropout to 0 to keep the fused attention."
+        )
+    return result
+
+
+def _is_random(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = operator_name(node)
+    if name in ("dropout", "feature_dropout"):
+        return bool(node.args[2]) and bool(0.0 < node.args[1] < 1.0)  # type: ignore[operator]  # p = 1 drops everything
+    if name == "scaled_dot_product_attention":
+        return _attention_dropout(node) > 0.0
+    if name.startswith("empty") or _draws_nothing(node):
+        return False
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        raise random_refused(node)
+    return False
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """A recurrent layer without dropout between its layers, or not in training: (..., num_layers, dropout, train, ...)."""
+    if operator_name(node) not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        return False
+    dropout, train = node.args[5], node.args[6]
+    return not dropout or not train or bool(node.args[4] == 1)
+
+
+def _attention_dropout(node: fx.Node) -> float:
+    probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return float(probability)  # type: ignore[arg-type]
+
+
+def _keys_input(program: Program, graph: fx.Graph) -> fx.Node:
+    """A new int64 [batch] placeholder after the others, with a fake value like the other inputs'."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_after(placeholders[-1]):
+        keys = graph.placeholder(KEYS)
+    example, entry = next(
+        (node, entry) for node, entry in zip(placeholders, program.inputs) if entry.batch_dim is not None
+    )
+    value = value_of(example)
+    with value.fake_mode:
+        keys.meta["val"] = torch.empty(value.shape[entry.batch_dim], dtype=torch.int64)
+    if not program.symbolic:
+        keys.meta["batch_coefficients"] = (1,)
+        twin = example.meta.get(TWIN)
+        if twin is not None:
+            with twin.value.fake_mode:
+                moved = torch.empty(twin.value.shape[entry.batch_dim], dtype=torch.int64)
+            keys.meta[TWIN] = Twin(moved, twin.size, twin.other_size)
+    keys.meta["module_stack"] = ()
+    return keys
+
+
+def _replace(graph: fx.Graph, node: fx.Node, keys: fx.Node, number: int, analysis: Analysis) -> None:
+    name = operator_name(node)
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    state = analysis.states[source]
+    if not isinstance(state, Rows):
+        raise GraphparError(f"Dropout on a tensor without a batch dim ({node.name}); its masks could not follow the examples.")
+    with graph.inserting_before(node):
+        own = infer(graph.call_function(random_streams.stream, (keys, number)), node)
+        analysis.states[own] = Rows(0)
+        if state.inner > 1:
+            own = infer(graph.call_function(_aten.repeat_interleave.self_int, (own, state.inner)), node)
+            analysis.states[own] = Rows(0, 1, state.inner)
+        if state.outer > 1:
+            own = infer(graph.call_function(_aten.repeat.default, (own, [state.outer])), node)
+            analysis.states[own] = Rows(0, state.outer, state.inner)
+        if name == "scaled_dot_product_attention":
+            if state.dim != 0:
+                raise GraphparError(
+                    f"Attention with dropout needs the batch on dim 0 of the query, but it is on dim {state.dim}."
+                )
+            new = graph.call_function(random_streams.dropout_attention, *_attention_arguments(node, own))
+        else:
+            target = random_streams.dropout if name == "dropout" else random_streams.channel_dropout
+            new = graph.call_function(target, (source, node.args[1], own, state.dim, True))
+    new.meta = dict(node.meta)
+    analysis.states[new] = analysis.states[node]
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _attention_arguments(node: fx.Node, keys: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
+    given: dict[str, Any] = dict(zip(names, node.args)) | dict(node.kwargs)
+    query, key, value = given.pop("query"), given.pop("key"), given.pop("value")
+    for operand in (query, key, value):
+        tensor = value_of(operand)
+        if not isinstance(tensor, Tensor) or tensor.ndim != 4:
+            raise GraphparError("Attention with dropout needs query, key and value of shape [batch, heads, sequence, features].")
+    options = {name: item for name, item in given.items() if item is not None and item is not False}
+    return (query, key, value, keys), {**options, "training": True}

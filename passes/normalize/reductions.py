@@ -1,0 +1,87 @@
+"""Operators with a ``reduction``, and numbers that become tensors: what passes that rewrite means and sums have in common."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.ir.program import batch_coefficients, operator_name, value_of
+from graphpar.operators.batch_states import is_unknown
+from graphpar.passes.normalize.functional import infer
+
+_aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2
+
+# Mean class losses divide by the (weights of the) labels that count, all others by the number of elements.
+CLASS_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
+
+# Arithmetic with sizes, and the operators that do the same with the tensor that counts them.
+ARITHMETIC = {
+    operator.add: _aten.add.Tensor,
+    operator.sub: _aten.sub.Tensor,
+    operator.mul: _aten.mul.Tensor,
+    operator.truediv: _aten.div.Tensor,
+    operator.floordiv: _aten.floor_divide.default,
+    operator.pow: _aten.pow.Tensor_Tensor,
+}
+
+
+def reduction_place(node: fx.Node) -> int | None:
+    """Where a loss takes ``reduction``."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    names = [argument.name for argument in node.target._schema.arguments]
+    return names.index("reduction") if "reduction" in names else None
+
+
+def arguments_of(node: fx.Node) -> list[Any]:
+    """The positional arguments of an ATen operator, filled up with its schema's defaults and what is given by keyword."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    described = node.target._schema.arguments
+    defaults = [argument.default_value if argument.has_default_value() else None for argument in described]
+    given = [*node.args, *defaults[len(node.args) :]]
+    return [node.kwargs.get(argument.name, value) for argument, value in zip(described, given)]
+
+
+def with_reduction(graph: fx.Graph, node: fx.Node, given: list[Any], place: int, reduction: int) -> fx.Node:
+    """The loss ``node`` on the arguments ``given``, with another reduction."""
+    arguments = [*given[:place], reduction, *given[place + 1 :]]
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "reduction"}
+    positional = len(node.args) if len(node.args) > place else place + 1
+    arguments = arguments[: max(positional, place + 1)]
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    for name in names[: len(arguments)]:
+        kwargs.pop(name, None)
+    return infer(graph.call_function(node.target, tuple(arguments), kwargs), node)  # type: ignore[arg-type]
+
+
+def elements(node: fx.Node) -> int:
+    """Elements an example, or a chosen row: the size of ``node`` without the batch factor (its coefficient stays)."""
+    count = 1
+    for size, coefficient in zip(value_of(node).shape, batch_coefficients(node)):
+        if not is_unknown(size):
+            count *= int(size) if coefficient is None else coefficient
+    return count
+
+
+def dtype_now(node: fx.Node) -> torch.dtype | None:
+    """The dtype that ``node`` has on its present arguments; None where it can't run on them."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    assert callable(node.target)
+    try:
+        with next(v.fake_mode for n in node.all_input_nodes if hasattr(v := value_of(n), "fake_mode")):
+            return node.target(*args, **kwargs).dtype  # type: ignore[no-any-return]
+    except (RuntimeError, TypeError):
+        return None
+
+
+def tensor_overload(node: fx.Node) -> None:
+    """``div.Scalar`` by what is now a tensor is ``div.Tensor``."""
+    tensor = len(node.args) > 1 and isinstance(node.args[1], fx.Node) and isinstance(value_of(node.args[1]), Tensor)
+    if tensor and isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "Scalar":
+        packet = getattr(_aten, operator_name(node))
+        if hasattr(packet, "Tensor"):
+            node.target = packet.Tensor

@@ -1,0 +1,1 @@
+"""Meshes, schedules, microbatches, stages: what is searched, and what a user asks for."""

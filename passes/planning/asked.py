@@ -1,0 +1,207 @@
+"""``asked``: what somebody asks of a plan, checked before anything takes time, and then planned.
+
+    cluster, mesh, schedule, ... ──ask──► Asked, or an error without a program ──planned(program)──► Plan
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from graphpar.annotations.patterns import read_entry
+from graphpar.errors import GraphparError, near_match
+from graphpar.frontend.capture import DTYPES
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.plan import Plan, cuts_of
+from graphpar.ir.program import Program
+from graphpar.passes.planning.choose import (
+    Pins,
+    check_degrees,
+    check_microbatch_size,
+    check_pipelined,
+    checked_table,
+    choose,
+)
+from graphpar.passes.planning.planner import FREE_AXES, SHOWN
+from graphpar.passes.planning.planning import estimate_plan, search_plan
+from graphpar.schedules.registry import canonical_name, check_runnable, parse_table
+
+Splits = Sequence[str | Mapping[str, str]] | Mapping[str, Any] | Callable[[Program], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Pins, degrees of some axes, and how many devices there are where that is said (else as many as the mesh has)."""
+
+    pins: Pins
+    mesh: Mapping[str, int]
+    devices: int | None
+    split: Callable[[Program], Sequence[str]] | None = None
+    top: int = SHOWN
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.mesh.values()) if self.devices is None else self.devices
+
+    @property
+    def complete(self) -> bool:
+        """Whether no axis is left to the search."""
+        alone = not self.mesh and self.pins.cluster is None and self.size == 1
+        full = bool(self.mesh) and self.size == math.prod(self.mesh.values())
+        return self.pins.table is not None or alone or full or set(FREE_AXES) <= set(self.mesh)
+
+
+def ask(
+    cluster: Cluster | int | str | Path | None = None,
+    *,
+    devices: int | None = None,
+    global_batch: int | None = None,
+    mesh: Mapping[str, int] | str | None = None,
+    schedule: str | None = None,
+    microbatch_size: int | None = None,
+    split: Splits | None = None,
+    stages: Sequence[Sequence[str]] | None = None,
+    layers_per_stage: int | None = None,
+    edge_layers: tuple[int, int] | None = None,
+    table: str | None = None,
+    shard_plan: Mapping[str, Any] | None = None,
+    allow_batch_coupling: bool = False,
+    dtype: str | None = None,
+    top: int = SHOWN,
+) -> Asked:
+    """The arguments of :func:`graphpar.plan`, as far as they can be wrong whatever the program is.
+
+    Raises:
+        GraphparError: one of them is of a wrong kind, out of range, unknown, or against another.
+    """
+    hardware = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
+    counts = {"devices": devices, "global_batch": global_batch, "microbatch_size": microbatch_size, "layers_per_stage": layers_per_stage}
+    for name, value in counts.items():
+        _check_count(name, value)
+    _check_count("top", top, least=0)
+    if dtype is not None and dtype not in DTYPES:
+        raise GraphparError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.{near_match(str(dtype), DTYPES)}")
+    _check_edges(edge_layers)
+    count = _device_count(hardware, devices)
+    if count is None and not mesh and table is None:
+        count = 1
+    given = Mesh.pinned(Mesh.parse(mesh) if isinstance(mesh, str) else mesh, count)
+    if table is not None:
+        _check_table(table, schedule, given)
+    pins = Pins(
+        schedule=schedule,
+        microbatch_size=microbatch_size,
+        global_batch=global_batch,
+        cuts=None if split is None or callable(split) else cuts_of(split),
+        stages=None if stages is None else tuple(tuple(paths) for paths in stages),
+        table=table,
+        allow_batch_coupling=allow_batch_coupling,
+        dtype=dtype or "",
+        layers_per_stage=layers_per_stage,
+        edge_layers=edge_layers,
+        shard_plan=shard_plan,
+        cluster=hardware if isinstance(hardware, Cluster) else None,
+    )
+    asked = Asked(pins, given, count, split if callable(split) else None, top)
+    _check(asked)
+    return asked
+
+
+def planned(program: Program, asked: Asked) -> Plan:
+    """The plan of what is asked: chosen where the mesh is whole, else searched."""
+    pins = replace(asked.pins, dtype=_dtype(program, asked.pins.dtype))
+    if asked.split is not None:
+        pins = replace(pins, cuts=cuts_of(asked.split(program)))
+    if asked.complete:
+        chosen = choose(program, Mesh.resolve(asked.mesh, asked.devices), pins)
+        return chosen if pins.cluster is None else replace(chosen, predicted=estimate_plan(program, chosen, pins.cluster))
+    return search_plan(program, pins.cluster or Cluster.of_this_machine(asked.size), asked.mesh, pins, asked.top)
+
+
+def _dtype(program: Program, asked: str) -> str:
+    """In which the model is built: as ``export`` was told, or as is asked for."""
+    exported = None if program.source is None else program.source.dtype
+    if asked and exported not in (None, asked):
+        raise GraphparError(f"dtype is {asked!r}, but the program was exported in {exported!r}; leave it out, or export again.")
+    return asked or exported or "fp32"
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------
+
+
+def check_batch(asked: Asked, batch: int) -> None:
+    """Whether ``batch`` rows, where no other number is asked for, can be divided as asked.
+
+    Raises:
+        GraphparError: they can't.
+    """
+    rows = batch if asked.pins.global_batch is None else asked.pins.global_batch
+    replicas = asked.mesh.get("dp_replicate", 1)
+    check_degrees(Mesh(**asked.mesh), rows)
+    if asked.pins.microbatch_size is not None:
+        check_microbatch_size(asked.pins.microbatch_size, rows, replicas)
+
+
+def _check(asked: Asked) -> None:
+    """One thing against another."""
+    pins = asked.pins
+    check_degrees(Mesh(**asked.mesh), pins.global_batch)
+    if asked.complete:
+        mesh = Mesh.resolve(asked.mesh, asked.devices)
+        if pins.schedule is not None:
+            check_pipelined(pins.schedule, mesh)
+    if pins.schedule is not None:
+        check_runnable(canonical_name(pins.schedule))
+    if pins.global_batch is not None:
+        check_batch(asked, pins.global_batch)
+    pins.check_ways(asked.split is not None)
+    if pins.shard_plan is not None:
+        if not isinstance(pins.shard_plan, Mapping):
+            raise GraphparError(f"shard_plan is a {type(pins.shard_plan).__name__}; it must be a dict of patterns and styles.")
+        for pattern, value in pins.shard_plan.items():
+            read_entry(pattern, value)
+
+
+def _check_count(name: str, value: Any, least: int = 1) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise GraphparError(f"{name} is {value!r}; it must be a whole number.")
+    if value < least:
+        raise GraphparError(f"{name} is {value}; it must be at least {least}.")
+
+
+def _check_edges(edges: Any) -> None:
+    if edges is None:
+        return
+    if not isinstance(edges, tuple | list) or len(edges) != 2:
+        raise GraphparError(f"edge_layers is {edges!r}; it must be two numbers, of layers before and after.")
+    for value in edges:
+        _check_count("edge_layers", value, least=0)
+
+
+def _device_count(cluster: Any, devices: int | None) -> int | None:
+    """How many devices both say; None where neither does."""
+    if not isinstance(cluster, Cluster):
+        if cluster is not None and (isinstance(cluster, bool) or not isinstance(cluster, int)):
+            raise GraphparError(
+                f"cluster is a {type(cluster).__name__}; it must be a Cluster, a name such as '2xH100', a file, or a number of devices."
+            )
+        _check_count("the number of devices", cluster)
+    count = cluster.size if isinstance(cluster, Cluster) else cluster
+    if count is not None and devices is not None and count != devices:
+        what = f"the cluster {cluster} has" if isinstance(cluster, Cluster) else "the second argument says"
+        raise GraphparError(f"devices is {devices}, but {what} {count}; leave one of them out.")
+    return devices if count is None else count
+
+
+def _check_table(text: str, schedule: str | None, mesh: dict[str, int]) -> None:
+    """Whether a schedule of one's own can run at all; its rows are the ranks of ``mesh`` where that says nothing of them."""
+    if schedule is not None:
+        raise GraphparError(f"Give a schedule, {schedule!r}, or a table of your own, not both: each says what every rank runs.")
+    checked_table(text, mesh.setdefault("pp", parse_table(text).ranks))

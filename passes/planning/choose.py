@@ -1,0 +1,336 @@
+"""``choose``: from a program and a mesh to a :class:`~graphpar.ir.plan.Plan`.
+
+What a mesh leaves open gets what is usual: split points balanced by flops, 1F1B, about two microbatches a stage. The search over meshes,
+schedules and microbatches (:mod:`graphpar.passes.planning.planner`) comes before, and pins what it found.
+Whatever the user pinned is taken as it is, or refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graphpar.annotations.patterns import names_of, resolve
+from graphpar.cost_models.sharding import costs_for
+from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.plan import Cut, Plan, StagePlan
+from graphpar.ir.program import Program
+from graphpar.ir.sharding import Sharding
+from graphpar.passes.normalize.coupled import batch_warning, coupled_text
+from graphpar.passes.normalize.functional import written_buffers
+from graphpar.passes.planning.split_points import balanced_cuts, cuts_by_layers, cuts_from_lists, even_cuts, marked_cuts
+from graphpar.passes.sharding.costs import Workload
+from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
+from graphpar.passes.sharding.problem import build_problem
+from graphpar.passes.sharding.search import SearchPins, search, sharding_of, undivided_work
+from graphpar.passes.split import positions_of, split
+from graphpar.schedules.registry import (
+    ActionTable,
+    bubble_warning,
+    canonical_name,
+    check_deadlock,
+    check_legal,
+    check_runnable,
+    get_schedule,
+    legal_microbatches,
+    parse_table,
+    stage_ranks,
+    validate_table,
+)
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user decided; None is left to graphpar."""
+
+    schedule: str | None = None
+    microbatch_size: int | None = None
+    global_batch: int | None = None
+    cuts: tuple[Cut, ...] | None = None
+    stages: tuple[tuple[str, ...], ...] | None = None  # module paths of each stage
+    table: str | None = None  # a schedule table of the user's own, as CSV text
+    allow_batch_coupling: bool = False
+    dtype: str = "fp32"
+    layers_per_stage: int | None = None
+    edge_layers: tuple[int, int] | None = None  # what comes before and after the layers, counted in layers
+    shard_plan: Mapping[str, Any] | None = None
+    cluster: Cluster | None = None  # of as many devices as the mesh
+    sharding: Sharding | None = None  # found before, for the mesh's compute axes
+
+    @property
+    def by_layers(self) -> bool:
+        return self.layers_per_stage is not None or self.edge_layers is not None
+
+    def check_ways(self, computed: bool = False) -> None:
+        """Raise where the split points are given in several ways; ``computed`` ones are still to come."""
+        ways = {
+            "split points": self.cuts is not None or computed,
+            "lists of modules a stage": self.stages is not None,
+            "layers a stage": self.by_layers,
+        }
+        given = [name for name, is_given in ways.items() if is_given]
+        if len(given) > 1:
+            raise GraphparError(f"Give {' or '.join(given)}, not both: each says where the stages begin.")
+
+
+def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
+    """Program -> Plan for a pipeline over ``mesh.pp`` ranks."""
+    batch = global_batch(program, pins)
+    check_degrees(mesh, batch)
+    if pins.schedule is not None:
+        check_pipelined(pins.schedule, mesh)
+    cuts = pinned_cuts(program, mesh, pins)
+    if cuts:
+        positions_of(program, cuts)  # a misspelt name is the first thing to hear of
+    if pins.table is not None:
+        return _with_table(program, mesh, pins, cuts, batch)
+    schedule = canonical_name(pins.schedule or ("1F1B" if program.mode == "train" else "GPipe"))
+    check_runnable(schedule)
+    if program.mode == "infer" and get_schedule(schedule).splits_backward:
+        raise GraphparError(f"Schedule {schedule} is for training; a program without a loss runs GPipe or 1F1B.")
+    per_rank = _stages_per_rank(schedule, mesh, cuts)
+    count = mesh.pp * per_rank if mesh.pp > 1 else len(cuts or ()) + 1
+    if mesh.pp == 1 and count > 1:
+        raise GraphparError(f"{len(cuts or ())} split points give {count} stages, but the mesh has pp=1.")
+    chosen = cuts if cuts is not None else balanced_cuts(program, count)
+    microbatches = _microbatches(program, schedule, mesh, per_rank, batch, pins)
+    if mesh.pp > 1:
+        check_legal(schedule, mesh.pp, per_rank, microbatches)
+    ranks = stage_ranks(schedule, mesh.pp, per_rank) if mesh.pp > 1 else [0]
+    plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins)
+    predicted = pins.cluster is not None  # with the bubble beside the alternatives
+    warning = None
+    if mesh.pp > 1 and not predicted:
+        rows = 1 if coupling_reason(program, pins) is not None else batch // mesh.dp_replicate  # what may be cut
+        warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches, rows)
+    return plan if warning is None else _warned(plan, warning)
+
+
+def global_batch(program: Program, pins: Pins) -> int:
+    """Rows of the whole batch, as pinned or as in the example.
+
+    Raises:
+        GraphparError: it is pinned to no row at all.
+    """
+    batch = program.batch if pins.global_batch is None else pins.global_batch
+    if batch < 1:
+        raise GraphparError(f"The global batch is {batch}; it must be at least 1.")
+    return batch
+
+
+def check_degrees(mesh: Mesh, batch: int | None) -> None:
+    """Raise for degrees that nothing runs, or that don't divide ``batch`` rows, where that is known."""
+    if mesh.dp_shard > 1:
+        raise GraphparError(f"Mesh dp_shard={mesh.dp_shard}: cutting optimizer state over dp_shard comes in a later version.")
+    if batch is not None and batch % mesh.dp_replicate:
+        raise GraphparError(
+            f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows."
+        )
+
+
+def check_pipelined(schedule: str, mesh: Mesh) -> None:
+    """Raise for a schedule that needs several stages a rank, where there is no pipeline; one stage runs under any other."""
+    row = get_schedule(schedule)
+    if mesh.pp == 1 and row.min_stages > 1:
+        shown = ", ".join(f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1) or "of one device"
+        raise GraphparError(
+            f"Schedule {row.name} orders a pipeline with {row.min_stages} stages a rank, but the mesh {shown} has pp=1; give pp=2 or "
+            "more, or leave the schedule out."
+        )
+
+
+def check_microbatch_size(size: int, batch: int, replicas: int) -> None:
+    """Raise for microbatches that don't cut the rows of each replica evenly."""
+    rows = batch // replicas
+    if size < 1 or rows % size:
+        divisors = [str(d) for d in range(1, rows + 1) if rows % d == 0]
+        whose = f"The {rows} rows of a replica do" if replicas > 1 else f"A global batch of {batch} does"
+        raise GraphparError(f"{whose} not divide into microbatches of {size}; sizes that do: {', '.join(divisors)}.")
+
+
+def checked_table(text: str, pp: int) -> ActionTable:
+    """A schedule of one's own.
+
+    Raises:
+        GraphparError: it is not for ``pp`` ranks, or can't run.
+    """
+    table = parse_table(text)
+    if table.ranks != pp:
+        raise GraphparError(f"The schedule table has {table.ranks} rows, but the mesh has pp={pp}: one row a rank.")
+    validate_table(table, table.stages, table.microbatches)
+    check_deadlock(table)
+    return table
+
+
+def pinned_cuts(program: Program, mesh: Mesh, pins: Pins) -> tuple[Cut, ...] | None:
+    """The split points that the user gave, in whichever way; None leaves them to the search."""
+    pins.check_ways()
+    if pins.stages is not None:
+        return cuts_from_lists(program, pins.stages)
+    per_rank = get_schedule(pins.schedule or "1F1B").default_stages if mesh.pp > 1 else 1
+    if pins.by_layers:
+        return cuts_by_layers(program, mesh.pp, per_rank, pins.layers_per_stage, pins.edge_layers or (1, 1))
+    if pins.cuts is not None and any("*" in cut.path for cut in pins.cuts):
+        return even_cuts(program, pins.cuts, mesh.pp * per_rank)
+    return pins.cuts if pins.cuts is not None else marked_cuts(program)
+
+
+def _warned(plan: Plan, line: str) -> Plan:
+    return replace(plan, warnings=(*plan.warnings, line))
+
+
+def _plan(
+    program: Program,
+    mesh: Mesh,
+    schedule: str,
+    batch: int,
+    microbatches: int,
+    cuts: Sequence[Cut],
+    ranks: Sequence[int],
+    pins: Pins,
+    actions: tuple[tuple[str, ...], ...] | None = None,
+) -> Plan:
+    stages = split(program, positions_of(program, cuts))
+    size = batch // (microbatches * mesh.dp_replicate)
+    coupled = batch_warning(program, mesh.size, microbatches, mesh.dp_replicate, pins.allow_batch_coupling)
+    sharding = pins.sharding or choose_sharding(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
+    return Plan(
+        model=program.name,
+        mode=program.mode,
+        mesh=mesh,
+        schedule=schedule,
+        global_batch=batch,
+        microbatch_size=size,
+        cuts=tuple(cuts),
+        stages=tuple(StagePlan(stage.index, ranks[stage.index], stage.modules) for stage in stages),
+        dtype=pins.dtype,
+        actions=actions,
+        allow_batch_coupling=pins.allow_batch_coupling,
+        sharding=sharding,
+        cluster=pins.cluster,
+        warnings=(*program.warnings, *([] if coupled is None else [coupled]), *sharding.undivided),
+    )
+
+
+def choose_sharding(
+    program: Program,
+    mesh: Mesh,
+    microbatch: int,
+    microbatches: int,
+    shard_plan: Mapping[str, Any] | None = None,
+    cluster: Cluster | None = None,
+) -> Sharding:
+    """How every tensor lies on the compute axes of ``mesh``, at the prices of ``cluster``; nothing is decided where there are none."""
+    pins = resolve(shard_plan or {}, names_of(program), mesh.compute)  # what is wrong in it is wrong on any mesh
+    if not mesh.compute:
+        return Sharding()
+    variants, points = variants_of(program, pins), points_of(pins)
+    ready = prepared(program, variants, points)
+    problem = build_problem(ready, mesh.compute)
+    workload = Workload(microbatch, microbatches, program.mode == "train")
+    costs = costs_for(program, mesh, cluster)
+    solution = search(problem, workload, costs, SearchPins(pins.parameters, pin_nodes(ready, pins, points)))
+    undivided = undivided_work(solution, workload)
+    return replace(sharding_of(solution), variants=variants, points=tuple(points), undivided=undivided)
+
+
+def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[Cut] | None) -> int:
+    if cuts is None or mesh.pp == 1:
+        return get_schedule(schedule).default_stages if mesh.pp > 1 else 1
+    count = len(cuts) + 1
+    if count % mesh.pp:
+        raise GraphparError(
+            f"{len(cuts)} split points give {count} stages, which pp={mesh.pp} ranks can't hold evenly; give "
+            f"{mesh.pp - 1} split points for one stage a rank, or {2 * mesh.pp - 1} for two."
+        )
+    return count // mesh.pp
+
+
+def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, batch: int, pins: Pins) -> int:
+    """The number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be cut."""
+    rows = batch // mesh.dp_replicate
+    reason = coupling_reason(program, pins)
+    if mesh.dp_replicate > 1 and (refused := reason or replica_reason(program)) is not None:
+        raise GraphparError(_refusal(program, batch, mesh.dp_replicate, refused))
+    if pins.microbatch_size is not None:
+        size = pins.microbatch_size
+        check_microbatch_size(size, batch, mesh.dp_replicate)
+        if reason is not None and rows // size > 1:
+            raise GraphparError(_refusal(program, batch, rows // size, reason))
+        return rows // size
+    if mesh.pp == 1:
+        return 1
+    legal = legal_microbatches(schedule, mesh.pp, per_rank, rows)
+    if reason is not None:
+        if 1 not in legal:
+            raise GraphparError(_refusal(program, batch, min(legal, default=2), reason))
+        return 1
+    if not legal:
+        raise GraphparError(
+            f"Schedule {schedule} over {mesh.pp} ranks with {per_rank} stages each has no legal number of microbatches that divides "
+            f"the {rows} rows of {'a replica' if mesh.dp_replicate > 1 else 'the global batch'}; use --batch with a multiple of "
+            f"{mesh.pp * per_rank * mesh.dp_replicate}."
+        )
+    wanted = 2 * mesh.pp * per_rank
+    enough = [count for count in legal if count >= wanted]
+    return min(enough) if enough else max(legal)
+
+
+def coupling_reason(program: Program, pins: Pins) -> str | None:
+    """Why the batch can't be cut at all; None where it can."""
+    if program.couplings and not pins.allow_batch_coupling and program.unsplittable is None:
+        return f"examples depend on each other: {coupled_text(program.couplings)}"
+    return program.unsplittable
+
+
+def replica_reason(program: Program) -> str | None:
+    """Why a batch that can be cut into microbatches can't be cut over replicas; None where it can."""
+    if program.couplings and _writes_buffers(program):
+        return f"each replica would keep its own running statistics: {coupled_text(program.couplings)}"
+    return None
+
+
+def _writes_buffers(program: Program) -> bool:
+    return any(written_buffers(graph) for graph in (program.graph, *(block.graph for block in program.blocks.values())))
+
+
+def _refusal(program: Program, batch: int, microbatches: int, reason: str) -> str:
+    allow = ""
+    if program.unsplittable is None:
+        allow = (
+            " Use one microbatch of one replica (GPipe with --microbatch-size equal to the batch), make the operator independent of the "
+            "batch (eval statistics, GroupNorm), or pass --allow-batch-coupling to accept statistics of each microbatch."
+        )
+    return f"The batch of {batch} can't be cut into {microbatches} pieces: {reason}.{allow}"
+
+
+def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | None, batch: int) -> Plan:
+    """A plan that runs the user's own schedule table."""
+    assert pins.table is not None
+    table = checked_table(pins.table, mesh.pp)
+    microbatches, rows = table.microbatches, batch // mesh.dp_replicate
+    if rows % microbatches:
+        raise GraphparError(
+            f"The schedule table has {microbatches} microbatches, which don't divide the global batch of {rows}."
+        )
+    if pins.microbatch_size is not None and pins.microbatch_size * microbatches != rows:
+        raise GraphparError(
+            f"The schedule table has {microbatches} microbatches; with a global batch of {batch} each has {rows // microbatches} rows, "
+            f"not {pins.microbatch_size}."
+        )
+    reason = program.unsplittable or ("" if pins.allow_batch_coupling else coupled_text(program.couplings))
+    if reason and microbatches * mesh.dp_replicate > 1:
+        raise GraphparError(_refusal(program, batch, microbatches, reason))
+    stages = table.stages
+    if cuts is not None and len(cuts) + 1 != stages:
+        raise GraphparError(f"The schedule table has {stages} stages, but the split points give {len(cuts) + 1}.")
+    ranks = [0] * stages
+    for rank, _, _, action in table.actions():
+        ranks[action.stage] = rank
+    chosen = cuts if cuts is not None else balanced_cuts(program, stages)
+    cells = tuple(tuple("" if cell is None else str(cell) for cell in row) for row in table.rows)
+    plan = _plan(program, mesh, "GPipe", batch, microbatches, chosen, ranks, pins, cells)
+    return replace(plan, schedule="custom")

@@ -1,0 +1,74 @@
+"""``formulas``: the work and the memory of stages in closed form, as polynomials in the rows of a microbatch and in the sequence.
+
+    units ──Work.formula, UnitMemory──► polynomials in b ──the same at four lengths──► polynomials in b and s, of degree 2 at most in s
+
+A trace has one length of the sequence in it, so the dependence on it is not read off but found: the polynomial through three lengths
+is taken where it also gives what a fourth has, exactly; else the formula stays one in b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import sympy  # type: ignore[import-untyped]
+
+from graphpar.cost_models.estimates import Layout
+from graphpar.cost_models.pipeline_units import Unit, joined
+from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.workload import Work
+
+B, S = sympy.Symbol("b", positive=True), sympy.Symbol("s", positive=True)
+KEPT = "kept bytes"
+Formulas = Mapping[str, sympy.Expr]
+PARTS = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(3, 4))
+"""The lengths that are tried, as parts of the example's; the last one is the check."""
+_ROWS = (2, 3, 5, 64)
+"""Microbatch sizes of what is kept: a line through the first two, checked with the others."""
+
+
+def formulas(pricing: Pricing, layout: Layout) -> list[Formulas]:
+    """Of each stage, for one microbatch of b rows: flops, bytes that memory-bound kernels move, bytes of collectives by axis, and
+    bytes kept for the backward, where those are linear in b."""
+    found: list[Formulas] = []
+    for first, after in pricing.stages_of(layout):
+        units = pricing.units[first:after]
+        work = sum((unit.kind.work for unit in units), Work())
+        kept = _kept(units)
+        found.append(work.formula(B) | ({} if kept is None else {KEPT: kept}))
+    return found
+
+
+def _kept(units: Sequence[Unit]) -> sympy.Expr | None:
+    kept = {rows: joined(units, rows)[0] for rows in _ROWS}
+    slope = kept[_ROWS[1]] - kept[_ROWS[0]]
+    fixed = kept[_ROWS[0]] - _ROWS[0] * slope
+    if any(abs(fixed + slope * rows - nbytes) > len(units) for rows, nbytes in kept.items()):  # sizes of units are rounded
+        return None
+    return fixed + slope * B
+
+
+def in_sequence(samples: Mapping[int, Sequence[Formulas]]) -> list[Formulas] | None:
+    """Formulas in b and s from those in b at lengths s; the last length is the check, and a formula that fails it is left out.
+
+    Returns:
+        None where the lengths have not the same stages and the same kinds of work.
+    """
+    *lengths, checked = samples
+    if len({tuple(tuple(sorted(stage)) for stage in stages) for stages in samples.values()}) > 1:
+        return None
+    found: list[Formulas] = []
+    for place, stage in enumerate(samples[checked]):
+        fitted = {name: _fitted({length: samples[length][place][name] for length in lengths}) for name in stage}
+        found.append({name: fit for name, fit in fitted.items() if sympy.expand(fit.subs(S, checked) - stage[name]) == 0})
+    return found
+
+
+def _fitted(samples: Mapping[int, sympy.Expr]) -> sympy.Expr:
+    """The polynomial in s of the lowest degree through the samples, coefficient by coefficient of b."""
+    powers = {power for sample in samples.values() for (power,) in sympy.Poly(sample, B).monoms()}
+    terms = []
+    for power in sorted(powers, reverse=True):
+        points = [(length, sympy.Poly(sample, B).coeff_monomial(B**power)) for length, sample in samples.items()]
+        terms.append(sympy.interpolate(points, S) * B**power)
+    return sympy.expand(sum(terms))

@@ -1,0 +1,176 @@
+"""``units_of``: a lowered program, cut at every legal split point into units, each with its work and its memory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+
+from graphpar.cost_models.activation_memory import Activations, Reach, attributes
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.flops import tensor_bytes
+from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Kind, Unit, UnitMemory
+from graphpar.cost_models.workload import Size, Works
+from graphpar.errors import GraphparError
+from graphpar.ir.plan import Cut, SplitPoint
+from graphpar.ir.program import Program, batch_coefficients, value_of
+from graphpar.ir.stage import Stage
+from graphpar.passes.normalize.applications import first_applications
+from graphpar.passes.split import cut_candidates, positions_of, split
+from graphpar.runtime.layout import R
+
+
+def unit_cuts(program: Program, wanted: Sequence[Cut] = ()) -> list[tuple[int, Cut]]:
+    """Every place where a stage may begin, and those that are ``wanted``: (position in the root graph, split point)."""
+    nodes, again = list(program.graph.nodes), first_applications(program)
+    blocks: dict[str, list[int]] = {}
+    for index, node in enumerate(nodes):
+        if node.op == "call_module" and node not in again:
+            blocks.setdefault(str(node.target), []).append(index)
+    if len(blocks) < 2:
+        found = [(index, Cut(path)) for index, path in cut_candidates(program, len(nodes))]
+    else:
+        found = [(places[0], Cut(path)) for path, places in blocks.items()]
+        last, places = max(blocks.items(), key=lambda entry: entry[1][-1])
+        found.append((places[-1] + 1, Cut(last, SplitPoint.END)))
+    work = [index for index, node in enumerate(nodes) if node not in again and _has_work(node)]
+    pinned = {positions_of(program, [cut])[0]: cut for cut in wanted}
+    split(program, sorted(pinned))  # says what is wrong with them, in terms of the user's own stages
+    legal: list[tuple[int, Cut]] = []
+    begin = 0
+    for position, cut in sorted((dict(found) | pinned).items()):
+        if position in pinned or (any(begin <= index < position for index in work) and work[-1] >= position):
+            legal.append((position, cut))
+            begin = position
+    if _can_split(program, [position for position, _ in legal]):
+        return legal
+    return [(position, cut) for position, cut in legal if position in pinned or _can_split(program, [position])]
+
+
+def _has_work(node: fx.Node) -> bool:
+    return node.op == "call_module" or (node.op == "call_function" and any(a.op == "get_attr" for a in node.all_input_nodes))
+
+
+def _can_split(program: Program, positions: Sequence[int]) -> bool:
+    try:
+        split(program, positions)
+    except GraphparError:
+        return False
+    return True
+
+
+def units_of(
+    program: Program,
+    degrees: Mapping[str, int],
+    execution: Execution | None = None,
+    *,
+    device: str = "cpu",
+    wanted: Sequence[Cut] = (),
+) -> list[Unit]:
+    """The units of a lowered program.
+
+    Args:
+        program: what :func:`graphpar.passes.sharding.shard.shard` gives.
+        degrees: ranks by axis.
+        execution: whether kernels are fused, and the dtype of gradients.
+        device: ``cpu`` or ``cuda``, as :class:`Activations` takes it.
+        wanted: split points at which a unit is to begin besides.
+    """
+    execution = execution or Execution()
+    cuts = unit_cuts(program, wanted)
+    positions = [position for position, _ in cuts]
+    stages = split(program, positions)
+    works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
+    activations = Activations(program, degrees, device=device, even_experts=True)
+    kinds: dict[Any, Kind] = {}
+    shared: set[str] = set()
+    holders = Counter(name for stage in stages for name in {program.tie_of(name)[0] for name in attributes(program, stage)})
+    several = {name for name, count in holders.items() if count > 1}
+    units = []
+    for stage, position, cut in zip(stages, [0, *positions], [None, *(cut for _, cut in cuts)]):
+        again = shared & set(stage.recomputed)
+        key = _signature(program, stage), frozenset(again)
+        if key not in kinds:
+            kinds[key] = Kind(works.of(stage.graph, without=again), _sends(program, stage), partial(_memory, activations, stage))
+        shared |= set(stage.recomputed)
+        held, buffers = _held(program, degrees, stage, several)
+        units.append(Unit(cut, position, stage.modules, kinds[key], held, buffers, _inputs(program, stage), stage))
+    return units
+
+
+def _signature(program: Program, stage: Stage) -> Any:
+    """What two stages that do the same have alike: operators, shapes, and how values are passed on."""
+    places = {node: place for place, node in enumerate(stage.graph.nodes)}
+    rows = []
+    for node in stage.graph.nodes:
+        target = node.meta["block"] if node.op == "call_module" else "" if node.op in ("get_attr", "placeholder", "output") else node.target
+        value = value_of(node)
+        shape = (tuple(map(str, value.shape)), str(value.dtype)) if isinstance(value, Tensor) else ()
+        frozen = node.op == "get_attr" and not _is_trained(program, str(node.target))
+        rows.append((node.op, target, shape, frozen, tuple(places[a] for a in node.all_input_nodes)))
+    return tuple(rows), tuple(b.requires_grad for b in stage.receives), tuple(b.requires_grad for b in stage.sends)
+
+
+def _is_trained(program: Program, name: str) -> bool:
+    return name in program.parameters and program.parameters[name].requires_grad
+
+
+def _memory(activations: Activations, stage: Stage) -> UnitMemory:
+    program = activations.program
+    sizes = ROWS if program.symbolic else (program.batch, program.batch)
+    first = activations.reach(stage, sizes[0])
+    second = activations.reach(stage, sizes[1]) if program.symbolic else first
+    line = {
+        name: Bytes.through(getattr(first, name), getattr(second, name)) if program.symbolic else Bytes(getattr(first, name))
+        for name in Reach.__dataclass_fields__
+        if name != "held"
+    }
+    return UnitMemory(held=first.held, **line)  # type: ignore[arg-type]
+
+
+def _sends(program: Program, stage: Stage) -> tuple[tuple[Size, bool], ...]:
+    found = []
+    for boundary in stage.sends:
+        scales = any(c is not None for c in batch_coefficients(boundary.node))
+        found.append((Size(float(tensor_bytes(boundary.node, 1)), 1 if scales else 0), boundary.requires_grad and program.mode == "train"))
+    return tuple(found)
+
+
+def _inputs(program: Program, stage: Stage) -> dict[str, Bytes]:
+    found = {}
+    for name in stage.inputs:
+        spec = program.input(name)
+        others = math.prod(size for dim, size in enumerate(spec.shape) if dim != spec.batch_dim) * spec.dtype.itemsize
+        found[name] = Bytes(float(others)) if spec.batch_dim is None else Bytes(0.0, float(others))
+    return found
+
+
+def _held(
+    program: Program, degrees: Mapping[str, int], stage: Stage, several: Collection[str]
+) -> tuple[tuple[Held, ...], dict[str, int]]:
+    """The parameters of a unit by what becomes of their gradients, and the bytes of its buffers and constants.
+
+    ``several``: the parameters that other units have as well, under this name or another of their tie.
+    """
+    train = program.mode == "train"
+    groups: dict[tuple[tuple[str, ...], int, bool], list[int]] = {}
+    tied: list[Held] = []
+    buffers: dict[str, int] = {}
+    for name in dict.fromkeys(program.tie_of(name)[0] for name in attributes(program, stage)):
+        if name not in program.parameters:
+            buffers[name] = program.tensor_info(name).nbytes
+            continue
+        info = program.parameters[name]
+        axes = tuple(sorted(axis for axis, kind in info.spec if kind == R and degrees.get(axis, 1) > 1))
+        if name in several:
+            tied.append(Held(axes, info.numel, info.nbytes, info.dtype.itemsize, train and info.requires_grad, name))
+        else:
+            groups.setdefault((axes, info.dtype.itemsize, train and info.requires_grad), []).append(info.numel)
+    alone = [
+        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained) for (axes, itemsize, trained), sizes in groups.items()
+    ]
+    return (*alone, *tied), buffers

@@ -1,0 +1,520 @@
+"""``planner``: of all ways to lay a program on a cluster, the fastest that fits.
+
+    every mesh x schedule x microbatch size ──bound──► cheapest first ──stage cut, Pricing──► fastest that fits, and why not the others
+              │
+              └─ the sharding of each tp degree is searched, lowered and measured once (:mod:`graphpar.passes.planning.measured_units`)
+
+A candidate's bound is its work spread evenly over its ranks, with no bubble and nothing sent between stages: no schedule is faster.
+Candidates are priced in the order of their bounds until the bound is above what was found, so the result is that of pricing all of them.
+Two things are decided before: a tp degree's sharding, which is searched for microbatches of one row, and which degrees are worth trying
+(:meth:`Planner.bounded`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphpar.cost_models.estimates import Alone, Estimate, Layout
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.memory import ALLOCATOR_SLACK
+from graphpar.cost_models.pipeline_units import Unit
+from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.unit_bytes import RunBytes
+from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.plan import Cut
+from graphpar.ir.program import Program
+from graphpar.ir.sharding import Sharding
+from graphpar.passes.planning.measured_units import units_of
+from graphpar.passes.planning.why_not import why_not
+from graphpar.schedules.registry import SCHEDULES, legal_microbatches, stage_ranks
+
+FREE_AXES = ("pp", "dp_replicate", "tp")
+"""The axes whose degrees are searched where they are not pinned."""
+DEPTHS = (2, 3, 4)
+"""Stages a rank that are tried for schedules that take any number of them."""
+_KEEPS_ALL = ("GPipe", "LoopedBFS")  # whose ranks keep every microbatch at once
+SHOWN = 4
+"""How many other meshes are priced to the end by default, to be shown beside the chosen plan."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user pinned; None is searched.
+
+    ``cuts``: the split points for a mesh and a schedule; what it raises says why there is no such plan.
+    ``one_microbatch``, ``replicas``: the batch can't be cut into microbatches, or may be cut over replicas.
+    """
+
+    schedule: str | None = None
+    microbatch_size: int | None = None
+    cuts: Callable[[Mesh, str], tuple[Cut, ...]] | None = None
+    one_microbatch: bool = False
+    replicas: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh, a schedule and microbatches; ``bound`` is a time that it can't be faster than."""
+
+    mesh: Mesh
+    schedule: str
+    stages_per_rank: int
+    microbatch_size: int
+    microbatches: int
+    cuts: tuple[Cut, ...] | None = None
+    bound: float = field(default=0.0, compare=False)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Which of two that take the same time is taken: fewer ranks that depend on each other, simpler schedules, larger microbatches."""
+        schedules = list(SCHEDULES)
+        return self.mesh.pp, self.mesh.tp, schedules.index(self.schedule), self.stages_per_rank, self.microbatches
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A candidate with its stages, how its tensors lie, and what it takes."""
+
+    candidate: Candidate
+    layout: Layout
+    sharding: Sharding
+    cuts: tuple[Cut, ...]
+    estimate: Estimate
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which its fullest rank is above the device's memory."""
+        return self.estimate.missing_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.missing <= 0
+
+    def to_json(self) -> dict[str, Any]:
+        candidate = self.candidate
+        return {
+            "mesh": candidate.mesh.degrees(),
+            "schedule": candidate.schedule,
+            "stages_per_rank": candidate.stages_per_rank,
+            "microbatches": candidate.microbatches,
+            "microbatch_size": candidate.microbatch_size,
+            "step_time_s": self.estimate.step_time_s,
+            "peak_memory_bytes": list(self.estimate.peak_memory_bytes),
+            "fits": self.fits,
+        }
+
+    @property
+    def rank_key(self) -> tuple[Any, ...]:
+        return self.estimate.step_time_s, *self.candidate.key
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search gives.
+
+    ``alternatives``: the best of each other mesh among the fastest, and those nearest to fit where ``best`` is None.
+    ``misfits``: those that would be faster than ``best`` on meshes on which nothing fits, the nearest to fit of each.
+    ``priced``: how many candidates the simulator ran; ``infeasible``: how many are illegal or don't fit.
+    """
+
+    best: Priced | None
+    alternatives: tuple[Priced, ...]
+    considered: int
+    priced: int
+    infeasible: int
+    refused: tuple[str, ...]
+    misfits: tuple[Priced, ...] = ()
+
+    def why_not(self, other: Priced) -> str:
+        """What ``other`` loses against the best, in words."""
+        return why_not(None if self.best is None else self.best.estimate, other.estimate)
+
+    def to_json(self) -> dict[str, Any]:
+        """What was searched, as plain data. The gap is to the best there is, under this cost model and of what is searched: 0, as all
+        that could have been faster was priced."""
+        shown = sorted((*self.alternatives, *self.misfits), key=lambda each: each.rank_key)
+        return {
+            "considered": self.considered,
+            "priced": self.priced,
+            "infeasible": self.infeasible,
+            "optimality_gap": 0.0,
+            "alternatives": [each.to_json() | {"why_not": self.why_not(each)} for each in shown],
+            "refused": list(self.refused),
+        }
+
+
+class Planner:
+    """Searches the plans of ``program`` on ``cluster``.
+
+    Args:
+        batch: rows of the global batch.
+        pinned: degrees of axes that are not searched.
+        sharding: of compute axes and a microbatch size: how tensors lie, and the program of a rank.
+        shown: how many alternatives are wanted.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cluster: Cluster,
+        batch: int,
+        sharding: Callable[[Mesh, int], tuple[Sharding, Program]],
+        pinned: Mapping[str, int] | None = None,
+        wishes: Wishes | None = None,
+        execution: Execution | None = None,
+        dtype: str = "fp32",
+        shown: int = SHOWN,
+    ) -> None:
+        self.program, self.cluster, self.batch, self.sharding, self.dtype = program, cluster, batch, sharding, dtype
+        self.pinned, self.wishes, self.execution = dict(pinned or {}), wishes or Wishes(), execution or Execution()
+        self.shown = shown
+        self.refused: dict[str, None] = {}
+        self._sharded: dict[tuple[int, int], tuple[Sharding, Program] | None] = {}
+        self._units: dict[tuple[int, int, tuple[Cut, ...]], list[Unit]] = {}
+        self._pricings: dict[tuple[Mesh, int, tuple[Cut, ...]], Pricing] = {}
+        self._cuts: dict[tuple[Mesh, int], _Cuts] = {}
+
+    # ---- what there is ----
+
+    def meshes(self) -> list[Mesh]:
+        """Every factorisation of the devices over the axes that are not pinned."""
+        fixed = math.prod(self.pinned.values())
+        if self.cluster.size % fixed:
+            shown = ", ".join(f"{axis}={degree}" for axis, degree in self.pinned.items())
+            raise GraphparError(
+                f"{self.cluster.size} devices don't divide by the mesh's {shown}; take a multiple of {fixed} devices, or other degrees."
+            )
+        free = [axis for axis in FREE_AXES if axis not in self.pinned]
+        found = [Mesh(**(self.pinned | dict(zip(free, degrees)))) for degrees in _factorisations(self.cluster.size // fixed, len(free))]
+        return sorted(found, key=lambda mesh: tuple(mesh.degrees().values()))
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Every legal candidate; those whose mesh can't divide the model or the batch are left out."""
+        for mesh in self.meshes():
+            if self.batch % (mesh.dp_replicate * mesh.dp_shard) or (mesh.dp_replicate > 1 and not self.wishes.replicas):
+                continue
+            rows = self.batch // (mesh.dp_replicate * mesh.dp_shard)
+            for schedule, depth, cuts in self._schedules(mesh):
+                counts = legal_microbatches(schedule, mesh.pp, depth, rows) if mesh.pp > 1 else _divisors(rows)
+                for count in counts:
+                    if self._wanted(rows // count, count):
+                        yield Candidate(mesh, schedule, depth, rows // count, count, cuts)
+
+    def _wanted(self, size: int, count: int) -> bool:
+        if self.wishes.one_microbatch and count > 1:
+            return False
+        return self.wishes.microbatch_size in (None, size)
+
+    def _schedules(self, mesh: Mesh) -> Iterator[tuple[str, int, tuple[Cut, ...] | None]]:
+        """(name, stages a rank, split points if they are pinned)."""
+        wished = self.wishes.schedule
+        if mesh.pp == 1:
+            if self.wishes.cuts is None and wished is None:
+                yield "1F1B" if self.program.mode == "train" else "GPipe", 1, None
+            return
+        for row in SCHEDULES.values():
+            if (wished is None and not row.runnable) or wished not in (None, row.name):
+                continue
+            if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
+                continue
+            if self.wishes.cuts is None:
+                depths = [depth for depth in DEPTHS if depth >= row.min_stages] if row.max_stages is None else [row.default_stages]
+                yield from ((row.name, depth, None) for depth in depths)
+                continue
+            try:
+                cuts = self.wishes.cuts(mesh, row.name)
+            except GraphparError as error:
+                self.refused[str(error)] = None
+                continue
+            depth, rest = divmod(len(cuts) + 1, mesh.pp)
+            if not rest and row.min_stages <= depth <= (row.max_stages or depth):
+                yield row.name, depth, cuts
+
+    # ---- prices ----
+
+    def units(self, mesh: Mesh, rows: int, cuts: tuple[Cut, ...] | None = None) -> list[Unit] | None:
+        """Those of the ranks of the compute axes; None where the model can't be divided so, or not into microbatches of ``rows``."""
+        size = 0 if self.program.symbolic else rows
+        key = mesh.tp, size
+        compute = replace(mesh, pp=1, dp_replicate=1, dp_shard=1)
+        if key not in self._sharded:
+            try:
+                self._sharded[key] = self.sharding(compute, rows if size else 1)
+            except GraphparError as error:
+                self._sharded[key] = None
+                self.refused[str(error)] = None
+        sharded, wanted = self._sharded[key], cuts or ()
+        if sharded is not None and (*key, wanted) not in self._units:
+            kind = "cuda" if self.cluster.device.kind == "gpu" else "cpu"
+            self._units[*key, wanted] = units_of(sharded[1], compute.degrees(), self.execution, device=kind, wanted=wanted)
+        return None if sharded is None else self._units[*key, wanted]
+
+    def pricing(self, candidate: Candidate) -> Pricing | None:
+        """Prices of the candidate's mesh; None where there are none."""
+        mesh, rows, cuts = candidate.mesh, candidate.microbatch_size, candidate.cuts
+        key = mesh, 0 if self.program.symbolic else rows, cuts or ()
+        if key not in self._pricings:
+            units = self.units(mesh, rows, cuts)
+            if units is None:
+                return None
+            train = self.program.mode == "train"
+            self._pricings[key] = Pricing(units, mesh, self.cluster, self.execution, dtype=self.dtype, train=train)
+        return self._pricings[key]
+
+    def bounded(self, *, all_degrees: bool = False) -> tuple[list[Candidate], int]:
+        """Candidates with their bounds, the most promising first, and how many are not possible.
+
+        Unless ``all_degrees``, a tp degree that makes a rank's microbatches no faster than a smaller one is left out with all above it:
+        more replicas or stages do more with the devices. (It may still be wanted for its memory.)
+        """
+        found, impossible = [], 0
+        candidates = list(self.candidates())
+        degrees = None if all_degrees else self._useful_degrees(candidates)
+        for candidate in candidates:
+            pricing = self.pricing(candidate) if degrees is None or candidate.mesh.tp in degrees else None
+            if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:
+                impossible += 1
+                continue
+            bound = candidate.microbatches * self._microbatch_s(candidate, pricing) / candidate.mesh.pp
+            found.append(replace(candidate, bound=bound))
+        return sorted(found, key=lambda candidate: (candidate.bound, candidate.key)), impossible
+
+    def _microbatch_s(self, candidate: Candidate, pricing: Pricing) -> float:
+        """Seconds of a microbatch through all units, forward and back."""
+        whole = pricing.stage_seconds(0, len(pricing.units), candidate.microbatch_size)
+        return whole.forward + whole.backward
+
+    def _useful_degrees(self, candidates: Sequence[Candidate]) -> set[int]:
+        sizes = {candidate.microbatch_size for candidate in candidates}
+        useful: set[int] = set()
+        best = [math.inf, math.inf]
+        for degree in sorted({candidate.mesh.tp for candidate in candidates}):
+            first = next(candidate for candidate in candidates if candidate.mesh.tp == degree)
+            seconds = []
+            for size in (min(sizes), max(sizes)) if sizes else ():
+                pricing = self.pricing(replace(first, microbatch_size=size))
+                seconds.append(math.inf if pricing is None else self._microbatch_s(replace(first, microbatch_size=size), pricing))
+            if useful and all(now >= before for now, before in zip(seconds, best)):
+                break
+            useful.add(degree)
+            best = [min(now, before) for now, before in zip(seconds, best)]
+        return useful
+
+    def _least_bytes(self, candidate: Candidate) -> float:
+        """What the average rank needs at least, which no stage cut can change."""
+        pricing = self.pricing(candidate)
+        assert pricing is not None
+        alive = candidate.microbatches if candidate.schedule in _KEEPS_ALL else 1
+        return pricing.bytes.average(candidate.microbatch_size, candidate.microbatches, alive)
+
+    def price(self, candidate: Candidate) -> Priced:
+        """The candidate with the stage cut whose slowest stage is fastest; where that does not fit, under the memory of ranks."""
+        pricing = self.pricing(candidate)
+        assert pricing is not None
+        stages = candidate.mesh.pp * candidate.stages_per_rank
+        if candidate.cuts is not None or stages == 1:
+            pinned = {unit.cut: place for place, unit in enumerate(pricing.units)}
+            return self._priced(candidate, pricing, (0, *sorted(pinned[cut] for cut in candidate.cuts or ())))
+        cuts = self._cuts_of(candidate, pricing)
+        balanced = cuts.balanced(stages)
+        assert balanced is not None
+        priced = self._priced(candidate, pricing, balanced)
+        if priced.fits:
+            return priced
+        alive = [count / candidate.stages_per_rank for count in pricing.in_flight(priced.layout)]
+        ranks = stage_ranks(candidate.schedule, candidate.mesh.pp, candidate.stages_per_rank)
+        room = self.cluster.device.memory_bytes / candidate.stages_per_rank
+        held = candidate.microbatches if self.execution.hold_messages else 1
+        within = cuts.balanced(stages, [alive[rank] for rank in ranks], room, held)
+        other = None if within is None else self._priced(candidate, pricing, within)
+        return other if other is not None and other.missing < priced.missing else priced
+
+    def exactly(self, priced: Priced) -> Priced:
+        """With every microbatch simulated."""
+        pricing = self.pricing(priced.candidate)
+        assert pricing is not None
+        return self._with_estimate(priced.candidate, pricing, priced.layout, pricing.estimate(priced.layout))
+
+    def _priced(self, candidate: Candidate, pricing: Pricing, starts: tuple[int, ...]) -> Priced:
+        layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, starts)
+        return self._with_estimate(candidate, pricing, layout, pricing.estimate(layout, exact=False))
+
+    def _with_estimate(self, candidate: Candidate, pricing: Pricing, layout: Layout, estimate: Estimate) -> Priced:
+        cuts = tuple(cut for start in layout.starts[1:] if (cut := pricing.units[start].cut) is not None)
+        sharded = self._sharded[candidate.mesh.tp, 0 if self.program.symbolic else candidate.microbatch_size]
+        assert sharded is not None
+        return Priced(candidate, layout, sharded[0], cuts, estimate)
+
+    def _cuts_of(self, candidate: Candidate, pricing: Pricing) -> _Cuts:
+        key = candidate.mesh, candidate.microbatch_size
+        if key not in self._cuts:
+            self._cuts[key] = _Cuts(pricing, candidate.microbatch_size)
+        return self._cuts[key]
+
+    # ---- the search ----
+
+    def search(self, prune: bool = True) -> Found:
+        """The fastest candidate that fits. Without ``prune`` all are priced, which gives the same."""
+        found = self._searched(prune, all_degrees=False)
+        return found if found.best is not None else self._searched(prune, all_degrees=True)
+
+    def alone(self) -> Alone:
+        """What one device of the cluster takes for the batch; what is known of the program undivided is used again."""
+        device = Cluster(1, 1, self.cluster.device, self.cluster.intra_node, self.cluster.inter_node)
+        size = None if self.program.symbolic else self.wishes.microbatch_size  # each other size is a trace
+        wishes = replace(self.wishes, schedule=None, cuts=None, microbatch_size=size)
+        one = Planner(self.program, device, self.batch, self.sharding, {}, wishes, execution=self.execution, dtype=self.dtype, shown=1)
+        one._sharded, one._units = self._sharded, self._units
+        found = one.search()
+        best = found.best or found.alternatives[0]
+        estimate = best.estimate
+        return Alone(
+            str(device), estimate.step_time_s, best.candidate.microbatch_size, max(estimate.peak_memory_bytes), estimate.memory_bytes
+        )
+
+    def any_that_fits(self, *, largest: bool = False, tries: int = 40) -> Candidate | None:
+        """A candidate that fits, of those that need the least memory on average; None if none of so many does.
+
+        ``largest``: of those with the largest microbatches instead.
+        """
+        room = self.cluster.device.memory_bytes
+        needs = [(self._least_bytes(candidate), candidate) for candidate in self.bounded(all_degrees=True)[0]]
+        promising = [
+            (-candidate.microbatch_size if largest else 0, least, candidate.key, candidate) for least, candidate in needs if least <= room
+        ]
+        for *_, candidate in sorted(promising, key=lambda entry: entry[:3])[:tries]:
+            if self.price(candidate).fits:
+                return candidate
+        return None
+
+    def _searched(self, prune: bool, all_degrees: bool) -> Found:
+        candidates, impossible = self.bounded(all_degrees=all_degrees)
+        best: dict[Mesh, Priced] = {}
+        misfits: list[Priced] = []
+        hopeless: list[Candidate] = []
+        priced_count = 0
+        for candidate in candidates:
+            if prune and len(best) > self.shown and candidate.bound > sorted(each.rank_key for each in best.values())[self.shown][0]:
+                break
+            if prune and candidate.mesh in best and candidate.bound > best[candidate.mesh].estimate.step_time_s:
+                continue
+            if self._least_bytes(candidate) > self.cluster.device.memory_bytes:
+                hopeless.append(candidate)
+                continue
+            priced = self.price(candidate)
+            if not priced.fits:
+                misfits.append(priced)
+            elif candidate.mesh not in best or priced.rank_key < best[candidate.mesh].rank_key:
+                best[candidate.mesh] = priced
+            priced_count += 1
+        whole = sorted(map(self.exactly, best.values()), key=lambda each: each.rank_key)
+        ranked = [each for each in whole if each.fits]
+        misfits += [each for each in whole if not each.fits]  # by what few microbatches don't show
+        if not ranked:
+            misfits += [self.price(candidate) for candidate in sorted(hopeless, key=self._least_bytes)[: 4 * SHOWN]]
+        nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))
+        return Found(
+            best=ranked[0] if ranked else None,
+            alternatives=tuple(ranked[1 : self.shown + 1] if ranked else nearest[: max(1, self.shown)]),
+            considered=len(candidates) + impossible,
+            priced=priced_count,
+            infeasible=impossible + len(misfits) + len(hopeless),
+            refused=tuple(self.refused),
+            misfits=self._faster(ranked[0], best, misfits, hopeless) if ranked else (),
+        )
+
+    def _faster(
+        self, chosen: Priced, fitting: Collection[Mesh], misfits: Sequence[Priced], hopeless: Sequence[Candidate]
+    ) -> tuple[Priced, ...]:
+        """On meshes on which nothing fits, what is nearest to fit of those faster than ``chosen``."""
+        smallest: dict[Mesh, Candidate] = {}
+        for candidate in sorted(hopeless, key=lambda candidate: (self._least_bytes(candidate), candidate.key)):
+            if candidate.mesh not in fitting and candidate.bound < chosen.estimate.step_time_s:
+                smallest.setdefault(candidate.mesh, candidate)
+        first = sorted(smallest.values(), key=lambda candidate: (candidate.bound, candidate.key))[: self.shown]
+        others = [each for each in misfits if each.candidate.mesh not in fitting] + [self.price(candidate) for candidate in first]
+        return _nearest([each for each in others if each.rank_key < chosen.rank_key])[: self.shown]
+
+
+def _nearest(found: Sequence[Priced]) -> tuple[Priced, ...]:
+    """The one of each mesh that is nearest to fit, the fastest first."""
+    by_mesh: dict[Mesh, Priced] = {}
+    for each in sorted(found, key=lambda each: (each.missing, each.rank_key)):
+        by_mesh.setdefault(each.candidate.mesh, each)
+    return tuple(sorted(by_mesh.values(), key=lambda each: each.rank_key))
+
+
+def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 0:
+        if number == 1:
+            yield ()
+        return
+    for divisor in _divisors(number):
+        for rest in _factorisations(number // divisor, parts - 1):
+            yield (divisor, *rest)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+class _Cuts:
+    """Where stages begin, so that the slowest is as fast as can be: by dynamic programming over units.
+
+    Seconds and bytes of every run of units [i, j) are tables; ``inf`` where j <= i.
+    """
+
+    def __init__(self, pricing: Pricing, rows: int) -> None:
+        count = len(pricing.units)
+        self.count = count
+        own = [pricing.stage_seconds(place, place + 1, rows) for place in range(count)]
+        sums = np.concatenate([[0.0], np.cumsum([cost.forward + cost.backward for cost in own])])
+        self.seconds = _runs(sums)
+        self.pricing, self.rows = pricing, rows
+
+    @cached_property
+    def bytes(self) -> RunBytes:
+        return self.pricing.bytes.runs(self.rows)
+
+    def balanced(
+        self, stages: int, alive: Sequence[float] | None = None, room: float = math.inf, messages: int = 1
+    ) -> tuple[int, ...] | None:
+        """The first unit of each stage. With ``alive``, microbatches in flight a stage, no stage takes more than ``room`` bytes.
+
+        Of cuts whose slowest stage is equally fast the one with the earliest starts; None where no cut has room.
+        """
+        costs = [self.seconds if alive is None else np.where(self._bytes(alive[stage], messages) <= room, self.seconds, np.inf)
+                 for stage in range(stages)]  # fmt: skip
+        reach = costs[0][0]  # [end]: the slowest stage of the best cut of the first units
+        choices: list[NDArray[np.int64]] = []
+        for stage in range(1, stages):
+            through = np.maximum(reach[:, None], costs[stage])
+            choices.append(through.argmin(axis=0))
+            reach = through.min(axis=0)
+        if not math.isfinite(reach[self.count]):
+            return None
+        starts, end = [], self.count
+        for choice in reversed(choices):
+            end = int(choice[end])
+            starts.append(end)
+        return (0, *reversed(starts))
+
+    def _bytes(self, alive: float, messages: int) -> NDArray[np.float64]:
+        table = self.bytes
+        moving = (1 + ALLOCATOR_SLACK) * (alive * table.kept + table.transient)
+        return np.asarray(table.fixed + moving + messages * table.message)
+
+
+def _runs(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """``sums[j] - sums[i]`` for i < j, else infinite."""
+    table = sums[None, :] - sums[:, None]
+    return np.where(np.arange(len(sums))[None, :] > np.arange(len(sums))[:, None], table, np.inf)

@@ -1,0 +1,208 @@
+"""``planning``: a plan from a program and a cluster, with what the user pinned; and what a given plan takes.
+
+    pins ──Wishes──► Planner ──► the fastest that fits ──choose──► Plan, with its Estimate and what else there was
+    plan ──units, layout──► Estimate
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from graphpar.cost_models.estimates import Alone, Estimate, Layout
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.flops import dominant_dtype
+from graphpar.cost_models.halved import halved
+from graphpar.cost_models.memory import table_of
+from graphpar.cost_models.pricing import Pricing
+from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.plan import Cut, Plan
+from graphpar.ir.program import Program
+from graphpar.ir.sharding import Sharding
+from graphpar.passes.planning.choose import (
+    Pins,
+    choose,
+    choose_sharding,
+    coupling_reason,
+    global_batch,
+    pinned_cuts,
+    replica_reason,
+)
+from graphpar.passes.planning.measured_units import units_of
+from graphpar.passes.planning.planner import SHOWN, Found, Planner, Wishes
+from graphpar.passes.planning.split_points import marked_cuts
+from graphpar.passes.sharding.shard import shard
+from graphpar.passes.split import positions_of
+from graphpar.schedules.registry import canonical_name, order_of
+from graphpar.text import bytes_text
+
+GROWTH = (2, 4, 8, 16)
+"""How many times the devices are tried where nothing fits."""
+
+
+def search_plan(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, top: int = SHOWN) -> Plan:
+    """The fastest plan that fits ``cluster``, with ``top`` others; axes that are not ``pinned`` are searched.
+
+    Raises:
+        GraphparError: what is pinned is not possible, or nothing fits.
+    """
+    pins = replace(pins, cluster=cluster)
+    planner = planner_for(program, cluster, pinned, pins, top)
+    found = planner.search()
+    if found.best is None and not found.alternatives:
+        rest = cluster.size // math.prod(pinned.values())
+        pipeline = {"pp": rest, **pinned} if "pp" not in pinned else {"dp_replicate": rest, **pinned}
+        choose(program, Mesh.resolve(pipeline, cluster.size), pins)  # says what is wrong with the pins
+        reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
+        raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
+    if found.best is None:
+        raise GraphparError(_misfit(program, cluster, pinned, pins, found))
+    best = found.best
+    decided = replace(
+        pins,
+        schedule=best.candidate.schedule,
+        microbatch_size=best.candidate.microbatch_size,
+        cuts=best.cuts if best.candidate.mesh.pp > 1 else None,
+        stages=None,
+        layers_per_stage=None,
+        edge_layers=None,
+    )
+    plans = [choose(program, best.candidate.mesh, decided)]  # tensors lie as is best for microbatches of this size
+    if plans[0].sharding != best.sharding:
+        plans.append(choose(program, best.candidate.mesh, replace(decided, sharding=best.sharding)))
+    priced = [replace(plan, predicted=estimate_plan(program, plan, cluster), found=found) for plan in plans]
+    return replace(min(priced, key=_by_fit), alone=planner.alone() if cluster.size > 1 and program.symbolic else None)
+
+
+def _by_fit(plan: Plan) -> tuple[int, float]:
+    assert plan.predicted is not None
+    return max(0, plan.predicted.missing_bytes), plan.predicted.step_time_s
+
+
+def planner_for(
+    program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, top: int = SHOWN
+) -> Planner:
+    """A planner that takes the user's pins as wishes."""
+    batch = global_batch(program, pins)
+    reason = coupling_reason(program, pins)
+
+    def sharding(mesh: Mesh, rows: int) -> tuple[Sharding, Program]:
+        sized = program if program.symbolic else program.at_batch(rows)
+        chosen = choose_sharding(sized, mesh, rows, 1, pins.shard_plan, cluster)
+        return chosen, shard(sized, chosen)
+
+    def cuts(mesh: Mesh, schedule: str) -> tuple[Cut, ...]:
+        given = pinned_cuts(program, mesh, replace(pins, schedule=schedule))
+        assert given is not None
+        positions_of(program, given)
+        return given
+
+    wishes = Wishes(
+        schedule=canonical_name(pins.schedule) if pins.schedule else None,
+        microbatch_size=pins.microbatch_size,
+        cuts=cuts if _has_cuts(program, pins) else None,
+        one_microbatch=reason is not None,
+        replicas=reason is None and replica_reason(program) is None,
+    )
+    return Planner(program, cluster, batch, sharding, pinned, wishes, dtype=dominant_dtype(program), shown=top)
+
+
+def _has_cuts(program: Program, pins: Pins) -> bool:
+    given = (pins.cuts, pins.stages, pins.layers_per_stage, pins.edge_layers, marked_cuts(program))
+    return any(each is not None for each in given)
+
+
+# ---- a given plan ----------------------------------------------------------------------------------------------
+
+
+def estimate_plan(program: Program, plan: Plan, cluster: Cluster, execution: Execution | None = None) -> Estimate:
+    """What a step of ``plan`` takes on ``cluster``, as the emitted program runs it unless ``execution`` says otherwise."""
+    pricing, layout = pricing_of(program, plan, cluster, execution)
+    return pricing.estimate(layout)
+
+
+def pricing_of(
+    program: Program, plan: Plan, cluster: Cluster, execution: Execution | None = None
+) -> tuple[Pricing, Layout]:
+    """Prices of the plan's mesh and sharding, and its layout.
+
+    Raises:
+        GraphparError: the cluster has another number of devices.
+    """
+    return lowered_pricing(shard(program.at_batch(plan.microbatch_size), plan.sharding), plan, cluster, execution)
+
+
+def lowered_pricing(
+    sized: Program, plan: Plan, cluster: Cluster, execution: Execution | None = None
+) -> tuple[Pricing, Layout]:
+    """The same for the program that a rank of the compute axes runs."""
+    if cluster.size != plan.mesh.size:
+        raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
+    run = execution or Execution(zero=plan.zero, recompute=plan.recompute)
+    kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
+    units = units_of(sized, plan.mesh.degrees(), run, device=kind, wanted=plan.cuts)
+    places = {unit.position: place for place, unit in enumerate(units)}
+    starts = (0, *(places[position] for position in positions_of(sized, plan.cuts)))
+    order = None if plan.actions is None else order_of(table_of(plan))
+    layout = Layout(plan.schedule, plan.microbatch_size, plan.microbatches, starts, order)
+    train = sized.mode == "train"
+    return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(sized), train=train), layout
+
+
+def in_bf16_s(sized: Program, plan: Plan, cluster: Cluster) -> float | None:
+    """About what a step of an fp32 plan would take in bf16; None where that is not asked, or where the device is no faster with it."""
+    device = cluster.device
+    if dominant_dtype(sized) != "fp32" or device.kind != "gpu" or device.peak("bf16") <= device.peak("fp32"):
+        return None
+    pricing, layout = lowered_pricing(sized, plan, cluster)
+    return Pricing(halved(pricing.units), plan.mesh, cluster, pricing.execution, dtype="bf16", train=pricing.train).step_s(layout)
+
+
+# ---- one device ------------------------------------------------------------------------------------------------
+
+
+def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
+    """The batch of ``plan`` on one device of ``cluster``, in the microbatches that are best there."""
+    pins = Pins(
+        global_batch=plan.global_batch,
+        microbatch_size=None if program.symbolic else plan.microbatch_size,  # each other size is a trace
+        allow_batch_coupling=plan.allow_batch_coupling,
+    )
+    return planner_for(program, cluster, {}, pins).alone()
+
+
+# ---- where nothing fits ----------------------------------------------------------------------------------------
+
+
+def _misfit(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, found: Found) -> str:
+    """By how much the nearest plan does not fit, on which stage, and the smallest change that would."""
+    nearest = found.alternatives[0]
+    estimate = nearest.estimate
+    fullest, on = estimate.fullest
+    needed, room = estimate.peak_memory_bytes[fullest], estimate.memory_bytes
+    mesh = ", ".join(f"{axis}={degree}" for axis, degree in nearest.candidate.mesh.degrees().items() if degree > 1) or "one device"
+    stages = "/".join(map(str, on))
+    text = (
+        f"No plan for {program.name} fits {cluster}. The nearest ({mesh}, {nearest.candidate.schedule}, microbatches of "
+        f"{nearest.candidate.microbatch_size}) needs {bytes_text(needed)} on stage {stages}, where {bytes_text(room)} are: "
+        f"{bytes_text(nearest.missing)} too much."
+    )
+    return text + _remedy(program, cluster, pinned, pins, needed)
+
+
+def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, needed: int) -> str:
+    memory = f"devices with {bytes_text(needed)}"
+    if pins.microbatch_size is not None:
+        smaller = planner_for(program, cluster, pinned, replace(pins, microbatch_size=None)).any_that_fits(largest=True)
+        if smaller is not None:
+            return f" Microbatches of {smaller.microbatch_size} instead of {pins.microbatch_size} would fit, and so would {memory}."
+    for times in GROWTH:
+        larger = Cluster.grown(cluster, times)
+        fitting = planner_for(program, larger, pinned, replace(pins, cluster=larger)).any_that_fits()
+        if fitting is not None:
+            degrees = ", ".join(f"{axis}={degree}" for axis, degree in fitting.mesh.degrees().items() if degree > 1)
+            return f" {larger} would fit (with {degrees}), and so would {memory}."
+    return f" It would take {memory}; {GROWTH[-1]} times as many of these would not do."

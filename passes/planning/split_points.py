@@ -1,0 +1,205 @@
+"""Where stages begin: balanced by flops, or as the user says it.
+
+split points        ["h.4", {"h.7": "end"}]        taken as they are (:func:`graphpar.passes.split.positions_of`)
+a pattern           ["h.*"]                        as many matching modules a stage, the earlier stages taking the rest
+modules a stage     [["wte", "h.0"], ["h.1", ...]] every module in exactly one list
+layers a stage      layers_per_stage, edge_layers  what stands before and after the layers counts as so many of them
+marks               pipe_split() in the forward    torch.distributed.pipelining's own marker
+nothing             flops                          the costliest stage is as cheap as can be
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Sequence
+
+from torch import fx
+
+from graphpar.cost_models.flops import node_flops
+from graphpar.errors import GraphparError, near_match
+from graphpar.ir.plan import Cut, SplitPoint
+from graphpar.ir.program import Program
+from graphpar.passes.normalize.applications import first_applications
+from graphpar.passes.split import cut_candidates
+
+
+def balanced_cuts(program: Program, stages: int) -> tuple[Cut, ...]:
+    """Split points for ``stages`` stages whose largest number of flops is smallest."""
+    if stages == 1:
+        return ()
+    candidates = cut_candidates(program, stages)
+    if stages - 1 > len(candidates):
+        blocks = sum(len(set(block.instances)) for block in program.blocks.values())
+        what = f"{blocks} blocks" if blocks else f"{len(candidates) + 1} modules with parameters"
+        raise GraphparError(
+            f"{stages} stages were asked for, but {program.name} has only {what}: at most {len(candidates) + 1} stages. "
+            "Use fewer devices, or a schedule with fewer stages a rank."
+        )
+    nodes, again = list(program.graph.nodes), first_applications(program)
+    flops = dict.fromkeys(nodes, 0.0)
+    for node, own in node_flops(program, 1).items():
+        flops[again.get(node, node)] += own
+    starts = [position for position, _ in candidates]
+    edges = [0, *starts, len(nodes)]
+    segments = [_sum(nodes[a:b], flops) for a, b in itertools.pairwise(edges)]
+    chosen = _partition(segments, stages)
+    return tuple(Cut(candidates[index - 1][1]) for index in chosen)
+
+
+def _sum(nodes: Sequence[fx.Node], flops: dict[fx.Node, float]) -> float:
+    return sum(flops[node] for node in nodes)
+
+
+def _partition(costs: Sequence[float], parts: int) -> list[int]:
+    """Where each part after the first begins, so that the costliest part is cheapest (exact, by dynamic programming).
+
+    Ties go to the split whose earlier parts are shorter in cost, so the result is unique.
+    """
+    count = len(costs)
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    best = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
+    choice = [[0] * (count + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for part in range(1, parts + 1):
+        for end in range(part, count + 1):
+            for begin in range(part - 1, end):
+                worst = max(best[part - 1][begin], prefix[end] - prefix[begin])
+                if worst < best[part][end]:
+                    best[part][end], choice[part][end] = worst, begin
+    starts, end = [], count
+    for part in range(parts, 1, -1):
+        end = choice[part][end]
+        starts.append(end)
+    return starts[::-1]
+
+
+def cuts_from_lists(program: Program, lists: Sequence[Sequence[str]]) -> tuple[Cut, ...]:
+    """Split points from the modules of each stage; every module with parameters must be in exactly one list."""
+    known = [path for path in program.module_classes if path]
+    owner: dict[str, int] = {}
+    for stage, paths in enumerate(lists):
+        for path in paths:
+            if path not in known:
+                raise GraphparError(
+                    f"Stage {stage} lists {path!r}, which is no module of the program.{near_match(path, known)}"
+                )
+            if path in owner:
+                raise GraphparError(f"Module {path!r} is in stages {owner[path]} and {stage}; list it once.")
+            owner[path] = stage
+    first: dict[int, str] = {}
+    current = 0
+    again = first_applications(program)
+    for node in program.graph.nodes:
+        holder = _parameter_owner(node)
+        if holder is None or node in again:
+            continue
+        listed = [p for p in owner if holder == p or holder.startswith(p + ".")]
+        if not listed:
+            raise GraphparError(f"Module {holder!r} is in no stage; list it, or a module that contains it.")
+        stage = owner[max(listed, key=len)]
+        if stage < current:
+            raise GraphparError(
+                f"Module {max(listed, key=len)!r} is listed in stage {stage}, but it runs after modules of stage {current}."
+            )
+        current = stage
+        first.setdefault(stage, max(listed, key=len))
+    missing = [stage for stage in range(len(lists)) if stage not in first]
+    if missing:
+        raise GraphparError(f"Stage {missing[0]} would be empty: none of its modules computes anything.")
+    return tuple(Cut(first[stage]) for stage in range(1, len(lists)))
+
+
+def _parameter_owner(node: fx.Node) -> str | None:
+    if node.op == "call_module":
+        return str(node.target)
+    if node.op != "call_function":
+        return None
+    parameters = [str(a.target) for a in node.all_input_nodes if a.op == "get_attr"]
+    stack = node.meta.get("module_stack", ())
+    return stack[-1][0] if parameters and stack and stack[-1][0] else None
+
+
+def even_cuts(program: Program, patterns: Sequence[Cut], stages: int) -> tuple[Cut, ...]:
+    """As many of the modules that match a pattern on each stage; what doesn't divide goes to the earlier ones."""
+    if len(patterns) > 1 or patterns[0].where is not SplitPoint.BEGINNING:
+        raise GraphparError(
+            "A split point with * stands alone: it says which modules to spread evenly over the stages."
+        )
+    pattern = patterns[0].path
+    known = _layers(program) or [path for _, path in cut_candidates(program)]
+    # * stays within one level of the path.
+    matching = [p for p in known if p.count(".") == pattern.count(".") and fnmatch.fnmatchcase(p, pattern)]
+    if not matching:
+        raise GraphparError(f"Split pattern {pattern!r} matches no module.{near_match(pattern, known)}")
+    if len(matching) < stages:
+        raise GraphparError(
+            f"Split pattern {pattern!r} matches {len(matching)} modules, fewer than the {stages} stages."
+        )
+    counts = [len(matching) // stages + (stage < len(matching) % stages) for stage in range(stages)]
+    starts = itertools.accumulate(counts[:-1])
+    return tuple(Cut(matching[start]) for start in starts)
+
+
+def cuts_by_layers(
+    program: Program, pp: int, per_rank: int, layers_per_stage: int | None, edges: tuple[int, int]
+) -> tuple[Cut, ...]:
+    """Split points by number of layers, where what comes before and after them counts as ``edges`` layers."""
+    layers = _layers(program)
+    first, last = edges
+    if min(edges) < 0:
+        raise GraphparError(f"Edge layers {first},{last}: a number of layers can't be negative.")
+    if not layers:
+        raise GraphparError(f"{program.name} has no repeated layers to count; give split points.")
+    total = len(layers) + first + last
+    stages = pp * per_rank
+    if layers_per_stage is not None:
+        if layers_per_stage < 1:
+            raise GraphparError(f"{layers_per_stage} layers a stage: at least 1 is needed.")
+        stages = -(-total // layers_per_stage)
+        if stages % pp:
+            wanted = -(-total // (pp * max(1, stages // pp)))
+            raise GraphparError(
+                f"{len(layers)} layers (and {first} + {last} for the ends) at {layers_per_stage} a stage are {stages} stages, which "
+                f"pp={pp} ranks can't hold evenly; {wanted} layers a stage would be {-(-total // wanted)}."
+            )
+    if stages > total:
+        raise GraphparError(
+            f"{stages} stages, but only {len(layers)} layers (counted as {total} with {first} + {last} for the ends)."
+        )
+    base, extra = divmod(total, stages)
+    if stages > 1 and max(edges) > base:
+        raise GraphparError(
+            f"The ends count as {first} and {last} layers, more than the {base} layers of the smallest of {stages} stages."
+        )
+    counts = [base + (stage < extra) for stage in range(stages)]
+    counts[0] -= first
+    counts[-1] -= last
+    starts = list(itertools.accumulate(counts[:-1]))
+    # A stage without layers holds the end alone: the cut is after the last layer.
+    return tuple(Cut(layers[start]) if start < len(layers) else Cut(layers[-1], SplitPoint.END) for start in starts)
+
+
+def _layers(program: Program) -> list[str]:
+    """The block instances of the root, in execution order."""
+    return list(dict.fromkeys(str(node.target) for node in program.graph.nodes if node.op == "call_module"))
+
+
+def marked_cuts(program: Program) -> tuple[Cut, ...] | None:
+    """Split points where the model's forward calls ``torch.distributed.pipelining.pipe_split()``."""
+    seen: set[str] = set()
+    cuts: list[Cut] = []
+    for node in program.graph.nodes:
+        paths = [entry[0] for entry in node.meta.get("module_stack", ()) if entry[0]]
+        if node.meta.get("stage_begins"):
+            fresh = next((path for path in paths if path not in seen), None)
+            if fresh is None:
+                raise GraphparError(
+                    f"pipe_split() stands between operators of the module {paths[-1] if paths else 'root'!r}; put it before "
+                    "the call of a module, so that the stage has a name to begin with."
+                )
+            cuts.append(Cut(fresh))
+        seen.update(paths)
+    return tuple(cuts) or None

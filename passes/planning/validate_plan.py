@@ -1,0 +1,195 @@
+"""``given``: a plan that somebody wrote or kept, checked against a program as a user's own decisions are.
+
+    plan.json ──choose, with every decision pinned──► the same plan, or an error that says where it and the program part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from graphpar.errors import GraphparError
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program
+from graphpar.ir.sharding import Decision, Sharding
+from graphpar.operators.transitions import path
+from graphpar.passes.planning.choose import Pins, check_degrees, check_microbatch_size, check_pipelined, choose
+from graphpar.passes.sharding.pins import prepared
+from graphpar.passes.sharding.problem import Operator, Problem, Value, build_problem
+from graphpar.passes.split import split
+from graphpar.runtime.layout import Type
+from graphpar.schedules.registry import check_runnable
+from graphpar.text import compressed, listed
+
+_NAMED = 6
+
+
+def given_plan(program: Program, given: Plan) -> Plan:
+    """The plan ``given``, so checked that one that was edited, or that is for another program, does not pass.
+
+    Its sharding is not searched again: the pins that it was made under are not in the plan. It is checked against the rules.
+
+    Raises:
+        GraphparError: the plan is not legal for ``program``, or contradicts itself.
+    """
+    check_alone(given)
+    check_model(program, given)
+    custom = None if given.actions is None else "\n".join(",".join(row) for row in given.actions)
+    pins = Pins(
+        schedule=None if custom else given.schedule,
+        microbatch_size=given.microbatch_size,
+        global_batch=given.global_batch,
+        cuts=given.cuts,
+        table=custom,
+        allow_batch_coupling=given.allow_batch_coupling,
+        dtype=given.dtype,
+        cluster=given.cluster,
+    )
+    plan = choose(program, Mesh(**(given.mesh.degrees() | dict.fromkeys(given.mesh.compute, 1))), pins)
+    plan = replace(plan, mesh=given.mesh, sharding=given.sharding)
+    _check_sharding(program, plan)
+    if plan != given:
+        ours, theirs = plan.to_json(), given.to_json()
+        name = next(key for key in ours if ours[key] != theirs[key])
+        raise GraphparError(
+            f"The plan contradicts itself, or the model has changed: {name} is {theirs[name]}, but its other decisions "
+            f"give {ours[name]}."
+        )
+    return replace(plan, predicted=given.predicted, found=given.found)
+
+
+def check_alone(plan: Plan) -> None:
+    """Whether the plan can be carried out at all, whatever its program is.
+
+    Raises:
+        GraphparError: it asks for what nothing does, or contradicts itself.
+    """
+    for name, value, nothing in (("zero", plan.zero, 0), ("recompute", plan.recompute, "none")):
+        if value != nothing:
+            raise GraphparError(
+                f"The plan's {name} is {value!r}, which emitted programs don't do in this version; it must be {nothing!r}."
+            )
+    check_degrees(plan.mesh, plan.global_batch)
+    if plan.cluster is not None and plan.cluster.size != plan.mesh.size:
+        raise GraphparError(
+            f"The plan contradicts itself: its mesh has {plan.mesh.size} devices, but its cluster {plan.cluster} has "
+            f"{plan.cluster.size}."
+        )
+    if dict(plan.sharding.degrees) != plan.mesh.compute:
+        raise GraphparError(
+            f"The plan contradicts itself: its sharding is for {dict(plan.sharding.degrees) or 'one device'}, but its mesh has "
+            f"{plan.mesh.compute or 'no axis to cut tensors on'}."
+        )
+    if plan.actions is None:
+        check_runnable(plan.schedule)
+        check_pipelined(plan.schedule, plan.mesh)
+    check_microbatch_size(plan.microbatch_size, plan.global_batch, plan.mesh.dp_replicate)
+
+
+def check_model(program: Program, plan: Plan) -> None:
+    """Whether the plan is for this program, by names.
+
+    Raises:
+        GraphparError: it is for another one; the message says which modules only one of them has.
+    """
+    if plan.mode != program.mode:
+        raise GraphparError(f"The plan is for mode {plan.mode!r}, but the program was traced for {program.mode!r}.")
+    planned = {name for stage in plan.stages for name in stage.modules}
+    there = {name for stage in split(program, []) for name in stage.modules}
+    if plan.model == program.name and planned == there:
+        return
+    differences = [
+        f"{what} {_names(names, planned & there)}"
+        for what, names in (("only the plan has", planned - there), ("only the program has", there - planned))
+        if names
+    ]
+    names = f"is for {plan.model!r}, but the program is {program.name!r}"
+    if plan.model == program.name:
+        names = f"is for another {plan.model!r}"
+    blocks = ", ".join(f"{block.name} x {len(block.instances)}" for block in program.blocks.values()) or "no repeated blocks"
+    raise GraphparError(
+        f"The plan {names}: {'; '.join(differences) or 'their modules have the same names'}. The program has "
+        f"{len(program.parameters)} parameters and {blocks}."
+    )
+
+
+def _names(names: Collection[str], others: Collection[str]) -> str:
+    """``names`` as few, where none of the ``others`` is among what they stand for."""
+    return listed(compressed([sorted(names, key=_natural), sorted(others)])[0], _NAMED)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """``layers.9`` before ``layers.10``."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def _check_sharding(program: Program, plan: Plan) -> None:
+    """Whether the sharding in a plan is legal for ``program``, operator by operator.
+
+    Raises:
+        GraphparError: it is not; the message names the decision.
+    """
+    sharding = plan.sharding
+    if not sharding.degrees:
+        return
+    problem = build_problem(prepared(program, sharding.variants, sharding.points), sharding.degrees)
+    for operator in problem.operators:
+        _check_decision(operator, sharding)
+        if operator.kind == "parameter":
+            _check_parameter(problem, operator, sharding)
+    for value in problem.values:
+        _check_transitions(problem, value, sharding)
+
+
+def _named(operator: Operator) -> str:
+    return f"{operator.scope}: {operator.node.name}" if operator.scope else operator.node.name
+
+
+def _decision(operator: Operator, sharding: Sharding) -> Decision:
+    decision = sharding.decisions.get(operator.scope, {}).get(operator.node.name)
+    if decision is None:
+        raise GraphparError(f"The plan's sharding has no decision for {_named(operator)}; compile the model again.")
+    return decision
+
+
+def _check_decision(operator: Operator, sharding: Sharding) -> None:
+    decision = _decision(operator, sharding)
+    legal = [Decision(choice.operands, choice.results, choice.rewrites) for choice in operator.choices]
+    if decision not in legal:
+        shown = "; ".join(dict.fromkeys(option.to_json() for option in legal[:4]))
+        raise GraphparError(
+            f"The plan's sharding says {decision.to_json()!r} for {_named(operator)}, which no rule allows. Allowed are "
+            f"{shown}{', ...' if len(legal) > 4 else ''}."
+        )
+
+
+def _check_parameter(problem: Problem, operator: Operator, sharding: Sharding) -> None:
+    decided = dict(zip(problem.axes, _decision(operator, sharding).results[0]))
+    block = problem.program.blocks.get(operator.scope)
+    for prefix in [f"{instance}." for instance in block.instances] if block else [""]:
+        name = f"{prefix}{operator.node.target}"
+        stored = sharding.parameters.get(name)
+        if stored != decided:
+            raise GraphparError(
+                f"The plan contradicts itself: {name} is stored as {_text(stored or {})}, but {_named(operator)} is decided as "
+                f"{_text(decided)}."
+            )
+
+
+def _check_transitions(problem: Problem, value: Value, sharding: Sharding) -> None:
+    """A value can become what its users take; a parameter lies as it is used."""
+    made = _decision(value.maker, sharding).results[value.index]
+    for edge in value.edges:
+        decision = _decision(edge.user, sharding)
+        wanted = decision.results[0] if edge.user.kind == "boundary" else decision.operands[edge.position]
+        for axis, source, target in zip(problem.axes, made, wanted):
+            if path(source, target, differentiable=value.differentiable) is None:
+                raise GraphparError(
+                    f"The plan's sharding takes {_named(value.maker)}, which is {source}@{axis}, as {target} in {_named(edge.user)}; "
+                    "no transition leads there."
+                )
+
+
+def _text(spec: Mapping[str, Type]) -> str:
+    return ", ".join(f"{kind}@{axis}" for axis, kind in spec.items()) or "nothing"

@@ -1,0 +1,1 @@
+"""How tensors lie: the problem, its costs, the search, and the program of one rank."""

@@ -1,0 +1,209 @@
+"""``check_types``: a rank's program is checked against the rules, node by node, from its inputs and parameters on.
+
+    parameters' types, transitions by what they do, operators by their rules ──► the type of every value; shapes by execution
+
+Nothing is taken over from the search or the lowering but the program itself: a transition that is missing, or a cut of the wrong
+dim, leaves an operator with operands that no placement of its rule allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from graphpar.emitted import collectives
+from graphpar.ir.program import Program, operator_name, value_of
+from graphpar.operators.gradients import block_results
+from graphpar.operators.placement import operands_of
+from graphpar.passes.sharding.problem import Operator, Problem, build_problem, is_operator
+from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
+
+Types = tuple[Type, ...]
+_FROM_TO: dict[str, tuple[Type | None, Type | None]] = {  # None: the cut that the call names
+    "all_reduce": (P, I),
+    "all_reduce_both": (P, R),
+    "sum_gradient": (I, R),
+    "reduce_scatter": (P, None),
+    "all_gather": (None, R),
+    "all_gather_invariant": (None, I),
+    "shard": (R, None),
+    "shard_invariant": (I, None),
+    "first_only": (R, P),
+    "expert_rows": (R, None),
+    "expert_sums": (None, P),
+}
+
+
+def check_types(program: Program, local: Program, degrees: Mapping[str, int]) -> list[str]:
+    """What is wrong with ``local``, the lowered form of ``program``; empty if nothing is."""
+    return _Checker(program, local, degrees).check()
+
+
+class _Checker:
+    def __init__(self, program: Program, local: Program, degrees: Mapping[str, int]) -> None:
+        self.program, self.local, self.degrees = program, local, degrees
+        self.axes = tuple(degrees)
+        self.problem: Problem = build_problem(program, degrees)
+        self.problems: list[str] = []
+        self.results: dict[str, list[Types]] = {}  # of each block
+        self.inputs: dict[str, list[Types]] = {}
+
+    def check(self) -> list[str]:
+        calls = [node for node in self.local.graph.nodes if node.op == "call_module"]
+        for name in dict.fromkeys(str(node.meta["block"]) for node in calls):
+            graph = self.local.blocks[name].graph
+            inside = [node for node in graph.nodes if node.op == "placeholder"]
+            types = self._graph(graph, name)
+            self.inputs[name] = [types.get(node, ()) for node in inside]
+            self.results[name] = [types[node] for node in block_results(graph)]
+        types = self._graph(self.local.graph, "")
+        output = next(node for node in self.local.graph.nodes if node.op == "output")
+        for node in output.all_input_nodes:
+            silent = node.meta["origin"] not in self.problem.differentiable
+            if isinstance(value_of(node), Tensor) and types[node] != ((R if silent else I),) * len(self.axes):
+                self.problems.append(f"the program returns {node.name} as {_text(types[node])}, but it must be whole")
+        return self.problems
+
+    def _graph(self, graph: fx.Graph, scope: str) -> dict[fx.Node, Types]:
+        types: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            if node.op != "output":
+                types[node] = self._types(node, scope, types)
+        return types
+
+    def _types(self, node: fx.Node, scope: str, types: dict[fx.Node, Any]) -> Any:
+        """The types of a node's value, from those of its operands; of each value where there are several."""
+        if node.op == "placeholder":
+            declared = tuple(node.meta["types"].values()) if "types" in node.meta else ()
+            return declared if scope else (R,) * len(self.axes) if isinstance(value_of(node), Tensor) else ()
+        if node.op == "get_attr":
+            return self._parameter(node, scope)
+        if node.op == "call_module":
+            return self._call(node, types)
+        if operator_name(node) == "getitem" and isinstance(types.get(node.args[0]), list):  # type: ignore[arg-type]
+            return self._settled(node, types[node.args[0]][int(node.args[1])])  # type: ignore[index, arg-type]
+        if getattr(node.target, "__module__", "") == collectives.__name__ and str(operator_name(node)) in (*_FROM_TO, "all_to_all"):
+            return self._transition(node, types)
+        origin = node.meta.get("origin")
+        if origin is None or not is_operator(origin) or origin not in self.problem.of:
+            return ()  # sizes, and steps inside of a rewriting
+        return self._operator(node, self.problem.of[origin], types)
+
+    def _parameter(self, node: fx.Node, scope: str) -> Types:
+        """As it is stored: one type in all instances of a block, and under all names of a tie."""
+        names = [f"{prefix}{node.target}" for prefix in self.local.prefixes(scope)]
+        found = {name: self._stored(name) for own in names for name in self.local.tie_of(own)}
+        first = found[names[0]]
+        self.problems += [
+            f"{name} is stored as {_text(types)}, but {names[0]} as {_text(first)}; both are read by {node.name}"
+            for name, types in found.items()
+            if types != first
+        ]
+        return first
+
+    def _stored(self, name: str) -> Types:
+        info = self.local.parameters.get(name)
+        spec = dict(info.spec) if info is not None else {}
+        return tuple(spec.get(axis, R) for axis in self.axes)
+
+    def _call(self, node: fx.Node, types: Mapping[fx.Node, Any]) -> Any:
+        name = str(node.meta["block"])
+        for argument, wanted in zip(node.args, self.inputs[name]):
+            if isinstance(argument, fx.Node) and wanted and not self._fits(argument, types[argument], wanted):
+                self.problems.append(
+                    f"block {node.target} takes {argument.name} as {_text(wanted)}, but it is {_text(types[argument])}"
+                )
+        return self.results[name] if isinstance(value_of(node), tuple | list) else self._settled(node, self.results[name][0])
+
+    def _settled(self, node: fx.Node, types: Types) -> Types:
+        """R and I differ in gradients alone: a call through which none flows gives R where others give I."""
+        if node.meta.get("origin", node) in self.problem.differentiable:
+            return types
+        return tuple(R if kind is I else kind for kind in types)
+
+    def _fits(self, argument: fx.Node, given: Types, wanted: Types) -> bool:
+        """A value without a gradient, such as an input, is as good as I where other instances take one that has a gradient."""
+        if argument.meta.get("origin", argument) in self.problem.differentiable:
+            return given == wanted
+        return all(a == b or (a is R and b is I) for a, b in zip(given, wanted))
+
+    def _transition(self, node: fx.Node, types: Mapping[fx.Node, Any]) -> Types:
+        value, axis, *ends = node.args
+        assert isinstance(value, fx.Node) and isinstance(axis, str)
+        place = self.axes.index(axis)
+        options = dict(node.kwargs)
+        if ends:
+            assert isinstance(ends[0], fx.Node)
+            offs, over = ends[0].args
+            assert isinstance(offs, fx.Node)
+            options["offsets"] = offs.meta["origin"].name
+            if types[offs] != (R,) * len(self.axes) or over != axis:
+                self.problems.append(f"{operator_name(node)} on {axis} counts rows by {offs.name} {_text(types[offs])} on {over}")
+        if operator_name(node) == "all_to_all":
+            source: Type = _named(options, "from_")
+            target: Type = _named(options, "to_")
+        else:
+            before, after = _FROM_TO[operator_name(node)]
+            source = before if before is not None else _named(options)
+            target = after if after is not None else _named(options)
+        now = list(types[value])
+        if now[place] != source:
+            self.problems.append(
+                f"{operator_name(node)} turns {source} into {target}, but {value.name} is {now[place]} on {axis}"
+            )
+        dims = {kind.dim for kind in (source, target) if isinstance(kind, Shard)}
+        for other, kind in zip(self.axes, now):
+            within = self.axes.index(other) > place or (ends and other != axis)
+            if within and isinstance(kind, Shard) and kind.dim in dims:
+                self.problems.append(f"{operator_name(node)} on {axis} moves dim {kind.dim} of {value.name}, which {other} cuts too")
+        silent = node.meta["origin"] not in self.problem.differentiable
+        now[place] = R if silent and target is I else target  # R and I differ in gradients alone
+        return tuple(now)
+
+    def _operator(self, node: fx.Node, operator: Operator, types: Mapping[fx.Node, Any]) -> Any:
+        local = lowered_operands(node, operator.node)
+        given = tuple(types[operand] for operand in local)
+        found = [choice for choice in operator.choices if choice.operands == given]
+        claimed = node.meta.get("types")
+        if not found:
+            line = node.meta.get("source")
+            where = f" ({line.file}:{line.line})" if line else ""
+            shown = ", ".join(f"{operand.name} {_text(kind)}" for operand, kind in zip(local, given))
+            self.problems.append(f"{operator_name(operator.node)}{where} can't be run on {shown}")
+            found = [choice for choice in operator.choices if claimed and choice.results[0] == tuple(claimed.values())]
+        choices = [choice for choice in found if claimed is None or choice.results[0] == tuple(claimed.values())]
+        if found and not choices:
+            said, given_by_rule = _text(tuple(claimed.values()) if claimed else ()), _text(found[0].results[0])
+            self.problems.append(f"{node.name} is said to be {said}, but its rule gives {given_by_rule}")
+        choice = (choices or found or operator.choices)[0]
+        own = [axis for axis, rewrite in zip(self.axes, choice.rewrites) if rewrite == "own_experts"]
+        counted = [operand.args[1] for operand in operands_of(node) if operator_name(operand) == "own_offsets"]
+        if own != counted:
+            self.problems.append(f"{node.name} has rows of own experts on {own or 'no axis'}, but offsets of own on {counted or 'none'}")
+        results = list(choice.results)
+        return results if isinstance(value_of(operator.node), tuple | list) else results[0]
+
+
+def lowered_operands(node: fx.Node, origin: fx.Node) -> list[fx.Node]:
+    """The operands of a lowered operator, in the order of the original's."""
+    operands = operands_of(node)
+    name = operator_name(node)
+    if name == "vocab_embedding":  # (indices, weight) for (weight, indices)
+        return operands[::-1]
+    if "own_offsets" in map(operator_name, operands):
+        return [operands_of(operand)[0] if operator_name(operand) == "own_offsets" else operand for operand in operands]
+    if name == "div" and operator_name(origin) == "mean":
+        return operands_of(operands[0])
+    return operands
+
+
+def _named(options: Mapping[str, Any], prefix: str = "") -> Shard:
+    if "offsets" in options:
+        return ExpertRows(offsets=options["offsets"])
+    return Shard(options[f"{prefix}dim"], tuple(options.get(f"{prefix}parts", ())))
+
+
+def _text(types: Types) -> str:
+    return "|".join(map(str, types))

@@ -1,0 +1,187 @@
+"""What the sharding search pays: seconds and bytes of an operator's placement, and of turning one placement into another.
+
+    Choice      ──Prices.compute──► seconds of the operator on a rank's pieces, forward and backward
+    Types, Types ──Prices.transitions──► seconds of the collectives between them, in tables
+    Parameter   ──Prices.finishing──► seconds of the sum of its gradient, once a step, spread over the microbatches
+
+All are for one instance and one microbatch, at the rates of :class:`graphpar.cost_models.sharding.ShardingCosts`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from graphpar.cost_models.flops import operator_flops
+from graphpar.cost_models.sharding import ShardingCosts, loss_costs
+from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.kinds import FREE, MATMULS
+from graphpar.operators.placement import sizes_of
+from graphpar.operators.transitions import Step, collective_cost, moves
+from graphpar.passes.sharding.problem import Choice, Operator, Problem, Types, Value
+from graphpar.runtime.layout import R, Shard, Type
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the prices depend on besides the program."""
+
+    microbatch: int
+    microbatches: int
+    train: bool = True
+    state_bytes: float = 4.0  # bytes of parameter, gradient and optimizer state for each byte of a parameter
+    memory_limit: float | None = None  # bytes of one device
+
+
+class Prices:
+    """Seconds of choices and transitions, for one instance and one microbatch."""
+
+    def __init__(self, problem: Problem, workload: Workload, costs: ShardingCosts) -> None:
+        self.problem, self.workload, self.costs = problem, workload, costs
+        self._elements: dict[tuple[fx.Node, int], float] = {}
+        self._whole: dict[tuple[fx.Node, int], float] = {}
+        self._parameters = {stored.operators[0]: stored.parameters / stored.operators[0].count for stored in problem.stored}
+        self._numbers: dict[Types, int] = {}
+        self._steps: dict[tuple[str, int, bool], tuple[float, float]] = {}
+        self._paths: dict[bool, np.ndarray] = {flag: np.full((2, 0, 0), np.nan) for flag in (False, True)}
+
+    def elements(self, node: fx.Node, index: int = 0) -> float:
+        """Elements of the whole tensor."""
+        if (node, index) not in self._elements:
+            self._elements[node, index] = self._counted(node, index)
+        return self._elements[node, index]
+
+    def _counted(self, node: fx.Node, index: int) -> float:
+        value = value_of(node)
+        if isinstance(value, tuple | list):
+            user = next((u for u in node.users if operator_name(u) == "getitem" and u.args[1] == index), None)
+            return self.elements(user) if user is not None else 0.0
+        return float(math.prod(n * (self.workload.microbatch if power else 1) for n, power in sizes_of(node)))
+
+    def nbytes(self, node: fx.Node, types: Types, index: int = 0) -> float:
+        """Bytes of a rank's piece."""
+        value = value_of(node)
+        tensor = value[index] if isinstance(value, tuple | list) else value
+        return float(self.elements(node, index) * tensor.dtype.itemsize / self._pieces(types))
+
+    def _pieces(self, types: Sequence[Type]) -> int:
+        return math.prod(
+            self.problem.degrees[axis] for axis, kind in zip(self.problem.axes, types) if isinstance(kind, Shard)
+        )
+
+    def compute(self, operator: Operator, choice: Choice) -> float:
+        node, name = operator.node, operator_name(operator.node)
+        if operator.kind != "operator" or name in FREE:
+            return 0.0
+        backward = node in self.problem.differentiable and self.workload.train
+        flops = operator_flops(node, self.workload.microbatch) / choice.share
+        moved = sum(self.nbytes(n, types) for n, types in zip(operator.operands, choice.operands))
+        moved += sum(self.nbytes(node, types, index) for index, types in enumerate(choice.results))
+        times = 1 + (2 if name in MATMULS else 1) * backward
+        return times * self.costs.operator_s(flops, moved)
+
+    def collectives(self, operator: Operator, choice: Choice) -> float:
+        """What an operator that is rewritten sends by itself."""
+        seconds = 0.0
+        for axis, rewrite in zip(self.problem.axes, choice.rewrites):
+            if rewrite == "vocab_cross_entropy":
+                rows = self.elements(operator.operands[1]) / self._pieces(choice.operands[1])
+                seconds += sum(self.costs.collective_s(axis, cost) for cost in loss_costs(rows, self.problem.degrees[axis]))
+        return seconds
+
+    def own(self, operator: Operator, choice: Choice) -> float:
+        """All that an operator costs by itself."""
+        seconds = self.compute(operator, choice) + self.collectives(operator, choice)
+        return seconds + (self.finishing(operator, choice.results[0]) if choice.results else 0.0)
+
+    def transition(self, value: Value, source: Types, target: Types) -> float | None:
+        """Forward and backward of the path from one tuple of types to another; None where there is none."""
+        seconds = float(self.transitions(value, [self.number(source)], [self.number(target)])[0, 0])
+        return seconds if math.isfinite(seconds) else None
+
+    @property
+    def numbered(self) -> list[Types]:
+        return list(self._numbers)
+
+    def number(self, types: Types) -> int:
+        """A small number for a tuple of types, by which :meth:`transitions` knows it."""
+        return self._numbers.setdefault(types, len(self._numbers))
+
+    def transitions(self, value: Value, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
+        """Seconds of every path from one of ``sources`` to one of ``targets``; infinite where there is none."""
+        place = (value.maker.node, value.index)
+        if place not in self._whole:
+            self._whole[place] = self.nbytes(value.maker.node, (), value.index)
+        table = self._paths[value.differentiable]
+        if table.shape[1] < len(self._numbers):
+            grown = np.full((2, 2 * len(self._numbers), 2 * len(self._numbers)), np.nan)
+            grown[:, : table.shape[1], : table.shape[2]] = table
+            table = self._paths[value.differentiable] = grown
+        wanted = np.ix_((0, 1), sources, targets)
+        if np.isnan(table[wanted]).any():
+            types = self.numbered
+            for source, target in itertools.product(sources, targets):
+                if np.isnan(table[0, source, target]):
+                    table[:, source, target] = self._path(types[source], types[target], value.differentiable)
+        seconds, seconds_per_byte = table[wanted]
+        return np.asarray(seconds + seconds_per_byte * self._whole[place])
+
+    def _path(self, source: Types, target: Types, differentiable: bool) -> tuple[float, float]:
+        """Seconds to start the collectives of a path, and seconds for each byte of the whole tensor. Many values share one."""
+        steps = moves(source, target, differentiable)
+        if steps is None:
+            return math.inf, 0.0
+        seconds, seconds_per_byte, now = 0.0, 0.0, list(source)
+        for place, step in steps:
+            now[place] = R
+            if step.function is not None:
+                started, sent = self._step(step, place, differentiable)
+                seconds += started
+                seconds_per_byte += sent / self._pieces(now)
+            now[place] = step.target
+        return seconds, seconds_per_byte
+
+    def _step(self, step: Step, place: int, differentiable: bool) -> tuple[float, float]:
+        """Seconds to start a transition's collectives, and seconds for each byte of the tensor where it is whole on the axis."""
+        key = (str(step.function), place, differentiable)
+        if key not in self._steps:
+            axis, row = self.problem.axes[place], step.transition
+            backward = row.backward_collective if differentiable and self.workload.train else None
+            ways = [collective_cost(name, 1.0, self.problem.degrees[axis]) for name in (row.forward_collective, backward)]
+            self._steps[key] = (
+                sum(self.costs.transition_s(axis, cost.messages, 0.0) for cost in ways),
+                sum(cost.bytes_sent for cost in ways) / self.costs.transition_rate(axis),
+            )
+        return self._steps[key]
+
+    def finishing(self, operator: Operator, types: Types) -> float:
+        """Summing a partial gradient, spread over the microbatches of a step. A parameter has one, wherever it is read."""
+        node, parameters = operator.node, self._parameters.get(operator, 0.0)
+        if not parameters or node not in self.problem.differentiable or not self.workload.train:
+            return 0.0
+        seconds = 0.0
+        for axis, kind in zip(self.problem.axes, types):
+            if kind is R:
+                degree = self.problem.degrees[axis]
+                seconds += self.nbytes(node, types) * 2 * (degree - 1) / degree / self.costs.transition_rate(axis)
+        return seconds * parameters / self.workload.microbatches
+
+    def memory(self, operator: Operator, choice: Choice) -> float:
+        """Bytes that stay on a device: parameters with their state, and results that the backward needs."""
+        if operator.kind == "parameter":
+            factor = self.workload.state_bytes if operator.node in self.problem.differentiable else 1.0
+            return self._parameters.get(operator, 0.0) * factor * sum(self.nbytes(operator.node, types) for types in choice.results)
+        saved = operator.kind == "operator" and operator.node in self.problem.differentiable and self.workload.train
+        if not saved or operator_name(operator.node) in FREE:
+            return 0.0
+        return sum(self.nbytes(operator.node, types, index) for index, types in enumerate(choice.results))
+
+
+def parameter_name(problem: Problem, operator: Operator) -> str:
+    """The name of a parameter; in a block that of the first instance's."""
+    return f"{problem.program.prefixes(operator.scope)[0]}{operator.node.target}"

@@ -1,0 +1,82 @@
+"""Which weights hold experts: parameters that a product takes an expert at a time, the experts being their first dim.
+
+    grouped_mm(rows, gate_up_proj.transpose(-2, -1), offs)      gate_up_proj [experts, n, k]
+    bmm(rows [experts, t, k], weight)                           weight [experts, k, n]
+    einsum("bsd,edf->bsef", hidden, weight)                     weight [experts, d, f]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphpar.errors import GraphparError
+from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.matrix import grouped_rule
+from graphpar.operators.notation import Rule
+from graphpar.operators.placement import operands_of
+from graphpar.operators.rules import rule_of
+
+GROUPED = ("grouped_mm", "grouped_mm_fallback", "_grouped_mm")
+_PRODUCTS = (*GROUPED, "bmm", "matmul", "einsum")
+_VIEWS = ("transpose", "permute", "mT", "to", "_to_copy", "contiguous", "detach", "alias")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """``weights``: parameters by the product that takes them; ``counts``: the number of experts of each parameter."""
+
+    weights: Mapping[fx.Node, fx.Node]
+    counts: Mapping[fx.Node, int]
+
+
+def find_experts(nodes: Iterable[fx.Node]) -> Experts:
+    """The weights of experts among what ``nodes`` take."""
+    weights = {}
+    for node in nodes:
+        name = operator_name(node)
+        if name not in _PRODUCTS:
+            continue
+        rule = grouped_rule(node) if name in GROUPED else rule_of(node)
+        for position, operand in enumerate(operands_of(node)):
+            parameter, dim = _first_dim(operand)
+            if parameter is not None and rule is not None and _by_expert(rule, position, dim):
+                weights[node] = parameter
+    return Experts(weights, {parameter: int(value_of(parameter).shape[0]) for parameter in weights.values()})
+
+
+def check_degree(experts: Experts, degree: int, program: str) -> None:
+    """Refuses an axis ep that could only repeat work, or whose degree does not divide the experts."""
+    if not experts.counts:
+        raise GraphparError(
+            f"Mesh ep={degree}: {program} has no experts to divide, that is no weight of three dims that a product takes an "
+            "expert at a time (grouped_mm, bmm, matmul or einsum); use tp, cp or dp_replicate."
+        )
+    for parameter, count in experts.counts.items():
+        if count % degree:
+            raise GraphparError(f"Mesh ep={degree}: {parameter.target} has {count} experts, which {degree} ranks can't share evenly.")
+
+
+def _first_dim(node: fx.Node) -> tuple[fx.Node | None, int]:
+    """The parameter that ``node`` shows, and where its first dim is; None where it is none of three dims."""
+    if value_of(node).ndim < 3:
+        return None, 0
+    if node.op == "get_attr":
+        return node, 0
+    if operator_name(node) not in _VIEWS or len(operands_of(node)) != 1:
+        return None, 0
+    parameter, dim = _first_dim(operands_of(node)[0])
+    rule = rule_of(node)
+    if parameter is None or rule is None or rule.operands[0][dim] not in rule.results[0]:
+        return None, 0
+    return parameter, rule.results[0].index(rule.operands[0][dim])
+
+
+def _by_expert(rule: Rule, position: int, dim: int) -> bool:
+    """Whether dim ``dim`` counts experts, and not the features that are summed: it is kept, or summed beside others."""
+    own, (made,) = rule.operands[position], rule.results
+    others = {factor for place, factors in enumerate(rule.operands) if place != position for factor in factors}
+    summed = [factor for factor in own if factor not in made and factor in others]
+    return own[dim] in made or own[dim] == "g" or (own[dim] in summed and len(summed) > 1)

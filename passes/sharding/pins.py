@@ -1,0 +1,247 @@
+"""From a user's shard plan to constraints of the search.
+
+    ShardPins ──► variants   instances of a block that are pinned in other ways, or share other parameters, get definitions of their own
+              ──► points     an identity operator where a module's input or output is pinned; transitions go around it
+              ──► SearchPins allowed types of parameters and of these points
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.annotations.patterns import ShardPins
+from graphpar.annotations.values import Choice as Allowed
+from graphpar.annotations.values import Spec, spec_text
+from graphpar.errors import GraphparError
+from graphpar.ir.program import Block, Program, value_of
+from graphpar.ir.sharding import Point
+from graphpar.passes.sharding.linear_bias import separate_biases
+
+POINT = "pin_point"
+
+
+def prepared(program: Program, variants: Mapping[str, str], points: Sequence[Point]) -> Program:
+    """The program as search and lowering see it: variants of blocks, pin points, results of blocks, biases that stand alone."""
+    return separate_biases(_with_results(_with_points(_with_variants(program, variants), points)))
+
+
+def _with_results(program: Program) -> Program:
+    """An identity before each result of a block: what the block returns can be turned inside it, not between two instances."""
+    blocks = {name: replace(block, graph=_returned(block.graph)) for name, block in program.blocks.items()}
+    return program.with_graph(program.graph, blocks=blocks)
+
+
+def _returned(source: fx.Graph) -> fx.Graph:
+    graph = _copied(source)
+    output = next(node for node in graph.nodes if node.op == "output")
+    for number, value in enumerate(output.all_input_nodes):
+        if value.op != "call_function" or not isinstance(value_of(value), Tensor):
+            continue
+        with graph.inserting_before(output):
+            identity = graph.call_function(torch.ops.aten.alias.default, (value,))
+        identity.meta = dict(value.meta) | {POINT: ("result", number, "")}
+        output.replace_input_with(value, identity)
+    return graph
+
+
+# ---- variants --------------------------------------------------------------------------------------------------
+
+
+def variants_of(program: Program, pins: ShardPins) -> dict[str, str]:
+    """Instances that need another definition than the first's: path -> name of the variant."""
+    found: dict[str, str] = {}
+    shared = _shared_outside(program)
+    for block in program.blocks.values():
+        names: dict[object, str] = {}
+        for path in dict.fromkeys(block.instances):
+            key = _signature(path, pins), frozenset(shared.get(path, ()))
+            names.setdefault(key, block.name if not names else _fresh(block.name, program.blocks, found.values()))
+            if names[key] != block.name:
+                found[path] = names[key]
+    return found
+
+
+def _fresh(name: str, blocks: Iterable[str], taken: Iterable[str]) -> str:
+    number = 2
+    while f"{name}_{number}" in {*blocks, *taken}:
+        number += 1
+    return f"{name}_{number}"
+
+
+def _signature(path: str, pins: ShardPins) -> object:
+    """What is pinned in the instance ``path``, by relative name."""
+    tables: tuple[Mapping[str, object], ...] = (pins.parameters, pins.inputs, pins.outputs)
+    return tuple(
+        tuple(sorted((name.removeprefix(path), repr(spec)) for name, spec in table.items() if _within(name, path)))
+        for table in tables
+    )
+
+
+def _shared_outside(program: Program) -> dict[str, set[tuple[str, str, str]]]:
+    """By instance, which of its parameters are something else as well: another one of a block's, or one of the root's.
+
+    What is stored for two uses must suit both, so an instance that alone has such a parameter should not decide for the others.
+    """
+    instances = {path: block.name for block in program.blocks.values() for path in block.instances}
+
+    def place(name: str) -> tuple[str, str, str]:
+        """Instance, block, and the name in it."""
+        parts = name.split(".")
+        paths = (".".join(parts[:count]) for count in range(1, len(parts)))
+        path = next((path for path in paths if path in instances), "")
+        return path, instances.get(path, ""), name.removeprefix(f"{path}.")
+
+    read = (str(node.target) for node in program.graph.nodes if node.op == "get_attr")
+    of_root = {program.tie_of(name) for name in read if name in program.parameters}
+    found: dict[str, set[tuple[str, str, str]]] = {}
+    for group in dict.fromkeys((*program.ties, *of_root)):
+        places = [place(name) for name in group]
+        uses = {(block, name) for _, block, name in places} | ({("", "")} if group in of_root else set())
+        for path, block, name in places:
+            found.setdefault(path, set()).update((name, *use) for use in uses - {(block, name)})
+    return found
+
+
+def _within(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
+
+
+def _with_variants(program: Program, variants: Mapping[str, str]) -> Program:
+    if not variants:
+        return program
+    blocks: dict[str, Block] = {}
+    for name, block in program.blocks.items():
+        kept = [path for path in block.instances if path not in variants]
+        if kept:
+            blocks[name] = replace(block, instances=kept)
+        for path in block.instances:
+            own = variants.get(path)
+            if own is None:
+                continue
+            if own not in blocks:
+                blocks[own] = replace(block, name=own, instances=[], graph=_copied(block.graph))
+            blocks[own].instances.append(path)
+    graph = _copied(program.graph)
+    for node in graph.nodes:
+        if node.op == "call_module" and str(node.target) in variants:
+            node.meta["block"] = variants[str(node.target)]
+    return program.with_graph(graph, blocks=blocks)
+
+
+def _copied(source: fx.Graph) -> fx.Graph:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(source, {}))
+    return graph
+
+
+# ---- points ----------------------------------------------------------------------------------------------------
+
+
+def points_of(pins: ShardPins) -> list[Point]:
+    """Where an input or output of a module is pinned: outer inputs first, inner outputs first."""
+    if pins.keyword_inputs:
+        path, names = next(iter(pins.keyword_inputs.items()))
+        raise GraphparError(
+            f"The shard plan pins the keyword input{'s' if len(names) > 1 else ''} {', '.join(names)} of {path!r}; "
+            "pin it by its position, or pin what makes it."
+        )
+    inputs = [Point(path, "input", i) for path, specs in pins.inputs.items() for i, spec in enumerate(specs) if spec]
+    outputs = [Point(path, "output", i) for path, specs in pins.outputs.items() for i, spec in enumerate(specs) if spec]
+    return sorted(inputs, key=lambda p: p.path.count(".")) + sorted(outputs, key=lambda p: -p.path.count("."))
+
+
+def allowed_at(pins: ShardPins, point: Point) -> Spec:
+    """What the user allows at a point."""
+    specs = (pins.inputs if point.kind == "input" else pins.outputs)[point.path]
+    spec = specs[point.position]
+    assert spec is not None
+    return spec
+
+
+def _with_points(program: Program, points: Sequence[Point]) -> Program:
+    if not points:
+        return program
+    graph = _copied(program.graph)
+    blocks = {name: replace(block, graph=_copied(block.graph)) for name, block in program.blocks.items()}
+    for point in points:
+        block = next((b for b in blocks.values() if any(_within(point.path, path) for path in b.instances)), None)
+        if block is None:
+            _mark(graph, point, point.path)
+            continue
+        own = next(path for path in block.instances if _within(point.path, path))
+        first = _first_path(block)
+        _mark(block.graph, point, first + point.path.removeprefix(own))
+    return program.with_graph(graph, blocks=blocks)
+
+
+def _first_path(block: Block) -> str:
+    """The path of the instance that the block's graph was made of: its operators' module stacks name it."""
+    for node in block.graph.nodes:
+        for path, module_class, _ in node.meta.get("module_stack", ()):
+            if module_class == block.module_class and node.op == "call_function":
+                return str(path)
+    return block.instances[0]
+
+
+def _mark(graph: fx.Graph, point: Point, path: str) -> None:
+    """Puts an identity at the module's input or output; one in the graph already (of another instance) serves as well."""
+    if any(node.meta.get(POINT) == (point.kind, point.position, path) for node in graph.nodes):
+        return
+    inside = [n for n in graph.nodes if any(entry[0] == path for entry in n.meta.get("module_stack", ())) and n.op != "placeholder"]
+    region = set(inside)
+    if not region:
+        raise GraphparError(f"The shard plan pins the {point.kind} of {point.path!r}, which has no operators in the traced program.")
+    if point.kind == "input":
+        outer = [
+            argument
+            for node in inside
+            for argument in node.all_input_nodes
+            if argument not in region and argument.op != "get_attr" and isinstance(value_of(argument), Tensor)
+        ]
+        values = list(dict.fromkeys(outer))
+    else:
+        values = [n for n in inside if isinstance(value_of(n), Tensor) and any(user not in region for user in n.users)]
+    if point.position >= len(values):
+        raise GraphparError(
+            f"The shard plan pins {point.kind} {point.position} of {point.path!r}, which has {len(values)} in the traced program."
+        )
+    value = values[point.position]
+    users = [user for user in value.users if (user in region) == (point.kind == "input")]
+    with graph.inserting_after(value):
+        identity = graph.call_function(torch.ops.aten.alias.default, (value,))
+    identity.meta = dict(value.meta) | {POINT: (point.kind, point.position, path)}
+    stack = value.meta.get("module_stack", ()) if point.kind == "output" else inside[0].meta["module_stack"]
+    depth = next((i for i, entry in enumerate(stack) if entry[0] == path), len(stack) - 1)
+    identity.meta["module_stack"] = stack[: depth + 1]
+    for user in users:
+        user.replace_input_with(value, identity)
+
+
+def pin_nodes(program: Program, pins: ShardPins, points: Sequence[Point]) -> dict[fx.Node, Spec]:
+    """The identities of a prepared program with what is allowed there."""
+    found: dict[fx.Node, Spec] = {}
+    graphs = [(program.graph, None), *((block.graph, block) for block in program.blocks.values())]
+    for graph, block in graphs:
+        for node in graph.nodes:
+            if POINT not in node.meta:
+                continue
+            kind, position, path = node.meta[POINT]
+            for point in points:
+                own = point.path
+                if block is not None:
+                    instance = next((i for i in block.instances if _within(point.path, i)), None)
+                    if instance is None:
+                        continue
+                    own = _first_path(block) + point.path.removeprefix(instance)
+                if (point.kind, point.position, own) == (kind, position, path):
+                    found[node] = allowed_at(pins, point)
+    return found
+
+
+def describe(spec: Mapping[str, Allowed]) -> str:
+    """The pin as the user would write it."""
+    return spec_text(spec)

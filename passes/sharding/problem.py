@@ -1,0 +1,433 @@
+"""The sharding problem of a program: every operator with its legal placements, every value with its uses.
+
+    root graph, blocks ──rules, to a fixed point──► Problem(operators, values, edges)
+
+A block is one scope, whatever the number of its instances: they share a class, so they share its placement. An edge is a value
+and an operand that takes it; edges of the root that are alike for many instances are one, with a count. A parameter may be read in
+several places: under other names of its tie, by other instances, by the root. All of these store it alike (:class:`Stored`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from graphpar.ir.program import Block, Program, operator_name, value_of
+from graphpar.operators.batch_states import is_size
+from graphpar.operators.gradients import block_results, differentiable_nodes
+from graphpar.operators.placement import Context, Placement, operands_of, results_of, sizes_of
+from graphpar.operators.rewrite import REWRITES
+from graphpar.operators.rules import placements
+from graphpar.passes.normalize.functional import is_inplace
+from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
+
+Types = tuple[Type, ...]
+"""The types of one tensor, one an axis of the problem."""
+_SWEEPS = 8
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run an operator: types of its operands and results on all axes, and the rewriting on each axis."""
+
+    operands: tuple[Types, ...]
+    results: tuple[Types, ...]
+    rewrites: tuple[str, ...]
+    divided: tuple[bool, ...] = ()  # whether each axis divides the work
+    share: int = 1  # into how many pieces the work is divided
+
+
+@dataclass(eq=False)
+class Operator:
+    """A decision of the search: an operator, a parameter, an input, or the boundary of a block."""
+
+    node: fx.Node
+    scope: str  # "" is the root, else the block's name
+    kind: str  # operator | parameter | source | boundary | output
+    choices: list[Choice]
+    operands: list[fx.Node]
+    count: int = 1  # how many instances run it
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Result ``index`` of ``maker`` is taken by operand ``position`` of ``user``."""
+
+    maker: Operator
+    index: int
+    user: Operator
+    position: int
+
+
+@dataclass
+class Value:
+    """A tensor with all its uses. ``count``: how many instances have one."""
+
+    maker: Operator
+    index: int
+    node: fx.Node
+    edges: list[Edge]
+    count: int
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Operators that read parameters which must be stored alike: instances share a class, and names of a tie a tensor.
+
+    ``parameters``: how many tensors that are, each counted once.
+    """
+
+    operators: tuple[Operator, ...]
+    parameters: int
+
+
+@dataclass
+class Problem:
+    """What the search decides on."""
+
+    program: Program
+    axes: tuple[str, ...]
+    degrees: Mapping[str, int]
+    operators: list[Operator]
+    values: list[Value]
+    differentiable: set[fx.Node]
+    stored: list[Stored]
+    of: dict[fx.Node, Operator] = field(default_factory=dict)
+
+
+def build_problem(program: Program, degrees: Mapping[str, int]) -> Problem:
+    """The problem of ``program`` on the compute axes ``degrees`` (each larger than 1)."""
+    return _Builder(program, degrees).build()
+
+
+class _Builder:
+    def __init__(self, program: Program, degrees: Mapping[str, int]) -> None:
+        self.program = program
+        self.degrees = dict(degrees)
+        self.axes = tuple(degrees)
+        used = {str(node.meta["block"]) for node in program.graph.nodes if node.op == "call_module"}
+        self.blocks: dict[str, Block] = {name: block for name, block in program.blocks.items() if name in used}
+        self.returned = {result for block in self.blocks.values() for result in block_results(block.graph)}
+        self.differentiable = differentiable_nodes(program)
+        self.operators: dict[fx.Node, Operator] = {}
+        self.counting: dict[tuple[fx.Graph, str], set[fx.Node]] = {}
+        self.cuts: list[dict[tuple[fx.Node, int], dict[Shard, None]]] = [{} for _ in self.axes]
+        self.alike = self._stored_alike()
+        self.links = [*self._boundaries(), *(((first, 0), (other, 0)) for (first, *others), _ in self.alike for other in others)]
+
+    def scopes(self) -> list[tuple[str, fx.Graph, int]]:
+        counts = dict.fromkeys(self.blocks, 0)
+        for node in self.program.graph.nodes:
+            if node.op == "call_module":
+                counts[str(node.meta["block"])] += 1
+        return [
+            ("", self.program.graph, 1),
+            *((name, block.graph, counts[name]) for name, block in self.blocks.items()),
+        ]
+
+    def build(self) -> Problem:
+        per_axis = [self._fixed_point(position) for position in range(len(self.axes))]
+        for scope, graph, count in self.scopes():
+            for node in graph.nodes:
+                made = self._operator(node, scope, count, per_axis)
+                if made is not None:
+                    self.operators[node] = made
+        values = self._values()
+        return Problem(
+            self.program,
+            self.axes,
+            self.degrees,
+            list(self.operators.values()),
+            values,
+            self.differentiable,
+            [Stored(tuple(self.operators[node] for node in nodes), count) for nodes, count in self.alike],
+            self.operators,
+        )
+
+    def _stored_alike(self) -> list[tuple[list[fx.Node], int]]:
+        """The nodes that read parameters which must be stored alike, and how many parameters these are."""
+        readers: dict[str, list[fx.Node]] = {}  # by the first name of a parameter
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for scope, graph, _ in self.scopes():
+            for node in graph.nodes:
+                if node.op != "get_attr" or not self._is_parameter(node, scope):
+                    continue
+                groups[node] = [node]
+                for prefix in self.program.prefixes(scope):
+                    readers.setdefault(self.program.tie_of(f"{prefix}{node.target}")[0], []).append(node)
+        for first, *others in readers.values():
+            for other in others:
+                if groups[other] is not groups[first]:
+                    groups[first] += groups[other]
+                    groups.update(dict.fromkeys(groups[other], groups[first]))
+        counts: dict[int, int] = {}
+        for nodes in readers.values():
+            counts[id(groups[nodes[0]])] = counts.get(id(groups[nodes[0]]), 0) + 1
+        distinct = {id(group): group for group in groups.values()}
+        return [(group, counts[key]) for key, group in distinct.items()]
+
+    # ---- placements of each axis, to a fixed point ----
+
+    def _fixed_point(self, position: int) -> dict[fx.Node, list[Placement]]:
+        """Placements of every operator; cuts by parts spread from the operators that need them to their neighbours."""
+        cuts: dict[tuple[fx.Node, int], dict[Shard, None]] = self.cuts[position]
+        rows: dict[tuple[fx.Node, int], dict[ExpertRows, None]] = {}
+        context = Context(
+            self.degrees[self.axes[position]],
+            lambda node, i: cuts.get(_value(node, i), ()),
+            self._has_gradient,
+            REWRITES if self.axes[position] != "cp" else tuple(name for name in REWRITES if name != "own_experts"),
+            lambda node, i: rows.get(_value(node, i), ()),
+        )
+        found: dict[fx.Node, list[Placement]] = {}
+        nodes = [node for _, graph, _ in self.scopes() for node in graph.nodes]
+        pending = set(nodes)
+        for sweep in range(_SWEEPS):
+            changed: set[fx.Node] = set()
+            for node in nodes if sweep % 2 == 0 else reversed(nodes):
+                if node in pending and is_operator(node):
+                    found[node] = self._legal(node, placements(node, context))
+                    changed |= self._spread(cuts, rows, node, found[node])
+            pending = changed | self._linked(cuts)
+            if not pending:
+                break
+        return found
+
+    def _has_gradient(self, node: fx.Node) -> bool:
+        return node in self.differentiable
+
+    def _legal(self, node: fx.Node, options: list[Placement]) -> list[Placement]:
+        """What is written in place must stay whole: every rank holds the buffer. Rows of a rank's experts stay where the
+        value is that counts them, and nobody may ask how many they are.
+        """
+        written = is_inplace(node) or (operator_name(node) == "batch_norm" and node.args[5])
+        leaves = node in self.returned or any(is_size(user) for user in node.users)
+
+        def allowed(placement: Placement) -> bool:
+            rows = {kind for kind in (*placement.operands, *placement.results) if isinstance(kind, ExpertRows)}
+            if written and (placement.divides or P in placement.results):
+                return False
+            return not rows or not (leaves or any(node in self._counting(node.graph, kind.offsets) for kind in rows))
+
+        return [placement for placement in options if allowed(placement)]
+
+    def _counting(self, graph: fx.Graph, offsets: str) -> set[fx.Node]:
+        """What the value ``offsets`` depends on, itself included."""
+        if (graph, offsets) not in self.counting:
+            pending = [node for node in graph.nodes if node.name == offsets]
+            found = self.counting.setdefault((graph, offsets), set(pending))
+            while pending:
+                fresh = [node for node in pending.pop().all_input_nodes if node not in found]
+                found.update(fresh)
+                pending += fresh
+        return self.counting[graph, offsets]
+
+    def _spread(
+        self,
+        cuts: dict[tuple[fx.Node, int], dict[Shard, None]],
+        rows: dict[tuple[fx.Node, int], dict[ExpertRows, None]],
+        node: fx.Node,
+        options: Iterable[Placement],
+    ) -> set[fx.Node]:
+        """Notes the cuts of the values around ``node``; gives the nodes that should be looked at again."""
+        changed: set[fx.Node] = set()
+        operands = operands_of(node)
+        for placement in options:
+            around = [(_value(operand, 0), kind) for operand, kind in zip(operands, placement.operands)]
+            around += [((node, index), kind) for index, kind in enumerate(placement.results)]
+            for key, kind in around:
+                if isinstance(kind, ExpertRows):
+                    if kind not in rows.setdefault(key, {}):
+                        rows[key][kind] = None
+                        changed |= _around(key[0])
+                elif isinstance(kind, Shard) and kind not in cuts.setdefault(key, {}):
+                    cuts[key][kind] = None
+                    if kind.parts or not self._evenly(key, kind):
+                        changed |= _around(key[0])
+        return changed
+
+    def _evenly(self, key: tuple[fx.Node, int], shard: Shard) -> bool:
+        node, index = key
+        tensors = results_of(node)
+        size = tensors[index].shape[shard.dim]
+        return not isinstance(size, int) or all(size % degree == 0 for degree in self.degrees.values())
+
+    def _linked(self, cuts: dict[tuple[fx.Node, int], dict[Shard, None]]) -> set[fx.Node]:
+        """Carries cuts over the boundaries of blocks, both ways."""
+        changed: set[fx.Node] = set()
+
+        def share(first: tuple[fx.Node, int], second: tuple[fx.Node, int]) -> None:
+            for source, target in ((first, second), (second, first)):
+                for shard in list(cuts.get(source, {})):
+                    if shard not in cuts.setdefault(target, {}):
+                        cuts[target][shard] = None
+                        changed.update(_around(target[0]))
+
+        for first, second in self.links:
+            share(first, second)
+        return changed
+
+    def _boundaries(self) -> Iterator[tuple[tuple[fx.Node, int], tuple[fx.Node, int]]]:
+        """What is given to blocks with what they take, what they return with what is had of it. Of calls that are alike, one."""
+        inside = {name: [n for n in block.graph.nodes if n.op == "placeholder"] for name, block in self.blocks.items()}
+        results = {name: block_results(block.graph) for name, block in self.blocks.items()}
+        seen = set()
+        for call in self.program.graph.nodes:
+            if call.op != "call_module":
+                continue
+            name = str(call.meta["block"])
+            takers = frozenset(user for user in _around(call) if user.op == "call_function" and operator_name(user) != "getitem")
+            alike = (name, takers, tuple(self._source(argument) for argument in call.args))
+            if alike in seen:
+                continue
+            seen.add(alike)
+            for argument, placeholder in zip(call.args, inside[name]):
+                if isinstance(argument, fx.Node) and isinstance(value_of(placeholder), Tensor):
+                    yield _value(argument, 0), (placeholder, 0)
+            for index, result in enumerate(results[name]):
+                yield (call, index), _value(result, 0)
+
+    @staticmethod
+    def _source(argument: Any) -> object:
+        """What makes an argument of a block: which result of which block, whichever instance it is."""
+        if not isinstance(argument, fx.Node):
+            return None
+        node, index = _value(argument, 0)
+        return (str(node.meta["block"]), index) if node.op == "call_module" else (node, index)
+
+    # ---- decisions ----
+
+    def _operator(
+        self, node: fx.Node, scope: str, count: int, per_axis: Sequence[Mapping[fx.Node, list[Placement]]]
+    ) -> Operator | None:
+        if is_operator(node):
+            choices = self._product(node, [found[node] for found in per_axis])
+            return Operator(node, scope, "operator", choices, operands_of(node), count)
+        if not isinstance(value_of(node), Tensor) or node.op not in ("placeholder", "get_attr"):
+            return None
+        if node.op == "placeholder" and not scope:
+            return Operator(node, scope, "source", [_only((R,) * len(self.axes))], [], count)
+        options = [self._types_of(node, position) for position in range(len(self.axes))]
+        if node.op == "get_attr" and not self._is_parameter(node, scope):
+            options = [[R] for _ in self.axes]
+        kind = "boundary" if node.op == "placeholder" else "parameter"
+        choices = [_only(types) for types in itertools.product(*options) if self._fits(node, types)]
+        return Operator(node, scope, kind, choices, [], count)
+
+    def _types_of(self, node: fx.Node, position: int) -> list[Type]:
+        """Every type that a parameter or a block's input can have on an axis."""
+        whole: list[Type] = [I, R] if node in self.differentiable else [R]
+        return [*whole, *self.cuts[position].get((node, 0), {})]
+
+    def _is_parameter(self, node: fx.Node, scope: str) -> bool:
+        return f"{self.program.prefixes(scope)[0]}{node.target}" in self.program.parameters  # all instances have the same kinds
+
+    def _product(self, node: fx.Node, options: Sequence[Sequence[Placement]]) -> list[Choice]:
+        """Placements on all axes at once, where the cuts fit together."""
+        operands, results = operands_of(node), len(options[0][0].results)
+        found = []
+        for combination in itertools.product(*options):
+            before = tuple(tuple(p.operands[i] for p in combination) for i in range(len(operands)))
+            after = tuple(tuple(p.results[i] for p in combination) for i in range(results))
+            if len(self.axes) > 1 and not all(self._fits(operand, types) for operand, types in zip(operands, before)):
+                continue
+            divided = tuple(p.divides for p in combination)
+            share = math.prod(self.degrees[axis] for axis, own in zip(self.axes, divided) if own)
+            found.append(Choice(before, after, tuple(p.rewrite for p in combination), divided, share))
+        return found
+
+    def _fits(self, node: fx.Node, types: Types) -> bool:
+        """Whether axes that cut the same dim can do so one inside the other."""
+        shards = [(kind, self.degrees[axis]) for kind, axis in zip(types, self.axes) if isinstance(kind, Shard)]
+        for dim in {shard.dim for shard, _ in shards}:
+            own = [(shard, degree) for shard, degree in shards if shard.dim == dim]
+            if len(own) > 1:
+                size = sizes_of(node)[dim]
+                uneven = any(shard.parts or isinstance(shard, ExpertRows) for shard, _ in own)
+                if uneven or size[0] % math.prod(degree for _, degree in own):
+                    return False
+        return True
+
+    # ---- values and edges ----
+
+    def _values(self) -> list[Value]:
+        """One value for all that are made alike and taken alike: the results of 31 of 32 layers."""
+        uses: dict[fx.Node, dict[Edge, None]] = {}
+        scope_of: dict[fx.Node, int] = {}
+
+        def use(value: fx.Node, user: Operator, position: int) -> None:
+            maker, index = self._maker(value)
+            uses.setdefault(value, {})[Edge(maker, index, user, position)] = None
+            scope_of[value] = user.count if user.kind != "boundary" else 1
+
+        for operator in list(self.operators.values()):
+            for position, operand in enumerate(operator.operands):
+                use(operand, operator, position)
+        for call in self.program.graph.nodes:
+            if call.op == "call_module":
+                graph = self.blocks[str(call.meta["block"])].graph
+                inside = [node for node in graph.nodes if node.op == "placeholder"]
+                for argument, placeholder in zip(call.args, inside):
+                    if isinstance(argument, fx.Node) and placeholder in self.operators:
+                        use(argument, self.operators[placeholder], 0)
+        output = next(node for node in self.program.graph.nodes if node.op == "output")
+        results = [node for node in output.all_input_nodes if isinstance(value_of(node), Tensor)]
+        end = Operator(output, "", "output", [self._end(results)], results)
+        self.operators[output] = end
+        for position, node in enumerate(results):
+            use(node, end, position)
+        values: dict[tuple[int, int, bool, frozenset[Edge]], Value] = {}
+        for node, edges in uses.items():
+            first = next(iter(edges))
+            key = (id(first.maker), first.index, node in self.differentiable, frozenset(edges))
+            if key in values:
+                values[key].count += scope_of[node]
+            else:
+                values[key] = Value(
+                    first.maker, first.index, node, list(edges), scope_of[node], node in self.differentiable
+                )
+        return list(values.values())
+
+    def _end(self, results: Sequence[fx.Node]) -> Choice:
+        """What the program returns is whole; a loss is I, since every rank starts its backward from it."""
+        types = tuple((I if node in self.differentiable else R,) * len(self.axes) for node in results)
+        return Choice(types, (), ("",) * len(self.axes))
+
+    def _maker(self, value: fx.Node) -> tuple[Operator, int]:
+        """What makes a value: an operator of its graph, or one inside a block."""
+        node, index = _value(value, 0)
+        if node.op != "call_module":
+            return self.operators[node], index
+        result = block_results(self.blocks[str(node.meta["block"])].graph)[index]
+        inner, inner_index = _value(result, 0)
+        return self.operators[inner], inner_index
+
+
+def _only(types: Types) -> Choice:
+    return Choice((), (types,), ("",) * len(types))
+
+
+def _value(node: fx.Node, index: int) -> tuple[fx.Node, int]:
+    """What makes ``node``: an operator with several results, for one of them."""
+    if operator_name(node) == "getitem" and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
+        return node.args[0], int(node.args[1])  # type: ignore[arg-type, return-value]
+    return node, index
+
+
+def _around(node: fx.Node) -> set[fx.Node]:
+    """``node`` and what takes it, or one of its results."""
+    items = {taker for user in node.users if operator_name(user) == "getitem" for taker in user.users}
+    return {node, *node.users, *items}
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether ``node`` computes tensors (sizes and picks among results don't)."""
+    if node.op != "call_function" or not results_of(node):
+        return False
+    return _value(node, 0)[0] is node

@@ -1,0 +1,128 @@
+"""``reprice``: what a rank's program costs, read off the program itself.
+
+    lowered program ──every instance of every block──► local work, collectives, gradients ──► seconds a microbatch
+
+Nothing is taken over from the search but its model of costs: the search adds up a program that is folded (a block once, values
+that are alike once, a tie once), this walks the one that runs. Where both agree, the search has minimised what will be run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from graphpar.cost_models.flops import operator_flops
+from graphpar.cost_models.sharding import ShardingCosts, loss_costs
+from graphpar.ir.program import Program, concrete_shape, operator_name, value_of
+from graphpar.operators.gradients import differentiable_nodes
+from graphpar.operators.kinds import FREE, MATMULS
+from graphpar.operators.transitions import TABLE, Cost, collective_cost
+from graphpar.passes.sharding.check_types import lowered_operands
+from graphpar.passes.sharding.costs import Workload
+from graphpar.passes.sharding.problem import is_operator
+from graphpar.runtime.layout import R, Shard, Type
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one node of a rank's program sends over an axis, forward and backward."""
+
+    axis: str
+    source: str
+    target: str
+    forward: str
+    backward: str
+    forward_bytes: float
+    backward_bytes: float
+    seconds: float
+
+
+class Repricing:
+    """Prices of the nodes of ``program``, the lowered one, for one microbatch."""
+
+    def __init__(self, program: Program, degrees: Mapping[str, int], workload: Workload, costs: ShardingCosts | None = None) -> None:
+        self.program, self.degrees, self.workload = program, degrees, workload
+        self.costs = costs or ShardingCosts()
+        self.differentiable = differentiable_nodes(program)
+
+    def total(self) -> dict[str, float]:
+        """Seconds of compute, transitions and gradients, every instance counted."""
+        counts = Counter(str(node.meta["block"]) for node in self.program.graph.nodes if node.op == "call_module")
+        graphs = [(self.program.graph, 1), *((self.program.blocks[name].graph, count) for name, count in counts.items())]
+        nodes = [(node, count) for graph, count in graphs for node in graph.nodes]
+        sent = ((self.sent(node), count) for node, count in nodes)
+        return {
+            "compute": sum(self.compute(node) * count for node, count in nodes),
+            "transitions": sum(found.seconds * count for found, count in sent if found is not None),
+            "gradients": self.gradients(),
+        }
+
+    def compute(self, node: fx.Node) -> float:
+        """A rank's share of an operator, forward and backward."""
+        origin = node.meta.get("origin")
+        if origin is None or "transition" in node.meta or not is_operator(origin) or operator_name(origin) in FREE:
+            return 0.0
+        operands = lowered_operands(node, origin)
+        own: list[tuple[fx.Node, Mapping[str, Type]]] = [(operand, operand.meta["types"]) for operand in operands]
+        if isinstance(value_of(origin), Tensor):
+            own.append((node, node.meta["types"]))
+        else:
+            own += [(user, user.meta["types"]) for user in node.users if operator_name(user) == "getitem"]
+        divided = [axis for axis in self.degrees if any(isinstance(types[axis], Shard) for _, types in own)]
+        flops = operator_flops(origin, self.workload.microbatch) / math.prod(self.degrees[axis] for axis in divided)
+        backward = node in self.differentiable and self.workload.train
+        times = 1 + (2 if operator_name(origin) in MATMULS else 1) * backward
+        return times * self.costs.operator_s(flops, sum(self._bytes(value, types) for value, types in own))
+
+    def sent(self, node: fx.Node) -> Sent | None:
+        """What a transition, or an operator that sends by itself, sends; None for the rest."""
+        if "transition" in node.meta:
+            return self._transition(node)
+        return self._loss(node) if operator_name(node) == "vocab_cross_entropy" else None
+
+    def gradients(self) -> float:
+        """The gradients that are partial sums, finished once a step; names of one parameter share theirs."""
+        if not self.workload.train:
+            return 0.0
+        seconds = 0.0
+        for name, info in self.program.parameters.items():
+            if not info.requires_grad or self.program.tie_of(name)[0] != name:
+                continue
+            pieces = math.prod(self.degrees[axis] for axis, kind in info.spec if isinstance(kind, Shard))
+            nbytes = math.prod(info.whole or info.shape) * info.dtype.itemsize / pieces
+            for axis in (axis for axis, kind in info.spec if kind is R):
+                seconds += collective_cost("all-reduce", nbytes, self.degrees[axis]).bytes_sent / self.costs.transition_rate(axis)
+        return seconds / self.workload.microbatches
+
+    def _transition(self, node: fx.Node) -> Sent:
+        axis, row = str(node.args[1]), next(row for row in TABLE if row.function == operator_name(node))
+        train = node in self.differentiable and self.workload.train
+        whole = self._bytes(node, {other: kind for other, kind in node.meta["types"].items() if other != axis})
+        forward = collective_cost(row.forward_collective, whole, self.degrees[axis])
+        backward = collective_cost(row.backward_collective if train else None, whole, self.degrees[axis])
+        seconds = sum(self.costs.collective_s(axis, cost) for cost in (forward, backward))
+        source, target = node.meta["transition"]
+        text = row.backward if train else ""
+        return Sent(axis, source, target, row.forward, text, forward.bytes_sent, backward.bytes_sent, seconds)
+
+    def _loss(self, node: fx.Node) -> Sent:
+        """A loss over cut classes."""
+        labels, axis = node.args[1], str(node.args[2])
+        assert isinstance(labels, fx.Node)
+        costs = loss_costs(self._elements(labels, labels.meta["types"]), self.degrees[axis])
+        sent = sum(costs, Cost()).bytes_sent
+        backward = "nothing" if self.workload.train else ""
+        seconds = sum(self.costs.collective_s(axis, cost) for cost in costs)
+        return Sent(axis, "S(1)", "I", f"{len(costs)} all-reduces", backward, sent, 0.0, seconds)
+
+    def _elements(self, node: fx.Node, types: Mapping[str, Type]) -> float:
+        """Elements of a rank's piece, where the tensor lies as ``types``."""
+        pieces = math.prod(self.degrees[axis] for axis, kind in types.items() if isinstance(kind, Shard))
+        return math.prod(concrete_shape(node.meta["origin"], self.workload.microbatch)) / pieces
+
+    def _bytes(self, node: fx.Node, types: Mapping[str, Type]) -> float:
+        return self._elements(node, types) * float(value_of(node).dtype.itemsize)

@@ -1,0 +1,504 @@
+"""The sharding search: an integer program over the placements of a program's distinct operators.
+
+    Problem ──prices──► x[operator, choice] in {0, 1}, flow[edge, from, to] >= 0 ──HiGHS──► Solution
+
+Constraints, by category:
+
+    1  one choice      each operator takes one of its placements
+    2  flow            on every edge what the maker gives is turned into what the user takes
+    3  shared          a value that several users want in the same type is turned into it once
+    4  ties            all that reads one parameter stores it alike: names of a tie, instances of a block, the root
+    5  pins            what the user decided
+    6  meaning         on tp weights are cut wherever a rule allows; on cp weights are whole; on ep those of experts are cut
+    7  memory          parameters, their gradients and optimizer state, and activations, fit
+
+Category 6 is a constraint where it can be fulfilled, and else an objective that goes before time, so it never makes a program
+infeasible. Time is compute, transitions forward and backward, and the gradients that are finished once a step. Only choices that
+no solution can take are dropped before the program is written down, so its optimum is that of all combinations. The linear
+relaxation is solved first (see :mod:`graphpar.passes.sharding.integer_program`); branching is only needed where its solution is
+fractional. Instances of a block share their decision because they share their class, so nothing grows with the number of layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+
+from graphpar.annotations.values import Spec, allows, spec_text
+from graphpar.cost_models.flops import operator_flops
+from graphpar.cost_models.sharding import ShardingCosts
+from graphpar.errors import GraphparError
+from graphpar.ir.program import module_path, operator_name, value_of
+from graphpar.ir.sharding import Decision, Sharding
+from graphpar.operators.kinds import FREE, MATMULS
+from graphpar.operators.placement import results_of, sizes_of
+from graphpar.passes.sharding.costs import Prices, Workload, parameter_name
+from graphpar.passes.sharding.experts import check_degree, find_experts
+from graphpar.passes.sharding.integer_program import IntegerProgram, Optimum
+from graphpar.passes.sharding.problem import Choice, Edge, Operator, Problem, Types, Value
+from graphpar.runtime.layout import P, R, Shard, Type
+
+_TIE_BREAK = 1e-12  # seconds: below what any two prices differ by
+
+
+@dataclass
+class Solution:
+    """The chosen placement of every operator, and what it costs a microbatch (seconds, on the model of the search)."""
+
+    problem: Problem
+    choices: dict[Operator, Choice]
+    seconds: float
+    uncut_bytes: float
+    gap: float
+    parts: dict[str, float] = field(default_factory=dict)  # compute, transitions, gradients
+
+    def types(self, operator: Operator, index: int = 0) -> Types:
+        return self.choices[operator].results[index]
+
+
+@dataclass(frozen=True)
+class SearchPins:
+    """What the user decided: allowed types by axis, of parameters by name, and of the results of operators."""
+
+    parameters: Mapping[str, Spec] = field(default_factory=dict)
+    values: Mapping[fx.Node, Spec] = field(default_factory=dict)
+
+
+def search(
+    problem: Problem, workload: Workload, costs: ShardingCosts | None = None, pins: SearchPins | None = None
+) -> Solution:
+    """The cheapest placements.
+
+    Raises:
+        GraphparError: no placement fulfils the pins or fits the memory; the message says which.
+    """
+    return _Search(problem, workload, costs or ShardingCosts(), pins or SearchPins()).solve()
+
+
+def _views_of_weights(problem: Problem) -> set[fx.Node]:
+    """Parameters, and what only shows them in another shape: ``weight.T``."""
+    found: set[fx.Node] = set()
+    for operator in problem.operators:
+        view = operator_name(operator.node) in FREE and bool(operator.operands) and found.issuperset(operator.operands)
+        if operator.kind == "parameter" or view:
+            found.add(operator.node)
+    return found
+
+
+def _pending(choice: Choice) -> int:
+    """How many operands are sums still to be finished: where it costs the same, that is done early."""
+    return sum(kind is P for types in choice.operands for kind in types)
+
+
+class _Infeasible(Exception):
+    """No solution without weights that stay whole."""
+
+
+class _Search:
+    def __init__(self, problem: Problem, workload: Workload, costs: ShardingCosts, pins: SearchPins) -> None:
+        self.problem, self.workload = problem, workload
+        self.prices = Prices(problem, workload, costs)
+        self.pins = pins
+        self.options: dict[Operator, list[int]] = {}
+        self._given: dict[tuple[Operator, int], list[int]] = {}
+        self._taken: dict[Edge, list[int]] = {}
+        self.weights = _views_of_weights(problem)
+        self.parameters = max(1, problem.program.parameter_count())
+        self.experts = find_experts(operator.node for operator in problem.operators)
+        self.homes = {self._home(node): count for node, count in self.experts.counts.items()}
+        if "ep" in problem.axes:
+            check_degree(self.experts, problem.degrees["ep"], problem.program.name)
+        self.flops = sum(
+            operator_flops(o.node, workload.microbatch) * o.count for o in problem.operators if operator_name(o.node) in MATMULS
+        ) or 1.0
+
+    def solve(self) -> Solution:
+        try:
+            solution = self._solve(strict=True)
+        except _Infeasible:  # some weight can't be cut, or some product can't be divided: as few as possible are not
+            try:
+                solution = self._solve(strict=False)
+            except _Infeasible:
+                raise self._refused() from None
+        solution.parts = priced(solution, self.prices)
+        solution.seconds = sum(solution.parts.values())
+        return solution
+
+    def _solve(self, strict: bool) -> Solution:
+        self.options = {operator: self._pinned(operator) for operator in self.problem.operators}
+        self._prune(strict)
+        self._clear()
+        self._choose_one()
+        self._flow()
+        self._tie()
+        if self.workload.memory_limit is not None:
+            terms = [(column, nbytes) for column, nbytes in enumerate(self.stored) if nbytes]
+            self.program.row(terms, -np.inf, self.workload.memory_limit)
+        uncut = 0.0 if strict else self._least_uncut()
+        found = self._run()
+        choices = {}
+        for operator, allowed in self.options.items():
+            best = max(allowed, key=lambda i, o=operator: (found.values[self.column[o, i]], -i))  # type: ignore[misc]
+            choices[operator] = operator.choices[best]
+        return Solution(self.problem, choices, 0.0, uncut, found.gap)
+
+    # ---- what is left to choose from ----
+
+    def _pinned(self, operator: Operator) -> list[int]:
+        """The choices that the pins allow."""
+        allowed = [i for i, choice in enumerate(operator.choices) if self._allowed(operator, choice)]
+        if not allowed:
+            raise GraphparError(self._impossible(operator))
+        return allowed
+
+    def _prune(self, strict: bool) -> None:
+        """Drops choices that no solution can take: whose operands nothing can become, or whose results no user can take.
+
+        ``strict``: also what misses the meaning of an axis, as long as something else is left.
+        """
+        if strict:
+            for operator, allowed in self.options.items():
+                least = min(self._uncut(operator, operator.choices[i]) for i in allowed)
+                self.options[operator] = [i for i in allowed if self._uncut(operator, operator.choices[i]) == least]
+        edges = [(value, edge) for value in self.problem.values for edge in value.edges]
+        changed: set[Operator] | None = None
+        for sweep in range(6):
+            now: set[Operator] = set()
+            for value, edge in edges if sweep % 2 == 0 else reversed(edges):
+                touched = changed is None or not {edge.maker, edge.user}.isdisjoint(changed | now)
+                if touched and self._consistent(value, edge):
+                    now |= {edge.maker, edge.user}
+            changed = now
+            if not changed:
+                break
+
+    def _consistent(self, value: Value, edge: Edge) -> bool:
+        maker, user = value.maker, edge.user
+        if user not in self.options:
+            return False
+        given, taken = self._given_by(value), self._taken_by(edge)
+        made = list(dict.fromkeys(given[i] for i in self.options[maker]))
+        wanted = list(dict.fromkeys(taken[i] for i in self.options[user]))
+        possible = np.isfinite(self._turning(value, edge, made, wanted))
+        sources, targets = possible.any(axis=1), possible.any(axis=0)
+        if sources.all() and targets.all():
+            return False
+        kept = {number for number, reached in zip(made, sources) if reached}
+        self.options[maker] = [i for i in self.options[maker] if given[i] in kept]
+        kept = {number for number, reached in zip(wanted, targets) if reached}
+        self.options[user] = [i for i in self.options[user] if taken[i] in kept]
+        if not self.options[maker] or not self.options[user]:
+            raise _Infeasible
+        return True
+
+    def _given_by(self, value: Value) -> list[int]:
+        """By choice of the maker, the number of the types in which the value is made."""
+        key = (value.maker, value.index)
+        if key not in self._given:
+            self._given[key] = [self.prices.number(choice.results[value.index]) for choice in value.maker.choices]
+        return self._given[key]
+
+    def _taken_by(self, edge: Edge) -> list[int]:
+        """By choice of the user, the number of the types in which it takes the value."""
+        if edge not in self._taken:
+            self._taken[edge] = [self.prices.number(self._wanted(edge, choice)) for choice in edge.user.choices]
+        return self._taken[edge]
+
+    def _wanted(self, edge: Edge, choice: Choice) -> Types:
+        return choice.results[0] if edge.user.kind == "boundary" else choice.operands[edge.position]
+
+    # ---- variables and constraints ----
+
+    def _clear(self) -> None:
+        self.uncut: list[float] = []  # of choices, whose columns come first
+        self.stored: list[float] = []
+        self.program = IntegerProgram()
+        self.column: dict[tuple[Operator, int], int] = {}
+
+    def _choose_one(self) -> None:
+        for operator, allowed in self.options.items():
+            terms = []
+            for place, i in enumerate(sorted(allowed, key=lambda i, o=operator: (_pending(o.choices[i]), i))):  # type: ignore[misc]
+                choice = operator.choices[i]
+                seconds = self.prices.own(operator, choice)
+                column = self.program.column(seconds * operator.count + place * _TIE_BREAK, integral=len(allowed) > 1)
+                self.column[operator, i] = column
+                self.stored.append(self.prices.memory(operator, choice) * operator.count)
+                self.uncut.append(self._uncut(operator, choice))
+                terms.append((column, 1.0))
+            self.program.row(terms, 1.0, 1.0)
+
+    def _allowed(self, operator: Operator, choice: Choice) -> bool:
+        pin = self._pin(operator)
+        ranks = [tensor.ndim for tensor in results_of(operator.node)] if pin else []
+        for place, axis in enumerate(self.problem.axes):
+            if axis in pin and not all(allows(pin[axis], types[place], rank) for types, rank in zip(choice.results, ranks)):
+                return False
+            cut = operator.kind == "parameter" and isinstance(choice.results[0][place], Shard)
+            if axis == "cp" and cut and axis not in pin:
+                return False
+            if axis == "ep" and cut and axis not in pin and not self._of_experts(operator, choice.results[0][place]):
+                return False
+            if axis == "tp" and choice.rewrites[place] == "own_experts" and not self._pinned_experts(operator):
+                return False
+        return not self._wide_table(operator, choice)
+
+    def _of_experts(self, parameter: Operator, kind: Type) -> bool:
+        """Whether a cut takes whole experts: of their weights, or of what else their module has one of for each."""
+        own = self.homes.get(self._home(parameter.node))
+        return kind == Shard(0) and own is not None and value_of(parameter.node).shape[0] == own
+
+    @staticmethod
+    def _home(node: fx.Node) -> tuple[fx.Graph, str]:
+        return node.graph, str(node.target).rpartition(".")[0]
+
+    def _pinned_experts(self, product: Operator) -> bool:
+        """Whether the user cuts the experts of a product over tp. Else their features are, so that ranks have equal shares of rows."""
+        weight = self.experts.weights.get(product.node)
+        return weight is not None and "tp" in self._pin(self.problem.of[weight])
+
+    def _pin(self, operator: Operator) -> Spec:
+        if operator.kind == "parameter":
+            return self.pins.parameters.get(self._name(operator), {})
+        return self.pins.values.get(operator.node, {})
+
+    def _wide_table(self, operator: Operator, choice: Choice) -> bool:
+        """A table is cut over its rows on tp, as the head that it may be tied to, wherever it can be."""
+        if operator_name(operator.node) != "embedding" or "tp" not in self.problem.axes:
+            return False
+        place = self.problem.axes.index("tp")
+        by_rows = any(other.rewrites[place] for other in operator.choices)
+        pinned = "tp" in self.pins.parameters.get(str(operator.operands[0].target), {})
+        return by_rows and not pinned and choice.operands[0][place] == Shard(1)
+
+    def _undivided(self, operator: Operator, pin: Spec) -> str:
+        """``"32 is not divisible by 3; "``: sizes of a parameter's dims that a pin cuts into more pieces than there can be."""
+        shape = value_of(operator.node).shape
+        cuts = [(axis, kind.dim) for axis, allowed in pin.items() for kind in allowed if isinstance(kind, Shard)]
+        uneven = [(int(shape[dim]), self.problem.degrees[axis]) for axis, dim in cuts if axis in self.problem.degrees and dim < len(shape)]
+        return "".join(f"{size} is not divisible by {degree}; " for size, degree in dict.fromkeys(uneven) if size % degree)
+
+    def _impossible(self, operator: Operator) -> str:
+        pin = self._pin(operator)
+        name = self._name(operator) if operator.kind == "parameter" else module_path(operator.node) or operator.node.name
+        what = f"of shape {tuple(value_of(operator.node).shape)} " if operator.kind == "parameter" else ""
+        axes = ", ".join(f"{axis}={degree}" for axis, degree in self.problem.degrees.items())
+        offered = dict.fromkeys(str(t) for c in operator.choices for types in c.results for t in types)
+        uneven = self._undivided(operator, pin) if operator.kind == "parameter" else ""
+        return (
+            f"{name} {what}can't lie as {spec_text(pin)} with {axes}: {uneven}its operators allow {', '.join(offered)}. "
+            "A dim is cut where the degree divides its size (heads as well as features)."
+        )
+
+    def _name(self, operator: Operator) -> str:
+        return parameter_name(self.problem, operator)
+
+    def _uncut(self, operator: Operator, choice: Choice) -> float:
+        """What misses the meaning of an axis: the share of the weights that tp leaves whole, of the products that cp repeats;
+        on ep of both, where the weights are experts'.
+        """
+        missed = 0.0
+        for place, axis in enumerate(self.problem.axes):
+            cuts = axis == "tp" or (axis == "ep" and operator.node in self.experts.counts)
+            if cuts and operator.kind == "parameter":
+                whole = not isinstance(choice.results[0][place], Shard) and value_of(operator.node).ndim > 1
+                own = self.prices.elements(operator.node) * operator.count / self.parameters
+                missed += own if whole and own > 1e-3 else 0.0
+            divides = axis in ("cp", "ep") and operator_name(operator.node) in MATMULS
+            if divides and not choice.divided[place]:
+                own = operator_flops(operator.node, self.workload.microbatch) * operator.count / self.flops
+                missed += own if own > 1e-3 else 0.0
+        return missed
+
+    def _flow(self) -> None:
+        for value in self.problem.values:
+            made = self._columns(value.maker, self._given_by(value))
+            taken = [self._columns(edge.user, self._taken_by(edge)) for edge in value.edges]
+            seconds = [self._turning(value, edge, list(made), list(own)) * value.count for edge, own in zip(value.edges, taken)]
+            shared = self._shared(made, taken, seconds)
+            for own, costs in zip(taken, seconds):
+                self._edge(made, own, costs, shared[:, list(own)])
+
+    def _columns(self, operator: Operator, numbers: Sequence[int]) -> dict[int, list[int]]:
+        """The columns of an operator's choices, by the number of the types that each gives or takes."""
+        found: dict[int, list[int]] = {}
+        for i in self.options.get(operator, ()):
+            found.setdefault(numbers[i], []).append(self.column[operator, i])
+        return found
+
+    def _shared(
+        self, made: Mapping[int, list[int]], taken: Sequence[Mapping[int, list[int]]], seconds: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """The column of each transition that several users of a value can want, by source and number of the target; else -1."""
+        size = 1 + max((number for own in taken for number in own), default=0)
+        users = np.zeros((len(made), size), dtype=int)
+        price = np.zeros((len(made), size))
+        for own, costs in zip(taken, seconds):
+            paid = np.isfinite(costs) & (costs > 0)
+            users[:, list(own)] += paid
+            price[:, list(own)] = np.where(paid, costs, price[:, list(own)])
+        columns = np.full(users.shape, -1)
+        columns[users > 1] = self.program.columns(price[users > 1])
+        return columns
+
+    def _edge(
+        self, made: Mapping[int, list[int]], taken: Mapping[int, list[int]], seconds: np.ndarray, shared: np.ndarray
+    ) -> None:
+        source, target = np.nonzero(np.isfinite(seconds))
+        paid_by = np.where(seconds[source, target] > 0, shared[source, target], -1)
+        flows = self.program.columns(np.where(paid_by < 0, seconds[source, target], 0.0), paid_by)
+        cheapest = _cheapest(seconds)[source, target]
+        self.program.first.append(np.where(paid_by < 0, flows, paid_by)[cheapest])
+        rows = [source, target + len(made)]
+        columns, coefficients = [flows, flows], [np.ones(2 * len(flows))]
+        for row, own in enumerate((*made.values(), *taken.values())):
+            rows.append(np.full(len(own), row))
+            columns.append(np.array(own))
+            coefficients.append(np.full(len(own), -1.0))
+        parts = (np.concatenate(rows), np.concatenate(columns), np.concatenate(coefficients))
+        self.program.rows(len(made) + len(taken), *parts, 0.0, 0.0)
+        together = np.flatnonzero(paid_by >= 0)
+        links = np.arange(len(together))
+        terms = np.concatenate((links, links)), np.concatenate((paid_by[together], flows[together]))
+        ones = np.repeat((1.0, -1.0), len(together))
+        self.program.rows(len(together), *terms, ones, 0.0, np.inf, groups=paid_by[together])
+
+    def _turning(self, value: Value, edge: Edge, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
+        """The prices of transitions. Parameters and views of them are not moved, they are stored as they are used; between two
+        instances of a block nothing is moved, since the block itself can do it before it returns.
+        """
+        seconds = self.prices.transitions(value, sources, targets)
+        if edge.user.kind == "boundary" and edge.user.scope == value.maker.scope:
+            return np.where(np.array(sources)[:, None] == np.array(targets), seconds, np.inf)
+        if value.maker.node in self.weights:
+            types = self.prices.numbered
+            for i, j in itertools.product(range(len(sources)), range(len(targets))):
+                if not all(map(self._stored_for, self.problem.axes, types[sources[i]], types[targets[j]])):
+                    seconds[i, j] = np.inf
+        return seconds
+
+    @staticmethod
+    def _stored_for(axis: str, stored: Type, used: Type) -> bool:
+        """Whether a parameter may be stored in one type and used in the other; what is whole on cp and ep gives each use its piece."""
+        whole = not (isinstance(stored, Shard) or isinstance(used, Shard))
+        return stored == used or whole or (axis in ("cp", "ep") and stored is R)
+
+    def _tie(self) -> None:
+        for first, *others in (stored.operators for stored in self.problem.stored):
+            own = self._columns(first, self._stored_as(first))
+            for other in others:
+                theirs = self._columns(other, self._stored_as(other))
+                for types in {**own, **theirs}:
+                    terms = [(c, 1.0) for c in own.get(types, [])] + [(c, -1.0) for c in theirs.get(types, [])]
+                    self.program.row(terms, 0.0, 0.0)
+
+    def _stored_as(self, parameter: Operator) -> list[int]:
+        return [self.prices.number(choice.results[0]) for choice in parameter.choices]
+
+    # ---- solving ----
+
+    def _least_uncut(self) -> float:
+        """How much must miss the meaning; from now on no more does."""
+        if not any(self.uncut):
+            return 0.0
+        least = float(np.dot(self.uncut, self._run(self.uncut).values[: len(self.uncut)]))
+        unit = max(self.uncut)
+        terms = [(column, amount / unit) for column, amount in enumerate(self.uncut) if amount]
+        self.program.row(terms, -np.inf, least / unit + 1e-7)
+        return least
+
+    def _run(self, objective: Sequence[float] | None = None) -> Optimum:
+        found = self.program.solve(objective)
+        if found is None:
+            raise _Infeasible
+        return found
+
+    def _refused(self) -> GraphparError:
+        return GraphparError(
+            f"No sharding of {self.problem.program.name} over "
+            f"{', '.join(f'{a}={d}' for a, d in self.problem.degrees.items())} "
+            f"fulfils the shard plan{' and fits the memory' if self.workload.memory_limit is not None else ''}."
+        )
+
+
+def _cheapest(seconds: np.ndarray, count: int = 6) -> np.ndarray:
+    """Which transitions are among the cheapest of their source or of their target."""
+    found = np.zeros(seconds.shape, dtype=bool)
+    for axis in (0, 1):
+        places = np.argsort(seconds, axis=axis, kind="stable").take(range(min(count, seconds.shape[axis])), axis)
+        np.put_along_axis(found, places, True, axis)
+    return found
+
+
+def priced(solution: Solution, prices: Prices) -> dict[str, float]:
+    """Seconds a microbatch of a solution, anew from its choices: compute, transitions, finishing of gradients."""
+    compute = gradients = moved = 0.0
+    for operator, choice in solution.choices.items():
+        compute += operator.count * prices.compute(operator, choice)
+        moved += operator.count * prices.collectives(operator, choice)
+        if operator.kind == "parameter":
+            gradients += operator.count * prices.finishing(operator, choice.results[0])
+    for value in solution.problem.values:
+        source = solution.types(value.maker, value.index)
+        for target in dict.fromkeys(taken(solution, edge) for edge in value.edges):  # in order, since sums round
+            if target == source:
+                continue
+            seconds = prices.transition(value, source, target)
+            assert seconds is not None, (value.node, source, target)
+            moved += seconds * value.count
+    return {"compute": compute, "transitions": moved, "gradients": gradients}
+
+
+def taken(solution: Solution, edge: Edge) -> Types:
+    """The types in which the user of an edge takes the value."""
+    choice = solution.choices[edge.user]
+    return choice.results[0] if edge.user.kind == "boundary" else choice.operands[edge.position]
+
+
+def undivided_work(solution: Solution, workload: Workload) -> tuple[str, ...]:
+    """Warnings: matrix products and attention that every rank of an axis computes whole, with the reason where it is plain."""
+    problem = solution.problem
+    work = {o: operator_flops(o.node, workload.microbatch) * o.count for o in problem.operators if operator_name(o.node) in MATMULS}
+    total = sum(work.values()) or 1.0
+    found: dict[str, float] = {}
+    for operator, flops in work.items():
+        for place, axis in enumerate(problem.axes):
+            if not solution.choices[operator].divided[place] and flops > 0.01 * total:
+                line = _undivided(operator, axis, place, problem.degrees[axis])
+                found[line] = found.get(line, 0.0) + flops / total
+    return tuple(f"{line} ({share:.0%} of the flops of matrix products)." for line, share in found.items())
+
+
+def _undivided(operator: Operator, axis: str, place: int, degree: int) -> str:
+    module = module_path(operator.node) or operator_name(operator.node)
+    if operator.scope:
+        module = f"{operator.scope}, {'.'.join(module.split('.')[-1:])}"
+    if operator_name(operator.node) == "scaled_dot_product_attention" and axis == "tp":
+        heads = sizes_of(operator.operands[0])[-3][0]
+        if heads % degree:
+            return f"{module}: {heads} heads don't divide over tp={degree}, so every rank computes the whole attention"
+    possible = any(choice.divided[place] for choice in operator.choices)
+    why = "what it takes and gives would cost more to move than that saves" if possible else "no rule divides it"
+    return f"{module}: {operator_name(operator.node)} is not divided over {axis}={degree}, since {why}"
+
+
+def sharding_of(solution: Solution) -> Sharding:
+    """The solution as plain data, for the plan."""
+    problem, program = solution.problem, solution.problem.program
+    decisions: dict[str, dict[str, Decision]] = {"": {}}
+    parameters: dict[str, dict[str, Type]] = {}
+    for operator, choice in solution.choices.items():
+        rows = decisions.setdefault(operator.scope, {})
+        rows[operator.node.name] = Decision(choice.operands, choice.results, choice.rewrites)
+        if operator.kind == "parameter":
+            spec = dict(zip(problem.axes, choice.results[0]))
+            for prefix in program.prefixes(operator.scope):
+                for name in program.tie_of(f"{prefix}{operator.node.target}"):
+                    assert parameters.setdefault(name, spec) == spec, f"{name} is stored as {parameters[name]} and as {spec}"
+    return Sharding(
+        dict(problem.degrees), decisions, dict(sorted(parameters.items())), cost=solution.parts, gap=solution.gap
+    )

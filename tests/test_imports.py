@@ -1,0 +1,95 @@
+"""Imports point one way: a folder imports what stands before it in ``ORDER``, and nothing goes round in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ORDER = (
+    ("errors", "text", "display", "quiet_torch"), ("runtime", "emitted"), ("hardware", "schedules"), ("ir",), ("operators",),
+    ("codegen", "cost_models"), ("frontend",), ("annotations",), ("passes",), ("report",), ("parts",), ("verification",), ("api",),
+    ("cli",), ("__main__",),
+)  # fmt: skip
+"""Folders and files of ``graphpar``; those of one step know nothing of each other."""
+STEP = {name: step for step, names in enumerate(ORDER) for name in names}
+FOLDERS = {"graphpar": ROOT / "graphpar", **{f"graphpar.{name}": ROOT / name for name in ("passes", "cost_models", "cli")}}
+
+
+@dataclass(frozen=True)
+class Import:
+    importer: str
+    imported: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.importer}, line {self.line}: {self.imported}"
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package, by name."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if package == "graphpar" and parts[0] in ("passes", "cost_models", "cli"):
+                continue
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+def imports() -> Iterator[Import]:
+    """What is imported when a module is loaded, or when one of its functions runs; not what stands there for types alone."""
+    known = modules()
+    for name, path in known.items():
+        for node in _run(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                assert node.level == 0 and node.module is not None, f"{path}: a relative import"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for imported in names:
+                if imported.startswith("graphpar."):
+                    module = imported if imported in known else imported.rpartition(".")[0]
+                    if module != "graphpar":
+                        yield Import(name, module, node.lineno)
+
+
+def _run(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        yield from _run(node)
+
+
+def _folder(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_every_folder_has_its_place() -> None:
+    assert {_folder(name) for name in modules()} - {""} == set(STEP)
+
+
+def test_imports_point_one_way() -> None:
+    upward = [
+        str(found)
+        for found in imports()
+        if (own := _folder(found.importer)) and own != (other := _folder(found.imported)) and STEP[other] >= STEP[own]
+    ]
+
+    assert not upward
+
+
+def test_no_imports_go_round_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {name: set() for name in modules()}
+    for found in imports():
+        if found.imported != found.importer:
+            graph[found.importer].add(found.imported)
+    while free := {name for name, needed in graph.items() if not needed & graph.keys()}:
+        graph = {name: needed for name, needed in graph.items() if name not in free}
+
+    assert not graph, {name: sorted(needed & graph.keys()) for name, needed in graph.items()}
