@@ -35,7 +35,7 @@ from graphpar.cost_models.storage_tracker import Kept, Live, Template, signature
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Block, Program, Runner, concrete_shape, value_of
-from graphpar.runtime.layout import AXES
+from graphpar.runtime.axes import AXES
 from graphpar.runtime.split_backward import splits_exactly
 from graphpar.runtime.stages import sendable
 

@@ -37,7 +37,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Link
 from graphpar.ir.mesh import Mesh
-from graphpar.runtime.layout import AXES
+from graphpar.runtime.axes import AXES
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
 

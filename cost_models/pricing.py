@@ -21,12 +21,13 @@ from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.pipeline_units import Kind, Unit
 from graphpar.cost_models.timelines import Closing, Conditions, StageEstimate
-from graphpar.cost_models.unit_bytes import REPLICAS, UnitBytes
+from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.cost_models.workload import Collective, Phase
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import figures_of
 from graphpar.ir.mesh import Mesh
+from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.gradients import BUCKET_BYTES
 from graphpar.schedules.core_sharing import Turns
 from graphpar.schedules.registry import Order, action_order, forwards, in_flight, order_of, peak_in_flight, stage_ranks

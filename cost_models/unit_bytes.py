@@ -16,12 +16,10 @@ from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
 from graphpar.cost_models.pipeline_units import Held, Unit, joined, joint
 from graphpar.ir.mesh import Mesh
+from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.gradients import BUCKET_BYTES
 
 Array = NDArray[np.float64]
-
-REPLICAS = ("dp_replicate", "dp_shard")
-"""The axes on which every rank runs the same on other rows."""
 
 
 class UnitBytes:

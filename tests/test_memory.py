@@ -36,9 +36,10 @@ from graphpar.cost_models.storage_tracker import Live
 from graphpar.errors import GraphparError
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import concrete_shape, value_of
+from graphpar.runtime.axes import AXES
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.launch import torchrun
-from graphpar.runtime.layout import AXES, rank_at
+from graphpar.runtime.layout import rank_at
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.stages import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
 from graphpar.schedules.registry import action_table, parse_table, peak_in_flight

@@ -17,19 +17,11 @@ from torch import Tensor
 
 from graphpar.ir.mesh import Mesh
 from graphpar.runtime import RuntimeProgramError, load_manifest, sample_keys
+from graphpar.runtime.axes import AXES
 from graphpar.runtime.gradients import BUCKET_BYTES, Gradients, buckets
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.launch import torchrun
-from graphpar.runtime.layout import (
-    AXES,
-    R,
-    coordinates,
-    cut_all,
-    cut_places,
-    joined_all,
-    parse_type,
-    rank_at,
-)
+from graphpar.runtime.layout import R, coordinates, cut_all, cut_places, joined_all, parse_type, rank_at
 from graphpar.runtime.replicas import checksum
 from graphpar.runtime.worker import JobResult, run_jobs
 from graphpar.verification import Reference, Verification, compare

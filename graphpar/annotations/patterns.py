@@ -30,7 +30,8 @@ from torch import nn
 from graphpar.annotations.values import WHOLE, Choice, Spec, Wish, from_the_front, meet, read_value, spec_text
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
-from graphpar.runtime.layout import AXES, P, R, Shard, Type
+from graphpar.runtime.axes import AXES
+from graphpar.runtime.layout import P, R, Shard, Type
 
 ShardPlan = Mapping[str, Any]
 Position = int | str | None  # of an activation: a place among the positional ones, or a keyword

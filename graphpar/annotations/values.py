@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.runtime.layout import AXES, ExpertRows, I, P, R, Shard, Type, parse_type
+from graphpar.runtime.axes import AXES, AXIS
+from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type, parse_type
 
 Choice = frozenset[Type]
 """The types that a pin leaves to the search. A ``Shard`` without parts leaves the parts open, see :func:`allows`."""
@@ -26,7 +27,7 @@ Spec = Mapping[str, Choice]
 WHOLE: Choice = frozenset({R, I})
 """Every rank holds the whole value; whether its gradient is partial (R) or complete (I) is left to the search."""
 STYLES = ("colwise", "rowwise", "sequence", "replicate", "expert")
-SHARD_AXES = tuple(axis for axis in AXES if axis != "pp")
+SHARD_AXES = tuple(name for name, axis in AXIS.items() if axis.typed)
 SEQUENCE_DIM = 1
 
 _FORMS = (

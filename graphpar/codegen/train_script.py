@@ -11,7 +11,7 @@ import torch
 from graphpar.codegen.layout import WIDTH
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Input, Program
-from graphpar.runtime.layout import AXES
+from graphpar.runtime.axes import AXES, AXIS
 
 _TEMPLATE = '''"""{title}
 
@@ -145,13 +145,6 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
     return text if program.mode == "train" else text.replace("import load_file\n", "import load_file, save_file\n")
 
 
-_SHARED = {
-    "dp_replicate": "hold the same weights and take other rows of the batch",
-    "cp": "hold the same weights and take other parts of the sequence",
-    "ep": "hold other experts of the same layers",
-    "tp": "hold pieces of the same layers",
-}
-
 
 def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
     """What each rank holds: a line a stage, and one for each other axis, by its ranks that are first in the others."""
@@ -163,7 +156,7 @@ def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
         ranks = f"ranks {first}-{first + inside - 1}" if inside > 1 else f"rank {first}"
         line = f"    {ranks}   stage {stage.index}   {modules}"
         lines.append(line if len(line) <= 118 else line[:117] + "…")
-    for axis, what in _SHARED.items():
+    for axis, what in ((name, record.ranks) for name, record in AXIS.items() if record.typed):
         inside = math.prod(degrees[inner] for inner in AXES[AXES.index(axis) + 1 :])
         alike = [str(index * inside) for index in range(degrees[axis])]
         shown = ", ".join(alike if len(alike) <= 4 else [*alike[:3], "…", alike[-1]])

@@ -7,22 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.runtime.layout import AXES
+from graphpar.runtime.axes import AXES, AXIS
 
-_USUAL_NAMES = {
-    "dp": "dp_replicate",
-    "ddp": "dp_replicate",
-    "data": "dp_replicate",
-    "fsdp": "dp_shard",
-    "zero": "dp_shard",
-    "mp": "tp",
-    "sp": "tp",
-    "tensor": "tp",
-    "pipeline": "pp",
-    "context": "cp",
-    "expert": "ep",
-}
-"""What others call the axes."""
+_USUAL_NAMES = {name: axis.name for axis in AXIS.values() for name in axis.usual_names}
 
 
 @dataclass(frozen=True)
@@ -44,7 +31,7 @@ class Mesh:
     @property
     def compute(self) -> dict[str, int]:
         """The axes of several ranks on which operators are cut."""
-        return {axis: degree for axis, degree in self.degrees().items() if axis in ("cp", "ep", "tp") and degree > 1}
+        return {axis: degree for axis, degree in self.degrees().items() if AXIS[axis].compute and degree > 1}
 
     def degrees(self) -> dict[str, int]:
         return {axis: int(getattr(self, axis)) for axis in AXES}

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from graphpar.runtime.axes import AXES
 from graphpar.runtime.distributed import gather_objects, group_timeout
-from graphpar.runtime.layout import AXES, coordinates, rank_at
+from graphpar.runtime.layout import coordinates, rank_at
 
 
 class Groups:

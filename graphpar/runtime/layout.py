@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
-"""The mesh axes, outermost first: neighbouring ranks share a tp group."""
+from graphpar.runtime.axes import AXES
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphpar.runtime.axes import AXES, AXIS
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.layout import AXES, I, P, R, Shard, Type, parse_type
+from graphpar.runtime.layout import I, P, R, Shard, Type, parse_type
 
 VERSION = 1
 T = TypeVar("T")
@@ -118,12 +119,12 @@ class Manifest:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of degree above 1 over which a tensor has a type: all but pp."""
-        return tuple(axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1)
+        return tuple(axis for axis in AXES if AXIS[axis].typed and self.mesh.get(axis, 1) > 1)
 
     def spec(self, name: str) -> dict[str, Type]:
         """The type of a parameter or buffer on each of ``axes``."""
         listed = self.types.get(name, {})
-        return {axis: listed.get(axis, R if axis == "dp_replicate" else I) for axis in self.axes}
+        return {axis: listed.get(axis, R if AXIS[axis].replicas else I) for axis in self.axes}
 
     def input(self, name: str) -> InputInterface:
         """The input of this name."""

@@ -18,9 +18,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from graphpar.runtime.axes import AXES
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.layout import AXES
 from graphpar.runtime.manifest import Manifest, StageInterface, TensorInterface
 
 KEYWORD = "graphpar:"

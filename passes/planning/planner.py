@@ -35,9 +35,10 @@ from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
 from graphpar.passes.planning.measured_units import units_of
 from graphpar.passes.planning.why_not import why_not
+from graphpar.runtime.axes import AXIS
 from graphpar.schedules.registry import SCHEDULES, legal_microbatches, stage_ranks
 
-FREE_AXES = ("pp", "dp_replicate", "tp")
+FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
 """The axes whose degrees are searched where they are not pinned."""
 DEPTHS = (2, 3, 4)
 """Stages a rank that are tried for schedules that take any number of them."""

@@ -24,6 +24,7 @@ from graphpar.operators.placement import Context, Placement, operands_of, result
 from graphpar.operators.rewrite import REWRITES
 from graphpar.operators.rules import placements
 from graphpar.passes.normalize.functional import is_inplace
+from graphpar.runtime.axes import AXIS, Divides
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 Types = tuple[Type, ...]
@@ -182,7 +183,7 @@ class _Builder:
             self.degrees[self.axes[position]],
             lambda node, i: cuts.get(_value(node, i), ()),
             self._has_gradient,
-            REWRITES if self.axes[position] != "cp" else tuple(name for name in REWRITES if name != "own_experts"),
+            tuple(name for name in REWRITES if name != "own_experts" or AXIS[self.axes[position]].divides is not Divides.SEQUENCE),
             lambda node, i: rows.get(_value(node, i), ()),
         )
         found: dict[fx.Node, list[Placement]] = {}

@@ -40,6 +40,7 @@ from graphpar.passes.sharding.costs import Prices, Workload, parameter_name
 from graphpar.passes.sharding.experts import check_degree, find_experts
 from graphpar.passes.sharding.integer_program import IntegerProgram, Optimum
 from graphpar.passes.sharding.problem import Choice, Edge, Operator, Problem, Types, Value
+from graphpar.runtime.axes import AXIS, Divides
 from graphpar.runtime.layout import P, R, Shard, Type
 
 _TIE_BREAK = 1e-12  # seconds: below what any two prices differ by
@@ -110,8 +111,9 @@ class _Search:
         self.parameters = max(1, problem.program.parameter_count())
         self.experts = find_experts(operator.node for operator in problem.operators)
         self.homes = {self._home(node): count for node, count in self.experts.counts.items()}
-        if "ep" in problem.axes:
-            check_degree(self.experts, problem.degrees["ep"], problem.program.name)
+        for axis in problem.axes:
+            if AXIS[axis].divides is Divides.EXPERTS:
+                check_degree(self.experts, problem.degrees[axis], problem.program.name)
         self.flops = sum(
             operator_flops(o.node, workload.microbatch) * o.count for o in problem.operators if operator_name(o.node) in MATMULS
         ) or 1.0
@@ -239,11 +241,13 @@ class _Search:
             if axis in pin and not all(allows(pin[axis], types[place], rank) for types, rank in zip(choice.results, ranks)):
                 return False
             cut = operator.kind == "parameter" and isinstance(choice.results[0][place], Shard)
-            if axis == "cp" and cut and axis not in pin:
+            divides = AXIS[axis].divides
+            if divides is Divides.SEQUENCE and cut and axis not in pin:
                 return False
-            if axis == "ep" and cut and axis not in pin and not self._of_experts(operator, choice.results[0][place]):
+            if divides is Divides.EXPERTS and cut and axis not in pin and not self._of_experts(operator, choice.results[0][place]):
                 return False
-            if axis == "tp" and choice.rewrites[place] == "own_experts" and not self._pinned_experts(operator):
+            own = choice.rewrites[place] == "own_experts"
+            if divides is Divides.WEIGHTS and own and not self._pinned_experts(operator, axis):
                 return False
         return not self._wide_table(operator, choice)
 
@@ -256,10 +260,12 @@ class _Search:
     def _home(node: fx.Node) -> tuple[fx.Graph, str]:
         return node.graph, str(node.target).rpartition(".")[0]
 
-    def _pinned_experts(self, product: Operator) -> bool:
-        """Whether the user cuts the experts of a product over tp. Else their features are, so that ranks have equal shares of rows."""
+    def _pinned_experts(self, product: Operator, axis: str) -> bool:
+        """Whether the user cuts the experts of a product over ``axis``. Else their features are, so that ranks have equal shares
+        of rows.
+        """
         weight = self.experts.weights.get(product.node)
-        return weight is not None and "tp" in self._pin(self.problem.of[weight])
+        return weight is not None and axis in self._pin(self.problem.of[weight])
 
     def _pin(self, operator: Operator) -> Spec:
         if operator.kind == "parameter":
@@ -267,13 +273,17 @@ class _Search:
         return self.pins.values.get(operator.node, {})
 
     def _wide_table(self, operator: Operator, choice: Choice) -> bool:
-        """A table is cut over its rows on tp, as the head that it may be tied to, wherever it can be."""
-        if operator_name(operator.node) != "embedding" or "tp" not in self.problem.axes:
+        """A table is cut over its rows where weights are, as the head that it may be tied to, wherever it can be."""
+        if operator_name(operator.node) != "embedding":
             return False
-        place = self.problem.axes.index("tp")
-        by_rows = any(other.rewrites[place] for other in operator.choices)
-        pinned = "tp" in self.pins.parameters.get(str(operator.operands[0].target), {})
-        return by_rows and not pinned and choice.operands[0][place] == Shard(1)
+        pinned = self.pins.parameters.get(str(operator.operands[0].target), {})
+        return any(
+            AXIS[axis].divides is Divides.WEIGHTS
+            and axis not in pinned
+            and choice.operands[0][place] == Shard(1)
+            and any(other.rewrites[place] for other in operator.choices)
+            for place, axis in enumerate(self.problem.axes)
+        )
 
     def _undivided(self, operator: Operator, pin: Spec) -> str:
         """``"32 is not divisible by 3; "``: sizes of a parameter's dims that a pin cuts into more pieces than there can be."""
@@ -298,18 +308,19 @@ class _Search:
         return parameter_name(self.problem, operator)
 
     def _uncut(self, operator: Operator, choice: Choice) -> float:
-        """What misses the meaning of an axis: the share of the weights that tp leaves whole, of the products that cp repeats;
-        on ep of both, where the weights are experts'.
+        """What misses what an axis is to divide: the share of the weights that stay whole, of the products that are repeated along the
+        sequence; of both where experts are divided.
         """
         missed = 0.0
         for place, axis in enumerate(self.problem.axes):
-            cuts = axis == "tp" or (axis == "ep" and operator.node in self.experts.counts)
+            divides = AXIS[axis].divides
+            cuts = divides is Divides.WEIGHTS or (divides is Divides.EXPERTS and operator.node in self.experts.counts)
             if cuts and operator.kind == "parameter":
                 whole = not isinstance(choice.results[0][place], Shard) and value_of(operator.node).ndim > 1
                 own = self.prices.elements(operator.node) * operator.count / self.parameters
                 missed += own if whole and own > 1e-3 else 0.0
-            divides = axis in ("cp", "ep") and operator_name(operator.node) in MATMULS
-            if divides and not choice.divided[place]:
+            product = divides is not Divides.WEIGHTS and operator_name(operator.node) in MATMULS
+            if product and not choice.divided[place]:
                 own = operator_flops(operator.node, self.workload.microbatch) * operator.count / self.flops
                 missed += own if own > 1e-3 else 0.0
         return missed
@@ -383,9 +394,11 @@ class _Search:
 
     @staticmethod
     def _stored_for(axis: str, stored: Type, used: Type) -> bool:
-        """Whether a parameter may be stored in one type and used in the other; what is whole on cp and ep gives each use its piece."""
+        """Whether a parameter may be stored in one type and used in the other. Where an axis does not cut weights, one that is whole
+        gives each use its piece.
+        """
         whole = not (isinstance(stored, Shard) or isinstance(used, Shard))
-        return stored == used or whole or (axis in ("cp", "ep") and stored is R)
+        return stored == used or whole or (AXIS[axis].divides is not Divides.WEIGHTS and stored is R)
 
     def _tie(self) -> None:
         for first, *others in (stored.operators for stored in self.problem.stored):
@@ -477,10 +490,10 @@ def _undivided(operator: Operator, axis: str, place: int, degree: int) -> str:
     module = module_path(operator.node) or operator_name(operator.node)
     if operator.scope:
         module = f"{operator.scope}, {'.'.join(module.split('.')[-1:])}"
-    if operator_name(operator.node) == "scaled_dot_product_attention" and axis == "tp":
+    if operator_name(operator.node) == "scaled_dot_product_attention" and AXIS[axis].divides is Divides.WEIGHTS:
         heads = sizes_of(operator.operands[0])[-3][0]
         if heads % degree:
-            return f"{module}: {heads} heads don't divide over tp={degree}, so every rank computes the whole attention"
+            return f"{module}: {heads} heads don't divide over {axis}={degree}, so every rank computes the whole attention"
     possible = any(choice.divided[place] for choice in operator.choices)
     why = "what it takes and gives would cost more to move than that saves" if possible else "no rule divides it"
     return f"{module}: {operator_name(operator.node)} is not divided over {axis}={degree}, since {why}"
