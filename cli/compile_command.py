@@ -19,6 +19,7 @@ from graphpar.cli.explain import explain
 from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, check_writable, print_wrapped, progress, stdout_console, write_text
 from graphpar.cli.plan_file import read_plan, read_record
+from graphpar.codegen.printer import print_graph
 from graphpar.codegen.saving import PeoplesFiles, check_target
 from graphpar.cost_models.estimates import Alone
 from graphpar.errors import GraphparError, near_match
@@ -35,7 +36,7 @@ from graphpar.passes.planning.planning import on_one_device
 from graphpar.passes.planning.validate_plan import check_alone, given_plan
 from graphpar.passes.sharding.shard import shard
 from graphpar.passes.split import positions_of, split
-from graphpar.passes.table import PASSES, Pass
+from graphpar.passes.table import PASSES, PassList, Step, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
 from graphpar.schedules.registry import load_table
 from graphpar.text import bytes_text
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 SMALL_BYTES = 2**30
 """Initial weights up to this size are written without being asked for."""
 
+_DUMPED = ("plan", "shard", "split")
+"""Steps after the passes whose results can be printed."""
 _PLAN_DECIDES = (
     "devices",
     "cluster",
@@ -95,7 +98,11 @@ def run(options: argparse.Namespace) -> Result:
         if plan.mesh.size > 1 and plan.alone is None:
             plan = replace(plan, alone=_on_one_device(program, plan))
     clock.phase("plan")
+    _dump(options, "plan", "what was decided", plan)
     compiled = _compiled(file, program, plan, folder)
+    _dump(options, "shard", "the program of one rank", compiled.program)
+    for stage in compiled.stages:
+        _dump(options, "split", f"stage {stage.index}", print_graph(stage.graph))
     shard_plan = asked.pins.shard_plan if given is None else None
     explanation = _explanation(compiled, program, options.explain, shard_plan) if options.explain else []
     written = "" if folder is None else _save(compiled, file, folder, options)
@@ -138,6 +145,7 @@ def _request(options: argparse.Namespace) -> _Request:
         check_target(options.out, options.force)
     with progress("loading the model file"):
         file = load_model_file(options.model)
+    _check_dumped(options.dump_after, PASSES if file.passes is None else file.passes)
     asked = ask(**wanted | _own_pins(file, wanted, options))
     rows = None if given is not None or file.batch_dims else batch_size(file.args, file.kwargs, file.targets)
     if rows is not None:
@@ -162,11 +170,8 @@ def _check_options(options: argparse.Namespace) -> None:
                 )
     if options.steps is not None and not options.run:
         raise GraphparError("--steps is the number of steps of --run; give --run too.")
-    if options.dump_after not in (None, "all"):
-        names = [row.name for row in PASSES]
-        if options.dump_after not in names:
-            hint = near_match(options.dump_after, [*names, "all"])
-            raise GraphparError(f"There is no pass {options.dump_after!r}; the passes are {', '.join(names)}.{hint}")
+    if options.skip is not None:
+        check_skipped(PASSES, _names(options.skip))
     if options.html is not None:
         check_writable(options.html)
 
@@ -193,10 +198,9 @@ def _split_points(text: str) -> list[str | dict[str, str]]:
 
 
 def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None) -> Program:
-    def dump(row: Pass, program: Program) -> None:
-        if options.dump_after in (row.name, "all"):
-            nodes = len(program.graph.nodes)
-            print(f"# after {row.name}: {row.ensures} ({nodes} nodes)\n{program}\n", file=sys.stderr)
+    def dump(row: Step, program: Program) -> None:
+        nodes = len(program.graph.nodes)
+        _dump(options, row.name, f"{row.provides} ({nodes} nodes)", program)
 
     return api.export(
         file.model,
@@ -207,8 +211,26 @@ def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None) ->
         batch_dims=file.batch_dims,
         mode=options.mode or (given.mode if given else None),
         dtype=options.dtype or (given.dtype if given else None),
+        passes=file.passes,
+        skip=_names(options.skip or ""),
         after_pass=dump if options.dump_after else None,
     )
+
+
+def _dump(options: argparse.Namespace, step: str, what: str, value: object) -> None:
+    """Print what a step gave, if that is asked for."""
+    if options.dump_after in (step, "all"):
+        print(f"# after {step}: {what}\n{value}\n", file=sys.stderr)
+
+
+def _check_dumped(step: str | None, passes: PassList) -> None:
+    names = ["capture", *passes.names(), *_DUMPED]
+    if step not in (None, "all", *names):
+        raise GraphparError(f"--dump-after prints no {step!r}; it takes {', '.join(names)} or all.{near_match(str(step), [*names, 'all'])}")
+
+
+def _names(text: str) -> list[str]:
+    return [name for piece in text.split(",") if (name := piece.strip())]
 
 
 def _edge_layers(text: str | None) -> tuple[int, int] | None:

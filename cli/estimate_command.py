@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> Result:
 
 def _export(file: ModelFile, plan: Plan) -> Program:
     return api.export(
-        file.model, file.args, file.kwargs, file.loss_fn, file.targets, file.batch_dims, mode=plan.mode, dtype=plan.dtype
+        file.model, file.args, file.kwargs, file.loss_fn, file.targets, file.batch_dims,
+        mode=plan.mode, dtype=plan.dtype, passes=file.passes,
     )
 
 

@@ -190,6 +190,7 @@ def _compile_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     work = parser.add_argument_group("workload")
     work.add_argument("--batch", type=_count, metavar="B", help="global batch (default: that of the example inputs)")
     work.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype in which the model is built")
+    work.add_argument("--skip", metavar="PASS,...", help="leave optional passes out: see graphpar passes")
     work.add_argument("--mode", choices=("train", "infer"), help="default: train if there is a loss")
     output = parser.add_argument_group("output")
     output.add_argument("-o", "--out", metavar="DIR", help="where to write the program (default: ./MODELNAME-Ndev)")
@@ -202,7 +203,7 @@ def _compile_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     output.add_argument("--html", metavar="FILE", help="write the report as a page too")
     output.add_argument("--top", type=_count_or_none, default=4, metavar="K", help="plans not taken to show, and why (default: 4)")
     output.add_argument("--explain", metavar="PATTERN", help="say where matching modules and values are, and why")
-    output.add_argument("--dump-after", metavar="PASS|all", help="print the program after a pass, on standard error")
+    output.add_argument("--dump-after", metavar="STEP|all", help="print the program after a step, on standard error")
     output.add_argument("--run", action="store_true", help="then run it here, on local processes")
     output.add_argument("--steps", type=_count, metavar="K", help="optimizer steps of --run (default: 10)")
 

@@ -1,4 +1,4 @@
-"""``graphpar passes``: the pass table."""
+"""``graphpar passes``: the steps of a compilation."""
 
 from __future__ import annotations
 
@@ -6,23 +6,37 @@ import argparse
 from typing import TYPE_CHECKING
 
 from graphpar.cli.output import Result
-from graphpar.passes.table import PASSES
+from graphpar.passes.table import STEPS, Pass
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def run(options: argparse.Namespace) -> Result:
-    rows = [{"name": row.name, "needs": row.needs, "ensures": row.ensures, "optional": row.optional} for row in PASSES]
+    rows = [
+        {
+            "name": row.name,
+            "needs": ", ".join(row.requires),
+            "ensures": row.provides,
+            "requires": list(row.requires),
+            "conflicts": list(row.conflicts),
+            "checked_by": row.checked_by,
+            "file": row.file,
+            "pass": isinstance(row, Pass),
+            "optional": row.optional,
+        }
+        for row in STEPS
+    ]
 
     def show(console: Console) -> None:
         from rich.table import Table
 
         table = Table(box=None, padding=(0, 1))
-        for heading in ("pass", "needs", "ensures"):
+        for heading in ("step", "requires", "provides", "checked by"):
             table.add_column(heading)
-        for row in PASSES:
-            table.add_row(row.name, row.needs, row.ensures)
+        for row in STEPS:
+            name = f"{row.name} (optional)" if row.optional else row.name
+            table.add_row(name, ", ".join(row.requires), row.provides, row.checked_by)
         console.print(table)
 
     return Result({"passes": rows}, show)

@@ -15,7 +15,9 @@ _EXPORTS = {
     "Cluster": "graphpar.hardware.cluster",
     "GraphparError": "graphpar.errors",
     "Mesh": "graphpar.ir.mesh",
+    "PASSES": "graphpar.passes.table",
     "Parts": "graphpar.parts",
+    "Pass": "graphpar.passes.table",
     "Plan": "graphpar.api",
     "Program": "graphpar.api",
     "SplitPoint": "graphpar.ir.plan",
@@ -39,12 +41,15 @@ if TYPE_CHECKING:
     from graphpar.ir.program import Program
     from graphpar.operators.rules import register_rule
     from graphpar.parts import Parts
+    from graphpar.passes.table import PASSES, Pass
 
 __all__ = [
+    "PASSES",
     "Cluster",
     "GraphparError",
     "Mesh",
     "Parts",
+    "Pass",
     "Plan",
     "Program",
     "SplitPoint",

@@ -32,7 +32,7 @@ from graphpar.passes.planning.planning import estimate_plan
 from graphpar.passes.planning.validate_plan import given_plan
 from graphpar.passes.sharding.shard import shard
 from graphpar.passes.split import positions_of, split
-from graphpar.passes.table import Pass, run_passes
+from graphpar.passes.table import PASSES, STEPS, PassList, Step, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import beside, plan_text, report_data
 
@@ -52,7 +52,9 @@ def export(
     *,
     mode: str | None = None,
     dtype: str | None = None,
-    after_pass: Callable[[Pass, Program], None] | None = None,
+    passes: PassList | None = None,
+    skip: Sequence[str] = (),
+    after_pass: Callable[[Step, Program], None] | None = None,
 ) -> Program:
     """Trace a single-device model into a :class:`Program`.
 
@@ -65,7 +67,9 @@ def export(
         batch_dims: ``{input name: dim or None}`` for inputs whose batch is not on dim 0.
         mode: "train" or "infer"; sets the modules' mode. By default they stay as they are built.
         dtype: "fp32", "bf16" or "fp16": the default dtype while a factory builds the model.
-        after_pass: called with each pass and the program after it.
+        passes: ``graphpar.PASSES``, or that with passes of your own: ``PASSES.insert_after("simplify", my_pass)``.
+        skip: names of optional passes to leave out.
+        after_pass: called with each step, ``capture`` first, and the program after it.
 
     Raises:
         GraphparError: the model can't be traced, or a trace would lose part of its meaning.
@@ -75,6 +79,10 @@ def export(
     for name, value in (("args", args), ("targets", targets)):
         if isinstance(value, Tensor):
             raise GraphparError(f"{name} is a tensor; it must be a tuple of what is given: {name}=(tensor,).")
+    row_list = PASSES if passes is None else passes
+    if not isinstance(row_list, PassList):
+        raise GraphparError(f"passes is a {type(passes).__name__}; give graphpar.PASSES.insert_after(NAME, function), or leave it out.")
+    check_skipped(row_list, skip)
     raw = capture(
         model,
         args,
@@ -85,12 +93,14 @@ def export(
         mode=mode,
         dtype=DTYPES[dtype] if dtype else None,
     )
-    program, _ = run_passes(raw, after=after_pass)
+    if after_pass is not None:
+        after_pass(STEPS[0], raw)
+    program, _ = run_passes(raw, row_list, skip=skip, after=after_pass)
     if raw.retrace is not None:
         retrace, source = raw.retrace, program.source
 
         def at_size(size: int) -> Program:
-            again = run_passes(retrace(size))[0]
+            again = run_passes(retrace(size), row_list, skip=skip)[0]
             again.source = source
             return again
 

@@ -1,18 +1,22 @@
-"""The pass table: every step from a captured program to one that can be split, in order.
+"""A compilation is a list: every step from a model to a report, in order.
 
-A pass is a plain function from :class:`~graphpar.ir.program.Program` to Program. After each one ``check`` looks at what the
-pass promises, so a broken pass is found where it broke.
+    capture ──► PASSES: Program ──► Program ──► annotate, plan ──► shard, check_types ──► split ──► codegen, report
+
+A pass is a plain function from :class:`~graphpar.ir.program.Program` to Program. What it requires must have run before it; after it
+``check`` looks at what it promises, so that a broken pass is found where it broke.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
+from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Helper, Program, operator_name
 from graphpar.passes.normalize.functional import functionalize, is_inplace
 from graphpar.passes.normalize.helpers import share_helpers
@@ -26,15 +30,92 @@ from graphpar.passes.normalize.unchosen import fill_unchosen, sizes_are_known
 
 
 @dataclass(frozen=True)
-class Pass:
-    """A row of the table: what the pass needs and ensures in words, and a check of the latter."""
+class Step:
+    """A row of the list: what the step needs to have run before it, what it provides, and what checks that.
+
+    Attributes:
+        file: the module that does it.
+        requires: names of the steps whose work it builds on.
+        conflicts: names of steps that must not have run before it.
+    """
 
     name: str
-    run: Callable[[Program], Program]
-    needs: str
-    ensures: str
-    check: Callable[[Program], bool]
+    file: str
+    requires: tuple[str, ...]
+    provides: str
+    checked_by: str
+    conflicts: tuple[str, ...] = ()
     optional: bool = False
+
+
+@dataclass(frozen=True)
+class Pass(Step):
+    """A step from Program to Program; ``check`` looks at what it provides, each time after it ran."""
+
+    run: Callable[[Program], Program] = field(kw_only=True)
+    check: Callable[[Program], bool] = field(kw_only=True)
+
+
+class PassList(tuple[Pass, ...]):
+    """Passes in order. A user's own go between: ``PASSES.insert_after("simplify", my_pass)`` gives a new list."""
+
+    def names(self) -> list[str]:
+        return [row.name for row in self]
+
+    def insert_after(self, name: str, added: Pass | Callable[[Program], Program]) -> PassList:
+        """The list with a pass behind the one of this name.
+
+        Args:
+            added: a function from Program to Program, or a whole row.
+
+        Raises:
+            GraphparError: there is no pass of this name, or already one of the added pass's name.
+        """
+        return self._inserted(self.place(name) + 1, added, (name,))
+
+    def insert_before(self, name: str, added: Pass | Callable[[Program], Program]) -> PassList:
+        """The list with a pass before the one of this name. See :meth:`insert_after`."""
+        return self._inserted(self.place(name), added, ())
+
+    def place(self, name: str) -> int:
+        """The index of the pass of this name."""
+        if name not in self.names():
+            raise GraphparError(f"There is no pass {name!r}; the passes are {', '.join(self.names())}.{near_match(name, self.names())}")
+        return self.names().index(name)
+
+    def _inserted(self, place: int, added: Pass | Callable[[Program], Program], requires: tuple[str, ...]) -> PassList:
+        row = added if isinstance(added, Pass) else _own(added, requires)
+        if row.name in self.names():
+            raise GraphparError(f"There is already a pass {row.name!r}; give yours another name.")
+        return PassList((*self[:place], row, *self[place:]))
+
+    def check_order(self, skipped: Collection[str] = ()) -> None:
+        """That each pass has before it what it requires, and nothing that it conflicts with.
+
+        Raises:
+            GraphparError: one has not; both are named.
+        """
+        done: list[str] = ["capture"]
+        for row in self:
+            if row.name in skipped:
+                continue
+            for name in row.requires:
+                if name not in done:
+                    where = "is skipped" if name in skipped else "comes after it" if name in self.names() else "is not in the list"
+                    raise GraphparError(f"The pass {row.name} requires {name}, which {where}.")
+            for name in row.conflicts:
+                if name in done:
+                    raise GraphparError(f"The pass {row.name} must not come after {name}.")
+            done.append(row.name)
+
+
+def _own(function: Callable[[Program], Program], requires: tuple[str, ...]) -> Pass:
+    """The row of a user's function."""
+    if not callable(function):
+        raise GraphparError(f"A pass is a function from Program to Program, not {function!r}.")
+    name = getattr(function, "__name__", type(function).__name__)
+    words = (inspect.getdoc(function) or "the same results").splitlines()[0].rstrip(".")
+    return Pass(name, function.__module__, requires, words, "the graph is whole, its inputs are known", run=function, check=_inputs_known)
 
 
 @dataclass(frozen=True)
@@ -45,6 +126,11 @@ class PassResult:
     seconds: float
     nodes_before: int
     nodes_after: int
+
+
+def _inputs_known(program: Program) -> bool:
+    known = {entry.name for entry in program.inputs} | set(program.count_names)
+    return all(str(node.target) in known for node in program.graph.nodes if node.op == "placeholder")
 
 
 def _no_marks(program: Program) -> bool:
@@ -94,73 +180,126 @@ def _helpers_are_free(program: Program) -> bool:
     )
 
 
-PASSES: tuple[Pass, ...] = (
-    Pass(
-        "inline_regions",
-        inline_regions,
-        "a captured program",
-        "no_grad and autocast regions are plain operators",
-        _no_regions,
-    ),
-    Pass("keep_marks", keep_marks, "inline_regions", "pipe_split() is a mark on the operator after it", _no_marks),
-    Pass("functionalize", functionalize, "inline_regions", "only buffers are written in place", _only_buffers_written),
-    Pass(
-        "fill_unchosen",
-        fill_unchosen,
-        "functionalize",
-        "rows that a mask does not choose keep their places; no size depends on values",
-        sizes_are_known,
-    ),
-    Pass(
-        "assign_streams",
-        assign_streams,
-        "functionalize",
-        "dropout is a function of each example's key",
-        _streams_counted,
-    ),
-    Pass(
-        "simplify",
-        simplify,
-        "assign_streams",
-        "no asserts, no empty casts, no dead code",
-        _no_dead_code,
-        optional=False,
-    ),
-    Pass(
-        "share_loss",
-        share_loss,
-        "simplify",
-        "microbatches return shares of the loss; couplings are known",
-        _counts_are_inputs,
-    ),
-    Pass("outline", outline, "share_loss", "repeated modules are blocks", _instances_named, optional=True),
-    Pass(
-        "share_helpers",
-        share_helpers,
-        "outline",
-        "masks and tables are functions that any stage calls",
-        _helpers_are_free,
-        optional=True,
-    ),
-)
+PASSES = PassList(
+    (
+        Pass(
+            "inline_regions", "graphpar.passes.normalize.regions", ("capture",),
+            "no_grad and autocast regions are plain operators",
+            "no operator holds a subgraph",
+            run=inline_regions, check=_no_regions,
+        ),
+        Pass(
+            "keep_marks", "graphpar.passes.normalize.pipe_split", ("inline_regions",),
+            "pipe_split() is a mark on the operator after it",
+            "no call of pipe_split is left",
+            run=keep_marks, check=_no_marks,
+        ),
+        Pass(
+            "functionalize", "graphpar.passes.normalize.functional", ("inline_regions",),
+            "only buffers are written in place",
+            "what is written in place is a buffer",
+            run=functionalize, check=_only_buffers_written,
+        ),
+        Pass(
+            "fill_unchosen", "graphpar.passes.normalize.unchosen", ("functionalize",),
+            "rows that a mask does not choose keep their places; no size depends on values",
+            "every size is known",
+            run=fill_unchosen, check=sizes_are_known,
+        ),
+        Pass(
+            "assign_streams", "graphpar.passes.normalize.random_streams", ("functionalize",),
+            "dropout is a function of each example's key",
+            "where there is dropout, keys are an input",
+            run=assign_streams, check=_streams_counted,
+        ),
+        Pass(
+            "simplify", "graphpar.passes.normalize.simplify", ("assign_streams",),
+            "no asserts, no empty casts, no dead code",
+            "every value is used",
+            run=simplify, check=_no_dead_code,
+        ),
+        Pass(
+            "share_loss", "graphpar.passes.normalize.loss", ("simplify",),
+            "microbatches return shares of the loss; couplings are known",
+            "denominators are inputs",
+            run=share_loss, check=_counts_are_inputs,
+        ),
+        Pass(
+            "outline", "graphpar.passes.normalize.outline", ("share_loss",),
+            "repeated modules are blocks",
+            "every call names a block, and each instance one class", optional=True,
+            run=outline, check=_instances_named,
+        ),
+        Pass(
+            "share_helpers", "graphpar.passes.normalize.helpers", ("share_loss",),
+            "masks and tables are functions that any stage calls",
+            "no helper reads a parameter", optional=True,
+            run=share_helpers, check=_helpers_are_free,
+        ),
+    )
+)  # fmt: skip
+"""From a captured program to one that can be cut."""
+
+STEPS: tuple[Step, ...] = (
+    Step("capture", "graphpar.frontend.capture", (), "a program: the traced graph, inputs, parameters, ties", "torch.export"),
+    *PASSES,
+    Step("annotate", "graphpar.annotations.patterns", ("capture",), "the user's pins, by parameter and value", "each pattern fits a name"),
+    Step("plan", "graphpar.passes.planning.planning", ("share_loss", "annotate"), "mesh, schedule, stages, placements", "the rules"),
+    Step("shard", "graphpar.passes.sharding.shard", ("plan",), "the program of one rank, with its collectives", "check_types"),
+    Step("check_types", "graphpar.passes.sharding.check_types", ("shard",), "a proof of the placements", "itself, operator by operator"),
+    Step("split", "graphpar.passes.split", ("shard",), "a graph for each stage, and what crosses", "none is empty, nothing goes back"),
+    Step("codegen", "graphpar.codegen.package", ("split",), "the text of the package", "graphpar check and graphpar verify"),
+    Step("report", "graphpar.report.report", ("split",), "what was decided and what it costs", "the lines of a step add up to it"),
+)  # fmt: skip
+"""A compilation, from the model to the report."""
 
 
 def run_passes(
     program: Program,
+    passes: PassList = PASSES,
     *,
-    skip: Sequence[str] = (),
+    skip: Collection[str] = (),
     after: Callable[[Pass, Program], None] | None = None,
 ) -> tuple[Program, list[PassResult]]:
-    """Runs the table in order. ``after(pass, program)`` is called after each (for dumps)."""
+    """Run ``passes`` in order; after each one its check.
+
+    Args:
+        skip: optional passes to leave out.
+        after: called with each pass and the program after it (for dumps).
+
+    Raises:
+        GraphparError: the order is not one that the passes allow, or one that is skipped is not optional.
+    """
+    check_skipped(passes, skip)
     results = []
-    for row in PASSES:
-        if row.name in skip and row.optional:
+    for row in passes:
+        if row.name in skip:
             continue
         before, started = len(program.graph.nodes), time.perf_counter()
-        program = row.run(program)
+        program = _ran(row, program)
         results.append(PassResult(row.name, time.perf_counter() - started, before, len(program.graph.nodes)))
         program.graph.lint()
-        assert row.check(program), f"pass {row.name} did not ensure that {row.ensures}"
+        assert row.check(program), f"pass {row.name} did not provide that {row.provides}"
         if after is not None:
             after(row, program)
     return program, results
+
+
+def check_skipped(passes: PassList, skip: Collection[str]) -> None:
+    """That the order is one that the passes allow, without those of ``skip``, and that these are optional.
+
+    Raises:
+        GraphparError: it is not.
+    """
+    for name in skip:
+        if not passes[passes.place(name)].optional:
+            optional = ", ".join(row.name for row in passes if row.optional)
+            raise GraphparError(f"The pass {name} can't be skipped; those that can are {optional}.")
+    passes.check_order(skip)
+
+
+def _ran(row: Pass, program: Program) -> Program:
+    made = row.run(program)
+    if not isinstance(made, Program):
+        raise GraphparError(f"The pass {row.name} gave a {type(made).__name__}; a pass takes a Program and gives one.")
+    return made

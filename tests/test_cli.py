@@ -530,7 +530,7 @@ def test_a_folder_that_is_no_program(folder: Path, capsys: pytest.CaptureFixture
 def test_our_own_bugs_are_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from graphpar.cli import passes_command
 
-    monkeypatch.setattr(passes_command, "PASSES", None)
+    monkeypatch.setattr(passes_command, "STEPS", None)
     assert main(["passes"]) == 3
     assert "Traceback" in capsys.readouterr().err
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import io
 import re
 import runpy
@@ -32,6 +33,7 @@ import pytest
 from graphpar.cli.main import main
 from graphpar.cli.parsers import build_parser
 from graphpar.hardware.devices import DEVICES
+from graphpar.passes.table import STEPS
 from graphpar.schedules.registry import (
     SCHEDULES,
     action_table,
@@ -116,7 +118,17 @@ def _run(arguments: list[str]) -> str:
 
 
 def table(name: str) -> str:
-    return {"schedules": schedules, "devices": devices}[name]()
+    return {"schedules": schedules, "devices": devices, "steps": steps}[name]()
+
+
+def steps() -> str:
+    rows = ["| step | file | requires | provides | checked by |", "|---" * 5 + "|"]
+    for row in STEPS:
+        file = importlib.util.find_spec(row.file)
+        assert file is not None and file.origin is not None
+        path = Path(file.origin).resolve().relative_to(ROOT.resolve())
+        rows.append(f"| {row.name} | `{path}` | {', '.join(row.requires)} | {row.provides} | {row.checked_by} |")
+    return "\n".join(rows) + "\n"
 
 
 def devices() -> str:

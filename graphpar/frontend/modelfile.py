@@ -40,6 +40,7 @@ NAMES = (
     "shard_plan",
     "split_points",
     "optimizer",
+    "passes",
 )
 
 MEANING = {
@@ -66,6 +67,7 @@ class ModelFile:
     optimizer: Callable[..., Any] | None
     path: Path
     reference: str | None = None
+    passes: Any = None  # graphpar.PASSES with passes of the user's own
 
 
 def load_model_file(path_or_module: str | Path) -> ModelFile:
@@ -223,6 +225,7 @@ def _read(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
         batch_dims=None if batch_dims is None else dict(batch_dims),
         split_points=None if split is None else tuple(split),
         shard_plan=None if shard_plan is None else dict(shard_plan),
+        passes=found["passes"],
         optimizer=found["optimizer"],
         path=path,
         reference=reference,
