@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -9,6 +10,8 @@ from tests.rank_pool import RankPool
 
 # Reports are as wide as the terminal, which is another one for each who runs the tests.
 os.environ.pop("COLUMNS", None)
+# As the commands do: compiling makes many objects that stay, so that looking for garbage often is a tenth of a test's time.
+gc.set_threshold(100_000, 20, 20)
 
 LONG = (
     "test_ties.py", "test_torture.py", "test_torture_cut.py", "test_examples.py", "test_torture_architectures.py", "test_memory.py",

@@ -162,6 +162,7 @@ def test_no_baked_batch_size_and_no_numeric_ids(name: str) -> None:
     assert not names
 
 
+@pytest.mark.slow
 def test_as_many_lines_for_48_layers_as_for_12() -> None:
     def lines(layers: int) -> int:
         from transformers import GPT2Config, GPT2LMHeadModel

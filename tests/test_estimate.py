@@ -284,6 +284,7 @@ def test_a_plan_of_a_smaller_model_is_priced_with_a_word(folder: Path, capsys: p
 # ---- formulas --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_formulas_of_a_transformer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Products: 6 flops a weight and token, of 12 width^2 weights a block; causal attention: 2 width s^2 forward, 2.5 times that back."""
     compiled(capsys, GPT, "--mesh", "pp=4", "-o", "out")

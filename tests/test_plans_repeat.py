@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import graphpar as gp
 from tests.test_search import Layers, export
 
@@ -33,6 +35,7 @@ def planned(name: str, seed: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_does_not_depend_on_hashes() -> None:
     first = planned("llama", "0")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ class _Layers(nn.Module):
         return self.head(x).mean()
 
 
+@functools.cache
 def _program(count: int, marks: tuple[int, ...] = ()) -> gp.Program:
     return gp.export(_Layers(count, marks), (torch.zeros(8, 4, dtype=torch.int64),))
 
