@@ -128,7 +128,10 @@ def verified(row: Row, found: Verification) -> Row:
     error = max(shown.max_error.values(), default=math.nan)
     remarks = [*found.problems, *_above(found)]
     if shown is not native:
-        remarks.insert(0, f"in {native.decided_in} {max(native.max_error.values()):.0e} ({', '.join(_above(native))}); this is in fp64")
+        remarks.insert(
+            0,
+            f"in {native.decided_in} {max(native.max_error.values()):.0e} ({', '.join(_above(native))}); this is in fp64",
+        )
     return replace(row, ok=found.ok, error=error, reason="; ".join(remarks) or row.reason)
 
 

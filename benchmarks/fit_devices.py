@@ -53,9 +53,13 @@ class Sample:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.fit_devices", description=__doc__.split("\n")[0])
     parser.add_argument("data", type=Path, metavar="DATA.jsonl")
-    parser.add_argument("--device", required=True, help="the beginning of its name: all such devices get the same figures")
+    parser.add_argument(
+        "--device", required=True, help="the beginning of its name: all such devices get the same figures"
+    )
     parser.add_argument("--every", type=int, default=1, help="of a source with many rows only every so many-th")
-    parser.add_argument("--scale", type=float, default=0.15, help="errors beyond it count as their size (default: 0.15)")
+    parser.add_argument(
+        "--scale", type=float, default=0.15, help="errors beyond it count as their size (default: 0.15)"
+    )
     options = parser.parse_args(arguments)
     found = list(samples(options.data, options.device, options.every))
     start = [float(getattr(_as_run(found[0].row.cluster.device), name)) for name in FIGURES]
@@ -72,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for sample, error in zip(found, errors(steps)):
         by_source[sample.row.source].append(math.exp(error) - 1)
     for source, own in by_source.items():
-        print(f"{source:20} {len(own):4} rows, error {100 * np.mean(np.abs(own)):.1f}%, bias {100 * np.mean(own):+.1f}%")
+        print(
+            f"{source:20} {len(own):4} rows, error {100 * np.mean(np.abs(own)):.1f}%, bias {100 * np.mean(own):+.1f}%"
+        )
 
 
 def _as_run(device: Device) -> Device:

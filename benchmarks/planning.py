@@ -144,7 +144,19 @@ def _run(command: Sequence[str], scratch: Path) -> tuple[dict[str, Any], int]:
 
 def _table(measured: Sequence[Measurement]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("model", "parameters", "devices", "output", "plans", "priced", "capture", "plan", "emit", "process", "peak memory"):
+    for heading in (
+        "model",
+        "parameters",
+        "devices",
+        "output",
+        "plans",
+        "priced",
+        "capture",
+        "plan",
+        "emit",
+        "process",
+        "peak memory",
+    ):
         table.add_column(heading, justify="left" if heading in ("model", "output") else "right", no_wrap=True)
     for row in measured:
         table.add_row(

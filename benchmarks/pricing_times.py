@@ -1,7 +1,7 @@
 """Seconds of one plan's price, for a program that is captured: the first of a tensor-parallel degree, and every other.
 
-    program ──sharding, lowering, units──► Pricing ──estimate──► first, with what its units keep measured on fake tensors
-                       once_s                       plan_s: the median over layouts that were not priced before
+program ──sharding, lowering, units──► Pricing ──estimate──► first, with what its units keep measured on fake tensors
+                   once_s                       plan_s: the median over layouts that were not priced before
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class Priced:
     tp: int
 
 
-CASES = (Priced("llama3_8b", "8x8xH100-SXM-80GB", 1024, 4, 4), Priced("llama3_405b", "2048x8xH100-SXM-80GB", 16384, 16, 8))
+CASES = (
+    Priced("llama3_8b", "8x8xH100-SXM-80GB", 1024, 4, 4),
+    Priced("llama3_405b", "2048x8xH100-SXM-80GB", 16384, 16, 8),
+)
 
 
 @dataclass(frozen=True)

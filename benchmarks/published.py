@@ -95,7 +95,9 @@ def priced(raw: Mapping[str, Any]) -> Priced | Missing:
     except Unpriced as error:
         return Missing(raw["id"], raw["source"], str(error))
     if prediction is None and times is None:
-        return Missing(raw["id"], raw["source"], f"it has neither time, memory nor bubble of a step: {', '.join(raw['measured'])}")
+        return Missing(
+            raw["id"], raw["source"], f"it has neither time, memory nor bubble of a step: {', '.join(raw['measured'])}"
+        )
     return Priced(row, outcome(row, prediction, times), prediction)
 
 
@@ -119,8 +121,13 @@ def outcome(row: Row, prediction: Prediction | None, times: tuple[float, float] 
 
 def selections(found: Sequence[Priced]) -> dict[str, list[Priced]]:
     """The rows of each line of a table: a source, or several."""
-    lines = {source: [result for result in found if result.row.source == source] for source in dict.fromkeys(r.row.source for r in found)}
-    lines["A100, several nodes"] = [r for r in found if r.row.cluster.device.name.startswith("A100") and r.row.cluster.nodes > 1]
+    lines = {
+        source: [result for result in found if result.row.source == source]
+        for source in dict.fromkeys(r.row.source for r in found)
+    }
+    lines["A100, several nodes"] = [
+        r for r in found if r.row.cluster.device.name.startswith("A100") and r.row.cluster.nodes > 1
+    ]
     lines["H100 and later"] = [r for r in found if r.row.cluster.device.name.startswith(NEW)]
     lines["held out"] = [result for result in found if held_out(result.row.source)]
     lines["not held out"] = [result for result in found if not held_out(result.row.source)]
@@ -133,7 +140,8 @@ def tables(found: Sequence[Priced]) -> dict[str, dict[str, Scores]]:
     return {
         "all": {name: score([result.outcome for result in results]) for name, results in lines.items()},
         "counted": {
-            name: score([result.outcome for result in results if result.outcome.counted]) for name, results in lines.items()
+            name: score([result.outcome for result in results if result.outcome.counted])
+            for name, results in lines.items()
         },
     }
 
@@ -184,7 +192,10 @@ def table(kind: str, lines: Mapping[str, Scores]) -> Table:
 
 
 def cells(scores: Scores) -> list[str]:
-    percent = [_percent(value) for value in (scores.mape, scores.bias, scores.regret, scores.oom_accuracy, scores.false_fit, scores.memory)]
+    percent = [
+        _percent(value)
+        for value in (scores.mape, scores.bias, scores.regret, scores.oom_accuracy, scores.false_fit, scores.memory)
+    ]
     error, bias, regret, accuracy, false_fit, memory = percent
     tau = "" if scores.tau is None else f"{scores.tau:.2f}"
     points = "" if scores.bubble is None else f"{scores.bubble:.2f}"
@@ -202,9 +213,13 @@ def line_of(result: Priced) -> str:
     row, seen = result.row, result.outcome
     degrees = " ".join(f"{axis}{degree}" for axis, degree in row.degrees.items() if degree > 1)
     plan = f"{degrees} dp{row.replicas} {row.schedule}/{row.stages_per_rank} mb{row.microbatch_size}x{row.microbatches} zero{row.zero}"
-    words = [f"{row.id:24} {row.model} s{row.shape.seq} {row.cluster} {plan} {row.recompute}{' sp' if row.sequence_parallel else ''}"]
+    words = [
+        f"{row.id:24} {row.model} s{row.shape.seq} {row.cluster} {plan} {row.recompute}{' sp' if row.sequence_parallel else ''}"
+    ]
     if seen.step_time_s:
-        words.append(f"{seen.step_time_s[0]:.4g} s for {seen.step_time_s[1]:.4g} ({100 * relative(seen.step_time_s):+.1f}%)")
+        words.append(
+            f"{seen.step_time_s[0]:.4g} s for {seen.step_time_s[1]:.4g} ({100 * relative(seen.step_time_s):+.1f}%)"
+        )
     if seen.memory_bytes:
         said, found = (value / 2**30 for value in seen.memory_bytes)
         words.append(f"{said:.1f} GiB for {found:.1f} ({100 * relative(seen.memory_bytes):+.1f}%)")

@@ -119,7 +119,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         """[b, s, hidden] -> [b, s, hidden]"""
-        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2) for part in self.qkv(x).split(self.sizes, -1))
+        q, k, v = (
+            part.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2) for part in self.qkv(x).split(self.sizes, -1)
+        )
         if cos is not None and sin is not None:
             q, k = turned(q, cos, sin), turned(k, cos, sin)
         projected: Tensor = self.out(mixed(self.shape, q, k, v).transpose(1, 2).flatten(2))
@@ -250,4 +252,3 @@ class GPT(nn.Module):
             x = block(x, cos, sin)
         logits: Tensor = self.head(self.norm(x))
         return logits
-

@@ -1,7 +1,7 @@
 """The price of a row: its own plan, on its own cluster.
 
-    Row ──its model's units──► Pricing ──its layout──► Estimate ──► Prediction
-     └── printed stage times ──simulate(the row's schedule)──► bubble
+Row ──its model's units──► Pricing ──its layout──► Estimate ──► Prediction
+ └── printed stage times ──simulate(the row's schedule)──► bubble
 """
 
 from __future__ import annotations
@@ -87,7 +87,12 @@ def _makes_scores_again(row: Row) -> bool:
 def mesh_of(row: Row) -> Mesh:
     degrees = row.degrees
     return Mesh(
-        pp=degrees["pp"], dp_replicate=row.replicas // row.shards, dp_shard=row.shards, cp=degrees["cp"], ep=degrees["ep"], tp=degrees["tp"]
+        pp=degrees["pp"],
+        dp_replicate=row.replicas // row.shards,
+        dp_shard=row.shards,
+        cp=degrees["cp"],
+        ep=degrees["ep"],
+        tp=degrees["tp"],
     )
 
 
@@ -151,7 +156,9 @@ def layout_of(row: Row) -> Layout:
         [stage.weight_s for stage in found],
         Transfers([0.0] * (pp - 1), [0.0] * (pp - 1)),
     )
-    return replace(named, schedule=row.schedule, order=order_of(_automatic(row, costs, 1.0)))  # Pricing counts activations as whole until W
+    return replace(
+        named, schedule=row.schedule, order=order_of(_automatic(row, costs, 1.0))
+    )  # Pricing counts activations as whole until W
 
 
 def few(pp: int, microbatches: int) -> ActionTable:

@@ -73,15 +73,26 @@ def lowered(shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool) -> Pr
     """The program of a rank with two blocks of each kind that is asked for."""
     ids = torch.zeros(ROWS, shape.seq, dtype=torch.long)
     counts = 2 * dense, 2 * others
-    loss_fn = LOSSES["plain" if cut.tp > 1 else shape.loss]  # cut over the vocabulary it is graphpar's own, which is Megatron-LM's
-    program = gp.export(lambda: GPT(shape, *counts), (ids,), loss_fn=loss_fn, targets=(ids.clone(),), dtype=dtype, mode="train")
+    loss_fn = LOSSES[
+        "plain" if cut.tp > 1 else shape.loss
+    ]  # cut over the vocabulary it is graphpar's own, which is Megatron-LM's
+    program = gp.export(
+        lambda: GPT(shape, *counts), (ids,), loss_fn=loss_fn, targets=(ids.clone(),), dtype=dtype, mode="train"
+    )
     plan = gp.plan(
-        program, mesh={"tp": cut.tp}, global_batch=ROWS, microbatch_size=ROWS, shard_plan=pins(cut, shape) or None, dtype=dtype
+        program,
+        mesh={"tp": cut.tp},
+        global_batch=ROWS,
+        microbatch_size=ROWS,
+        shard_plan=pins(cut, shape) or None,
+        dtype=dtype,
     )
     return shard(program.at_batch(ROWS), plan.sharding)
 
 
-def with_scores_again(shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool, fused: bool, gradient_bytes: int | None) -> Parts:
+def with_scores_again(
+    shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool, fused: bool, gradient_bytes: int | None
+) -> Parts:
     """Units that keep no scores, and make them again in their backward: the memory of a fused attention, with the work of scores."""
     kept = parts(replace(shape, attention="flash"), cut, dtype, dense, others, fused, gradient_bytes)
     made = parts(shape, cut, dtype, dense, others, fused, gradient_bytes)
@@ -99,7 +110,9 @@ def _with_work(kept: Unit, made: Unit) -> Unit:
 
 
 @functools.cache
-def parts(shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool, fused: bool, gradient_bytes: int | None) -> Parts:
+def parts(
+    shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool, fused: bool, gradient_bytes: int | None
+) -> Parts:
     """The units of :func:`lowered`: of two blocks of a kind the second, which is like all that follow."""
     execution = Execution(fused=fused, gradient_bytes=gradient_bytes)
     units = units_of(lowered(shape, cut, dtype, dense, others), {"tp": cut.tp}, execution, device="cuda")

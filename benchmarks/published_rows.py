@@ -158,7 +158,13 @@ def read(row: Mapping[str, Any]) -> Row:
 def measured(row: Mapping[str, Any]) -> Measured:
     found, derived = row["measured"], row.get("derived") or {}
     times = (found.get("step_time_s"), derived.get("step_time_s"), derived.get("step_time_s_from_flops"))
-    memory = found["peak_mem_gib"] * GIB if "peak_mem_gib" in found else found["peak_mem_gb"] * GB if "peak_mem_gb" in found else None
+    memory = (
+        found["peak_mem_gib"] * GIB
+        if "peak_mem_gib" in found
+        else found["peak_mem_gb"] * GB
+        if "peak_mem_gb" in found
+        else None
+    )
     printed = found.get("profile_ms")
     return Measured(
         step_time_s=next((time for time in times if time is not None), None),
@@ -201,7 +207,10 @@ def _shape(row: Mapping[str, Any], habits: Habits) -> Shape:
     experts = None
     if model.get("experts"):
         experts = Experts(
-            model["experts"], model["topk"], model.get("moe_ffn") or _printed(model, "ffn"), model.get("shared_experts") or 0
+            model["experts"],
+            model["topk"],
+            model.get("moe_ffn") or _printed(model, "ffn"),
+            model.get("shared_experts") or 0,
         )
     options = row.get("options") or {}
     block = 128 * row["parallel"]["tp"]  # Megatron-LM pads to a multiple; of what others do it changes next to nothing

@@ -59,7 +59,9 @@ def score(outcomes: Sequence[Outcome]) -> Scores:
     times = [relative(outcome.step_time_s) for outcome in outcomes if outcome.step_time_s]
     memories = [abs(relative(outcome.memory_bytes)) for outcome in outcomes if outcome.memory_bytes]
     bubbles = [100 * abs(outcome.bubble[0] - outcome.bubble[1]) for outcome in outcomes if outcome.bubble]
-    known = [(outcome.fits, outcome.ran) for outcome in outcomes if outcome.fits is not None and outcome.ran is not None]
+    known = [
+        (outcome.fits, outcome.ran) for outcome in outcomes if outcome.fits is not None and outcome.ran is not None
+    ]
     groups = grouped(outcomes)
     sizes = [len(group) for group in groups]
     return Scores(

@@ -56,7 +56,9 @@ class Habits:
 _MEGATRON = Habits(  # Megatron-LM of 2020 to 2022: fused softmax, bias + GELU, bias + dropout + add; gradients and messages are waited for
     attention="softmax", dropout=0.1, biases=True, tied=True, loss="megatron", overlap_gradients=False, wait_for_sends=True,
 )  # fmt: skip
-_MEGATRON_DEEPSPEED = replace(_MEGATRON, prefetch=False)  # the same model code; parameters are gathered after the optimizer
+_MEGATRON_DEEPSPEED = replace(
+    _MEGATRON, prefetch=False
+)  # the same model code; parameters are gathered after the optimizer
 FIRST_FLASH = {"": 0.5}
 _LATER_KERNELS = {"H100": 1.6, "B200": 1.6, "B300": 1.6, "GB": 1.6}
 # Megatron Core with Transformer Engine: cuDNN's attention, fp32 main gradients

@@ -89,7 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cluster", metavar="PROFILE.json", help="a profile instead of a calibration in the same run")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed steps of each plan (default: {ROUNDS})")
     parser.add_argument(
-        "--patience", type=float, default=60.0, metavar="S", help="seconds to wait for others to be quiet, a model (default: 60)"
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for others to be quiet, a model (default: 60)",
     )
     parser.add_argument("--rank", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)  # one process of a launch
     options = parser.parse_args(arguments)
@@ -99,12 +103,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     scores = []
     for processes in options.processes:
-        cluster = Cluster.parse(f"{processes}x{options.cluster}") if options.cluster else calibrate("cpu", processes).cluster
+        cluster = (
+            Cluster.parse(f"{processes}x{options.cluster}") if options.cluster else calibrate("cpu", processes).cluster
+        )
         for model in options.models:
             scores.append(score(model, cluster, options.rounds, options.patience))
-            _say(f"{model} on {processes}: {len(scores[-1].rows)} plans, rank correlation {scores[-1].rank_correlation:.3f}")
+            _say(
+                f"{model} on {processes}: {len(scores[-1].rows)} plans, rank correlation {scores[-1].rank_correlation:.3f}"
+            )
     if options.json:
-        print(json.dumps({"graphpar": gp.__version__, "torch": torch.__version__, "scores": [asdict(each) for each in scores]}))
+        print(
+            json.dumps(
+                {"graphpar": gp.__version__, "torch": torch.__version__, "scores": [asdict(each) for each in scores]}
+            )
+        )
     else:
         _show(scores)
 
@@ -218,7 +230,9 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    return [sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2 for value in values]
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2 for value in values
+    ]
 
 
 def _show(scores: Sequence[Score]) -> None:
@@ -226,7 +240,9 @@ def _show(scores: Sequence[Score]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     headings = ("model", "processes", "plans", "rank correlation", "regret", "off by", "disturbed", "chosen", "fastest")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("model", "chosen", "fastest") else "right", no_wrap=True)
+        table.add_column(
+            heading, justify="left" if heading in ("model", "chosen", "fastest") else "right", no_wrap=True
+        )
     for each in scores:
         table.add_row(
             each.model,
@@ -265,7 +281,9 @@ def _measure(folder: Path, ranks: Ranks) -> None:
             pipeline.close()
         found.append(seconds)
     if ranks.rank == 0:
-        (folder / "steps.json").write_text(json.dumps({"chunks": found, "disturbed": watch.disturbed / max(1, watch.measured)}))
+        (folder / "steps.json").write_text(
+            json.dumps({"chunks": found, "disturbed": watch.disturbed / max(1, watch.measured)})
+        )
 
 
 def _step_of(pipeline: Pipeline, folder: Path, batch: dict[str, Tensor]) -> Callable[[], float]:

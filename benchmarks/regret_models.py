@@ -41,9 +41,12 @@ class LlamaLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         normed = self.input_norm(x)
         q, k, v = (
-            proj(normed).unflatten(-1, (-1, self.head)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
+            proj(normed).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mixed = F.scaled_dot_product_attention(_rotated(q, cos, sin), _rotated(k, cos, sin), v, is_causal=True, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(
+            _rotated(q, cos, sin), _rotated(k, cos, sin), v, is_causal=True, enable_gqa=True
+        )
         x = x + self.o_proj(mixed.transpose(1, 2).flatten(2))
         normed = self.post_norm(x)
         fed: Tensor = self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
@@ -56,7 +59,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    def __init__(self, vocab: int = 2048, width: int = 256, head: int = 32, groups: int = 4, hidden: int = 704, layers: int = 6) -> None:
+    def __init__(
+        self, vocab: int = 2048, width: int = 256, head: int = 32, groups: int = 4, hidden: int = 704, layers: int = 6
+    ) -> None:
         super().__init__()
         self.head = head
         self.embed_tokens = nn.Embedding(vocab, width)
@@ -85,7 +90,9 @@ class Residual(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, inputs: int = 256, width: int = 512, hidden: int = 1024, layers: int = 10, classes: int = 100) -> None:
+    def __init__(
+        self, inputs: int = 256, width: int = 512, hidden: int = 1024, layers: int = 10, classes: int = 100
+    ) -> None:
         super().__init__()
         self.stem = nn.Linear(inputs, width)
         self.layers = nn.ModuleList(Residual(width, hidden) for _ in range(layers))

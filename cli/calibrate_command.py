@@ -31,7 +31,9 @@ def run(options: argparse.Namespace) -> Result:
         profile = calibrate(options.device, options.processes, quick=options.quick, patience_s=options.patience)
     data, doubts = profile.to_json(), profile.doubts
     if doubts and not options.force:
-        return Result({**data, "out": None, "refused": doubts}, lambda console: show(profile, None, console), CHECK_FAILED)
+        return Result(
+            {**data, "out": None, "refused": doubts}, lambda console: show(profile, None, console), CHECK_FAILED
+        )
     write_text(out, json_text(data))
     return Result({**data, "out": out}, lambda console: show(profile, out, console))
 
@@ -64,7 +66,9 @@ def show(profile: Profile, out: str | None, console: Console) -> None:
             "\n NOT WRITTEN. Measure again while nothing else runs (--patience S waits longer for that), or write it as it is with --force."
         )
         return
-    console.print(f"\n Written: {out}. Use it with --cluster {out}, or {2 * profile.cluster.size}x{out} for more devices.")
+    console.print(
+        f"\n Written: {out}. Use it with --cluster {out}, or {2 * profile.cluster.size}x{out} for more devices."
+    )
 
 
 def _rates(profile: Profile) -> Any:
@@ -146,7 +150,9 @@ def _middle(values: Sequence[float]) -> float:
 def _figures(profile: Profile) -> str:
     device, link = profile.cluster.device, profile.cluster.intra_node
     flops = ", ".join(f"{dtype} {rate / 1e9:,.1f}" for dtype, rate in device.flops.items())
-    functions = "" if device.function_efficiency is None else f", {device.function_efficiency:.0%} by norms and activations"
+    functions = (
+        "" if device.function_efficiency is None else f", {device.function_efficiency:.0%} by norms and activations"
+    )
     short = f"half at a reduction of {device.half_reduction:.0f}"
     if device.operand_bytes_per_s is not None:
         short = f"then {device.operand_bytes_per_s / 1e9:,.1f} GB/s for operands and result"

@@ -121,7 +121,9 @@ def run(options: argparse.Namespace) -> Result:
         if explanation:
             print_wrapped(console, ["", *explanation])
         if out is not None:
-            console.out(f"\n Wrote      {out}   ({clock.seconds['total']:.1f} s)\n Weights    {written}", highlight=False)
+            console.out(
+                f"\n Wrote      {out}   ({clock.seconds['total']:.1f} s)\n Weights    {written}", highlight=False
+            )
         if request.kept:
             console.out(f" Kept       {request.kept} (as NAME.orig where it was written anew)", highlight=False)
 
@@ -186,7 +188,9 @@ def _check_beside_plan(options: argparse.Namespace) -> None:
 def _split_points(text: str) -> list[str | dict[str, str]]:
     """``a.1,a.3:end`` as :func:`graphpar.plan` takes it."""
     if not text.strip(", "):
-        raise GraphparError(f"--split {text!r} names no module; write paths such as layers.4,layers.8, or leave it out.")
+        raise GraphparError(
+            f"--split {text!r} names no module; write paths such as layers.4,layers.8, or leave it out."
+        )
     points: list[str | dict[str, str]] = []
     for entry in filter(None, (piece.strip() for piece in text.split(","))):
         path, colon, where = entry.partition(":")
@@ -226,7 +230,9 @@ def _dump(options: argparse.Namespace, step: str, what: str, value: object) -> N
 def _check_dumped(step: str | None, passes: PassList) -> None:
     names = ["capture", *passes.names(), *_DUMPED]
     if step not in (None, "all", *names):
-        raise GraphparError(f"--dump-after prints no {step!r}; it takes {', '.join(names)} or all.{near_match(str(step), [*names, 'all'])}")
+        raise GraphparError(
+            f"--dump-after prints no {step!r}; it takes {', '.join(names)} or all.{near_match(str(step), [*names, 'all'])}"
+        )
 
 
 def _names(text: str) -> list[str]:
@@ -343,5 +349,9 @@ def _save(compiled: _Compiled, file: ModelFile, folder: Path, options: argparse.
 def _state_bytes(program: Program) -> int:
     """Of the model's ``state_dict``, a tied parameter once."""
     again = {name for names in program.ties for name in names[1:]}
-    held = [info for name, info in (*program.parameters.items(), *program.buffers.items()) if name not in again and info.persistent]
+    held = [
+        info
+        for name, info in (*program.parameters.items(), *program.buffers.items())
+        if name not in again and info.persistent
+    ]
     return sum(math.prod(info.whole or info.shape) * info.dtype.itemsize for info in held)

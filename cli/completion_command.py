@@ -110,7 +110,11 @@ def _bash(commands: Sequence[_Command], root: Sequence[_Argument]) -> Iterator[s
         plain = [word for argument in command.positional for word in argument.words]
         otherwise = f"; else {offered(plain)}" if plain else ""
         yield f"        {command.name}) if [[ $word == -* ]]; then {offered(_names(command.options))}{otherwise}; fi ;;"
-    yield from ("    esac", "}", "complete -o default -F _graphpar graphpar")  # default: paths, where nothing is offered
+    yield from (
+        "    esac",
+        "}",
+        "complete -o default -F _graphpar graphpar",
+    )  # default: paths, where nothing is offered
 
 
 def _zsh(commands: Sequence[_Command], root: Sequence[_Argument]) -> Iterator[str]:

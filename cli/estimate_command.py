@@ -45,7 +45,9 @@ def run(options: argparse.Namespace) -> Result:
         plan = given_plan(program, given)
         sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
         pricing, layout = lowered_pricing(sized, plan, cluster or Cluster.of_this_machine(plan.mesh.size))
-        report = report_data(sized, plan, split(sized, positions_of(sized, plan.cuts)), cluster, pricing.estimate(layout))
+        report = report_data(
+            sized, plan, split(sized, positions_of(sized, plan.cuts)), cluster, pricing.estimate(layout)
+        )
         if plan.mesh.size > 1:
             report = with_alone(report, on_one_device(program, plan, pricing.cluster).to_json())
     clock.phase("plan")
@@ -66,8 +68,15 @@ def run(options: argparse.Namespace) -> Result:
 
 def _export(file: ModelFile, plan: Plan) -> Program:
     return api.export(
-        file.model, file.args, file.kwargs, file.loss_fn, file.targets, file.batch_dims,
-        mode=plan.mode, dtype=plan.dtype, passes=file.passes,
+        file.model,
+        file.args,
+        file.kwargs,
+        file.loss_fn,
+        file.targets,
+        file.batch_dims,
+        mode=plan.mode,
+        dtype=plan.dtype,
+        passes=file.passes,
     )
 
 
@@ -94,8 +103,16 @@ def formula_data(file: ModelFile, program: Program, plan: Plan, in_batch: Sequen
         return {"variables": variables, "stages": stages, "notes": [f"Not in the length of the sequence: {error}"]}
     stages = [{name: str(both.get(name, stage[name])) for name in stage} for stage, both in zip(in_batch, in_both)]
     left = sorted({name for stage, both in zip(in_batch, in_both) for name in stage if name not in both})
-    notes = [f"{', '.join(left)}: at s = {length}, as no polynomial of degree 2 in s gives what other lengths have."] if left else []
-    return {"variables": variables | {"s": f"the length of the sequence, {length} in the example"}, "stages": stages, "notes": notes}
+    notes = (
+        [f"{', '.join(left)}: at s = {length}, as no polynomial of degree 2 in s gives what other lengths have."]
+        if left
+        else []
+    )
+    return {
+        "variables": variables | {"s": f"the length of the sequence, {length} in the example"},
+        "stages": stages,
+        "notes": notes,
+    }
 
 
 def _in_sequence(
@@ -140,16 +157,23 @@ def _at(file: ModelFile, program: Program, plan: Plan, length: int, short: int) 
         if not isinstance(leaf, Tensor):
             return leaf
         own = batch_dims[id(leaf)]
-        return leaf[tuple(slice(short if size == length and dim != own else None) for dim, size in enumerate(leaf.shape))]
+        return leaf[
+            tuple(slice(short if size == length and dim != own else None) for dim, size in enumerate(leaf.shape))
+        ]
 
     args, kwargs, targets = tree_map(cut, (file.args, file.kwargs, file.targets))
     again = _export(replace(file, args=args, kwargs=kwargs, targets=targets), plan)
-    return formulas(*pricing_of(again, given_plan(again, plan), plan.cluster or Cluster.of_this_machine(plan.mesh.size)))
+    return formulas(
+        *pricing_of(again, given_plan(again, plan), plan.cluster or Cluster.of_this_machine(plan.mesh.size))
+    )
 
 
 def formula_text(data: dict[str, Any]) -> list[str]:
     """The formulas of each stage; those that several stages have are printed once."""
-    lines = [" A microbatch, forward and backward: " + "; ".join(f"{name} = {text}" for name, text in data["variables"].items())]
+    lines = [
+        " A microbatch, forward and backward: "
+        + "; ".join(f"{name} = {text}" for name, text in data["variables"].items())
+    ]
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for index, stage in enumerate(data["stages"]):
         groups.setdefault(tuple(stage.items()), []).append(index)

@@ -43,7 +43,9 @@ def explain(
             lines += [f" {name}: {text}", *(f"     {line}" for line in (more(name) if more else ()))]
     if not lines:
         anywhere = pattern if "*" in pattern else f"**.{pattern}"
-        hint = near_match(pattern, dict(about)) or near_match(anywhere, {f"**.{name.rpartition('.')[2]}" for name, _ in about})
+        hint = near_match(pattern, dict(about)) or near_match(
+            anywhere, {f"**.{name.rpartition('.')[2]}" for name, _ in about}
+        )
         raise GraphparError(f"--explain {pattern!r} matches no module, parameter or value.{hint}")
     return lines
 

@@ -166,7 +166,9 @@ class ShardingExplainer:
         return self._step_s(self.sharding)
 
     def _step_s(self, sharding: Sharding) -> float:
-        placed = replace(self.plan, sharding=replace(sharding, variants=self.sharding.variants, points=self.sharding.points))
+        placed = replace(
+            self.plan, sharding=replace(sharding, variants=self.sharding.variants, points=self.sharding.points)
+        )
         pricing, layout = pricing_of(self.whole, placed, self.cluster)
         return pricing.step_s(layout)
 

@@ -34,7 +34,12 @@ def stdout_console() -> Console:
     """Standard output: as wide as the terminal or as COLUMNS says, or 100 columns where there is neither."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 100, highlight=False, emoji=False, markup=False)
+    return Console(
+        width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 100,
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
 
 
 def print_wrapped(console: Console, lines: Iterable[str]) -> None:

@@ -29,6 +29,7 @@ _COMPILE_EXAMPLES = """examples:
   graphpar compile package.module --devices 8 --no-emit --json
 """
 
+
 class Parser(argparse.ArgumentParser):
     """Options are written out, an empty value is none, and what is wrong is said in one line with what is meant instead."""
 
@@ -56,7 +57,11 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
-            what = f"There is no command {value!r}" if isinstance(action, argparse._SubParsersAction) else f"{_shown(action)} is {value!r}"
+            what = (
+                f"There is no command {value!r}"
+                if isinstance(action, argparse._SubParsersAction)
+                else f"{_shown(action)} is {value!r}"
+            )
             raise _Refused(f"{what}; it is one of {', '.join(known)}.{near_match(str(value), known)}")
 
     def error(self, message: str) -> NoReturn:
@@ -142,10 +147,18 @@ def build_parser() -> Parser:
 
 def _estimate_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser("estimate", help="what a step of a given plan takes: seconds, communication, memory")
-    parser.add_argument("model", metavar="MODEL", help="a Python file with `model` and `example_inputs`, or package.module")
-    parser.add_argument("--plan", metavar="PLAN.json", required=True, help="the plan, or the emitted folder that holds it")
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="where (default: the plan's own, or this machine's kind)")
-    parser.add_argument("--formula", action="store_true", help="print flops and bytes as polynomials in the batch and the sequence")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Python file with `model` and `example_inputs`, or package.module"
+    )
+    parser.add_argument(
+        "--plan", metavar="PLAN.json", required=True, help="the plan, or the emitted folder that holds it"
+    )
+    parser.add_argument(
+        "--cluster", metavar="NAME|FILE", help="where (default: the plan's own, or this machine's kind)"
+    )
+    parser.add_argument(
+        "--formula", action="store_true", help="print flops and bytes as polynomials in the batch and the sequence"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -197,11 +210,15 @@ def _compile_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     output.add_argument("--force", action="store_true", help="write where files were changed or added, and keep these")
     output.add_argument("--no-emit", action="store_true", help="plan and report, write no program")
     output.add_argument(
-        "--weights", action=argparse.BooleanOptionalAction, help="write the initial weights too (default: where they take at most 1 GiB)"
+        "--weights",
+        action=argparse.BooleanOptionalAction,
+        help="write the initial weights too (default: where they take at most 1 GiB)",
     )
     output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument("--html", metavar="FILE", help="write the report as a page too")
-    output.add_argument("--top", type=_count_or_none, default=4, metavar="K", help="plans not taken to show, and why (default: 4)")
+    output.add_argument(
+        "--top", type=_count_or_none, default=4, metavar="K", help="plans not taken to show, and why (default: 4)"
+    )
     output.add_argument("--explain", metavar="PATTERN", help="say where matching modules and values are, and why")
     output.add_argument("--dump-after", metavar="STEP|all", help="print the program after a step, on standard error")
     output.add_argument("--run", action="store_true", help="then run it here, on local processes")
@@ -212,10 +229,18 @@ def _calibrate_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser("calibrate", help="measure this machine, and write a profile for --cluster")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
     parser.add_argument("--processes", type=_count, metavar="N", help="ranks (default: one a core, or a GPU)")
-    parser.add_argument("--quick", action="store_true", help="few, small shapes: seconds instead of a minute, and rough")
     parser.add_argument(
-        "--patience", type=_seconds, default=60.0, metavar="S", help="seconds to wait while others use the machine (default: 60)"
+        "--quick", action="store_true", help="few, small shapes: seconds instead of a minute, and rough"
     )
-    parser.add_argument("--force", action="store_true", help="write the profile even if others disturbed it or the fit is bad")
+    parser.add_argument(
+        "--patience",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait while others use the machine (default: 60)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="write the profile even if others disturbed it or the fit is bad"
+    )
     parser.add_argument("-o", "--out", metavar="PROFILE.json", help="default: ./calibrated-cpu.json, or -cuda")
     parser.add_argument("--json", action="store_true", help="print the profile as one JSON object")

@@ -1,6 +1,6 @@
 """``graphpar run``: an emitted program on local processes, with weights and a batch from its model file.
 
-    out/ ──prepare──► weights, batch ──torchrun train.py──► a line as each step ends, beside what was predicted ──► a summary
+out/ ──prepare──► weights, batch ──torchrun train.py──► a line as each step ends, beside what was predicted ──► a summary
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
         beside = f", predicted {predicted['step_time_s']:.3f} s" if predicted and predicted["here"] else ""
         print(f" {line}{beside if line.startswith(STEP) else ''}", flush=True)
 
-    print(f"\n {folder} on {plural(devices, 'local process', 'local processes')}{_predicted_text(predicted, plan)}\n", flush=True)
+    print(
+        f"\n {folder} on {plural(devices, 'local process', 'local processes')}{_predicted_text(predicted, plan)}\n",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch:
         history = Path(scratch) / "history.json"
         arguments = ["--steps", str(steps), "--json", str(history)]
@@ -72,7 +75,13 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
                 ) from None
             raise
         written = json.loads(history.read_text()) if history.is_file() else []
-    data = {"out": str(folder), "devices": devices, "steps": steps, "seconds": round(result.seconds, 3), "predicted": predicted}
+    data = {
+        "out": str(folder),
+        "devices": devices,
+        "steps": steps,
+        "seconds": round(result.seconds, 3),
+        "predicted": predicted,
+    }
     if isinstance(written, dict):  # inference: the outputs' shapes
         return {**data, "outputs": written}
     names = {"loss": "loss", "gradient_norm": "gradient_norm", "seconds": "step_seconds"}

@@ -378,7 +378,11 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int) -> Reach:
         value.grad = None
     new = sum(nbytes for key, nbytes in sent.items() if key not in received)
     relays = {id(tensor) for tensor in given}
-    copies = {storage_of(o) for r, o in zip(result if isinstance(result, tuple | list) else (result,), outputs) if id(r) in relays}
+    copies = {
+        storage_of(o)
+        for r, o in zip(result if isinstance(result, tuple | list) else (result,), outputs)
+        if id(r) in relays
+    }
     return Reach(
         inside=kept - new - shared,
         shared=shared,

@@ -67,9 +67,13 @@ class Profile:
             found.append(f"others used more than {OTHERS:.0%} of the cores {when}; {MOST_DISTURBED:.0%} may be")
         for kind, error in self.errors.items():
             if error.worst > MOST_OFF:
-                found.append(f"the fit of {kind} is off by {error.worst:,.0%} for {error.worst_row}; {MOST_OFF:,.0%} may be")
+                found.append(
+                    f"the fit of {kind} is off by {error.worst:,.0%} for {error.worst_row}; {MOST_OFF:,.0%} may be"
+                )
             if error.median > MOST_USUALLY_OFF:
-                found.append(f"the fit of {kind} is off by {error.median:,.0%} in the median; {MOST_USUALLY_OFF:.0%} may be")
+                found.append(
+                    f"the fit of {kind} is off by {error.median:,.0%} in the median; {MOST_USUALLY_OFF:.0%} may be"
+                )
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -110,7 +114,9 @@ def calibrate(
     return profile_of(rows, _blank(kind, count, most), count, machine(kind), disturbed)
 
 
-def profile_of(rows: list[Row], start: Device, processes: int, described: Mapping[str, Any], disturbed: float = 0.0) -> Profile:
+def profile_of(
+    rows: list[Row], start: Device, processes: int, described: Mapping[str, Any], disturbed: float = 0.0
+) -> Profile:
     """The profile that ``rows`` tell: rates are those of as many ranks at once as were measured.
 
     Args:

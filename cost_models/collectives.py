@@ -130,9 +130,13 @@ class Network:
     def _check(self, mesh: Mesh, axes: Sequence[str]) -> None:
         for axis in axes:
             if axis not in AXES:
-                raise GraphparError(f"There is no mesh axis {axis!r}; the axes are {', '.join(AXES)}.{near_match(axis, AXES)}")
+                raise GraphparError(
+                    f"There is no mesh axis {axis!r}; the axes are {', '.join(AXES)}.{near_match(axis, AXES)}"
+                )
         if mesh.size > self.cluster.size:
-            raise GraphparError(f"The mesh has {mesh.size} devices, but the cluster {self.cluster} has {self.cluster.size}.")
+            raise GraphparError(
+                f"The mesh has {mesh.size} devices, but the cluster {self.cluster} has {self.cluster.size}."
+            )
 
     def _group_of_axes(self, degrees: dict[str, int], axes: frozenset[str]) -> Group:
         size = math.prod(degrees[axis] for axis in axes)
@@ -199,13 +203,17 @@ class Network:
 
     def _priced(self, kind: str, group: Group) -> tuple[_Line, ...]:
         if kind not in KINDS:
-            raise GraphparError(f"There is no collective {kind!r}; there are {', '.join(KINDS)}.{near_match(kind, KINDS)}")
+            raise GraphparError(
+                f"There is no collective {kind!r}; there are {', '.join(KINDS)}.{near_match(kind, KINDS)}"
+            )
         if kind == "send":
             return (self._send(group),)
         if kind == "all-to-all":
             return (self._all_to_all(group),)
         ring, count = self.ring(group), group.size - 1
-        passes, share = {"all-reduce": (2, 2 * count / group.size), "broadcast": (1, 1.0)}.get(kind, (1, count / group.size))
+        passes, share = {"all-reduce": (2, 2 * count / group.size), "broadcast": (1, 1.0)}.get(
+            kind, (1, count / group.size)
+        )
         hops = passes * count
         lines = [_Line((hops + 1) * ring.latency_s, share / ring.bytes_per_s, hops / _HOPS * self._step_s)]
         if kind == "all-reduce" and group.nodes > 1:

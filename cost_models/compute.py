@@ -167,12 +167,29 @@ class Compute:
             return np.zeros(0)
         heads, queries, keys = (_at(tables.attention[:, place], batch) for place in range(3))
         width, causal, backward = tables.attention_width, tables.attention_causal, tables.attention_backward
-        flops = 4.0 * heads * queries * keys * width * np.where(causal, 0.5, 1.0) * np.where(backward, ATTENTION_BACKWARD, 1.0)
+        flops = (
+            4.0
+            * heads
+            * queries
+            * keys
+            * width
+            * np.where(causal, 0.5, 1.0)
+            * np.where(backward, ATTENTION_BACKWARD, 1.0)
+        )
         forward_share, backward_share = self.device.attention_efficiency
-        rate = np.array([self.rate_16(size) for size in tables.attention_itemsizes]) * np.where(backward, backward_share, forward_share)
+        rate = np.array([self.rate_16(size) for size in tables.attention_itemsizes]) * np.where(
+            backward, backward_share, forward_share
+        )
         if self.device.kind == "cpu":  # a core has no tiles to fill
             return self._with_launch(flops / rate)
-        shape = keys / (keys + np.where(causal, 2 * HALF_ROW, HALF_ROW)) * width / (width + HALF_WIDTH) * (128 + HALF_WIDTH) / 128
+        shape = (
+            keys
+            / (keys + np.where(causal, 2 * HALF_ROW, HALF_ROW))
+            * width
+            / (width + HALF_WIDTH)
+            * (128 + HALF_WIDTH)
+            / 128
+        )
         return self._with_launch(flops / (rate * np.minimum(shape, 1.0)))
 
 
@@ -215,12 +232,16 @@ class _Tables:
 
 
 def _columns(rows: Sequence[tuple[Row, int]]) -> tuple[NDArray[np.int64], Array]:
-    return np.array([int(row.phase) for row, _ in rows], dtype=np.int64), np.array([times for _, times in rows], dtype=float)
+    return np.array([int(row.phase) for row, _ in rows], dtype=np.int64), np.array(
+        [times for _, times in rows], dtype=float
+    )
 
 
 def _sizes(rows: Sequence[tuple[Size, ...]], width: int) -> Array:
     """[rows, columns, (number, power)]."""
-    return np.array([[(size.number, size.power) for size in row] for row in rows], dtype=float).reshape(len(rows), width, 2)
+    return np.array([[(size.number, size.power) for size in row] for row in rows], dtype=float).reshape(
+        len(rows), width, 2
+    )
 
 
 def _at(sizes: Array, batch: int) -> Array:

@@ -83,7 +83,13 @@ def work_of(row: Row) -> Work:
     assert kind == "attention"
     batch, heads, length, width = row.shape
     phase = Phase.INPUT if row.what.endswith("backward") else Phase.FORWARD
-    return Work({Attention(phase, Size(float(batch * heads)), Size(float(length)), Size(float(length)), width, True, itemsize): 1})
+    return Work(
+        {
+            Attention(
+                phase, Size(float(batch * heads)), Size(float(length)), Size(float(length)), width, True, itemsize
+            ): 1
+        }
+    )
 
 
 def priced(device: Device, rows: Sequence[Row]) -> list[float]:
@@ -154,7 +160,9 @@ def _with_peaks(device: Device, rows: Mapping[str, Sequence[Row]], known: Device
     for row in (*rows["product"], *rows.get("attention", ())):
         flops[row.dtype] = max(flops.get(row.dtype, 0.0), rate(row))
     largest = max(math.prod(row.shape) for row in rows["traffic"])
-    bandwidth = max(rate(row) for row in rows["traffic"] if math.prod(row.shape) == largest)  # small ones stay in caches
+    bandwidth = max(
+        rate(row) for row in rows["traffic"] if math.prod(row.shape) == largest
+    )  # small ones stay in caches
     if known is not None:
         flops = {dtype: max(best, known.flops.get(dtype, 0.0)) for dtype, best in flops.items()}
         bandwidth = known.memory_bytes_per_s
@@ -280,7 +288,9 @@ def least_squares(residuals: Callable[[Array], Array], start: Array, steps: int 
     for _ in range(steps):
         slopes = np.stack(list(_slopes(residuals, point, here)), axis=1)
         normal = slopes.T @ slopes
-        step = np.linalg.solve(normal + damping * (np.diag(np.diag(normal)) + 1e-12 * np.eye(len(point))), -slopes.T @ here)
+        step = np.linalg.solve(
+            normal + damping * (np.diag(np.diag(normal)) + 1e-12 * np.eye(len(point))), -slopes.T @ here
+        )
         there = residuals(point + step)
         if there @ there < here @ here:
             done = here @ here - there @ there < 1e-12 * (here @ here)

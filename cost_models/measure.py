@@ -145,7 +145,9 @@ def _products(shape: tuple[int, int, int], dtype: str, device: torch.device) -> 
     def operand(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, device=device, dtype=DTYPES[dtype])
 
-    def product(first: tuple[int, int], second: tuple[int, int], multiply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Call]:
+    def product(
+        first: tuple[int, int], second: tuple[int, int], multiply: Callable[[Tensor, Tensor], Tensor]
+    ) -> Callable[[], Call]:
         bytes_each = (math.prod(first) + math.prod(second)) * DTYPES[dtype].itemsize
         copies = min(MOST_COPIES, -(-COLD_BYTES[device.type] // bytes_each))
 
@@ -157,7 +159,9 @@ def _products(shape: tuple[int, int, int], dtype: str, device: torch.device) -> 
 
     yield Case("product", (m, n, k), dtype, product((m, k), (n, k), F.linear))
     yield Case("product, gradient of x", (m, k, n), dtype, product((m, n), (n, k), torch.matmul))
-    yield Case("product, gradient of W", (n, k, m), dtype, product((m, n), (m, k), lambda gradient, x: gradient.t() @ x))
+    yield Case(
+        "product, gradient of W", (n, k, m), dtype, product((m, n), (m, k), lambda gradient, x: gradient.t() @ x)
+    )
 
 
 def _traffic(shape: tuple[int, int], dtype: str, device: torch.device) -> Iterator[Case]:
@@ -315,10 +319,16 @@ def measure(request: Request, ranks: Ranks, watch: Watch) -> list[Row]:
             call = case.make()
             for count in request.at_once:
                 timed = partial(seconds, call, ranks.device, request.budget_s) if ranks.rank < count else _nothing
-                found[count] += [value / case.times for value in gather_objects(watch.undisturbed(timed)) if value is not None]
+                found[count] += [
+                    value / case.times for value in gather_objects(watch.undisturbed(timed)) if value is not None
+                ]
         rows += [Row(case.what, case.shape, case.dtype, count, sum(each) / len(each)) for count, each in found.items()]
     if ranks.world_size > 1:
-        sizes = COLLECTIVES[::6] if request.quick else COLLECTIVES + (GPU_COLLECTIVES if ranks.device.type == "cuda" else ())
+        sizes = (
+            COLLECTIVES[::6]
+            if request.quick
+            else COLLECTIVES + (GPU_COLLECTIVES if ranks.device.type == "cuda" else ())
+        )
         for nbytes in sizes:
             rows += _collectives(nbytes, ranks, watch, request.budget_s)
         if ranks.device.type == "cpu":
@@ -355,7 +365,9 @@ def _collectives(nbytes: int, ranks: Ranks, watch: Watch, budget_s: float) -> It
     for what, call in calls.items():
         taken = _together(lambda call=call: (work(), call()), ranks, watch, budget_s) - alone  # type: ignore[misc]
         yield Row(what, (whole.numel() * 4,), "fp32", ranks.world_size, max(taken, LEAST_S))
-    taken = _together(transfer, ranks, watch, budget_s) / 2  # what it is to wait for a neighbour that computes is in a pipeline's actions
+    taken = (
+        _together(transfer, ranks, watch, budget_s) / 2
+    )  # what it is to wait for a neighbour that computes is in a pipeline's actions
     yield Row("transfer", (whole.numel() * 4,), "fp32", ranks.world_size, taken)
 
 
@@ -383,7 +395,9 @@ def _pipeline(ranks: Ranks, watch: Watch, budget_s: float) -> Iterator[Row]:
     def stage(place: int, module: nn.Module) -> PipelineStage:
         received = (torch.ones(rows, width, requires_grad=place > 0),)
         sent = (torch.ones(rows, width, requires_grad=True),)
-        return PipelineStage(module, place, 2 * STAGES, ranks.device, input_args=received, output_args=sent, group=group)
+        return PipelineStage(
+            module, place, 2 * STAGES, ranks.device, input_args=received, output_args=sent, group=group
+        )
 
     step: Call = _nothing
     if ranks.rank < 2:
@@ -392,7 +406,11 @@ def _pipeline(ranks: Ranks, watch: Watch, budget_s: float) -> Iterator[Row]:
         whole = torch.randn(rows * MICROBATCHES, width)
         step = partial(schedule.step, whole) if ranks.rank == 0 else partial(schedule.step, target=whole)
     first_two = ranks.rank < 2
-    for what, call in (("pipeline, forward", lambda: modules[0](piece)), ("pipeline, both ways", backward), ("pipeline", step)):
+    for what, call in (
+        ("pipeline, forward", lambda: modules[0](piece)),
+        ("pipeline, both ways", backward),
+        ("pipeline", step),
+    ):
         taken = _together(call if first_two else _nothing, ranks, watch, 50 * budget_s)  # type: ignore[arg-type]
         yield Row(what, shape, "fp32", 2, taken)
     dist.destroy_process_group(group)

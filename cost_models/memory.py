@@ -125,7 +125,9 @@ def rank_memory(
     if not own:
         raise GraphparError(f"There is no rank {rank}; the plan has ranks 0 to {plan.mesh.pp - 1}.")
     measured = activations or Activations(program, plan.mesh.degrees())
-    held = Memory(inputs=_input_bytes(program, plan, own), **_held(program, plan, stages, own, execution or Execution()))
+    held = Memory(
+        inputs=_input_bytes(program, plan, own), **_held(program, plan, stages, own, execution or Execution())
+    )
     boundaries = _boundary_bytes(program, plan, stages, own)
     if program.mode == "train":
         table = table_of(plan)
@@ -226,9 +228,7 @@ def _boundary_bytes(program: Program, plan: Plan, stages: Sequence[Stage], own: 
 # ---- what comes and goes -----------------------------------------------------------------------------------------
 
 
-def _stage_cost(
-    plan: Plan, stage: Stage, measured: Activations, own: Sequence[Stage], split: bool
-) -> StageCost:
+def _stage_cost(plan: Plan, stage: Stage, measured: Activations, own: Sequence[Stage], split: bool) -> StageCost:
     rows = plan.microbatch_size
     saved, passes = measured.saved(stage, rows), measured.passes(stage, rows)
     places = {other.index for other in own}

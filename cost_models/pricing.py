@@ -123,7 +123,9 @@ class Pricing:
         device = cluster.device if dispatch is None else replace(cluster.device, dispatch_s=dispatch)
         self.compute, self.network = Compute(device, dtype), Network(cluster)
         self.dtype = dtype
-        self._groups = {axis: self.network.group_of_axes(mesh, [axis]) for axis, degree in mesh.degrees().items() if degree > 1}
+        self._groups = {
+            axis: self.network.group_of_axes(mesh, [axis]) for axis, degree in mesh.degrees().items() if degree > 1
+        }
         self._seconds: dict[tuple[int, int], UnitSeconds] = {}
         self._stages: dict[tuple[int, int, int], StageSeconds] = {}
         self._flops: dict[tuple[int, int], float] = {}
@@ -178,7 +180,9 @@ class Pricing:
             return seconds
         return busy.attention if self.execution.recompute == "selective" else 0.0
 
-    def _gathered(self, first: int, after: int, rows: int, forward: float, backward: float) -> tuple[float, float, float]:
+    def _gathered(
+        self, first: int, after: int, rows: int, forward: float, backward: float
+    ) -> tuple[float, float, float]:
         """Parameters are gathered a unit ahead, gradients scattered a unit behind; what takes longer than a unit's own work shows."""
         group = self._groups["dp_shard"]
         units = self.units[first:after]
@@ -187,7 +191,9 @@ class Pricing:
         forwards = [self.compute.phase_s(each.phases[0]) + sum(each.sent[0].values()) for each in work]
         ratio = backward / forward if forward else 2.0
         gathers = [self.network.seconds("all-gather", sum(held.nbytes for held in unit.held), group) for unit in units]
-        scatters = [self.network.seconds("reduce-scatter", self.bytes.gradient_sizes(unit.held), group) for unit in units]
+        scatters = [
+            self.network.seconds("reduce-scatter", self.bytes.gradient_sizes(unit.held), group) for unit in units
+        ]
         if not self.execution.prefetch:
             return forward + sum(gathers), backward + sum(gathers) + sum(scatters), 2 * sum(gathers) + sum(scatters)
         ahead = gathers[0] + sum(max(own, following) for own, following in zip(forwards, [*gathers[1:], 0.0]))
@@ -251,7 +257,9 @@ class Pricing:
         conditions = self._conditions(layout, costs)
         timeline = self._timeline(layout, staged, costs, conditions, exact)
         own = [[place for place, rank in enumerate(ranks) if rank == pp] for pp in range(self.mesh.pp)]
-        closings = tuple(self._closing([stages[place] for place in places], [costs[place] for place in places]) for places in own)
+        closings = tuple(
+            self._closing([stages[place] for place in places], [costs[place] for place in places]) for places in own
+        )
         return _Step(staged, costs, own, conditions, timeline, closings)
 
     def _parts(
@@ -262,7 +270,9 @@ class Pricing:
         waiting = step.timeline.waiting[rank]
         compute = count * sum(step.costs[place].compute for place in own)
         sent, exposed = (
-            _sum_by_axis([{axis: count * value for axis, value in getattr(step.costs[place], name).items()} for place in own])
+            _sum_by_axis(
+                [{axis: count * value for axis, value in getattr(step.costs[place], name).items()} for place in own]
+            )
             for name in ("sent", "exposed")
         )
         host = "host" if self._crowd == 1 else "turns"  # of ranks that share cores the host is the device
@@ -293,7 +303,9 @@ class Pricing:
         ends = [*layout.starts[1:], len(self.units)]
         stages = list(zip(layout.starts, ends))
         if layout.starts[:1] != (0,) or any(first >= after for first, after in stages):
-            raise GraphparError(f"The stages begin at units {layout.starts} of {len(self.units)}; each needs a unit of its own, from 0 on.")
+            raise GraphparError(
+                f"The stages begin at units {layout.starts} of {len(self.units)}; each needs a unit of its own, from 0 on."
+            )
         if len(stages) % self.mesh.pp:
             raise GraphparError(f"{len(stages)} stages don't lie evenly on pp={self.mesh.pp} ranks.")
         return stages
@@ -320,7 +332,12 @@ class Pricing:
         return action_order(layout.schedule, self.mesh.pp, stages // self.mesh.pp, microbatches)
 
     def _timeline(
-        self, layout: Layout, stages: Sequence[StageEstimate], seconds: Sequence[StageSeconds], conditions: Conditions, exact: bool
+        self,
+        layout: Layout,
+        stages: Sequence[StageEstimate],
+        seconds: Sequence[StageSeconds],
+        conditions: Conditions,
+        exact: bool,
     ) -> Timeline:
         if self.mesh.pp == 1 and layout.order is None:
             waiting = sum(sum(cost.exposed.values()) for cost in seconds)
@@ -343,7 +360,9 @@ class Pricing:
         waits = self.execution.wait_for_sends or self.cluster.device.kind == "cpu"
         turns = None
         if self._crowd > 1:
-            shares = tuple(1 - sum(cost.exposed.values()) / max(cost.forward + cost.backward, 1e-12) for cost in seconds)
+            shares = tuple(
+                1 - sum(cost.exposed.values()) / max(cost.forward + cost.backward, 1e-12) for cost in seconds
+            )
             turns = Turns(self.mesh.size / self._crowd, self.mesh.size / self.mesh.pp, shares)
         scheduled = self.mesh.pp > 1 or layout.order is not None
         return Conditions(waits, self.cluster.device.action_s if scheduled else 0.0, turns)
@@ -373,7 +392,9 @@ class Pricing:
         """Seconds of what comes from other ranks to the stages of one."""
         ranks = [stage.rank for stage in stages]
         before = [stages[place - 1].sent_s for place in own if place and ranks[place - 1] != ranks[place]]
-        after = [stages[place].returned_s for place in own if place + 1 < len(stages) and ranks[place + 1] != ranks[place]]
+        after = [
+            stages[place].returned_s for place in own if place + 1 < len(stages) and ranks[place + 1] != ranks[place]
+        ]
         return sum(before) + sum(after)
 
     def _crossings(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> tuple[list[float], list[float]]:
@@ -408,7 +429,12 @@ class Pricing:
         last = reduce * BUCKET_BYTES / max(nbytes, BUCKET_BYTES)
         following = sum(cost.forward for cost in seconds) if self.execution.prefetch else 0.0
         return Closing(
-            reduce, max(reduce - hidden, last), gather, max(0.0, gather - following), self._optimizer(stages), self._summed_over(stages)
+            reduce,
+            max(reduce - hidden, last),
+            gather,
+            max(0.0, gather - following),
+            self._optimizer(stages),
+            self._summed_over(stages),
         )
 
     def _gradients(self, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
@@ -424,7 +450,9 @@ class Pricing:
         zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
         for axes, nbytes in by_axes.items():
             if zero == 0 and (axes or replicas):
-                reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, [*replicas, *axes]))
+                reduced += self.network.seconds(
+                    "all-reduce", nbytes, self.network.group_of_axes(self.mesh, [*replicas, *axes])
+                )
             elif axes:
                 reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, axes))
         if zero:
@@ -491,7 +519,16 @@ def _continued(first: Timeline, second: Timeline, rounds: float) -> Timeline:
     makespan, busy = on(first.makespan, second.makespan), each("busy")
     bubble = max(0.0, 1 - sum(busy) / (makespan * len(busy))) if makespan else 0.0
     return Timeline(
-        (), (), makespan, on(first.period, second.period), bubble, busy, each("waiting"), each("idle"), each("ends"), second.peak_in_flight
+        (),
+        (),
+        makespan,
+        on(first.period, second.period),
+        bubble,
+        busy,
+        each("waiting"),
+        each("idle"),
+        each("ends"),
+        second.peak_in_flight,
     )
 
 

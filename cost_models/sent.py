@@ -59,11 +59,16 @@ class SentPrices:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         back = row.backward if self.works.has_gradient(source, scope) else ""
-        return self._priced(self.works.collectives(node, scope), str(node.args[1]), node.meta["transition"], (row.forward, back))
+        return self._priced(
+            self.works.collectives(node, scope), str(node.args[1]), node.meta["transition"], (row.forward, back)
+        )
 
     def _priced(self, rows: list[Collective], axis: str, types: tuple[str, str], words: tuple[str, str]) -> Sent:
         ways = [[row for row in rows if (row.phase is Phase.FORWARD) == forward] for forward in (True, False)]
-        nbytes = [sum(collective_cost(row.kind, row.nbytes.at(self.rows), self._degree(axis)).bytes_sent for row in way) for way in ways]
+        nbytes = [
+            sum(collective_cost(row.kind, row.nbytes.at(self.rows), self._degree(axis)).bytes_sent for row in way)
+            for way in ways
+        ]
         seconds = [self.seconds([(row.kind, row.nbytes.at(self.rows)) for row in way], axis) for way in ways]
         return Sent(axis, *types, *words, nbytes[0], nbytes[1], seconds[0], seconds[1])
 

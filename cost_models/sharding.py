@@ -40,7 +40,11 @@ class ShardingCosts:
             device.peak(dtype) * device.matrix_efficiency,
             device.memory_bytes_per_s * device.memory_efficiency,
             device.launch_s,
-            {axis: network.ring(network.group_of_axes(mesh, (axis,))) for axis, degree in mesh.degrees().items() if degree > 1},
+            {
+                axis: network.ring(network.group_of_axes(mesh, (axis,)))
+                for axis, degree in mesh.degrees().items()
+                if degree > 1
+            },
         )
 
     def operator_s(self, flops: float, nbytes: float) -> float:

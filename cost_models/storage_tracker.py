@@ -1,8 +1,8 @@
 """Storages of a run on fake tensors: which of them autograd keeps, what a block does to them, and how many there are at once.
 
-    saved-tensor hooks ──► Kept       the storages that backwards want, each once
-    a block's first run ─► Template   the same for its other instances, without running them
-    every operator ──────► Live       bytes from when a storage is made until it is freed
+saved-tensor hooks ──► Kept       the storages that backwards want, each once
+a block's first run ─► Template   the same for its other instances, without running them
+every operator ──────► Live       bytes from when a storage is made until it is freed
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class Template:
             source = known[storage._cdata]
             same = source >= 0 and output is args[source]
             view = output._is_view()
-            if not same and not (_is_view_of(args[source], output) if source >= 0 else _is_first(output, source, results)):
+            if not same and not (
+                _is_view_of(args[source], output) if source >= 0 else _is_first(output, source, results)
+            ):
                 return None
             results.append(
                 _Result(

@@ -1,6 +1,6 @@
 """Priced stages in time: what a step's simulation needs besides the order of actions. Reports read it without torch.
 
-    actions, stages ──Conditions.timeline──► the pipeline ──whole_step(closings)──► the step, as long as the predicted one
+actions, stages ──Conditions.timeline──► the pipeline ──whole_step(closings)──► the step, as long as the predicted one
 """
 
 from __future__ import annotations
@@ -76,13 +76,22 @@ class Conditions:
 
     def timeline(self, order: Order | ActionTable, stages: Sequence[StageEstimate], *, spans: bool) -> Timeline:
         """The actions of ``order`` in time; what the last stage would send on does not count."""
-        forward, backward, weight = ([getattr(stage, name) for stage in stages] for name in ("forward_s", "backward_s", "weight_s"))
+        forward, backward, weight = (
+            [getattr(stage, name) for stage in stages] for name in ("forward_s", "backward_s", "weight_s")
+        )
         inward = [max(0.0, whole - part) for whole, part in zip(backward, weight)]
         costs = [[cost + self.action_s for cost in own] for own in (forward, backward, weight, inward)]
         there, back = ([getattr(stage, name) for stage in stages[:-1]] for name in ("sent_s", "returned_s"))
         transfers = Transfers(there, back, one_at_a_time=True, sender_waits=self.sender_waits)
         return simulate(
-            order, costs[0], costs[1], costs[2], input_backward=costs[3], transfers=transfers, turns=self.turns, spans=spans
+            order,
+            costs[0],
+            costs[1],
+            costs[2],
+            input_backward=costs[3],
+            transfers=transfers,
+            turns=self.turns,
+            spans=spans,
         )
 
     @staticmethod

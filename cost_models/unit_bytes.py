@@ -1,6 +1,6 @@
 """Bytes of ranks from their units: what is there all the time, what a microbatch keeps, what a stage needs on top.
 
-    units of a rank's stages, rows of a microbatch ──UnitBytes──► Memory at the peak; tables of every run of units, for who cuts stages
+units of a rank's stages, rows of a microbatch ──UnitBytes──► Memory at the peak; tables of every run of units, for who cuts stages
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class UnitBytes:
         """The parameters of a rank, a tied one once."""
         found: list[Held] = []
         tied: set[str] = set()
-        for held in itertools.chain.from_iterable(unit.held for first, after in stages for unit in self.units[first:after]):
+        for held in itertools.chain.from_iterable(
+            unit.held for first, after in stages for unit in self.units[first:after]
+        ):
             if held.tied is None or held.tied not in tied:
                 found.append(held)
                 tied |= {held.tied} if held.tied is not None else set()
@@ -69,7 +71,9 @@ class UnitBytes:
             boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
         held = self.held([stages[place] for place in own])
         state = self.state(held)
-        buckets = self._buckets(held, [part.tied for place in range(len(stages)) if place not in own for part in self._tied(stages[place])])
+        buckets = self._buckets(
+            held, [part.tied for place in range(len(stages)) if place not in own for part in self._tied(stages[place])]
+        )
         if run.zero == 3:  # the unit that runs and the next are there whole
             buckets += 2 * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
         inputs = {name: line for unit in units for name, line in unit.inputs.items()}
@@ -142,7 +146,9 @@ class UnitBytes:
         if full:
             between, column["inside"] = np.append(column["received"][1:], 0.0), np.zeros(len(memories))
         alone = column["shared"] if not full else np.zeros(len(memories))
-        again = column["backward"] + (column["shared"] + np.array([m.inside.at(rows) for m in memories]) if full else 0.0)
+        again = column["backward"] + (
+            column["shared"] + np.array([m.inside.at(rows) for m in memories]) if full else 0.0
+        )
         returned = [self._returned(after, rows) if after else 0 for after in range(len(self.units) + 1)]
         received = np.append(column["received"], 0.0)
         received[0] = 0.0
@@ -163,7 +169,10 @@ class UnitBytes:
             kept, forward, backward, sent, received = joined(units, rows)
             if self.execution.recompute == "full":
                 kept = sum(unit.kind.memory.received.at(rows) for unit in units[1:]) + sent
-                backward = max(sum(getattr(unit.kind.memory, name).at(rows) for name in ("inside", "shared", "backward")) for unit in units)
+                backward = max(
+                    sum(getattr(unit.kind.memory, name).at(rows) for name in ("inside", "shared", "backward"))
+                    for unit in units
+                )
             self._keeps[key] = kept, forward, backward, received
         return self._keeps[key]
 

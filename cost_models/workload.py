@@ -152,7 +152,9 @@ def _flops(row: Row) -> Size:
     if isinstance(row, Product):
         return 2.0 * product_of((row.matrices, row.m, row.n, row.k))
     if isinstance(row, Attention):
-        times = 4.0 * row.width * (0.5 if row.causal else 1.0) * (1.0 if row.phase is Phase.FORWARD else ATTENTION_BACKWARD)
+        times = (
+            4.0 * row.width * (0.5 if row.causal else 1.0) * (1.0 if row.phase is Phase.FORWARD else ATTENTION_BACKWARD)
+        )
         return times * product_of((row.heads, row.queries, row.keys))
     return Size(0.0)
 
@@ -304,7 +306,9 @@ class _Walk:
         width = (shape[-1].number + _sizes(value, self.works.degrees)[-1].number) / 2
         causal = bool(node.kwargs.get("is_causal", False)) or any(argument is True for argument in node.args)
         tensor = value_of(query)
-        row = Attention(Phase.FORWARD, product_of(shape[:-2]), shape[-2], keys[-2], width, causal, tensor.dtype.itemsize)
+        row = Attention(
+            Phase.FORWARD, product_of(shape[:-2]), shape[-2], keys[-2], width, causal, tensor.dtype.itemsize
+        )
         yield row
         if any(map(self._grad, (query, key, value))):
             yield row._replace(phase=Phase.INPUT)
@@ -360,7 +364,14 @@ class _Walk:
         chains: dict[fx.Node, list[fx.Node]] = {}
         head: dict[fx.Node, fx.Node] = {}
         for node in nodes:
-            before = next((head[source] for source in map(_through_views, node.all_input_nodes) if self._joins(node, source, head)), node)
+            before = next(
+                (
+                    head[source]
+                    for source in map(_through_views, node.all_input_nodes)
+                    if self._joins(node, source, head)
+                ),
+                node,
+            )
             head[node] = before
             chains.setdefault(before, []).append(node)
         for chain in chains.values():

@@ -81,7 +81,9 @@ def export(
             raise GraphparError(f"{name} is a tensor; it must be a tuple of what is given: {name}=(tensor,).")
     row_list = PASSES if passes is None else passes
     if not isinstance(row_list, PassList):
-        raise GraphparError(f"passes is a {type(passes).__name__}; give graphpar.PASSES.insert_after(NAME, function), or leave it out.")
+        raise GraphparError(
+            f"passes is a {type(passes).__name__}; give graphpar.PASSES.insert_after(NAME, function), or leave it out."
+        )
     check_skipped(row_list, skip)
     raw = capture(
         model,
@@ -178,7 +180,9 @@ def _take(value: object, kind: type, function: str, position: str = "first") -> 
     if isinstance(value, kind):
         return
     given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-    made_by = {Program: "graphpar.export(model, args, loss_fn=..., targets=...)", Plan: "graphpar.plan(program, ...)"}[kind]
+    made_by = {Program: "graphpar.export(model, args, loss_fn=..., targets=...)", Plan: "graphpar.plan(program, ...)"}[
+        kind
+    ]
     what = " (a model)" if isinstance(value, nn.Module) else ""
     raise GraphparError(
         f"The {position} argument of {function} is {given}{what}; it must be a {kind.__name__}, which {made_by} returns. Call that first."

@@ -11,7 +11,11 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def torch_is_quiet() -> Iterator[None]:
     """Keeps torch from printing the graph so far, or its own traceback, where a trace or a trial on fake tensors fails."""
-    names = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.fx.experimental.proxy_tensor")
+    names = (
+        "torch.fx.experimental.symbolic_shapes",
+        "torch._subclasses.fake_tensor",
+        "torch.fx.experimental.proxy_tensor",
+    )
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:

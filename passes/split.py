@@ -47,7 +47,11 @@ def positions_of(program: Program, cuts: Sequence[Cut]) -> list[int]:
                 "so the stage between them would be empty."
             )
         found[position] = cut
-    work = [index for index, node in enumerate(nodes) if node not in again and (node.op == "call_module" or _has_parameters(node))]
+    work = [
+        index
+        for index, node in enumerate(nodes)
+        if node not in again and (node.op == "call_module" or _has_parameters(node))
+    ]
     ordered = sorted(found)
     for stage, (begin, end) in enumerate(zip([0, *ordered], [*ordered, len(nodes)])):
         if found and not any(begin <= index < end for index in work):
@@ -215,7 +219,11 @@ def _crossing(placement: _Placement, needed: list[set[fx.Node]]) -> list[list[fx
         for boundary in range(placement.stage[node], last_use.get(node, -1)):
             boundaries[boundary].append(node)
     for values in boundaries:
-        rows = [value for value in values if any(isinstance(kind, ExpertRows) for kind in value.meta.get("types", {}).values())]
+        rows = [
+            value
+            for value in values
+            if any(isinstance(kind, ExpertRows) for kind in value.meta.get("types", {}).values())
+        ]
         if rows:
             raise GraphparError(
                 f"The value {value_name(rows[0])!r} would cross a stage boundary, but it has the rows of a rank's own experts, and "

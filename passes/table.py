@@ -80,7 +80,9 @@ class PassList(tuple[Pass, ...]):
     def place(self, name: str) -> int:
         """The index of the pass of this name."""
         if name not in self.names():
-            raise GraphparError(f"There is no pass {name!r}; the passes are {', '.join(self.names())}.{near_match(name, self.names())}")
+            raise GraphparError(
+                f"There is no pass {name!r}; the passes are {', '.join(self.names())}.{near_match(name, self.names())}"
+            )
         return self.names().index(name)
 
     def _inserted(self, place: int, added: Pass | Callable[[Program], Program], requires: tuple[str, ...]) -> PassList:
@@ -101,7 +103,13 @@ class PassList(tuple[Pass, ...]):
                 continue
             for name in row.requires:
                 if name not in done:
-                    where = "is skipped" if name in skipped else "comes after it" if name in self.names() else "is not in the list"
+                    where = (
+                        "is skipped"
+                        if name in skipped
+                        else "comes after it"
+                        if name in self.names()
+                        else "is not in the list"
+                    )
                     raise GraphparError(f"The pass {row.name} requires {name}, which {where}.")
             for name in row.conflicts:
                 if name in done:
@@ -115,7 +123,15 @@ def _own(function: Callable[[Program], Program], requires: tuple[str, ...]) -> P
         raise GraphparError(f"A pass is a function from Program to Program, not {function!r}.")
     name = getattr(function, "__name__", type(function).__name__)
     words = (inspect.getdoc(function) or "the same results").splitlines()[0].rstrip(".")
-    return Pass(name, function.__module__, requires, words, "the graph is whole, its inputs are known", run=function, check=_inputs_known)
+    return Pass(
+        name,
+        function.__module__,
+        requires,
+        words,
+        "the graph is whole, its inputs are known",
+        run=function,
+        check=_inputs_known,
+    )
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,15 @@ class Layer(nn.Module):
     def __init__(self, bias: bool, transposed: bool) -> None:
         super().__init__()
         self.transposed = transposed
-        self.n, self.q, self.k, self.v, self.o = (nn.LayerNorm(WIDTH), *(nn.Linear(WIDTH, WIDTH, bias) for _ in range(4)))
-        self.m, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH, bias), nn.Linear(2 * WIDTH, WIDTH, bias)
+        self.n, self.q, self.k, self.v, self.o = (
+            nn.LayerNorm(WIDTH),
+            *(nn.Linear(WIDTH, WIDTH, bias) for _ in range(4)),
+        )
+        self.m, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH, bias),
+            nn.Linear(2 * WIDTH, WIDTH, bias),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.n(x)
@@ -130,8 +137,12 @@ def _names(model: nn.Module, *, ndim: int | None = None, shape: torch.Size | Non
 
 def _pair(layer: nn.Module, numbers: random.Random) -> tuple[str, str]:
     """Two parameters of a layer that have one shape."""
-    first = numbers.choice([name for name in _names(layer) if len(_names(layer, shape=layer.get_parameter(name).shape)) > 1])
-    return first, numbers.choice([name for name in _names(layer, shape=layer.get_parameter(first).shape) if name != first])
+    first = numbers.choice(
+        [name for name in _names(layer) if len(_names(layer, shape=layer.get_parameter(name).shape)) > 1]
+    )
+    return first, numbers.choice(
+        [name for name in _names(layer, shape=layer.get_parameter(first).shape) if name != first]
+    )
 
 
 def _tied_inside(model: Model, numbers: random.Random) -> Iterator[str]:
@@ -206,7 +217,9 @@ def _penalised(model: Model, numbers: random.Random) -> Iterator[str]:
 
 
 def _frozen(model: Model, numbers: random.Random) -> Iterator[str]:
-    kind = numbers.choice(["all but a layer", "all but a weight", "first layers", "last layers", "biases", "root", "some"])
+    kind = numbers.choice(
+        ["all but a layer", "all but a weight", "first layers", "last layers", "biases", "root", "some"]
+    )
     layer = f"layers.{numbers.randrange(len(model.layers))}."
     at = numbers.randrange(1, len(model.layers))
     some = set(numbers.sample(_names(model), 6))
@@ -215,7 +228,9 @@ def _frozen(model: Model, numbers: random.Random) -> Iterator[str]:
         "all but a layer": lambda name, _: not name.startswith(layer),
         "all but a weight": lambda name, _: name != trained,
         "first layers": lambda name, _: name.startswith(("embed", *(f"layers.{i}." for i in range(at)))),
-        "last layers": lambda name, _: name.startswith(("head", "norm", *(f"layers.{i}." for i in range(at, len(model.layers))))),
+        "last layers": lambda name, _: name.startswith(
+            ("head", "norm", *(f"layers.{i}." for i in range(at, len(model.layers))))
+        ),
         "biases": lambda name, parameter: name.endswith("bias"),
         "root": lambda name, _: not name.startswith("layers."),
         "some": lambda name, _: name in some,

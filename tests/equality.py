@@ -55,7 +55,9 @@ def eager(case: Case) -> Result:
     """The case's own model on the whole batch."""
     model = copy.deepcopy(case.model)
     leaves, spec = tree_flatten((tuple(case.args), dict(case.kwargs), tuple(case.targets)))
-    args, kwargs, targets = tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    args, kwargs, targets = tree_unflatten(
+        [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+    )
     output = model(*args, **kwargs)
     loss = case.loss_fn(output, *targets) if case.loss_fn is not None else own_loss(output)
     assert loss is not None
@@ -101,7 +103,9 @@ def run(
     return _result(model, total)
 
 
-def run_stages(program: Program, stages: Sequence[Stage], state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Tensor:
+def run_stages(
+    program: Program, stages: Sequence[Stage], state: Mapping[str, Tensor], values: Mapping[str, Tensor]
+) -> Tensor:
     """The loss, from one stage after the other; each gets what the one before sends, and its own inputs."""
     sent: tuple[Any, ...] = ()
     for stage in stages:
@@ -149,7 +153,9 @@ def global_counts(
 def assert_same(found: Result, expected: Result, tolerance: float = 1e-5, what: str = "") -> None:
     """Loss and every gradient within ``tolerance``, relative to the largest gradient."""
     near(found.loss, expected.loss, tolerance, f"loss {what}")
-    largest = max((float(gradient.abs().max()) for gradient in expected.gradients.values() if gradient.numel()), default=1.0)
+    largest = max(
+        (float(gradient.abs().max()) for gradient in expected.gradients.values() if gradient.numel()), default=1.0
+    )
     assert found.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
         near(found.gradients[name], gradient, tolerance, f"gradient of {name} {what}", max(largest, 1e-3))
@@ -160,7 +166,9 @@ def near(found: Tensor, expected: Tensor, tolerance: float, what: str, scale: fl
     first, second = found.double(), expected.double()
     allowed = tolerance * (scale + second.abs())
     if not bool(((first - second).abs() <= allowed).all()):
-        pytest.fail(f"{what}: off by {float((first - second).abs().max()):.3g}, {found.flatten()[:4]} for {expected.flatten()[:4]}")
+        pytest.fail(
+            f"{what}: off by {float((first - second).abs().max()):.3g}, {found.flatten()[:4]} for {expected.flatten()[:4]}"
+        )
 
 
 def assert_exact(case: Case, *cuts: Sequence[int], stages: bool = True, tolerance: float = 1e-5) -> Program:

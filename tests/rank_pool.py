@@ -36,7 +36,9 @@ class RankPool:
         self.processes: list[subprocess.Popen[str]] = []
         atexit.register(self.close)
 
-    def torchrun(self, target: str | Path, args: Sequence[str] = (), *, nproc: int, timeout_s: float, **options: Any) -> None:
+    def torchrun(
+        self, target: str | Path, args: Sequence[str] = (), *, nproc: int, timeout_s: float, **options: Any
+    ) -> None:
         """In the place of :func:`graphpar.runtime.launch.torchrun`, for the worker."""
         if target != worker.__name__:
             torchrun(target, args, nproc=nproc, timeout_s=timeout_s, **options)
@@ -56,7 +58,11 @@ class RankPool:
             free.close()
             for rank, process in enumerate(self.processes[:nproc]):
                 places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
-                address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_ERROR_FILE": f"{folder}/{rank}"}
+                address = {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "TORCHELASTIC_ERROR_FILE": f"{folder}/{rank}",
+                }
                 environment = {name: str(value) for name, value in (places | address).items()}
                 environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
                 assert process.stdin is not None

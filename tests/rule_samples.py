@@ -30,7 +30,12 @@ PRODUCTS: list[tuple[Made, ...]] = [
     (F.linear, real(4, 6, 8), real(12, 8), real(12)),
     (F.linear, real(8), real(12, 8)),
     *(
-        (lambda x, w, ends: F.grouped_mm(x, w, offs=ends), real(16, 16).float(), real(4, 16, 32).float(), torch.tensor(ends).int())
+        (
+            lambda x, w, ends: F.grouped_mm(x, w, offs=ends),
+            real(16, 16).float(),
+            real(4, 16, 32).float(),
+            torch.tensor(ends).int(),
+        )
         for ends in ([3, 9, 9, 16], [0, 0, 16, 16])
     ),
     (F.linear, real(4, 8), real(7, 8), real(7)),  # uneven rows

@@ -53,8 +53,7 @@ def eliminated(
     tables: list[Table] = []
     for i, operator in enumerate(operators):
         seconds = [
-            whole.prices.own(operator, c) * operator.count if operator.kind != "output" else 0.0
-            for c in choices[i]
+            whole.prices.own(operator, c) * operator.count if operator.kind != "output" else 0.0 for c in choices[i]
         ]
         missed = [whole._uncut(operator, c) if operator.kind != "output" else 0.0 for c in choices[i]]
         tables.append(((i,), np.array(missed), np.array(seconds)))

@@ -46,7 +46,10 @@ NAMED = [
     ({"global_batch": True}, "global_batch is True; it must be a whole number"),
     ({"microbatch_size": -1}, "microbatch_size is -1"),
     ({"global_batch": 8, "microbatch_size": 3}, "A global batch of 8 does not divide into microbatches of 3"),
-    ({"global_batch": 8, "microbatch_size": 4, "mesh": "dp_replicate=4"}, "The 2 rows of a replica do not divide into microbatches of 4"),
+    (
+        {"global_batch": 8, "microbatch_size": 4, "mesh": "dp_replicate=4"},
+        "The 2 rows of a replica do not divide into microbatches of 4",
+    ),
     ({"global_batch": 6, "mesh": "dp_replicate=4"}, "does not divide over dp_replicate=4"),
     ({"layers_per_stage": 0}, "layers_per_stage is 0"),
     ({"edge_layers": (1, -1)}, "edge_layers is -1"),
@@ -61,7 +64,10 @@ NAMED = [
     ({"table": "0F0,0B0\n1B0,1F0"}, "rank 1"),
     ({"table": "0F0,0B0\n1F0,1B0", "mesh": "pp=4"}, "2 rows, but the mesh has pp=4"),
     ({"table": "0F0,0B0\n1F0,1B0", "schedule": "GPipe"}, "not both"),
-    *(({"mesh": {"tp": 2}, "schedule": name}, "the mesh tp=2 has pp=1") for name in ("zbv", "Interleaved1F1B", "LoopedBFS", "DualPipeV")),
+    *(
+        ({"mesh": {"tp": 2}, "schedule": name}, "the mesh tp=2 has pp=1")
+        for name in ("zbv", "Interleaved1F1B", "LoopedBFS", "DualPipeV")
+    ),
     ({"devices": 2, "mesh": "pp=1,tp=2,dp_replicate=1", "schedule": "zbv"}, "the mesh tp=2 has pp=1"),
     ({"schedule": "zbv"}, "the mesh of one device has pp=1"),
 ]
@@ -99,7 +105,9 @@ def test_a_schedule_of_one_stage_a_rank_runs_without_a_pipeline() -> None:
 
 
 def test_the_dtype_is_the_programs() -> None:
-    program = gp.export(lambda: torch.nn.Linear(4, 4), (torch.zeros(2, 4, dtype=torch.bfloat16),), dtype="bf16", mode="infer")
+    program = gp.export(
+        lambda: torch.nn.Linear(4, 4), (torch.zeros(2, 4, dtype=torch.bfloat16),), dtype="bf16", mode="infer"
+    )
     assert gp.plan(program).dtype == "bf16"
     with pytest.raises(gp.GraphparError, match="'fp16', but the program was exported in 'bf16'"):
         gp.plan(program, dtype="fp16")
@@ -109,7 +117,10 @@ def test_what_comes_first_is_named() -> None:
     model, program = torch.nn.Linear(4, 4), example("head_first")
     plan = gp.plan(program, mesh="pp=2")
     for call, expected in (
-        (lambda: gp.plan(model, 2), r"first argument of plan is a Linear \(a model\); it must be a Program, which graphpar\.export"),
+        (
+            lambda: gp.plan(model, 2),
+            r"first argument of plan is a Linear \(a model\); it must be a Program, which graphpar\.export",
+        ),
         (lambda: gp.plan(torch.nn.Linear, 2), "is the class Linear"),
         (lambda: gp.estimate(model, plan), "first argument of estimate"),
         (lambda: gp.partition(plan, program), "first argument of partition is a Plan"),
@@ -139,7 +150,11 @@ EDITS = [
 def test_a_plan_that_can_not_be_is_not_partitioned(edit: dict[str, Any], expected: str) -> None:
     program = example("head_first")
     edited = replace(gp.plan(program, mesh={"pp": 2}), **edit)
-    for call in (lambda: check_alone(edited), lambda: gp.partition(program, edited), lambda: gp.estimate(program, edited)):
+    for call in (
+        lambda: check_alone(edited),
+        lambda: gp.partition(program, edited),
+        lambda: gp.estimate(program, edited),
+    ):
         with pytest.raises(gp.GraphparError) as refused:
             call()
         assert expected in str(refused.value)
@@ -161,19 +176,30 @@ def test_a_short_line_each() -> None:
     plan = gp.plan(program, "2xH100", mesh="pp=2", schedule="gpipe", microbatch_size=4)
     estimate, parts = gp.estimate(program, plan), gp.partition(program, plan)
     assert repr(program) == "Program(HeadFirst, train, 135 K parameters, Block x 8, batch 8)"
-    assert repr(gp.plan(program, mesh="pp=2", schedule="gpipe")) == "Plan(HeadFirst, train, pp=2, GPipe, 4 microbatches of 2)"
-    assert re.fullmatch(r"Plan\(HeadFirst, train, pp=2, GPipe, 2 microbatches of 4, \S+ .?s a step on 2xH100-SXM-80GB\)", repr(plan))
+    assert (
+        repr(gp.plan(program, mesh="pp=2", schedule="gpipe"))
+        == "Plan(HeadFirst, train, pp=2, GPipe, 4 microbatches of 2)"
+    )
+    assert re.fullmatch(
+        r"Plan\(HeadFirst, train, pp=2, GPipe, 2 microbatches of 4, \S+ .?s a step on 2xH100-SXM-80GB\)", repr(plan)
+    )
     assert repr(estimate).startswith("Estimate(") and " a step on 2xH100-SXM-80GB, MFU " in repr(estimate)
     assert repr(parts).startswith(f"Parts({plan!r}: __init__.py, ")
     assert repr(plan.cluster) == "Cluster('2xH100-SXM-80GB')"
-    assert "figures of its own" in repr(replace(gp.Cluster.parse("2xH100"), intra_node=gp.Cluster.parse("A100").intra_node))
-    assert all(len(repr(value)) < 300 and "\n" not in repr(value) for value in (program, plan, estimate, parts, plan.cluster))
+    assert "figures of its own" in repr(
+        replace(gp.Cluster.parse("2xH100"), intra_node=gp.Cluster.parse("A100").intra_node)
+    )
+    assert all(
+        len(repr(value)) < 300 and "\n" not in repr(value) for value in (program, plan, estimate, parts, plan.cluster)
+    )
 
 
 def test_a_verification_says_its_verdict() -> None:
     for error, verdict in ((1e-7, "PASS"), (2e-2, "FAIL")):
         made = Verification(2, 4, [1.5], [1.5], {"gradient": error}, {"gradient": "a.b"}, {"gradient": 1e-5})
-        assert repr(made) == f"Verification({verdict} in fp32, 2 devices, 4 steps, largest errors: gradient {error:.1e})"
+        assert (
+            repr(made) == f"Verification({verdict} in fp32, 2 devices, 4 steps, largest errors: gradient {error:.1e})"
+        )
 
 
 def test_notebooks_show_pages_in_frames() -> None:

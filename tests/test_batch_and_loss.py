@@ -251,10 +251,19 @@ def _transformers_case(name: str) -> Case:
     experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     models: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
         "last token by index": lambda: (hf.GPT2ForSequenceClassification(gpt2), {**padded, "labels": classes}),
-        "experts": lambda: (hf.MixtralForCausalLM(hf.MixtralConfig(**size, **experts)), {"input_ids": IDS, "labels": LABELS}),
+        "experts": lambda: (
+            hf.MixtralForCausalLM(hf.MixtralConfig(**size, **experts)),
+            {"input_ids": IDS, "labels": LABELS},
+        ),
         "clamped positions": lambda: (hf.BertForQuestionAnswering(hf.BertConfig(**size, **still)), spans),
-        "chosen tokens": lambda: (hf.ElectraForPreTraining(hf.ElectraConfig(**size, **still, embedding_size=16)), discriminator),
-        "shifted labels": lambda: (hf.BartForConditionalGeneration(bart), {"input_ids": IDS, "labels": LABELS.clamp(min=1)}),
+        "chosen tokens": lambda: (
+            hf.ElectraForPreTraining(hf.ElectraConfig(**size, **still, embedding_size=16)),
+            discriminator,
+        ),
+        "shifted labels": lambda: (
+            hf.BartForConditionalGeneration(bart),
+            {"input_ids": IDS, "labels": LABELS.clamp(min=1)},
+        ),
     }
     torch.manual_seed(0)
     model, inputs = models[name]()
@@ -332,7 +341,9 @@ def test_dropout_that_drops_nothing_or_everything_draws_nothing() -> None:
     assert assert_exact(case, [1, 5]).random_calls == 0
 
 
-@pytest.mark.parametrize("function", [torch.rand_like, lambda h: h.new_empty(h.shape).bernoulli_(0.5), F.gumbel_softmax])
+@pytest.mark.parametrize(
+    "function", [torch.rand_like, lambda h: h.new_empty(h.shape).bernoulli_(0.5), F.gumbel_softmax]
+)
 def test_other_random_numbers_are_refused(function: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(gp.GraphparError, match="draws random numbers"):
         gp.export(Applied(lambda h: h + function(h)), (XS,), loss_fn=lambda o: o.mean())
@@ -352,7 +363,11 @@ TERMS: list[Loss] = [
 
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
-    st.lists(st.tuples(st.sampled_from(range(5)), st.floats(-2, 2), st.sampled_from(["+", "-", "* count"])), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(st.sampled_from(range(5)), st.floats(-2, 2), st.sampled_from(["+", "-", "* count"])),
+        min_size=1,
+        max_size=3,
+    ),
     st.permutations(range(6)),
 )
 def test_sums_of_terms_add_up(terms: list[tuple[int, float, str]], order: list[int]) -> None:
@@ -373,4 +388,3 @@ def test_sums_of_terms_add_up(terms: list[tuple[int, float, str]], order: list[i
     whole = run(program, case)
     assert_same(whole, eager(case), what="whole")
     assert_same(run(program, case, [1, 2, 3]), whole, what="in microbatches")
-

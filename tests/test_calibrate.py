@@ -41,7 +41,9 @@ ALL_CASES = tuple(cases(CPU, quick=False))
 
 def times(device: Device, of: Sequence[Case] = ALL_CASES, processes: int = 2) -> list[Row]:
     """What ``device`` would take by the model that is fitted."""
-    computed = [Row(case.what, case.shape, case.dtype, processes, 1.0) for case in of if kind_of_case(case) != "operator"]
+    computed = [
+        Row(case.what, case.shape, case.dtype, processes, 1.0) for case in of if kind_of_case(case) != "operator"
+    ]
     small = [Row("operator", (20,), "fp32", processes, device.launch_s)]
     return small + [replace(row, seconds=value) for row, value in zip(computed, priced(device, computed))]
 
@@ -87,7 +89,9 @@ def test_a_fit_finds_the_figures_that_times_were_made_with(
 
 
 def test_a_known_device_keeps_its_peaks_and_is_fitted_by_shares() -> None:
-    true = replace(DEVICES["A100-SXM-80GB"], matrix_efficiency=0.7, memory_efficiency=0.6, half_reduction=100.0, dispatch_s=0.0)
+    true = replace(
+        DEVICES["A100-SXM-80GB"], matrix_efficiency=0.7, memory_efficiency=0.6, half_reduction=100.0, dispatch_s=0.0
+    )
     shapes = [case for case in cases(CPU, quick=False) if kind_of_case(case) != "operator"]
     large = [replace(case, shape=tuple(16 * size for size in case.shape), dtype="bf16") for case in shapes]
     found, _ = fit_device(replace(true, matrix_efficiency=0.1, half_reduction=1.0), times(true, large), true)
@@ -100,7 +104,9 @@ def test_a_known_device_keeps_its_peaks_and_is_fitted_by_shares() -> None:
 
 def test_rows_that_only_the_host_bounds_say_nothing_about_a_gpu() -> None:
     true = replace(DEVICES["A100-SXM-80GB"], dispatch_s=5e-6)
-    rows = [row if row.what.startswith("operator") else replace(row, seconds=max(row.seconds, 5e-6)) for row in times(true)]
+    rows = [
+        row if row.what.startswith("operator") else replace(row, seconds=max(row.seconds, 5e-6)) for row in times(true)
+    ]
     rows = [replace(row, seconds=5e-6) if row.what.startswith("operator") else row for row in rows]
     rows.append(Row("operator, replayed", (4,), "fp32", 2, true.launch_s))
     found, _ = fit_device(true, rows, true)
@@ -114,7 +120,9 @@ def test_one_bad_shape_does_not_spoil_the_others() -> None:
     spoiled = [*rows[:bad], replace(rows[bad], seconds=5 * rows[bad].seconds), *rows[bad + 1 :]]
     clean, _ = fit_device(DEVICES["CPU"], rows)
     found, errors = fit_device(DEVICES["CPU"], spoiled)
-    assert found.flops["fp32"] * found.matrix_efficiency == pytest.approx(clean.flops["fp32"] * clean.matrix_efficiency, rel=0.04)
+    assert found.flops["fp32"] * found.matrix_efficiency == pytest.approx(
+        clean.flops["fp32"] * clean.matrix_efficiency, rel=0.04
+    )
     assert errors["product"].worst > 3
     assert errors["product"].worst_row == "product {}x{}x{} fp32".format(*rows[bad].shape)
 
@@ -250,7 +258,11 @@ def test_the_shipped_row_of_a_cpu_fits_its_shipped_measurement() -> None:
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"), ("NVIDIA H200", "H200-SXM-141GB"), ("NVIDIA A100-SXM4-40GB", "A100-SXM-40GB")],
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
+        ("NVIDIA H200", "H200-SXM-141GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM-40GB"),
+    ],
 )
 def test_a_gpu_is_known_by_the_name_that_its_driver_gives(name: str, meant: str) -> None:
     assert calibration._known(replace(DEVICES["H100-SXM-80GB"], name=name)) == device_named(meant)
@@ -267,7 +279,17 @@ def test_the_command_writes_a_profile_that_plans_can_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "here.json"
-    arguments = ["calibrate", "--quick", "--patience", "0", "--processes", "1", "--force", "-o", str(out)]  # others may use the machine
+    arguments = [
+        "calibrate",
+        "--quick",
+        "--patience",
+        "0",
+        "--processes",
+        "1",
+        "--force",
+        "-o",
+        str(out),
+    ]  # others may use the machine
     assert main([*arguments, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed.pop("out") == str(out)
@@ -330,7 +352,11 @@ def test_a_profile_that_the_measurements_contradict_is_not_written(
     ],
 )  # fmt: skip
 def test_what_can_not_be_measured_is_said_at_once(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["calibrate", *arguments]) == 2

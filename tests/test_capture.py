@@ -146,7 +146,11 @@ class Output:
 
 @pytest.mark.parametrize(
     "wrap",
-    [lambda loss, h: Output(loss, h), lambda loss, h: {"loss": loss, "hidden": (h, [h * 2])}, lambda loss, h: loss.view(1).sum()],
+    [
+        lambda loss, h: Output(loss, h),
+        lambda loss, h: {"loss": loss, "hidden": (h, [h * 2])},
+        lambda loss, h: loss.view(1).sum(),
+    ],
     ids=["dataclass", "dictionary", "tensor"],
 )
 def test_the_models_own_loss(wrap: Callable[[Tensor, Tensor], Any]) -> None:
@@ -157,7 +161,11 @@ def test_the_models_own_loss(wrap: Callable[[Tensor, Tensor], Any]) -> None:
     ("wrap", "place", "own"),
     [
         (lambda loss, h: (h, loss), "output[1]", lambda out: out[1]),
-        (lambda loss, h: {"logits": h, "nll": loss, "seen": h.detach().mean()}, "output['nll']", lambda out: out["nll"]),
+        (
+            lambda loss, h: {"logits": h, "nll": loss, "seen": h.detach().mean()},
+            "output['nll']",
+            lambda out: out["nll"],
+        ),
         (lambda loss, h: Output(None, h, (loss,)), "output.extra[0]", lambda out: out.extra[0]),  # type: ignore[arg-type]
     ],
     ids=["tuple", "dictionary", "dataclass"],
@@ -167,7 +175,9 @@ def test_the_only_scalar_that_needs_a_gradient_is_the_loss(
 ) -> None:
     model = Around(lambda _, h: wrap(square(h), h))
     program = gp.export(model, (X,))
-    assert program.mode == "train" and any(line.startswith(f"{place} is taken as the loss") for line in program.warnings)
+    assert program.mode == "train" and any(
+        line.startswith(f"{place} is taken as the loss") for line in program.warnings
+    )
     assert_same(run(program, Case(model, (X,)), [4]), eager(Case(model, (X,), loss_fn=own)))
     assert not gp.export(model, (X,), loss_fn=own).warnings
     inferred = gp.export(model, (X,), mode="infer")
@@ -199,20 +209,31 @@ def test_without_a_loss_it_is_said_that_nothing_is_trained(model: nn.Module, exp
     x = X if not isinstance(model, Temperature) else torch.ones(4, 4)
     program = gp.export(model, (x,))
     (said,) = program.warnings
-    assert program.mode == "infer" and said.startswith("The program is for inference") and expected in said and "loss_fn = lambda" in said
+    assert (
+        program.mode == "infer"
+        and said.startswith("The program is for inference")
+        and expected in said
+        and "loss_fn = lambda" in said
+    )
     assert not gp.export(model, (x,), mode="infer").warnings
     assert not gp.export(copy.deepcopy(model).requires_grad_(False), (x,)).warnings
 
 
 def test_a_class_that_needs_arguments_is_no_factory() -> None:
-    with pytest.raises(gp.GraphparError, match=r"the class Linear, which needs arguments \(in_features, out_features\)"):
+    with pytest.raises(
+        gp.GraphparError, match=r"the class Linear, which needs arguments \(in_features, out_features\)"
+    ):
         gp.export(nn.Linear, (X,))
 
 
 def test_outputs_of_inference_are_named() -> None:
     program = gp.export(Around(lambda _, h: {"logits": h, "hidden": (h, [h * 2])}), (X,), mode="infer")
 
-    assert [(entry.name, entry.batch_dim) for entry in program.outputs] == [("logits", 0), ("hidden_0", 0), ("hidden_1_0", 0)]
+    assert [(entry.name, entry.batch_dim) for entry in program.outputs] == [
+        ("logits", 0),
+        ("hidden_0", 0),
+        ("hidden_1_0", 0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +256,9 @@ def test_losses_that_are_none(loss_fn: Callable[[Tensor], Any], why: str) -> Non
         (lambda o, y: F.mse_loss(o, y), (X, X), r"output and 2 targets.*too many positional arguments"),
     ],
 )
-def test_losses_that_are_given_other_targets_than_they_take(loss_fn: Callable[..., Any], targets: Any, why: str) -> None:
+def test_losses_that_are_given_other_targets_than_they_take(
+    loss_fn: Callable[..., Any], targets: Any, why: str
+) -> None:
     with pytest.raises(gp.GraphparError, match=why):
         gp.export(Two(), (X, X), loss_fn=loss_fn, targets=targets)
 
@@ -492,7 +515,11 @@ class Positions(nn.Module):
             self.register_buffer("mask", torch.ones(3, 3, device=device).tril(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x[:, None] + self.table(torch.arange(3, device=self.table.weight.device)) + torch.zeros(8, device=self.head.weight.device)
+        h = (
+            x[:, None]
+            + self.table(torch.arange(3, device=self.table.weight.device))
+            + torch.zeros(8, device=self.head.weight.device)
+        )
         return self.head(self.mask @ h if hasattr(self, "mask") else h)
 
 
@@ -509,11 +536,15 @@ def test_a_model_on_the_device_meta_is_one_without_memory() -> None:
     assert str(program.graph) == str(expected.graph) and "meta" not in str(program.graph)
     parts = gp.partition(program, gp.plan(program, mesh={"tp": 2}))
     assert model.head.weight.is_meta, "the user's model is as it was"
-    with pytest.raises(gp.GraphparError, match=r"table.weight is on the device meta.*give a function that builds it on the CPU"):
+    with pytest.raises(
+        gp.GraphparError, match=r"table.weight is on the device meta.*give a function that builds it on the CPU"
+    ):
         gp.verify(parts)
 
 
-@pytest.mark.parametrize("factory", [in_meta, lambda: Positions("meta", True), lambda: Positions(masked=True).to("meta")])
+@pytest.mark.parametrize(
+    "factory", [in_meta, lambda: Positions("meta", True), lambda: Positions(masked=True).to("meta")]
+)
 def test_values_of_a_factory_on_the_device_meta(factory: Callable[[], nn.Module]) -> None:
     program = gp.export(factory, (X,), loss_fn=square)
 
@@ -521,11 +552,15 @@ def test_values_of_a_factory_on_the_device_meta(factory: Callable[[], nn.Module]
 
 
 def test_a_table_on_the_device_meta_without_values_is_refused() -> None:
-    with pytest.raises(gp.GraphparError, match=r"non-persistent buffer 'mask' of Positions has no values.*Give a function"):
+    with pytest.raises(
+        gp.GraphparError, match=r"non-persistent buffer 'mask' of Positions has no values.*Give a function"
+    ):
         gp.export(Positions("meta", masked=True), (X,), loss_fn=square)
 
 
-@pytest.mark.parametrize("function", [lambda m, y: y * y.data, lambda m, y: y / m.a.weight.data.norm(), lambda m, y: y + m.a.bias.data])
+@pytest.mark.parametrize(
+    "function", [lambda m, y: y * y.data, lambda m, y: y / m.a.weight.data.norm(), lambda m, y: y + m.a.bias.data]
+)
 def test_data_of_a_tensor_is_the_tensor_without_gradient(function: Callable[[Any, Tensor], Tensor]) -> None:
     assert_exact(Case(Around(function), (X,), {}, square, ()), [1, 3])
 
@@ -594,7 +629,9 @@ def test_a_norm_over_the_batch_is_named() -> None:
 
 @pytest.mark.parametrize("loss_fn", [None, square])
 @pytest.mark.parametrize("axis", ["tp", "cp", "dp_replicate"])
-def test_a_model_without_parameters_is_planned_and_emitted(axis: str, loss_fn: Callable[[Tensor], Tensor] | None) -> None:
+def test_a_model_without_parameters_is_planned_and_emitted(
+    axis: str, loss_fn: Callable[[Tensor], Tensor] | None
+) -> None:
     program = gp.export(nn.Softmax(-1), (X,), loss_fn=loss_fn)
 
     assert gp.partition(program, gp.plan(program, mesh={axis: 2})).stages
@@ -613,7 +650,9 @@ def all_reduced(module: Any, y: Tensor) -> Tensor:
         (lambda m, y: torch.ops._c10d_functional.wait_tensor(y), "_c10d_functional.wait_tensor"),
     ],
 )
-def test_collectives_in_a_model_are_refused_with_their_line(function: Callable[[Any, Tensor], Tensor], name: str) -> None:
+def test_collectives_in_a_model_are_refused_with_their_line(
+    function: Callable[[Any, Tensor], Tensor], name: str
+) -> None:
     with pytest.raises(gp.GraphparError, match=rf"calls the collective {name}[a-z_.]* \(test_capture.py:\d+\)"):
         gp.export(Around(function), (X,), loss_fn=square)
 

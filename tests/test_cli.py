@@ -113,7 +113,17 @@ def test_it_runs_as_a_module() -> None:
         (["calibrate", "--patience", "nan"], "--patience: it is nan"),
         *(
             (["compile", "m.py", option, ""], f"{option} is empty")
-            for option in ("--mesh", "--schedule", "--split", "--shard-plan", "--plan", "--html", "--explain", "--cluster", "--out")
+            for option in (
+                "--mesh",
+                "--schedule",
+                "--split",
+                "--shard-plan",
+                "--plan",
+                "--html",
+                "--explain",
+                "--cluster",
+                "--out",
+            )
         ),
     ],
 )
@@ -182,7 +192,18 @@ def test_compile_as_a_process_prints_one_json_object(folder: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     data = json.loads(ran.stdout)
-    assert set(data) == {"graphpar", "torch", "alone", "out", "warnings", "model", "plan", "predicted", "search", "seconds"}
+    assert set(data) == {
+        "graphpar",
+        "torch",
+        "alone",
+        "out",
+        "warnings",
+        "model",
+        "plan",
+        "predicted",
+        "search",
+        "seconds",
+    }
     assert set(data["seconds"]) == {"capture", "plan", "emit", "total"}
     assert data["out"] == "noisy-2dev" and data["plan"]["global_batch"] == 6
     assert "noise" in ran.stderr
@@ -206,9 +227,13 @@ def test_compile_report_and_pins(folder: Path, capsys: pytest.CaptureFixture[str
     assert "Wrote trace.json" in output(capsys, "report", "out", "--trace", "trace.json")
     trace = json.loads((folder / "trace.json").read_text())
     predicted = json.loads((folder / "out" / "plan.json").read_text())["report"]["predicted"]
-    assert trace["otherData"]["times"] == "seconds" and trace["otherData"]["makespan"] == pytest.approx(predicted["pipeline_s"])
+    assert trace["otherData"]["times"] == "seconds" and trace["otherData"]["makespan"] == pytest.approx(
+        predicted["pipeline_s"]
+    )
     first = next(event for event in trace["traceEvents"] if event["ph"] == "X" and event["name"] == "0F0")
-    assert first["dur"] == pytest.approx(1e6 * (predicted["stages"][0]["forward_s"] + predicted["conditions"]["action_s"]))
+    assert first["dur"] == pytest.approx(
+        1e6 * (predicted["stages"][0]["forward_s"] + predicted["conditions"]["action_s"])
+    )
     slices = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X" and event["name"] != "optimizer"]
     assert sorted(slices) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(2))
     assert "not both" in message(capsys, "report", "out", "--trace", "trace.json", "--html", "again.html")
@@ -309,7 +334,9 @@ def test_no_emit_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_cluster_goes_into_the_plan_and_its_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "own.toml").write_text('nodes = 2\ndevices_per_node = 2\ndevice = "A100"\ninter_node = { bytes_per_s = 1e9 }\n')
+    (folder / "own.toml").write_text(
+        'nodes = 2\ndevices_per_node = 2\ndevice = "A100"\ninter_node = { bytes_per_s = 1e9 }\n'
+    )
     arguments = ["--cluster", "own.toml", "--devices", "4", "--mesh", "tp=2", "-o", "out"]
     plan = compiled(capsys, HEAD_FIRST, *arguments)["plan"]
     assert plan["mesh"]["pp"] == 2 and plan["cluster"]["inter_node"]["bytes_per_s"] == 1e9
@@ -380,8 +407,14 @@ def test_explain_a_module_of_a_cut_program(folder: Path, capsys: pytest.CaptureF
         ("modle = 1\nexample_inputs = ()\n", "It has modle, example_inputs. Did you mean 'modle'?"),
         ("model = int\nexample_input = ()\n", "Did you mean 'example_input'?"),
         ("model = 3\nexample_inputs = ()\n", "model is of type int"),
-        ("from torch import nn\nmodel = nn.Linear\nexample_inputs = ()\n", "class Linear, which needs arguments (in_features, out_"),
-        ("def model(width): return width\nexample_inputs = ()\n", "model is the function model, which needs arguments (width)"),
+        (
+            "from torch import nn\nmodel = nn.Linear\nexample_inputs = ()\n",
+            "class Linear, which needs arguments (in_features, out_",
+        ),
+        (
+            "def model(width): return width\nexample_inputs = ()\n",
+            "model is the function model, which needs arguments (width)",
+        ),
         ("import torch\nmodel = int\nexample_inputs = torch.ones(1)\n", "write (tensor,)"),
         ("model = int\ndef example_inputs(): return 1 / 0\n", "line 2: def example_inputs(): return 1 / 0"),
         ("import torch\nexample_inputs = (torch.ones(2),)\ndef model():\n    return 1 / 0\n", "line 4: return 1 / 0"),
@@ -396,7 +429,9 @@ def test_a_broken_model_file(text: str, expected: str, folder: Path, capsys: pyt
 
 def test_a_class_without_arguments_is_a_factory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = "import torch\nclass Net(torch.nn.Linear):\n    def __init__(self, width=4): super().__init__(width, width)\nmodel = Net\n"
-    (folder / "model.py").write_text(source + "example_inputs = (torch.ones(4, 4),)\nloss_fn = lambda y: y.square().mean()\n")
+    (folder / "model.py").write_text(
+        source + "example_inputs = (torch.ones(4, 4),)\nloss_fn = lambda y: y.square().mean()\n"
+    )
     data = compiled(capsys, "model.py", "--weights")
     assert data["model"]["name"] == "Net" and data["model"]["parameters"] == 20
     assert (folder / "model-1dev" / "weights" / "model.safetensors").is_file()
@@ -422,8 +457,14 @@ def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
         (["--cluster", "some"], "There is no device 'some'; known are"),
         (["--cluster", "nope.toml"], "There is no cluster file nope.toml"),
         (["--cluster", "4xCPU", "--devices", "2"], "--devices is 2, but the cluster 4xCPU has 4"),
-        (["--cluster", "2x4xH100", "--mesh", "pp=2,tp=2,dp_replicate=1"], "pp(2) * dp_replicate(1) * tp(2) = 4 != 8 devices"),
-        (["--cluster", "2xH100", "--mesh", "tp=4"], "2 devices don't divide by the mesh's tp=4; take a multiple of 4 devices"),
+        (
+            ["--cluster", "2x4xH100", "--mesh", "pp=2,tp=2,dp_replicate=1"],
+            "pp(2) * dp_replicate(1) * tp(2) = 4 != 8 devices",
+        ),
+        (
+            ["--cluster", "2xH100", "--mesh", "tp=4"],
+            "2 devices don't divide by the mesh's tp=4; take a multiple of 4 devices",
+        ),
         (["--dump-after", "outlin"], "Did you mean 'outline'?"),
         (["--devices", "2", "--explain", "bode"], "matches no module"),
         (["--plan", "nope.json"], "There is no plan nope.json"),
@@ -461,7 +502,11 @@ def test_wrong_options(arguments: list[str], expected: str, folder: Path, capsys
     ],
 )
 def test_a_typo_costs_no_trace(
-    arguments: list[str], expected: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    expected: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from graphpar import api
 
@@ -494,7 +539,9 @@ def test_compiling_again_does_not_lose_what_was_changed(folder: Path, capsys: py
     assert "changed train.py; added my_data.py" in said and "--force" in said and train.read_text() == "mine"
     assert "Kept       changed train.py; added my_data.py" in output(capsys, "compile", *arguments, "--force")
     assert train.read_text() == emitted
-    assert (folder / "out" / "train.py.orig").read_text() == "mine" and (folder / "out" / "my_data.py").read_text() == "data"
+    assert (folder / "out" / "train.py.orig").read_text() == "mine" and (
+        folder / "out" / "my_data.py"
+    ).read_text() == "data"
 
 
 def test_a_plan_that_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -582,7 +629,12 @@ def test_weights_are_written_where_they_are_small_or_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = folder / "out" / "weights"
-    for limit, options, written in ((2**30, [], True), (100, [], False), (100, ["--weights"], True), (2**30, ["--no-weights"], False)):
+    for limit, options, written in (
+        (2**30, [], True),
+        (100, [], False),
+        (100, ["--weights"], True),
+        (2**30, ["--no-weights"], False),
+    ):
         monkeypatch.setattr(compile_command, "SMALL_BYTES", limit)
         printed = output(capsys, "compile", HEAD_FIRST, "-o", "out", *options)
         assert weights.exists() is written, options
@@ -636,7 +688,9 @@ def test_verify_says_how_it_was_decided_and_what_inference_was_compared_on(capsy
 
     native = Verification(2, 4, [1.0], [1.0], {"gradient": 2e-2}, {"gradient": "a.b"}, {"gradient": 1e-5})
     decided = replace(native, max_error={"gradient": 1e-12}, decided_in="fp64", native=native, notes=["again in fp64"])
-    outputs = Verification(2, 4, [], [], {"output": 1e-2}, {"output": "logits"}, {"output": 1e-5}, data="rows drawn again")
+    outputs = Verification(
+        2, 4, [], [], {"output": 1e-2}, {"output": "logits"}, {"output": 1e-5}, data="rows drawn again"
+    )
     outputs.first_difference = Difference(1, "output", "logits", 1e-2)
 
     show(decided.to_json(), Console())

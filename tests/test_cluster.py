@@ -194,18 +194,48 @@ def test_a_file_with_a_device_of_ones_own(tmp_path: Path) -> None:
         (NAMED, '"A100"', "3", "device is 3; it must be a name"),
         (NAMED, '"A100"\n', '"A100"\nintra_node = 3\n', "intra_node is 3; it must be a table"),
         (NAMED, '"A100"\n', '"A100"\ninter_node = { bytes_per_s = 0 }\n', "inter_node: bytes_per_s is 0"),
-        (NAMED, '"A100"\n', '"A100"\ninter_node = { bytes_per_s = -1e9 }\n', "inter_node: bytes_per_s is -1000000000.0"),
+        (
+            NAMED,
+            '"A100"\n',
+            '"A100"\ninter_node = { bytes_per_s = -1e9 }\n',
+            "inter_node: bytes_per_s is -1000000000.0",
+        ),
         (NAMED, '"A100"\n', '"A100"\ninter_node = { latency_s = nan }\n', "inter_node: latency_s is nan"),
-        (NAMED, '"A100"\n', '"A100"\ninter_node = { byte_per_s = 1e9 }\n', "inter_node: there is no field 'byte_per_s'"),
-        (NAMED, '"A100"\n', '"A100"\nintra_node = { in_switch = 1.5 }\n', "intra_node: in_switch is 1.5; it is a share"),
-        (NAMED, '"A100"\n', '"A100"\ninter_node = { efficiency = 0 }\n', "inter_node: efficiency is 0; it must be a number above 0"),
+        (
+            NAMED,
+            '"A100"\n',
+            '"A100"\ninter_node = { byte_per_s = 1e9 }\n',
+            "inter_node: there is no field 'byte_per_s'",
+        ),
+        (
+            NAMED,
+            '"A100"\n',
+            '"A100"\nintra_node = { in_switch = 1.5 }\n',
+            "intra_node: in_switch is 1.5; it is a share",
+        ),
+        (
+            NAMED,
+            '"A100"\n',
+            '"A100"\ninter_node = { efficiency = 0 }\n',
+            "inter_node: efficiency is 0; it must be a number above 0",
+        ),
         (NAMED, "nodes = 2", "nodes = ", "is no TOML"),
-        (OWN, "intra_node = { latency_s = 1e-5, bytes_per_s = 25e9 }\n", "", "device: the field 'inter_node' is missing"),
+        (
+            OWN,
+            "intra_node = { latency_s = 1e-5, bytes_per_s = 25e9 }\n",
+            "",
+            "device: the field 'inter_node' is missing",
+        ),
         (OWN, "latency_s = 1e-5, ", "", "intra_node: the field 'latency_s' is missing"),
         (OWN, "nodes = 1", "nodes = 2", "device: the field 'inter_node' is missing"),
         (OWN, 'kind = "gpu"', 'kind = "tpu"', "device: kind is 'tpu'; it must be gpu or cpu"),
         (OWN, "24e9", "24.5", "device: memory_bytes is 24.5"),
-        (OWN, "fp32 = ", "fp31 = ", "device: flops has 'fp31'; the dtypes are fp32, tf32, bf16, fp16, fp8. Did you mean 'fp32'"),
+        (
+            OWN,
+            "fp32 = ",
+            "fp31 = ",
+            "device: flops has 'fp31'; the dtypes are fp32, tf32, bf16, fp16, fp8. Did you mean 'fp32'",
+        ),
         (OWN, "160e12", "0", "device: flops.bf16 is 0"),
         (OWN, "matrix_efficiency = 0.7", "matrix_efficiency = 70", "matrix_efficiency is 70; it is a share"),
         (OWN, "memory_bytes_per_s", "memory_byte_per_s", "Did you mean 'memory_bytes_per_s'"),
@@ -308,7 +338,9 @@ def test_a_mesh_or_a_count_that_is_not_the_clusters(program: gp.Program) -> None
     with pytest.raises(gp.GraphparError, match=r"Invalid mesh: .* = 2 != 4 devices.*Leave out pp"):
         gp.plan(program, made, mesh={"pp": 1, "dp_replicate": 1, "tp": 2})
     for degree in (8, 3):
-        with pytest.raises(gp.GraphparError, match=f"4 devices don't divide by the mesh's tp={degree}; take a multiple of {degree}"):
+        with pytest.raises(
+            gp.GraphparError, match=f"4 devices don't divide by the mesh's tp={degree}; take a multiple of {degree}"
+        ):
             gp.plan(program, made, mesh={"tp": degree})
     with pytest.raises(gp.GraphparError, match="devices is 2, but the cluster 4xCPU has 4"):
         gp.plan(program, made, devices=2)

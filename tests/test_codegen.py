@@ -145,10 +145,14 @@ def test_no_baked_batch_size_and_no_numeric_ids(name: str) -> None:
     """A program with another batch size prints the same modules; names carry no counters from the trace."""
     program = example(name)
     sources = _sources(
-        gp.partition(program, gp.plan(program, mesh={"pp": 2}, global_batch=8, allow_batch_coupling=True, schedule="GPipe"))
+        gp.partition(
+            program, gp.plan(program, mesh={"pp": 2}, global_batch=8, allow_batch_coupling=True, schedule="GPipe")
+        )
     )
     wider = _sources(
-        gp.partition(program, gp.plan(program, mesh={"pp": 2}, global_batch=24, allow_batch_coupling=True, schedule="GPipe"))
+        gp.partition(
+            program, gp.plan(program, mesh={"pp": 2}, global_batch=24, allow_batch_coupling=True, schedule="GPipe")
+        )
     )
 
     for file in sources:

@@ -31,7 +31,9 @@ def cluster(nodes: int, devices_per_node: int, intra: Link = FAST, inter: Link =
 
 def network(text: str, between_s: float | None = None) -> Network:
     made = Cluster.parse(text)
-    return Network(made if between_s is None else replace(made, inter_node=replace(made.inter_node, latency_s=between_s)))
+    return Network(
+        made if between_s is None else replace(made, inter_node=replace(made.inter_node, latency_s=between_s))
+    )
 
 
 # ---- measured --------------------------------------------------------------------------------------------------
@@ -94,10 +96,15 @@ def test_collectives_take_what_was_measured(name: str) -> None:
 
 def test_the_docstring_says_how_well() -> None:
     found = [abs(error) for name in CURVES for error in errors(name)]
-    said = re.search(r"(\d+) points.*?(\d+) % in the middle, by\s(\d+) % at nine in ten and by (\d+) %", collectives.__doc__, re.S)
+    said = re.search(
+        r"(\d+) points.*?(\d+) % in the middle, by\s(\d+) % at nine in ten and by (\d+) %", collectives.__doc__, re.S
+    )
     assert said is not None
     ninth = sorted(found)[round(0.9 * len(found)) - 1]
-    assert [int(number) for number in said.groups()] == [len(found), *(round(100 * e) for e in (median(found), ninth, max(found)))]
+    assert [int(number) for number in said.groups()] == [
+        len(found),
+        *(round(100 * e) for e in (median(found), ninth, max(found))),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +123,14 @@ def test_the_docstring_says_how_well() -> None:
         ("72xGB200", 72, "all-reduce", 8 * GIB, 834.57),  # coreweave/nccl-tests, pull request 43
         ("8xMI300X", 8, "all-reduce", 4 * GIB, 312.9),
         ("8xMI300X", 2, "all-reduce", 4 * GIB, 47.7),
-        *(("8xH200", n, "all-reduce", 8 * GIB, rate) for n, rate in zip(range(4, 9), (363.3, 414.2, 435.6, 460.0, 473.1))),
-        *(("8xB200", n, "all-reduce", 8 * GIB, rate) for n, rate in zip(range(4, 9), (673.2, 677.8, 778.2, 811.2, 838.0))),
+        *(
+            ("8xH200", n, "all-reduce", 8 * GIB, rate)
+            for n, rate in zip(range(4, 9), (363.3, 414.2, 435.6, 460.0, 473.1))
+        ),
+        *(
+            ("8xB200", n, "all-reduce", 8 * GIB, rate)
+            for n, rate in zip(range(4, 9), (673.2, 677.8, 778.2, 811.2, 838.0))
+        ),
     ],
 )
 def test_large_messages_take_what_was_measured(text: str, count: int, kind: str, nbytes: int, rate: float) -> None:
@@ -169,7 +182,9 @@ def seconds(made: Cluster, ranks: list[int], kind: str, nbytes: float) -> float:
 
 
 @given(settings_of(), KIND, BYTES, st.floats(1, 100), st.sampled_from(["intra_node", "inter_node"]))
-def test_a_better_link_never_costs(setting: tuple[Cluster, list[int]], kind: str, nbytes: float, times: float, name: str) -> None:
+def test_a_better_link_never_costs(
+    setting: tuple[Cluster, list[int]], kind: str, nbytes: float, times: float, name: str
+) -> None:
     made, ranks = setting
     link = getattr(made, name)
     pair = link.pair_bytes_per_s and link.pair_bytes_per_s * times
@@ -189,12 +204,18 @@ def test_more_bytes_are_never_cheaper(setting: tuple[Cluster, list[int]], kind: 
 
 @given(clusters(), KIND, BYTES)
 def test_one_rank_sends_nothing(made: Cluster, kind: str, nbytes: float) -> None:
-    assert Network(made).seconds(kind, nbytes, Network(made).group([made.size - 1])) == 0 == Network(made).seconds(kind, nbytes, ONE)
+    assert (
+        Network(made).seconds(kind, nbytes, Network(made).group([made.size - 1]))
+        == 0
+        == Network(made).seconds(kind, nbytes, ONE)
+    )
 
 
 @given(settings_of(), BYTES)
 def test_an_all_reduce_is_no_dearer_than_its_halves(setting: tuple[Cluster, list[int]], nbytes: float) -> None:
-    whole, scattered, gathered = (seconds(*setting, kind, nbytes) for kind in ("all-reduce", "reduce-scatter", "all-gather"))
+    whole, scattered, gathered = (
+        seconds(*setting, kind, nbytes) for kind in ("all-reduce", "reduce-scatter", "all-gather")
+    )
     assert whole <= (scattered + gathered) * (1 + 1e-9)
 
 
@@ -203,7 +224,9 @@ def test_an_all_reduce_is_dearer_than_half_of_it(setting: tuple[Cluster, list[in
     """Over nodes where latency does not count: an all-reduce has trees, and a reduce-scatter has none, as in NCCL."""
     made, ranks = setting
     if made.nodes > 1:
-        made = replace(made, intra_node=replace(made.intra_node, latency_s=0), inter_node=replace(made.inter_node, latency_s=0))
+        made = replace(
+            made, intra_node=replace(made.intra_node, latency_s=0), inter_node=replace(made.inter_node, latency_s=0)
+        )
     assert seconds(made, ranks, "all-reduce", nbytes) >= seconds(made, ranks, "reduce-scatter", nbytes) * (1 - 1e-9)
 
 
@@ -211,9 +234,9 @@ def test_an_all_reduce_is_dearer_than_half_of_it(setting: tuple[Cluster, list[in
 def test_no_price_is_below_what_the_wires_carry(made: Cluster, nbytes: float) -> None:
     """All ranks: a node sends and gets the rest of the tensor, with all its adapters; a device does with its link."""
     size = made.size
-    assert seconds(made, list(range(size)), "all-gather", nbytes) >= nbytes * (size - 1) / size / made.intra_node.bytes_per_s * (
-        made.devices_per_node > 1
-    ) * (1 - 1e-9)
+    assert seconds(made, list(range(size)), "all-gather", nbytes) >= nbytes * (
+        size - 1
+    ) / size / made.intra_node.bytes_per_s * (made.devices_per_node > 1) * (1 - 1e-9)
     leaving = nbytes * (made.nodes - 1) / made.nodes
     for kind in ("all-reduce", "all-gather", "reduce-scatter"):
         times = 2 if kind == "all-reduce" else 1
@@ -226,7 +249,9 @@ def test_a_ring_sends_what_the_transitions_say() -> None:
     made = cluster(1, 8, Link(0.0, 100e9, efficiency=1.0))
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
         for count in (2, 5, 8):
-            assert seconds(made, list(range(count)), kind, 1e9) == pytest.approx(collective_cost(kind, 1e9, count).bytes_sent / 100e9)
+            assert seconds(made, list(range(count)), kind, 1e9) == pytest.approx(
+                collective_cost(kind, 1e9, count).bytes_sent / 100e9
+            )
 
 
 # ---- over nodes ------------------------------------------------------------------------------------------------
@@ -275,7 +300,9 @@ def test_a_tree_over_many_nodes_is_sooner_than_a_ring() -> None:
 
 # ---- groups of axes --------------------------------------------------------------------------------------------
 
-MESHES = st.tuples(*(st.sampled_from([1, 2, 3, 4]) if axis in ("pp", "cp", "tp") else st.sampled_from([1, 2]) for axis in AXES))
+MESHES = st.tuples(
+    *(st.sampled_from([1, 2, 3, 4]) if axis in ("pp", "cp", "tp") else st.sampled_from([1, 2]) for axis in AXES)
+)
 
 
 def groups_of(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
@@ -324,7 +351,9 @@ def test_an_inner_axis_stays_inside_where_degrees_fill_nodes(degrees: tuple[int,
         prices = Network(cluster(mesh.size // size, size))
         for place, axis in enumerate(reversed(AXES)):
             degree = mesh.degrees()[axis]
-            assert prices.group_of_axes(mesh, [axis]) == (Group(degree, degree, 1) if place > inner else Group(degree, 1, degree))
+            assert prices.group_of_axes(mesh, [axis]) == (
+                Group(degree, degree, 1) if place > inner else Group(degree, 1, degree)
+            )
 
 
 def test_a_mesh_of_many_devices() -> None:

@@ -116,7 +116,9 @@ def alone() -> Iterator[None]:
     collectives.bind({})
 
 
-@pytest.mark.parametrize("number", [n for n, case in enumerate(LOSSES) if case.dtype == torch.float64 and case.scale < 1e3])
+@pytest.mark.parametrize(
+    "number", [n for n, case in enumerate(LOSSES) if case.dtype == torch.float64 and case.scale < 1e3]
+)
 def test_vocabulary_loss_has_the_gradient_of_its_differences(alone: None, number: int) -> None:
     case = LOSSES[number]
     logits, target, weight = case.inputs()

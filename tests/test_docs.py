@@ -133,7 +133,10 @@ def steps() -> str:
 
 def devices() -> str:
     dtypes = ("fp32", "tf32", "bf16", "fp16", "fp8")
-    rows = [f"| device | {', '.join(dtypes)}: Tflop/s | memory | bandwidth | in a node | between | a node |", "|---" * 7 + "|"]
+    rows = [
+        f"| device | {', '.join(dtypes)}: Tflop/s | memory | bandwidth | in a node | between | a node |",
+        "|---" * 7 + "|",
+    ]
     for device in DEVICES.values():
         rates = " · ".join(f"{device.flops[dtype] / 1e12:g}" if dtype in device.flops else "–" for dtype in dtypes)
         inside, between = (f"{link.bytes_per_s / 1e9:g} GB/s" for link in (device.intra_node, device.inter_node))
@@ -243,7 +246,9 @@ def test_torchrun_runs_as_the_guide_and_the_docstring_say(tmp_path: Path, monkey
         else:
             assert f"    {shlex.join(words)}\n" in Path("train.py").read_text()
             words[words.index("--steps") + 1] = "2"
-            subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]], check=True, timeout=180)
+            subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]], check=True, timeout=180
+            )
             assert Path("trained.safetensors").is_file()
 
 

@@ -24,7 +24,15 @@ from tests.programs import example, example_file
 from tests.test_cli import GPT, HEAD_FIRST, compiled, folder, message, output
 
 __all__ = ["folder"]  # a fixture
-PREDICTED = {"step_time_s", "mfu", "bubble_fraction", "peak_memory_bytes", "compute_s", "communication_s", "exposed_communication_s"}
+PREDICTED = {
+    "step_time_s",
+    "mfu",
+    "bubble_fraction",
+    "peak_memory_bytes",
+    "compute_s",
+    "communication_s",
+    "exposed_communication_s",
+}
 H100 = gp.Cluster.parse("4xH100")
 
 
@@ -104,7 +112,9 @@ def test_what_the_user_gets_wrong(searched: gp.Plan) -> None:
     assert "is for 'GPT', but the program is 'LlamaForCausalLM'" in said and "LlamaDecoderLayer x 8" in said
     assert "only the plan has blocks, head, norm" in said and "only the program has lm_head, model." in said
     shorter = json.loads(json.dumps(searched.to_json()))
-    shorter["stages"][-1]["modules"] = [name for name in shorter["stages"][-1]["modules"] if not name.startswith("blocks.7")]
+    shorter["stages"][-1]["modules"] = [
+        name for name in shorter["stages"][-1]["modules"] if not name.startswith("blocks.7")
+    ]
     with pytest.raises(gp.GraphparError, match=r"is for another 'GPT': only the program has blocks\.7"):
         gp.partition(example("gpt"), gp.Plan.from_json(shorter))
 
@@ -130,7 +140,10 @@ def made(stages: int = 1, work: tuple[float, ...] = (), memory: int = 10, room: 
         optimizer_s=0.0,
         conditions=Conditions(),
         closings=(),
-        stages=tuple(StageEstimate(place, place, (place, place + 1), time, 0.0, 0.0, 1, 0.0, 0.0) for place, time in enumerate(times)),
+        stages=tuple(
+            StageEstimate(place, place, (place, place + 1), time, 0.0, 0.0, 1, 0.0, 0.0)
+            for place, time in enumerate(times)
+        ),
         cluster="",
         device="",
         memory_bytes=room,
@@ -149,7 +162,10 @@ def made(stages: int = 1, work: tuple[float, ...] = (), memory: int = 10, room: 
         (made(compute=6.0, ep=2.0), "ep traffic 2.00 s exposed"),
         (made(2, compute=6.0, bubble=2.0, pp=1.0), "bubble of 2.00 s: 22.2% of the step"),
         (made(2, compute=6.0, bubble=1.0, pp=3.0), "waits 3.00 s for transfers between stages"),
-        (made(2, (1.0, 3.0), compute=7.5, bubble=1.0), "uneven stages: the slowest rank has 1.50x the mean to do, not 1.00x"),
+        (
+            made(2, (1.0, 3.0), compute=7.5, bubble=1.0),
+            "uneven stages: the slowest rank has 1.50x the mean to do, not 1.00x",
+        ),
         (made(compute=6.0, tp=1.0), "as fast; the simpler of the two was taken"),
         (made(2, memory=912, room=776, compute=1.0), "does not fit: stage 0 needs 912 B of 776 B"),
         (made(1, memory=912, room=776, compute=1.0), "does not fit: a device needs 912 B of 776 B"),

@@ -66,7 +66,9 @@ def test_ranks_have_the_rows_of_their_experts_and_their_gradients_add_up(ranks: 
 
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS.keys())
 @pytest.mark.parametrize("ranks", [1, 2, 4], indirect=True)
-def test_rows_of_all_ranks_are_a_sum_whose_gradient_each_rank_takes_its_rows_of(ranks: list[int], ends: list[int]) -> None:
+def test_rows_of_all_ranks_are_a_sum_whose_gradient_each_rank_takes_its_rows_of(
+    ranks: list[int], ends: list[int]
+) -> None:
     offs = torch.tensor(ends, dtype=torch.int32)
     x, upstream = torch.randn(10, 3), torch.randn(10, 3)
     terms, gradients = [], []
@@ -106,7 +108,9 @@ def test_a_row_without_an_expert_is_an_error(ranks: list[int]) -> None:
 def test_the_type_reads_as_it_prints() -> None:
     kind = ExpertRows(offsets="cumsum_1")
 
-    assert parse_type(str(kind)) == kind == ExpertRows(offsets="cumsum_1") and hash(kind) == hash(ExpertRows(offsets="cumsum_1"))
+    assert parse_type(str(kind)) == kind == ExpertRows(offsets="cumsum_1") and hash(kind) == hash(
+        ExpertRows(offsets="cumsum_1")
+    )
     assert kind != ExpertRows(offsets="cumsum") and kind != Shard(0) and Shard(0) != kind
 
 
@@ -208,7 +212,9 @@ class Product(nn.Module):
 
 @pytest.fixture(scope="module")
 def sorted_experts() -> Program:
-    pytest.importorskip("transformers.integrations.moe")  # it registers the product by groups that can be traced in fp32
+    pytest.importorskip(
+        "transformers.integrations.moe"
+    )  # it registers the product by groups that can be traced in fp32
     torch.manual_seed(0)
     return gp.export(SortedExperts(), (), {"x": torch.randn(8, 6, 16), "target": torch.randn(8, 6, 16)})
 
@@ -302,7 +308,9 @@ def test_public_architectures_with_experts_are_exact() -> None:
     for name in ("qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"):
         program = program_of(name)
         plan = gp.plan(program, mesh={"ep": 2})
-        weights = {name: spec["ep"] for name, spec in plan.parameters().items() if name.endswith(("gate_up_proj", "down_proj"))}
+        weights = {
+            name: spec["ep"] for name, spec in plan.parameters().items() if name.endswith(("gate_up_proj", "down_proj"))
+        }
         assert weights and set(map(str, weights.values())) == {"S(0)"}
         made[name] = gp.partition(program, plan)
         assert gp.check(made[name]).problems == []
@@ -312,7 +320,9 @@ def test_public_architectures_with_experts_are_exact() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["ep=2", "tp=2"])
-def test_a_module_with_several_results_of_an_operator_is_explained(mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module_with_several_results_of_an_operator_is_explained(
+    mesh: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = str(EXAMPLES / "mixtral.py")
 
     assert main(["compile", model, "--mesh", mesh, "--explain", "model.layers.0.mlp.experts", "--no-emit"]) == 0

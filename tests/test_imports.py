@@ -15,7 +15,10 @@ ORDER = (
 )  # fmt: skip
 """Folders and files of ``graphpar``; those of one step know nothing of each other."""
 STEP = {name: step for step, names in enumerate(ORDER) for name in names}
-FOLDERS = {"graphpar": ROOT / "graphpar", **{f"graphpar.{name}": ROOT / name for name in ("passes", "cost_models", "cli")}}
+FOLDERS = {
+    "graphpar": ROOT / "graphpar",
+    **{f"graphpar.{name}": ROOT / name for name in ("passes", "cost_models", "cli")},
+}
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,7 @@ class Measured:
     passes: Passes
 
 
-def _kept_bytes(
-    adapter: StageAdapter, received: list[Tensor], named: dict[str, Tensor], others: set[int]
-) -> int:
+def _kept_bytes(adapter: StageAdapter, received: list[Tensor], named: dict[str, Tensor], others: set[int]) -> int:
     """Of the distinct storages that a forward saves or returns, without ``others``."""
     tensors: list[Tensor] = []
 
@@ -270,7 +268,9 @@ def test_a_rank_holds_what_the_runtime_makes() -> None:
         assert memory.optimizer == 2 * memory.parameters
         assert memory.buckets == parts.program.parameters["transformer.wte.weight"].nbytes  # tied over both ranks
     received = 2 * 16 * 64 * 4
-    assert [_memory(case, rank).boundaries for rank in (0, 1)] == [5 * received] * 2  # of 4 microbatches, and one on its way
+    assert [_memory(case, rank).boundaries for rank in (0, 1)] == [
+        5 * received
+    ] * 2  # of 4 microbatches, and one on its way
     saved = [activations_of(*case).saved(stage, 2).total for stage in parts.stages]
     assert [_memory(case, rank).activations for rank in (0, 1)] == [2 * saved[0], saved[1]]
     memory = _memory(case, 0)
@@ -284,7 +284,11 @@ def test_optimizers_main_copies_and_zero() -> None:
     case = ("gpt", "pp=1")
     plain = _memory(case, 0, optimizer="sgd")
     assert plain.optimizer == plain.main_copies == 0
-    assert [_memory(case, 0, optimizer=kind).optimizer for kind in OPTIMIZERS] == [0, plain.parameters, 2 * plain.parameters]
+    assert [_memory(case, 0, optimizer=kind).optimizer for kind in OPTIMIZERS] == [
+        0,
+        plain.parameters,
+        2 * plain.parameters,
+    ]
     assert _memory(case, 0, main_copies=True).main_copies == 0  # float32 needs none
     totals = [_memory(case, 0, zero=level, shards=4) for level in range(4)]
     assert [m.optimizer for m in totals] == [2 * plain.parameters, *[-(-2 * plain.parameters // 4)] * 3]

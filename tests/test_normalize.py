@@ -149,7 +149,10 @@ def test_inplace_writes(name: str) -> None:
 
 REFUSED: dict[str, tuple[Function, str]] = {
     "detached": (lambda _, h: (h.detach().mul_(2), h)[1], "detached tensor"),
-    "parameter": (lambda model, h: (model.first.weight.detach().clamp_(-1, 1), h)[1], "writes the parameter 'first.weight'"),
+    "parameter": (
+        lambda model, h: (model.first.weight.detach().clamp_(-1, 1), h)[1],
+        "writes the parameter 'first.weight'",
+    ),
     "bits": (lambda _, h: ((h * 1).view(torch.int32).add_(1), h)[1], "view made by 'view'"),
 }
 
@@ -185,7 +188,11 @@ WRITES: list[Callable[[Tensor, Tensor], Tensor]] = [
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 5), st.lists(st.sampled_from(range(len(VIEWS))), max_size=3), st.sampled_from(range(len(WRITES)))),
+        st.tuples(
+            st.integers(0, 5),
+            st.lists(st.sampled_from(range(len(VIEWS))), max_size=3),
+            st.sampled_from(range(len(WRITES))),
+        ),
         min_size=1,
         max_size=5,
     )
@@ -301,7 +308,10 @@ REGIONS: dict[str, tuple[Function, float]] = {
     "parameters inside": (_parameters_inside, 1e-5),
     "the same tensor": (_itself, 1e-5),
     "autocast": (_autocast, 2e-2),
-    "casts by hand": (lambda _, h: (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-5)).to(h.dtype), 1e-5),
+    "casts by hand": (
+        lambda _, h: (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-5)).to(h.dtype),
+        1e-5,
+    ),
 }
 
 
@@ -371,7 +381,9 @@ class _Named(nn.Module):
 
 
 def test_modules_keep_their_operators_and_names_in_regions() -> None:
-    without, program = (gp.export(_Named(autocast), (X,), loss_fn=F.mse_loss, targets=(T,)) for autocast in (False, True))
+    without, program = (
+        gp.export(_Named(autocast), (X,), loss_fn=F.mse_loss, targets=(T,)) for autocast in (False, True)
+    )
 
     blocks = {name: block.instances for name, block in program.blocks.items()}
     assert blocks == {"TransformerEncoderLayer": ["layers.0", "layers.1", "layers.2"]}

@@ -152,7 +152,9 @@ def test_constants_inside_layers_do_not_tell_them_apart() -> None:
         def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
             return super().forward(torch.cat([torch.tensor([]), x], 1) * torch.tensor([1.5]))
 
-    assert instances(case_of(Chain([Scaled() for _ in range(3)])).export()) == {"Scaled": ["layers.0", "layers.1", "layers.2"]}
+    assert instances(case_of(Chain([Scaled() for _ in range(3)])).export()) == {
+        "Scaled": ["layers.0", "layers.1", "layers.2"]
+    }
 
 
 def test_streams_of_dropout_stay_their_own() -> None:
@@ -186,7 +188,10 @@ def assert_stages_exact(case: Case, *cuts: str | tuple[str, str]) -> list[Stage]
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(st.sets(st.integers(1, 5), min_size=1, max_size=4), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=3))
+@given(
+    st.sets(st.integers(1, 5), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=3),
+)
 def test_any_cut_of_any_chain_with_skips(cuts: set[int], skips: list[tuple[int, int]]) -> None:
     def wiring(layers: Any, x: Tensor) -> Tensor:
         kept: list[Tensor] = []

@@ -43,7 +43,11 @@ def moved_in(program: Program, plan: Plan) -> dict[str, Counter[str]]:
 
 def weights_in(plan: Plan, prefix: str) -> dict[str, str]:
     """Types on tp of the weights below a module, and of the biases that are cut."""
-    found = {name.removeprefix(prefix): str(spec["tp"]) for name, spec in plan.parameters().items() if name.startswith(prefix)}
+    found = {
+        name.removeprefix(prefix): str(spec["tp"])
+        for name, spec in plan.parameters().items()
+        if name.startswith(prefix)
+    }
     return {name: kind for name, kind in found.items() if kind.startswith("S") or "norm" in name or "ln_" in name}
 
 
@@ -122,7 +126,11 @@ def test_heads_that_do_not_divide_are_named_and_the_rest_is_cut() -> None:
 
 
 def test_uneven_heads_and_vocabularies_are_exact() -> None:
-    for program, mesh in ((llama(), {"tp": 4}), (llama(vocab=97), {"tp": 3}), (llama(vocab=97), {"tp": 2, "dp_replicate": 2})):
+    for program, mesh in (
+        (llama(), {"tp": 4}),
+        (llama(vocab=97), {"tp": 3}),
+        (llama(vocab=97), {"tp": 2, "dp_replicate": 2}),
+    ):
         plan = gp.plan(program, mesh=mesh)
         (result,) = verify_all([gp.partition(program, plan)])
         assert not isinstance(result, Exception), result
@@ -141,8 +149,16 @@ def test_a_vocabulary_of_50257_is_padded_over_three() -> None:
     ("degree", "shard_plan", "message"),
     [
         (2, {"model.layers.*.self_attn.q_prj": "colwise"}, "Did you mean 'q_proj'"),
-        (2, {"**.up_proj": "colwise", "model.layers.*.mlp.*_proj": "rowwise"}, r"disagrees about .*up_proj\.weight.*'\*\*\.up_proj'"),
-        (5, {"**.up_proj": "colwise"}, r"up_proj\.weight of shape \(96, 48\).*tp=5.*A dim is cut where the degree divides"),
+        (
+            2,
+            {"**.up_proj": "colwise", "model.layers.*.mlp.*_proj": "rowwise"},
+            r"disagrees about .*up_proj\.weight.*'\*\*\.up_proj'",
+        ),
+        (
+            5,
+            {"**.up_proj": "colwise"},
+            r"up_proj\.weight of shape \(96, 48\).*tp=5.*A dim is cut where the degree divides",
+        ),
         (2, {"**.input_layernorm.weight": "S(3)@tp"}, "S\\(3\\)"),
     ],
 )
@@ -171,7 +187,10 @@ def test_a_memory_that_nothing_fits() -> None:
 
 def test_a_plan_with_pinned_modules_survives_its_file() -> None:
     """One instance of the block is pinned in another way, so it has a definition of its own."""
-    pins: dict[str, Any] = {"model.layers.0.input_layernorm": {"inputs": ["S(1)@tp"]}, "model.norm": {"inputs": ["I@tp"]}}
+    pins: dict[str, Any] = {
+        "model.layers.0.input_layernorm": {"inputs": ["S(1)@tp"]},
+        "model.norm": {"inputs": ["I@tp"]},
+    }
     plan = gp.plan(llama(), mesh={"tp": 2}, shard_plan=pins)
     assert plan.sharding.variants and plan.sharding.points
     again = Plan.from_json(json.loads(json.dumps(plan.to_json())))

@@ -45,7 +45,8 @@ def test_a_plan_does_not_depend_on_hashes() -> None:
 
 def test_decisions_in_a_block_do_not_depend_on_how_many_there_are() -> None:
     few, many = (
-        gp.plan(export(Layers(count, residual=True)), mesh={"tp": 2, "cp": 2}).sharding.decisions["Layer"] for count in (4, 12)
+        gp.plan(export(Layers(count, residual=True)), mesh={"tp": 2, "cp": 2}).sharding.decisions["Layer"]
+        for count in (4, 12)
     )
 
     assert few == many

@@ -40,7 +40,9 @@ from tests.zoo import ZOO
 A100 = DEVICES["A100-SXM-80GB"]
 
 
-def pricing_for(case: tuple[str, str, str], cluster: str = "", execution: Execution | None = None) -> tuple[Pricing, Layout]:
+def pricing_for(
+    case: tuple[str, str, str], cluster: str = "", execution: Execution | None = None
+) -> tuple[Pricing, Layout]:
     parts = parts_of(*case)
     where = Cluster.parse(cluster or f"{parts.plan.mesh.size}xCPU")
     return pricing_of(example(case[0]), parts.plan, where, execution)
@@ -83,9 +85,13 @@ def test_chains_are_fused_only_where_that_is_said() -> None:
 
     def moved(fused: bool) -> float:
         rows = mlp_work(fused).rows.items()
-        return sum(times * row.nbytes.at(64) for row, times in rows if isinstance(row, Traffic) and row.phase is Phase.FORWARD)
+        return sum(
+            times * row.nbytes.at(64) for row, times in rows if isinstance(row, Traffic) and row.phase is Phase.FORWARD
+        )
 
-    alone = 64 * (2 * 32 + 2 * 4 + 4) * 4 + 4  # relu reads and writes 32, the square 4, the mean reads 4 a row and writes one
+    alone = (
+        64 * (2 * 32 + 2 * 4 + 4) * 4 + 4
+    )  # relu reads and writes 32, the square 4, the mean reads 4 a row and writes one
     assert moved(False) == pytest.approx(alone, rel=0.01)
     assert moved(True) == pytest.approx(alone - 2 * 64 * 4 * 4, rel=0.01)
 
@@ -93,7 +99,8 @@ def test_chains_are_fused_only_where_that_is_said() -> None:
 def test_a_backward_moves_gradients_and_what_was_saved() -> None:
     rows = [(row, times) for row, times in mlp_work().rows.items() if isinstance(row, Traffic)]
     by_input, by_weight = (
-        sum(times * row.nbytes.at(64) for row, times in rows if row.phase is phase) for phase in (Phase.INPUT, Phase.WEIGHT)
+        sum(times * row.nbytes.at(64) for row, times in rows if row.phase is phase)
+        for phase in (Phase.INPUT, Phase.WEIGHT)
     )
     # relu and the square read a gradient and a value and write a gradient, the mean writes one
     assert by_input == pytest.approx(64 * (3 * 32 + 3 * 4 + 4) * 4, rel=0.01)
@@ -178,7 +185,11 @@ def test_a_larger_product_is_never_cheaper(m: int, n: int, k: int, grown: int, s
     assert seconds(*sizes) >= before * (1 - 1e-12)
 
 
-@given(st.floats(1.0, 8.0), st.sampled_from(["flops", "memory_bytes_per_s", "intra_node", "inter_node"]), st.sampled_from(FAST))
+@given(
+    st.floats(1.0, 8.0),
+    st.sampled_from(["flops", "memory_bytes_per_s", "intra_node", "inter_node"]),
+    st.sampled_from(FAST),
+)
 @settings(max_examples=12, deadline=None)
 def test_a_faster_device_never_costs_time(times: float, what: str, case: tuple[str, str, str]) -> None:
     slow = Cluster.of(A100, 2, 1) if "=2" in case[1] else Cluster.of(A100, 1, 1)
@@ -261,7 +272,8 @@ def test_recomputing_costs_a_forward_and_keeps_inputs() -> None:
     units, mesh, layout = _units(("gpt", "pp=1", ""))
     cluster = Cluster.of(A100, 1, 1)
     none, full = (
-        Pricing(units, mesh, cluster, Execution(recompute=kind), dtype="fp32").estimate(layout) for kind in ("none", "full")
+        Pricing(units, mesh, cluster, Execution(recompute=kind), dtype="fp32").estimate(layout)
+        for kind in ("none", "full")
     )
     forward = sum(stage.forward_s for stage in none.stages)
     assert full.step_time_s - none.step_time_s == pytest.approx(forward * layout.microbatches)
@@ -288,7 +300,8 @@ def test_gradients_that_do_not_overlap_show() -> None:
     cluster, mesh = replace(Cluster.of(A100, 1, 2), intra_node=slow), Mesh(dp_replicate=2)
     units = [units[0], *[units[1]] * 200, units[-1]]
     beside, after = (
-        Pricing(units, mesh, cluster, Execution(overlap_gradients=flag), dtype="fp32").estimate(layout) for flag in (True, False)
+        Pricing(units, mesh, cluster, Execution(overlap_gradients=flag), dtype="fp32").estimate(layout)
+        for flag in (True, False)
     )
     assert after.gradients_s == pytest.approx(after.communication_s["dp_replicate"])
     assert beside.gradients_s < after.gradients_s
@@ -298,7 +311,8 @@ def test_waiting_for_sends_costs_time() -> None:
     units, _, _ = _units(("gpt", "pp=1", ""))
     cluster, layout = Cluster.of(A100, 2, 1), Layout("1F1B", 2, 4, (0, 1))
     free, waits = (
-        Pricing(units, Mesh(pp=2), cluster, Execution(wait_for_sends=flag), dtype="fp32").estimate(layout) for flag in (False, True)
+        Pricing(units, Mesh(pp=2), cluster, Execution(wait_for_sends=flag), dtype="fp32").estimate(layout)
+        for flag in (False, True)
     )
     assert waits.pipeline_s > free.pipeline_s
     assert waits.compute_s == free.compute_s
@@ -318,7 +332,9 @@ def test_a_phase_takes_its_host_where_that_is_longer() -> None:
     forward, by_input, by_weight = (sum(unit.kind.work.operators[phase] for unit in units) for phase in Phase)
     cost = pricing.stage_seconds(0, len(units), layout.microbatch_size)
     assert cost.forward == pytest.approx(1e-3 * forward)
-    assert cost.backward == pytest.approx(1e-3 * (by_input + by_weight)) and cost.weight == pytest.approx(1e-3 * by_weight)
+    assert cost.backward == pytest.approx(1e-3 * (by_input + by_weight)) and cost.weight == pytest.approx(
+        1e-3 * by_weight
+    )
 
 
 def test_the_optimizer_moves_its_state() -> None:
@@ -343,14 +359,25 @@ def test_gathers_and_scatters_that_take_longer_than_the_work_are_all_that_shows(
     pricing = Pricing(units, mesh, cluster, Execution(zero=3), dtype="fp32")
     group = pricing.network.group_of_axes(mesh, ["dp_shard"])
     gathers = [pricing.network.seconds("all-gather", sum(held.nbytes for held in unit.held), group) for unit in units]
-    scatters = [pricing.network.seconds("reduce-scatter", pricing.bytes.gradient_sizes(unit.held), group) for unit in units]
+    scatters = [
+        pricing.network.seconds("reduce-scatter", pricing.bytes.gradient_sizes(unit.held), group) for unit in units
+    ]
     cost = pricing.stage_seconds(0, len(units), layout.microbatch_size)
     assert cost.forward == pytest.approx(sum(gathers), rel=1e-3)
-    assert cost.backward == pytest.approx(sum(gathers[:-1]) + sum(scatters), rel=1e-3)  # the last is there from the forward
+    assert cost.backward == pytest.approx(
+        sum(gathers[:-1]) + sum(scatters), rel=1e-3
+    )  # the last is there from the forward
 
 
 def test_a_core_moves_operands_before_it_multiplies() -> None:
-    core = replace(DEVICES["CPU"], flops={"fp32": 1e11}, matrix_efficiency=1.0, half_reduction=0.0, operand_bytes_per_s=1e10, launch_s=0.0)
+    core = replace(
+        DEVICES["CPU"],
+        flops={"fp32": 1e11},
+        matrix_efficiency=1.0,
+        half_reduction=0.0,
+        operand_bytes_per_s=1e10,
+        launch_s=0.0,
+    )
     product = Work({Product(Phase.FORWARD, ONE, Size(64.0), Size(256.0), Size(128.0), 4): 1})
     moved = 4 * (64 * 128 + 128 * 256 + 64 * 256)
     forward, *_ = Compute(core, "fp32").seconds(product, 1)
@@ -408,7 +435,9 @@ def test_norms_and_activations_have_a_rate_of_their_own() -> None:
     plain, functions = (Compute(half, "fp32").seconds(work, 1)[0].traffic for work in works)
     assert functions == pytest.approx(2 * plain)
     program = gp.export(Attentive(), (torch.zeros(4, 8, 32),), loss_fn=lambda y: y.square().mean())
-    rows = [row for row in Works(program, {}).block(next(iter(program.blocks.values()))).rows if isinstance(row, Traffic)]
+    rows = [
+        row for row in Works(program, {}).block(next(iter(program.blocks.values()))).rows if isinstance(row, Traffic)
+    ]
     assert {row.functions for row in rows} == {False, True}  # residual sums and copies, and norms
 
 

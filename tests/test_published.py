@@ -63,7 +63,14 @@ def test_scores_by_hand() -> None:
         Outcome("d", "s", group="alone", step_time_s=(3.0, 3.0)),
         Outcome("e", "s", fits=False, ran=False, bubble=(0.25, 0.24)),
     ])  # fmt: skip
-    assert (scores.rows, scores.groups, scores.grouped, scores.outcomes, scores.memories, scores.bubbles) == (4, 1, 3, 4, 1, 1)
+    assert (scores.rows, scores.groups, scores.grouped, scores.outcomes, scores.memories, scores.bubbles) == (
+        4,
+        1,
+        3,
+        4,
+        1,
+        1,
+    )
     assert scores.mape == pytest.approx((0.1 + 0.1 + 0.75 + 0) / 4)
     assert scores.bias == pytest.approx((0.1 - 0.1 - 0.75 + 0) / 4)
     assert scores.tau == pytest.approx((1 - 2) / 3)
@@ -158,7 +165,9 @@ def test_scores_that_are_made_again_are_not_kept() -> None:
     assert kept.kind.memory.inside.at(8) - again.kind.memory.inside.at(8) > 8 * scores / 2
 
     def products(unit: Any, phase: Phase) -> int:
-        return sum(times for row, times in unit.kind.work.rows.items() if isinstance(row, Product) and row.phase is phase)
+        return sum(
+            times for row, times in unit.kind.work.rows.items() if isinstance(row, Product) and row.phase is phase
+        )
 
     assert products(again, Phase.FORWARD) == products(kept, Phase.FORWARD)
     assert products(again, Phase.INPUT) == products(kept, Phase.INPUT) + 2  # q @ k and shares @ v
@@ -195,7 +204,9 @@ def test_a_model_has_all_its_layers() -> None:
     assert len(pricing.units) == row.layers + 2
     parameters = sum(held.elements for unit in pricing.units for held in unit.held)
     hidden, vocab, tp = row.shape.hidden, row.shape.vocab, row.degrees["tp"]
-    assert parameters * tp == pytest.approx(12 * hidden**2 * row.layers + 2 * vocab * hidden, rel=0.05)  # tied: a copy at each end
+    assert parameters * tp == pytest.approx(
+        12 * hidden**2 * row.layers + 2 * vocab * hidden, rel=0.05
+    )  # tied: a copy at each end
 
 
 def test_a_file_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,12 +237,16 @@ def test_least_squares_find_what_made_the_data_and_leave_what_does_not_matter() 
     x = np.linspace(0, 1, 20)
     truth = 0.4 + 0.7 * x
     truth[3] += 5.0  # one slip
-    found = least_squares(lambda p: p[0] + p[1] * x + 0 * p[2] - truth, np.zeros(3), np.ones(20), 0.1, rounds=30, pull=1e-6)
+    found = least_squares(
+        lambda p: p[0] + p[1] * x + 0 * p[2] - truth, np.zeros(3), np.ones(20), 0.1, rounds=30, pull=1e-6
+    )
     assert found == pytest.approx([0.4, 0.7, 0.0], abs=0.03)
 
 
 def test_held_out_sources_are_never_fitted() -> None:
-    assert {sample.row.source for sample in samples(FILE, "A100", 1)} == set()  # zero_bubble's row has no time, the others are held out
+    assert {
+        sample.row.source for sample in samples(FILE, "A100", 1)
+    } == set()  # zero_bubble's row has no time, the others are held out
     assert {sample.row.source for sample in samples(FILE, "H100", 1)} == {"megatron_bridge"}
 
 

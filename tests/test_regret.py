@@ -42,7 +42,13 @@ def test_plans_of_all_kinds_are_predicted_under_names_of_their_own(name: str) ->
     priced = predicted(program, Cluster.parse("4xCPU"))
     names = [plan_name(each) for each in priced]
     assert len(set(names)) == len(names) > 50
-    assert {name.rpartition(" x")[0] for name in names} >= {"dp4", "tp4", "pp2 dp2 1F1B/1", "pp2 tp2 ZBVZeroBubble/2", "dp2 tp2"}
+    assert {name.rpartition(" x")[0] for name in names} >= {
+        "dp4",
+        "tp4",
+        "pp2 dp2 1F1B/1",
+        "pp2 tp2 ZBVZeroBubble/2",
+        "dp2 tp2",
+    }
     times = [each.estimate.step_time_s for each in priced]
     assert times == sorted(times)
 
@@ -63,7 +69,11 @@ def test_times_are_relative_to_the_plan_that_all_chunks_have(tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_plans_are_measured_on_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = [plan for plan in predicted(MODELS["mlp"].program()[1], Cluster.parse("2xCPU")) if plan.candidate.microbatches == 2]
+    kept = [
+        plan
+        for plan in predicted(MODELS["mlp"].program()[1], Cluster.parse("2xCPU"))
+        if plan.candidate.microbatches == 2
+    ]
     monkeypatch.setattr(regret, "predicted", lambda *_: kept[:4])
     monkeypatch.setattr(regret, "FINAL_ROUNDS", 2)
     score: Score = regret.score("mlp", Cluster.parse("2xCPU"), 2, 0.0)

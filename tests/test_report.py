@@ -130,7 +130,11 @@ def test_page_is_well_formed_and_self_contained(gpt: gp.Parts) -> None:
     assert sum(title.startswith("optimizer: ") for title in titles) == 4
     ticks = [text for node in timeline.findall("text") if (text := node.text or "").endswith("ms")]
     assert ticks[0] == "0 ms" and len(ticks) >= 5
-    assert {node.text.partition(":")[0] for node in memory.iter("title") if node.text} >= {"parameters", "gradients", "activations"}
+    assert {node.text.partition(":")[0] for node in memory.iter("title") if node.text} >= {
+        "parameters",
+        "gradients",
+        "activations",
+    }
     assert "<script" not in page and "http" not in page and "<link" not in page
     assert "&lt;b&gt;not bold" in page
     data["actions"] = _gpipe(ranks=4, microbatches=1000)
@@ -158,7 +162,16 @@ def test_compile_json_has_the_contract_s_keys(gpt: gp.Parts) -> None:
 def test_spellings() -> None:
     assert [count_text(n) for n in (0, 999, 1000, 414_656, 1_980_000_000)] == ["0", "999", "1.00 K", "415 K", "1.98 B"]
     sizes = (0, 12, 1023, 1024, 4096, 33_500_000, 1023 * 2**20, 80 * 2**30)
-    assert [bytes_text(n) for n in sizes] == ["0 B", "12 B", "1,023 B", "1.00 KiB", "4.00 KiB", "31.9 MiB", "1.00 GiB", "80.0 GiB"]
+    assert [bytes_text(n) for n in sizes] == [
+        "0 B",
+        "12 B",
+        "1,023 B",
+        "1.00 KiB",
+        "4.00 KiB",
+        "31.9 MiB",
+        "1.00 GiB",
+        "80.0 GiB",
+    ]
     assert flops_text(3.318e6) == "3.32 MFLOP"
     assert indices_text([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
@@ -248,9 +261,13 @@ def test_the_timeline_is_as_long_as_the_step(name: str, mesh: dict[str, int], op
         drawn = sum(event["dur"] for event in slices if event["cat"] == "collective")
         assert drawn == pytest.approx(1e6 * inside) and (inside > 0) == bool(plan.mesh.compute)
         for rank, row in enumerate(timeline.spans):
-            assert all(sum(seconds for _, seconds in span.collectives) <= (span.end - span.start) * (1 + 1e-9) for span in row)
+            assert all(
+                sum(seconds for _, seconds in span.collectives) <= (span.end - span.start) * (1 + 1e-9) for span in row
+            )
             assert [segment.kind for segment in timeline.closing[rank]][-1] == "optimizer"
-        assert any(segment.kind == "gradients" for row in timeline.closing for segment in row) == ("dp_replicate" in mesh or "cp" in mesh)
+        assert any(segment.kind == "gradients" for row in timeline.closing for segment in row) == (
+            "dp_replicate" in mesh or "cp" in mesh
+        )
 
 
 def test_what_was_read_off_the_program_is_what_was_printed(llama: gp.Parts) -> None:
@@ -378,7 +395,9 @@ def test_one_device_is_the_baseline(gpt: gp.Parts) -> None:
         assert bool(warned) == bool(said) and all(said in line for line in warned)
         assert ("75% of 4" in text_of(data)) == (seconds > step) and "One device" in html(data)
     tight = with_alone(gpt.report, alone | {"fits": False, "memory_bytes": 2**20})
-    assert "One device does not fit: it needs" in text_of(tight) and not any("times as long" in line for line in tight["warnings"])
+    assert "One device does not fit: it needs" in text_of(tight) and not any(
+        "times as long" in line for line in tight["warnings"]
+    )
 
 
 def test_a_search_says_what_one_device_takes() -> None:
@@ -425,7 +444,10 @@ def test_operators_that_mix_examples_are_named_in_one_line() -> None:
     said = "batch_norm mixes examples (blocks.*.bn1, blocks.*.bn2: 12 modules, resnet_batchnorm.py:"
     whole = gp.plan(program, mesh={"pp": 2}, schedule="GPipe")
     cut = gp.plan(program, mesh={"pp": 2}, allow_batch_coupling=True)
-    for plan, words in ((whole, "The batch is not cut"), (cut, f"each of {cut.microbatches} microbatches is on its own")):
+    for plan, words in (
+        (whole, "The batch is not cut"),
+        (cut, f"each of {cut.microbatches} microbatches is on its own"),
+    ):
         (line,) = [line for line in plan.warnings if "mixes examples" in line]
         assert said in line and words in line
     (idle,) = [line for line in whole.warnings if "leaves ranks idle" in line]

@@ -58,7 +58,9 @@ ROW_BY_ROW: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
 def test_rows_by_themselves(name: str) -> None:
     x, function = ROW_BY_ROW[name]
 
-    assert_exact(Case(Applied(function), (x,), {}, lambda o: (o.square() * (1 + torch.arange(o.shape[-1]))).mean()), [1, 5])
+    assert_exact(
+        Case(Applied(function), (x,), {}, lambda o: (o.square() * (1 + torch.arange(o.shape[-1]))).mean()), [1, 5]
+    )
 
 
 OVER_THE_BATCH: dict[str, tuple[Tensor, Callable[[Tensor], Tensor], str]] = {
@@ -108,7 +110,9 @@ def test_gradients_by_frequency_are_those_of_the_batch() -> None:
 
 
 def test_power_iterations_run_once_a_step() -> None:
-    case = Case(nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5))), (X,), {}, lambda o: o.square().mean())
+    case = Case(
+        nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5))), (X,), {}, lambda o: o.square().mean()
+    )
     program = case.export()
     expected, found = eager(case), run(program, case)
 

@@ -57,7 +57,9 @@ def test_a_run_shows_its_steps_at_once_and_leaves_nothing_when_it_is_ended(
 ) -> None:
     command = [sys.executable, "-m", "graphpar.cli.main", "run", str(program), "--steps", "1000000"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
         watchdog = threading.Timer(LIMIT_S, process.kill)
         watchdog.start()
         assert process.stdout is not None
@@ -66,8 +68,12 @@ def test_a_run_shows_its_steps_at_once_and_leaves_nothing_when_it_is_ended(
         process.send_signal(number)
         code = process.wait(LIMIT_S)
         watchdog.cancel()
-    assert re.fullmatch(r" step    1   loss \d\.\d{6}   gradient norm \d+\.\d{4}   \d+\.\d{3} s, predicted \d+\.\d{3} s\n", step)
-    assert len(started) >= 4 and len(folders) >= 2  # the keeper, torchrun, two ranks; those of the run and of its launch
+    assert re.fullmatch(
+        r" step    1   loss \d\.\d{6}   gradient norm \d+\.\d{4}   \d+\.\d{3} s, predicted \d+\.\d{3} s\n", step
+    )
+    assert (
+        len(started) >= 4 and len(folders) >= 2
+    )  # the keeper, torchrun, two ranks; those of the run and of its launch
     assert code == (-number if number == signal.SIGKILL else 128 + number)
     assert gone(started, 30.0)
     assert list(tmp_path.iterdir()) == []
@@ -101,7 +107,9 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(
     capsys.readouterr()
     assert main(["run", str(folder), "--steps", "1"]) == 1
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message.startswith("error: rank 1 was ended by SIGKILL. Most often the system kills a process because memory runs out")
+    assert message.startswith(
+        "error: rank 1 was ended by SIGKILL. Most often the system kills a process because memory runs out"
+    )
     assert re.search(r"By the plan its 2 processes need \S+ \wi?B together; this machine has ", message)
 
 

@@ -271,7 +271,9 @@ def test_missing_and_misshapen_weights_are_named(alone: object, tmp_path: Path) 
         pipeline.load_weights(tmp_path / "nowhere.safetensors")
     state["h.1.proj.bias"] = torch.zeros(16)
     save_file(state, str(tmp_path / "more.safetensors"))
-    with pytest.raises(RuntimeProgramError, match=r"no stage of the program takes: h.1.proj.bais. Did you mean 'h.1.proj.bias'\?"):
+    with pytest.raises(
+        RuntimeProgramError, match=r"no stage of the program takes: h.1.proj.bais. Did you mean 'h.1.proj.bias'\?"
+    ):
         pipeline.load_weights(tmp_path / "more.safetensors")
     pipeline.load_weights(tmp_path / "more.safetensors", strict=False)
 

@@ -323,7 +323,10 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
     monkeypatch.setattr("graphpar.runtime.gradients.BUCKET_BYTES", 1)
     group, microbatches = object(), 2
     replicas = SimpleNamespace(
-        degrees={"dp_replicate": 2}, place={"pp": 0, "dp_replicate": 0}, gather=lambda _, value: [value], over=lambda *_: group
+        degrees={"dp_replicate": 2},
+        place={"pp": 0, "dp_replicate": 0},
+        gather=lambda _, value: [value],
+        over=lambda *_: group,
     )
     manifest = SimpleNamespace(microbatches=microbatches, ties=(), spec=lambda _: {"dp_replicate": R})
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for width in (2, 3, 4)))

@@ -64,7 +64,9 @@ def test_files_of_people_are_refused_by_name(out: Path) -> None:
     for attempt in (lambda: check_target(out), lambda: save_package(out, package(SECOND))):
         with pytest.raises(GraphparError) as refused:
             attempt()
-        assert "changed plan.json, train.py; added ckpt/, linked, my_data.py, weights/trained.safetensors" in str(refused.value)
+        assert "changed plan.json, train.py; added ckpt/, linked, my_data.py, weights/trained.safetensors" in str(
+            refused.value
+        )
         assert "--force" in str(refused.value) and "force=True" in str(refused.value)
     assert contents(out) == before
 
@@ -77,7 +79,12 @@ def test_force_keeps_what_was_changed_and_added(out: Path) -> None:
     (out / "weights" / "model.safetensors").write_text("trained")
     (out / "linked").symlink_to("train.py")
     save_package(out, package(SECOND), force=True)
-    kept = {"train.py.orig": "mine", "stage_0.py.orig": "my stage", "weights/model.safetensors.orig": "trained", "ckpt/model.pt": "state"}
+    kept = {
+        "train.py.orig": "mine",
+        "stage_0.py.orig": "my stage",
+        "weights/model.safetensors.orig": "trained",
+        "ckpt/model.pt": "state",
+    }
     assert contents(out) == SECOND | kept | {"linked": "two"} and os.readlink(out / "linked") == "train.py"
 
     (out / "train.py").write_text("mine again")

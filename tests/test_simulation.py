@@ -105,7 +105,9 @@ def test_stages_on_one_rank_pass_for_free() -> None:
 # ------------------------------------------------------------------------------------------ published
 
 
-@pytest.mark.parametrize("row", [row for row in PUBLISHED["rows"] if row["schedule"] in NAMES], ids=lambda row: row["id"])
+@pytest.mark.parametrize(
+    "row", [row for row in PUBLISHED["rows"] if row["schedule"] in NAMES], ids=lambda row: row["id"]
+)
 def test_published_bubble_rates(row: dict[str, Any]) -> None:
     """From the profiled times to the rates of Zero Bubble's tables: to the digit, but for interleaving.
 
@@ -129,7 +131,11 @@ def test_published_bubble_rates(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in PUBLISHED["rows"] if row["schedule"] in ("zb-1p", "zb-2p") and row["pp"] * row["microbatches"] < 800],
+    [
+        row
+        for row in PUBLISHED["rows"]
+        if row["schedule"] in ("zb-1p", "zb-2p") and row["pp"] * row["microbatches"] < 800
+    ],
     ids=lambda row: row["id"],
 )
 def test_published_bubble_rates_of_automatic_schedules(row: dict[str, Any]) -> None:
@@ -255,9 +261,7 @@ def drawn_transfers(data: st.DataObject, table: ActionTable) -> Transfers:
 
 
 def run(table: ActionTable, costs: dict[str, list[int]], moves: Transfers | None) -> Timeline:
-    return sched.simulate(
-        table, costs["F"], costs["B"], costs["W"], input_backward=costs["I"], transfers=moves
-    )
+    return sched.simulate(table, costs["F"], costs["B"], costs["W"], input_backward=costs["I"], transfers=moves)
 
 
 @given(legal_tables(), st.data())
@@ -317,7 +321,9 @@ def test_costs_of_actions_agree_with_costs_of_stages(table: ActionTable, data: s
 
 
 def test_a_cost_of_one_microbatch_alone() -> None:
-    timeline = sched.simulate_actions(sched.action_table("GPipe", 1, 1, 3), lambda action: 1 + 10 * (action.microbatch == 2))
+    timeline = sched.simulate_actions(
+        sched.action_table("GPipe", 1, 1, 3), lambda action: 1 + 10 * (action.microbatch == 2)
+    )
     assert timeline.makespan == 2 * (1 + 1 + 11)
     with pytest.raises(GraphparError, match="the cost of 0F0 is nan"):
         sched.simulate_actions(sched.action_table("GPipe", 1, 1, 3), lambda action: math.nan)

@@ -66,12 +66,16 @@ def test_a_pass_before_what_it_requires_is_refused() -> None:
 
 
 def test_a_list_without_a_pass_that_others_need_is_refused() -> None:
-    with pytest.raises(gp.GraphparError, match="The pass fill_unchosen requires functionalize, which is not in the list"):
+    with pytest.raises(
+        gp.GraphparError, match="The pass fill_unchosen requires functionalize, which is not in the list"
+    ):
         export(passes=PassList(row for row in gp.PASSES if row.name != "functionalize"))
 
 
 def test_conflicts_are_refused() -> None:
-    early = Pass("early", __name__, ("capture",), "nothing", "nothing", ("outline",), run=lambda p: p, check=lambda p: True)
+    early = Pass(
+        "early", __name__, ("capture",), "nothing", "nothing", ("outline",), run=lambda p: p, check=lambda p: True
+    )
 
     assert "early" in gp.PASSES.insert_before("outline", early).names()
     with pytest.raises(gp.GraphparError, match="The pass early must not come after outline"):
@@ -117,7 +121,9 @@ def test_a_model_file_brings_its_passes(tmp_path: Path, capsys: pytest.CaptureFi
     assert "it takes capture, " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("step, shown", [("capture", "def "), ("plan", "Plan "), ("shard", "def "), ("split", "# after split: stage 1")])
+@pytest.mark.parametrize(
+    "step, shown", [("capture", "def "), ("plan", "Plan "), ("shard", "def "), ("split", "# after split: stage 1")]
+)
 def test_results_of_steps_are_printed(step: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", "examples/gpt.py", "--mesh", "pp=2", "--no-emit", "--json", "--dump-after", step]) == 0
 

@@ -84,7 +84,9 @@ def test_fault_is_gone(name: str) -> None:
     assert not wrong(verified()[name])
 
 
-@pytest.mark.parametrize("name", ["a tie of a block and the root", "all frozen but one layer", "a penalty on all parameters, on cp"])
+@pytest.mark.parametrize(
+    "name", ["a tie of a block and the root", "all frozen but one layer", "a penalty on all parameters, on cp"]
+)
 def test_types_are_right(name: str) -> None:
     assert gp.check(found(name)).problems == []
 
@@ -98,7 +100,9 @@ def test_drawn_programs_are_exact(place: int) -> None:
     outcomes = verify_all(parts, 2, timeout_s=1800)
 
     faults = [f"{program}: {wrong(outcome)}" for program, outcome in zip(programs, outcomes) if not outcome.ok]
-    faults += [f"{program}: {gp.check(made).problems}" for program, made in zip(programs, parts) if not gp.check(made).ok]
+    faults += [
+        f"{program}: {gp.check(made).problems}" for program, made in zip(programs, parts) if not gp.check(made).ok
+    ]
     assert not faults, "\n".join(faults)
 
 
@@ -126,9 +130,16 @@ def test_an_instance_that_shares_a_parameter_does_not_decide_for_the_others() ->
 
     plan = gp.plan(exported(model), mesh={"tp": 2})
 
-    specs = {name: str(plan.sharding.parameters[f"layers.{name}.weight"]["tp"]) for name in ("0.q", "0.o", "1.q", "2.o", "3.q", "3.o")}
+    specs = {
+        name: str(plan.sharding.parameters[f"layers.{name}.weight"]["tp"])
+        for name in ("0.q", "0.o", "1.q", "2.o", "3.q", "3.o")
+    }
     assert set(plan.sharding.variants) == {"layers.1", "layers.2"}
-    assert specs["0.q"] == specs["3.q"] == "S(0)" and specs["0.o"] == specs["3.o"] == "S(1)" and specs["1.q"] == specs["2.o"]
+    assert (
+        specs["0.q"] == specs["3.q"] == "S(0)"
+        and specs["0.o"] == specs["3.o"] == "S(1)"
+        and specs["1.q"] == specs["2.o"]
+    )
 
 
 def test_what_all_instances_share_alike_needs_no_variants() -> None:
@@ -153,7 +164,9 @@ def test_a_type_that_differs_in_one_instance_or_under_one_name_is_seen(name: str
     assert check_types(ready, local, {"tp": 2}) == []
 
     other = R if plan.sharding.parameters[name]["tp"] != R else I
-    changed = Sharding(plan.sharding.degrees, plan.sharding.decisions, {**plan.sharding.parameters, name: {"tp": other}})
+    changed = Sharding(
+        plan.sharding.degrees, plan.sharding.decisions, {**plan.sharding.parameters, name: {"tp": other}}
+    )
     problems = check_types(ready, lower(ready, changed), {"tp": 2})
 
     assert any(name in problem for problem in problems)

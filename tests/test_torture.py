@@ -61,7 +61,9 @@ def test_emitted_code_uses_public_functions_of_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["AlternatingBlocks", "EncoderDecoder"], ids=["a tie of a list's members", "a block whose first input has no gradient"]
+    "name",
+    ["AlternatingBlocks", "EncoderDecoder"],
+    ids=["a tie of a list's members", "a block whose first input has no gradient"],
 )
 def test_programs_of_one_device_and_cut_ones_can_be_read(name: str) -> None:
     program = program_of(ZOO[name])

@@ -58,7 +58,9 @@ def test_two_ranks_on_one_core_take_twice_as_long_while_both_compute() -> None:
 def test_what_takes_no_core_is_not_shared() -> None:
     table = action_table("GPipe", 2, 1, 4)
     alone = simulate(table, [1.0, 1.0], [2.0, 2.0])
-    assert simulate(table, [1.0, 1.0], [2.0, 2.0], turns=Turns(1, 1, [0.0, 0.0])).makespan == pytest.approx(alone.makespan)
+    assert simulate(table, [1.0, 1.0], [2.0, 2.0], turns=Turns(1, 1, [0.0, 0.0])).makespan == pytest.approx(
+        alone.makespan
+    )
     half = simulate(table, [1.0, 1.0], [2.0, 2.0], turns=Turns(1, 1, [0.5, 0.5])).makespan
     assert alone.makespan < half < 24
 
@@ -107,7 +109,9 @@ def test_every_action_of_a_pipeline_costs_its_share(program: Program) -> None:
     clusters = [Cluster(1, 2, replace(DEVICES["CPU"], action_s=seconds), wire, wire) for seconds in (0.0, 1e-3)]
     plan = choose(program, mesh, Pins(cluster=clusters[0], microbatch_size=8, schedule="GPipe"))
     without, costly = (estimate_plan(program, plan, cluster).pipeline_s for cluster in clusters)
-    assert costly - without == pytest.approx(2 * (8 + 1) * 1e-3, rel=0.01)  # forwards and backwards of 8 microbatches and one more
+    assert costly - without == pytest.approx(
+        2 * (8 + 1) * 1e-3, rel=0.01
+    )  # forwards and backwards of 8 microbatches and one more
 
 
 def test_a_pipeline_on_two_cores_takes_at_least_its_work_over_them(program: Program) -> None:

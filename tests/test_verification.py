@@ -67,7 +67,9 @@ def tampered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verification
     )
     fault("lost gradient", "stage_1.py", lambda text: text.replace("self.norm.weight", "self.norm.weight.detach()"))
     fault("eps", "stage_1.py", lambda text: text.replace("self.norm.bias)", "self.norm.bias, eps=1.005e-5)"))
-    fault("fewer bits", "stage_1.py", lambda text: text.replace("F.layer_norm(x,", "F.layer_norm(x.bfloat16().float(),"))
+    fault(
+        "fewer bits", "stage_1.py", lambda text: text.replace("F.layer_norm(x,", "F.layer_norm(x.bfloat16().float(),")
+    )
     valid = int((reference.batches[0]["labels"] != -100).sum())
     fault(
         "the example's denominator",
@@ -77,7 +79,9 @@ def tampered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verification
     names = list(folders)
     shifted, doubled = _shifted(root)
     results = verify_all(
-        [*(folders[name] for name in names), shifted, doubled], references=[*[reference] * len(names), None, None], timeout_s=400
+        [*(folders[name] for name in names), shifted, doubled],
+        references=[*[reference] * len(names), None, None],
+        timeout_s=400,
     )
     return dict(zip([*names, "zero but for rounding", "zero but for rounding, scaled gradient"], results))
 
@@ -168,7 +172,9 @@ def test_what_is_rounding_alone_is_decided_in_fp64(tampered: dict[str, Verificat
     assert not wrong.ok
 
 
-def test_the_first_difference_is_the_gradient_that_the_backward_comes_to_first(tampered: dict[str, Verification]) -> None:
+def test_the_first_difference_is_the_gradient_that_the_backward_comes_to_first(
+    tampered: dict[str, Verification],
+) -> None:
     found = tampered["scaled gradient of one layer"].first_difference
 
     assert found is not None and found.step == 0
@@ -262,7 +268,9 @@ def test_a_loss_may_read_the_models_parameters() -> None:
 
     eager = before["0.weight"]
     first = reference.gradients[0]["0.weight"] - 2 * eager
-    second = reference.gradients[1]["0.weight"] - 2 * (eager - reference.learning_rate * reference.gradients[0]["0.weight"])
+    second = reference.gradients[1]["0.weight"] - 2 * (
+        eager - reference.learning_rate * reference.gradients[0]["0.weight"]
+    )
     assert float(first.abs().max()) < 1 and float(second.abs().max()) < 1  # what is left is the output's part alone
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(model[0].weight.grad, torch.ones(4, 4, dtype=torch.float64))
@@ -299,4 +307,6 @@ def test_a_failing_stage_ends_all_ranks_with_its_own_message(tmp_path: Path) -> 
     assert any("boom in stage 1" in problem for problem in result.problems)
     shown = io.StringIO()
     verify_command.show(result.to_json(), Console(file=shown))
-    assert "largest error" not in shown.getvalue() and "boom in stage 1" in shown.getvalue()  # no figures that nobody measured
+    assert (
+        "largest error" not in shown.getvalue() and "boom in stage 1" in shown.getvalue()
+    )  # no figures that nobody measured

@@ -1409,7 +1409,9 @@ class EncoderDecoder(nn.Module):
             2,
             enable_nested_tensor=False,
         )
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(16, 2, 32, 0.0, F.gelu, batch_first=True) for _ in range(4))
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(16, 2, 32, 0.0, F.gelu, batch_first=True) for _ in range(4)
+        )
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         memory = self.encoder(x, src_key_padding_mask=padding)

@@ -66,9 +66,7 @@ def emit_package(
         files["blocks.py"] = blocks
     shown = [", ".join(names) or "no parameters" for names in compressed([stage.modules for stage in stages])]
     for stage, modules, infos, calls in zip(stages, shown, tensors, instances):
-        files[f"stage_{stage.index}.py"] = _stage_file(
-            program, plan, stage, modules, infos, calls, exported, operators
-        )
+        files[f"stage_{stage.index}.py"] = _stage_file(program, plan, stage, modules, infos, calls, exported, operators)
     if program.random_calls:
         files["random_streams.py"] = inspect.getsource(random_streams)
     if plan.sharding.degrees:
@@ -261,7 +259,9 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
             for stage in stages
         ],
         "outputs": _outputs(program, plan),
-        "shapes": {name: list(info.whole) for name, info in program.parameters.items() if info.whole not in (None, info.shape)},
+        "shapes": {
+            name: list(info.whole) for name, info in program.parameters.items() if info.whole not in (None, info.shape)
+        },
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,
     }

@@ -1,7 +1,7 @@
 """``saving``: the emitted package on disk. It is made new as a whole, and what people put into its folder is not lost.
 
-    write ──► hidden folder beside ──rename──► out/     with a record: the hash of every file that graphpar wrote there
-    out/, its record ──people's files──► refused by name; with ``force``, changed ones are kept as NAME.orig, added ones stay
+write ──► hidden folder beside ──rename──► out/     with a record: the hash of every file that graphpar wrote there
+out/, its record ──people's files──► refused by name; with ``force``, changed ones are kept as NAME.orig, added ones stay
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def peoples_files(folder: Path) -> PeoplesFiles:
     changed = [name for name in names if name in hashes and _hash(folder / name) != hashes[name]]
     added = [name for name in names if name not in hashes and name != RECORD]
     whole = {name.partition("/")[0] for name in added} - {name.partition("/")[0] for name in hashes}
-    shown = dict.fromkeys(f"{top}/" if "/" in name and (top := name.partition("/")[0]) in whole else name for name in added)
+    shown = dict.fromkeys(
+        f"{top}/" if "/" in name and (top := name.partition("/")[0]) in whole else name for name in added
+    )
     return PeoplesFiles(tuple(changed), tuple(shown), (folder / RECORD).is_file())
 
 
@@ -62,7 +64,9 @@ def check_target(folder: str | Path, force: bool = False) -> PeoplesFiles:
         raise GraphparError(f"{shown} is a file; name a folder for the program.")
     here = Path.cwd().resolve()
     if target == here or target in here.parents:
-        raise GraphparError(f"{shown} is the folder that this runs in, and a program's folder is replaced as a whole; name one in it.")
+        raise GraphparError(
+            f"{shown} is the folder that this runs in, and a program's folder is replaced as a whole; name one in it."
+        )
     _check_writable(target, shown)
     if not target.exists() or not any(target.iterdir()):
         return PeoplesFiles()

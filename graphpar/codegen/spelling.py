@@ -451,7 +451,8 @@ def _own_dropout(function: str) -> Any:
 def _cut_dims(cuts: Any) -> str:
     """Which dims of a tensor are a rank's piece: ``[(1, rank("tp"), size("tp"))]``."""
     shown = [
-        f'({dim}, rank("{axis}"), size("{axis}"){f", {literal(tuple(parts))}" if parts else ""})' for dim, axis, parts in cuts
+        f'({dim}, rank("{axis}"), size("{axis}"){f", {literal(tuple(parts))}" if parts else ""})'
+        for dim, axis, parts in cuts
     ]
     return f"[{', '.join(shown)}]"
 

@@ -131,7 +131,9 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
     text = _TEMPLATE.format(
         title=textwrap.fill(title, WIDTH - len('"""')),
         devices=plan.mesh.size,
-        example="--steps 100 --lr 1e-3 --save trained.safetensors" if program.mode == "train" else "--steps 1 --save outputs.safetensors",
+        example="--steps 100 --lr 1e-3 --save trained.safetensors"
+        if program.mode == "train"
+        else "--steps 1 --save outputs.safetensors",
         placement="\n".join(_placement(plan, stages)),
         batch=plan.global_batch,
         inputs="\n".join(inputs),
@@ -143,7 +145,6 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         body=_TRAIN if program.mode == "train" else _INFER,
     )
     return text if program.mode == "train" else text.replace("import load_file\n", "import load_file, save_file\n")
-
 
 
 def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:

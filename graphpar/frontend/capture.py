@@ -70,7 +70,9 @@ def capture(
     if mode not in (None, "train", "infer"):
         raise GraphparError(f"mode is {mode!r}; it must be 'train' or 'infer'.")
     built, fake, tape = build(model, dtype)
-    request = make_request(built, fake, tape, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), batch_dims or {})
+    request = make_request(
+        built, fake, tape, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), batch_dims or {}
+    )
     request.training = mode != "infer"
     request.module_mode = mode
     program = _with_own_loss(request)
@@ -127,7 +129,9 @@ def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module
     if isinstance(model, nn.Module):
         return _with_values_apart(_unwrapped(model), None, None)
     if not callable(model):
-        raise GraphparError(f"model is a {type(model).__name__}; it must be an nn.Module or a function that returns one.")
+        raise GraphparError(
+            f"model is a {type(model).__name__}; it must be an nn.Module or a function that returns one."
+        )
     if needed := needed_arguments(model):
         raise GraphparError(
             f"model is {'the class' if isinstance(model, type) else 'the function'} {getattr(model, '__name__', model)}, which needs "
@@ -364,7 +368,14 @@ def _export(request: Request, size: int, *, symbolic: bool) -> tuple[ExportedPro
     training = [module.training for module in traced.modules()]
     notes: list[str] = []
     watched = _watch_erased_regions(notes, request.training)
-    with warnings.catch_warnings(), torch_is_quiet(), _in_mode(request), watched, _lines_of(request.loss_fn), masks_as_given():
+    with (
+        warnings.catch_warnings(),
+        torch_is_quiet(),
+        _in_mode(request),
+        watched,
+        _lines_of(request.loss_fn),
+        masks_as_given(),
+    ):
         warnings.simplefilter("ignore")
         exported = torch.export.export(
             traced, tuple(example), dynamic_shapes={"tensors": tuple(dims)} if symbolic else None, strict=False
@@ -400,14 +411,21 @@ def _in_mode(request: Request) -> Iterator[None]:
 @contextlib.contextmanager
 def _assignments_as_writes(model: nn.Module) -> Iterator[None]:
     """``self.count = self.count + 1`` writes the buffer; a trace would lose it in all modules but the outermost."""
-    before = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items() if buffer is not None]
+    before = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     yield
     for module, name, buffer in before:
         assigned = module._buffers[name]
         if assigned is buffer:
             continue
         if assigned is None or assigned.shape != buffer.shape or assigned.dtype != buffer.dtype:
-            raise GraphparError(f"The model assigns to the buffer {name!r} of {type(module).__name__} another shape or dtype.")
+            raise GraphparError(
+                f"The model assigns to the buffer {name!r} of {type(module).__name__} another shape or dtype."
+            )
         module._buffers[name] = buffer
         buffer.copy_(assigned.detach())
 
@@ -415,7 +433,11 @@ def _assignments_as_writes(model: nn.Module) -> Iterator[None]:
 def _check_averages(request: Request) -> None:
     """A cumulative average weighs each batch by a number read from a buffer, which a trace would fix."""
     for name, module in request.model.named_modules():
-        averages = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats and module.momentum is None
+        averages = (
+            isinstance(module, nn.modules.batchnorm._NormBase)
+            and module.track_running_stats
+            and module.momentum is None
+        )
         training = module.training if request.module_mode is None else request.module_mode == "train"
         if averages and training:
             raise GraphparError(
@@ -515,7 +537,9 @@ def _explained(error: Exception, model: nn.Module) -> GraphparError:
         )
         place = user_line(error)
         return GraphparError(f"{what}{f': {place}' if place else ''}. ({kind}: {_first_line(error)})")
-    return GraphparError(f"torch.export could not trace the model{_where(error, model)} ({kind}): {text.strip()[:1500]}")
+    return GraphparError(
+        f"torch.export could not trace the model{_where(error, model)} ({kind}): {text.strip()[:1500]}"
+    )
 
 
 def _where(error: Exception, model: nn.Module) -> str:

@@ -33,11 +33,17 @@ class EqualMasks(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, tuple[Tensor, int, Hashable]] = {}  # by identity: the tensor, its version then, its expression
+        self.made: dict[
+            int, tuple[Tensor, int, Hashable]
+        ] = {}  # by identity: the tensor, its version then, its expression
         self.chosen: dict[Hashable, Any] = {}
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
         name = getattr(function, "__name__", "").strip("_")

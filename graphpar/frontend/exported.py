@@ -1,8 +1,8 @@
 """From torch's ``ExportedProgram`` to a :class:`~graphpar.ir.program.Program`.
 
-    placeholders of parameters and buffers ──► get_attr, by the user's names (each tied use by its own module's)
-    placeholders of inputs                 ──► placeholders, by the user's argument names
-    lifted constants                       ──► Program.constants, with real values
+placeholders of parameters and buffers ──► get_attr, by the user's names (each tied use by its own module's)
+placeholders of inputs                 ──► placeholders, by the user's argument names
+lifted constants                       ──► Program.constants, with real values
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ def to_program(
     buffers = _buffers(model)
     placeholders, constants = _lifted(exported)
     graph = _unlifted_graph(exported, placeholders, request, parameters, ties)
-    tensors = [(n, r, d, leaf) for n, r, d, leaf in zip(request.names, request.roles, request.batch_dims, request.leaves)
-               if isinstance(leaf, Tensor)]
+    tensors = [
+        (n, r, d, leaf)
+        for n, r, d, leaf in zip(request.names, request.roles, request.batch_dims, request.leaves)
+        if isinstance(leaf, Tensor)
+    ]
     inputs = tuple(
         Input(name, tuple(leaf.shape), leaf.dtype, dim, role, _value_range(leaf)) for name, role, dim, leaf in tensors
     )
@@ -63,7 +66,9 @@ def to_program(
         unsplittable=None if symbolic else "unknown",
         module_classes={name: _class_name(module) for name, module in model.named_modules(remove_duplicate=False)},
         subgraphs={
-            name: module for name, module in exported.graph_module.named_children() if isinstance(module, fx.GraphModule)
+            name: module
+            for name, module in exported.graph_module.named_children()
+            if isinstance(module, fx.GraphModule)
         },
     )
     if "checkpoint" in notes:
@@ -162,8 +167,11 @@ def _unlifted_graph(
     attributes: dict[str, fx.Node] = {}
     tied = {name: group for group in ties for name in group}
     input_names = iter([name for name, leaf in zip(request.names, request.leaves) if isinstance(leaf, Tensor)])
-    inputs = [node for node in exported.graph.nodes
-              if node.op == "placeholder" and placeholders[node.name][0] is InputKind.USER_INPUT]
+    inputs = [
+        node
+        for node in exported.graph.nodes
+        if node.op == "placeholder" and placeholders[node.name][0] is InputKind.USER_INPUT
+    ]
     for node in inputs:
         name = next(input_names)
         env[node] = graph.placeholder(name)
@@ -217,7 +225,9 @@ def _batch_number(
 
 
 @contextlib.contextmanager
-def _inserted_after_inputs(graph: fx.Graph, attributes: dict[str, fx.Node], env: dict[fx.Node, fx.Node]) -> Iterator[None]:
+def _inserted_after_inputs(
+    graph: fx.Graph, attributes: dict[str, fx.Node], env: dict[fx.Node, fx.Node]
+) -> Iterator[None]:
     """Parameters stand before all operators, in the order of their first use."""
     last = next(reversed(attributes.values()), None)
     if last is None:

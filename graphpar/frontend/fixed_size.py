@@ -1,7 +1,7 @@
 """A trace at a fixed batch size: what in it follows the batch, found by comparing it with a trace at another size.
 
-    6 rows:  view(x, [6, 4, 8])   div(s, 6)          7 rows:  view(x, [7, 4, 8])   div(s, 7)
-             dim 0 is 1 * batch   the number is 1 * batch
+6 rows:  view(x, [6, 4, 8])   div(s, 6)          7 rows:  view(x, [7, 4, 8])   div(s, 7)
+         dim 0 is 1 * batch   the number is 1 * batch
 """
 
 from __future__ import annotations

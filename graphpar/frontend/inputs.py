@@ -38,7 +38,9 @@ class Request:
     module_mode: str | None = None  # train | infer: what the modules are set to while they are traced
     takes_scalar: bool = True  # whether the only scalar in the model's output that needs a gradient is its loss
     scalar: str | None = None  # that one; filled by the trace
-    scalars: list[str] = dataclasses.field(default_factory=list)  # several of them, of which none is known to be the loss
+    scalars: list[str] = dataclasses.field(
+        default_factory=list
+    )  # several of them, of which none is known to be the loss
     output_names: list[str] = dataclasses.field(default_factory=list)  # filled by the trace
 
 
@@ -110,18 +112,24 @@ def _bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     except (TypeError, ValueError):
         parameters = []
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [(positional[index] if index < len(positional) else f"input_{index}", value) for index, value in enumerate(args)]
+    named = [
+        (positional[index] if index < len(positional) else f"input_{index}", value) for index, value in enumerate(args)
+    ]
     return named + list(kwargs.items())
 
 
-def _leaf_names(named: list[tuple[str, Any]], targets: tuple[Any, ...], loss_fn: Callable[..., Any] | None) -> list[str]:
+def _leaf_names(
+    named: list[tuple[str, Any]], targets: tuple[Any, ...], loss_fn: Callable[..., Any] | None
+) -> list[str]:
     names: list[str] = []
     for name, value in named:
         names += leaf_paths(name, value)
     wanted: list[str] = []
     if loss_fn is not None and targets:
         with contextlib.suppress(TypeError, ValueError):
-            wanted = [p.name for p in inspect.signature(loss_fn).parameters.values() if p.kind is not p.VAR_POSITIONAL][1:]
+            wanted = [p.name for p in inspect.signature(loss_fn).parameters.values() if p.kind is not p.VAR_POSITIONAL][
+                1:
+            ]
     for index, value in enumerate(targets):
         fallback = "target" if len(targets) == 1 else f"target_{index}"
         names += leaf_paths(wanted[index] if index < len(wanted) else fallback, value)

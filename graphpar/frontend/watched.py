@@ -1,8 +1,8 @@
 """While a model is traced: what a trace would lose or take for another, said with the user's line or made exact.
 
-    torch.arange(n, device="meta")   the device that the program runs on: a model on ``meta`` is traced as one on the CPU
-    x + table.data                   ``table.detach()``, as long as nothing is written to the table from there on
-    x.data.mul_(2), x.data = y       refused: a trace follows neither
+torch.arange(n, device="meta")   the device that the program runs on: a model on ``meta`` is traced as one on the CPU
+x + table.data                   ``table.detach()``, as long as nothing is written to the table from there on
+x.data.mul_(2), x.data = y       refused: a trace follows neither
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from graphpar.errors import GraphparError
 from graphpar.ir.source import source_of, stack_line
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
-COLLECTIVE_MODULES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives", "torch.distributed.nn.functional")
+COLLECTIVE_MODULES = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.nn.functional",
+)
 """Of torch's functions that call them."""
 
 
@@ -35,12 +39,20 @@ class OffMeta(TorchFunctionMode):
     """``device="meta"`` means the CPU, whether a function or ``torch.device`` says so."""
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
         if str(options.get("device")) == "meta":
             options["device"] = torch.device("cpu")
-        args = tree_map(lambda leaf: torch.device("cpu") if leaf == torch.device("meta") else leaf, tuple(args)) if _devices(args) else args
+        args = (
+            tree_map(lambda leaf: torch.device("cpu") if leaf == torch.device("meta") else leaf, tuple(args))
+            if _devices(args)
+            else args
+        )
         if getattr(function, "__name__", "") == "to" and len(args) > 1 and args[1] == "meta":
             args = (args[0], torch.device("cpu"), *args[2:])
         return function(*args, **options)
@@ -63,7 +75,9 @@ def off_meta(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         for kind in kinds:
             for key, leaf in ((key, leaf) for key, value in kind.items() for leaf in tree_leaves(value)):
                 if isinstance(leaf, Tensor) and id(leaf) not in memo:
-                    loaded = kind is module._parameters or (kind is module._buffers and key not in module._non_persistent_buffers_set)
+                    loaded = kind is module._parameters or (
+                        kind is module._buffers and key not in module._non_persistent_buffers_set
+                    )
                     if leaf.is_meta and not loaded:
                         raise _without_values(f"{name}.{key}" if name else key, module, kind is module._buffers)
                     memo[id(leaf)] = _on_cpu(leaf, mode) if leaf.is_meta else leaf
@@ -102,7 +116,11 @@ class DataAsDetached(TorchFunctionMode):
         self.taken: dict[int, tuple[Tensor, str]] = {}  # by memory: the tensor whose data was taken, and where
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
         name = getattr(function, "__name__", "")

@@ -100,7 +100,10 @@ class Cluster:
 
         if torch.cuda.is_available():
             with contextlib.suppress(GraphparError):
-                return Cluster.of(device_named(torch.cuda.get_device_name()), *_filled(device_named(torch.cuda.get_device_name()), devices))
+                return Cluster.of(
+                    device_named(torch.cuda.get_device_name()),
+                    *_filled(device_named(torch.cuda.get_device_name()), devices),
+                )
         return Cluster.of(DEVICES["CPU"], 1, devices)
 
     def __str__(self) -> str:
@@ -151,7 +154,11 @@ def _otherwise(text: str) -> str | None:
     for part in re.split(r"[x×*:,\s]+", re.sub(r"^(\d+)(?=[a-wyz])", r"\1x", text.strip().lower())):
         (counts if part.isdigit() else kinds).append(part)
     try:
-        return "x".join([*(str(int(count)) for count in counts), device_named("-".join(kinds)).name]) if 1 <= len(counts) <= 2 else None
+        return (
+            "x".join([*(str(int(count)) for count in counts), device_named("-".join(kinds)).name])
+            if 1 <= len(counts) <= 2
+            else None
+        )
     except GraphparError:
         return None
 
@@ -178,7 +185,9 @@ def _from_file(file: Path, counts: Sequence[int] = ()) -> Cluster:
         siblings = [entry.name for entry in file.parent.glob(f"*{file.suffix}")] if file.parent.is_dir() else []
         raise GraphparError(f"There is no cluster file {file}.{near_match(file.name, siblings)}")
     try:
-        return Cluster.from_json(_read(file) | dict(zip(("devices_per_node", "nodes"), [*counts[::-1], 1] if counts else [])))
+        return Cluster.from_json(
+            _read(file) | dict(zip(("devices_per_node", "nodes"), [*counts[::-1], 1] if counts else []))
+        )
     except GraphparError as error:
         raise GraphparError(f"{file}: {error}") from None
 
@@ -200,7 +209,9 @@ def _device(data: Mapping[str, Any]) -> Device:
     if isinstance(given, str):
         return device_named(given)
     if not isinstance(given, Mapping):
-        raise GraphparError(f"device is {given!r}; it must be a name such as {next(iter(DEVICES))}, or a table of figures.")
+        raise GraphparError(
+            f"device is {given!r}; it must be a name such as {next(iter(DEVICES))}, or a table of figures."
+        )
     figures = dict(given)
     if isinstance(memory := given.get("memory_bytes"), float) and memory.is_integer():
         figures["memory_bytes"] = int(memory)  # 80e9 is a whole number to people

@@ -153,7 +153,9 @@ class Device:
         if self.compute_units is not None:
             check_number("compute_units", self.compute_units, whole=True)
         if isinstance(self.attention_efficiency, str) or len(self.attention_efficiency) != 2:
-            raise GraphparError(f"attention_efficiency is {self.attention_efficiency!r}; it must be two shares, forward and backward.")
+            raise GraphparError(
+                f"attention_efficiency is {self.attention_efficiency!r}; it must be two shares, forward and backward."
+            )
         object.__setattr__(self, "attention_efficiency", tuple(self.attention_efficiency))
         shares = {"matrix_efficiency": self.matrix_efficiency, "memory_efficiency": self.memory_efficiency}
         if self.function_efficiency is not None:
@@ -184,7 +186,9 @@ _NETWORK = "stas00/ml-engineering network/README.md, network/benchmarks/README.m
 _VENDOR = "vendor's data sheet, from memory"
 _ASSUMED = "assumed"
 _MEASURED = f"best large bf16 product over peak, {_SPEC}"
-_LATENCIES = "inside: smallest all-reduces of 8 H200 over ring steps, same place; between: two nodes of A100, H100, B200"
+_LATENCIES = (
+    "inside: smallest all-reduces of 8 H200 over ring steps, same place; between: two nodes of A100, H100, B200"
+)
 
 _GPU_LAUNCH = 5e-6  # assumed: a small kernel with the gap before it
 _GPU_DISPATCH = 1e-5  # assumed: what eager PyTorch does on the host for an operator, forward or backward
@@ -225,7 +229,9 @@ _RINGS = {"A": 0.78, "H800": 0.8, "H": 0.82, "B": 0.76, "GB": 0.76, "MI300X": 0.
 _IN_SWITCH = {"H": 0.69, "B": 0.6, "GB": 0.6}
 """What reductions in the switch reach, which third and later NVSwitches do: 4 to 8 H200 have 363, 414, 436, 460 and 473 GB/s of bus
 bandwidth with 8 GiB, which is 2 (n-1) / (n+1) times 0.67 of 450 for n of 5 and more; 8 B200 have 838 GB/s."""
-_ADAPTERS = 0.95  # what rings reach between nodes: 382 (32 B200), 376 (16 B200), 357 (8 GB300) GB/s where adapters have 400
+_ADAPTERS = (
+    0.95  # what rings reach between nodes: 382 (32 B200), 376 (16 B200), 357 (8 GB300) GB/s where adapters have 400
+)
 _INSIDE_S = 2.7e-6  # 57 KB at 1.44 GB/s over 15 steps
 _BETWEEN_S = 14e-6  # InfiniBand and RoCE: NVIDIA/nccl src/graph/tuning.cc, and all-reduces and all-gathers of 1 to 16 MiB on two nodes
 
@@ -261,7 +267,13 @@ def _gpu(
         memory_tbps * 1e12,
         _GPU_LAUNCH,
         efficiency or reached.matrix,
-        Link(_INSIDE_S, inside * 1e9, None if pair is None else pair * 1e9, _of_kind(_RINGS, name) or _RING, _of_kind(_IN_SWITCH, name)),
+        Link(
+            _INSIDE_S,
+            inside * 1e9,
+            None if pair is None else pair * 1e9,
+            _of_kind(_RINGS, name) or _RING,
+            _of_kind(_IN_SWITCH, name),
+        ),
         Link(_BETWEEN_S, between * 1e9, efficiency=_ADAPTERS),
         per_node,
         half_reduction=reached.half,
@@ -269,7 +281,12 @@ def _gpu(
         attention_efficiency=reached.attention,
         memory_efficiency=reached.memory,
         dispatch_s=_GPU_DISPATCH,
-        sources={"efficiency": _MEASURED if efficiency else reached.source, "latency": _LATENCIES, "launch": _ASSUMED, **sources},
+        sources={
+            "efficiency": _MEASURED if efficiency else reached.source,
+            "latency": _LATENCIES,
+            "launch": _ASSUMED,
+            **sources,
+        },
     )
 
 
@@ -431,7 +448,9 @@ def device_named(name: str) -> Device:
         return DEVICES[_ALIASES[key]]
     close = [_ALIASES[match] for match in difflib.get_close_matches(key, _ALIASES, n=len(_ALIASES), cutoff=0.5)]
     known = dict.fromkeys([*close, *DEVICES])
-    raise GraphparError(f"There is no device {name!r}; known are {', '.join(known)}, or give its figures in a TOML file.")
+    raise GraphparError(
+        f"There is no device {name!r}; known are {', '.join(known)}, or give its figures in a TOML file."
+    )
 
 
 def figures_of(device: Device) -> str:
@@ -441,7 +460,13 @@ def figures_of(device: Device) -> str:
         return "figures of one's own"
     groups: dict[str, list[str]] = {}
     for group, source in known.sources.items():
-        origin = "measured" if source.startswith("graphpar calibrate") else "assumed" if source.startswith(_ASSUMED) else "published"
+        origin = (
+            "measured"
+            if source.startswith("graphpar calibrate")
+            else "assumed"
+            if source.startswith(_ASSUMED)
+            else "published"
+        )
         groups.setdefault(origin, []).append(group)
     main = max(groups, key=lambda origin: len(groups[origin]), default="assumed")
     others = [f"{', '.join(names)} {origin}" for origin, names in groups.items() if origin != main]

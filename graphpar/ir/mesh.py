@@ -57,7 +57,9 @@ class Mesh:
             except ValueError:
                 raise GraphparError(f"Mesh axis {axis}: {value!r} is no whole number.") from None
         if not degrees:
-            raise GraphparError(f"The mesh {text!r} has no axis; write axis=degree pairs such as pp=2,tp=2, or leave it out.")
+            raise GraphparError(
+                f"The mesh {text!r} has no axis; write axis=degree pairs such as pp=2,tp=2, or leave it out."
+            )
         return degrees
 
     @staticmethod

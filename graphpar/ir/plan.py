@@ -172,8 +172,14 @@ class Plan:
         return Plan.from_json(data)
 
     def __repr__(self) -> str:
-        degrees = ", ".join(f"{axis}={degree}" for axis, degree in self.mesh.degrees().items() if degree > 1) or "1 device"
-        step = "" if self.predicted is None else f", {seconds_text(self.predicted.step_time_s)} a step on {self.predicted.cluster}"
+        degrees = (
+            ", ".join(f"{axis}={degree}" for axis, degree in self.mesh.degrees().items() if degree > 1) or "1 device"
+        )
+        step = (
+            ""
+            if self.predicted is None
+            else f", {seconds_text(self.predicted.step_time_s)} a step on {self.predicted.cluster}"
+        )
         batches = f"{plural(self.microbatches, 'microbatch', 'microbatches')} of {self.microbatch_size}"
         return f"Plan({self.model}, {self.mode}, {degrees}, {self.schedule}, {batches}{step})"
 

@@ -86,7 +86,11 @@ def _holds(node: fx.Node, rows: dict[fx.Node, Rows], used: Sequence[int], dims: 
         return False
 
     def run(begin: int, end: int) -> tuple[list[Tensor], dict[fx.Node, Tensor]]:
-        parts = {a: v.narrow(rows[a].dim, begin, end - begin) if a in rows else v for a, v in arguments.items() if v is not None}
+        parts = {
+            a: v.narrow(rows[a].dim, begin, end - begin) if a in rows else v
+            for a, v in arguments.items()
+            if v is not None
+        }
         return _run(node, parts, used)
 
     whole, leaves = run(0, _BATCH)

@@ -249,7 +249,9 @@ def _embedding(node: fx.Node, context: Context, pure: bool) -> State | None:
 def _embedding_bag(node: fx.Node, context: Context, pure: bool) -> State | None:
     """Bags of one size, each the run of indices of its example. Other offsets count over the indices of all examples."""
     given = dict(zip([argument.name for argument in node.target._schema.arguments], node.args)) | dict(node.kwargs)  # type: ignore[union-attr]
-    weight, indices, offsets, each = (given.get(name) for name in ("weight", "indices", "offsets", "per_sample_weights"))
+    weight, indices, offsets, each = (
+        given.get(name) for name in ("weight", "indices", "offsets", "per_sample_weights")
+    )
     if given.get("scale_grad_by_freq"):
         return Coupled(f"{operator_name(node)} scales gradients by how often an index comes in the batch", node)
     states = [context.states[a] if isinstance(a, fx.Node) else Fixed() for a in (weight, indices, offsets, each)]

@@ -1,10 +1,10 @@
 """How one value depends on the batch: the states, and what an operator's shapes say about it.
 
-    Fixed      the same for every microbatch
-    Rows       one slice an example: the batch lies along a dim, of size outer * batch * inner
-    Additive   a sum over examples: the value for the global batch is the sum over microbatches
-    Layout     where the groups of sorted rows begin
-    Coupled    examples are mixed (BatchNorm in training, attention over the batch): cutting the batch would change it
+Fixed      the same for every microbatch
+Rows       one slice an example: the batch lies along a dim, of size outer * batch * inner
+Additive   a sum over examples: the value for the global batch is the sum over microbatches
+Layout     where the groups of sorted rows begin
+Coupled    examples are mixed (BatchNorm in training, attention over the batch): cutting the batch would change it
 """
 
 from __future__ import annotations

@@ -30,7 +30,11 @@ def differentiable_nodes(program: Program) -> set[fx.Node]:
                 walked[key] = [result in inside for result in block_results(block.graph)]
             if any(walked[key]):
                 found.add(node)
-        elif operator_name(node) == "getitem" and isinstance(source := node.args[0], fx.Node) and source.op == "call_module":
+        elif (
+            operator_name(node) == "getitem"
+            and isinstance(source := node.args[0], fx.Node)
+            and source.op == "call_module"
+        ):
             given = frozenset(place for place, argument in enumerate(source.args) if argument in found)
             if walked[program.block_of(source).name, given][int(node.args[1])] and _has_gradients(node):  # type: ignore[arg-type]
                 found.add(node)

@@ -332,7 +332,9 @@ def padding(node: fx.Node) -> Rule:
     amounts = list(literal(node, "pad"))
     dims = [rank - 1 - place // 2 for place, amount in enumerate(amounts) if not isinstance(amount, int) or amount]
     value = literal(node, "value")
-    constant = operator_name(node) != "pad" or literal(node, "mode", default="constant") == "constant"  # others refuse no rows
+    constant = (
+        operator_name(node) != "pad" or literal(node, "mode", default="constant") == "constant"
+    )  # others refuse no rows
     return along(node, dims, linear=value is None or value == 0, uneven=constant)
 
 
@@ -364,7 +366,11 @@ def matrices(node: fx.Node) -> Rule:
     labels = labelled(rank)
     lead = labels[: rank - 2]
     results = [(*lead, *(f"r{k}_{i}" for i in range(made.ndim - len(lead)))) for k, made in enumerate(results_of(node))]
-    return Rule((labels,), tuple(results), frozenset({*labels[rank - 2 :], *(f for made in results for f in made if f not in lead)}))
+    return Rule(
+        (labels,),
+        tuple(results),
+        frozenset({*labels[rank - 2 :], *(f for made in results for f in made if f not in lead)}),
+    )
 
 
 def windowed(node: fx.Node) -> Rule:

@@ -142,8 +142,15 @@ def _by_rows(
     offers += [(factors, cut) for place, factors in enumerate(rule.results) for cut in context.rows(node, place)]
     found = []
     for factor, cut in dict.fromkeys((factors[0], cut) for factors, cut in offers if factors):
-        pairs = [(f, s) for f, s in (*zip(rule.operands, given), *zip(rule.results, made)) if factor in f and s is not None]
-        if factor == "1" or factor in rule.fixed or len({s[0] for _, s in pairs}) > 1 or any(f.index(factor) for f, _ in pairs):
+        pairs = [
+            (f, s) for f, s in (*zip(rule.operands, given), *zip(rule.results, made)) if factor in f and s is not None
+        ]
+        if (
+            factor == "1"
+            or factor in rule.fixed
+            or len({s[0] for _, s in pairs}) > 1
+            or any(f.index(factor) for f, _ in pairs)
+        ):
             continue
         if not any(factor in factors for factors in rule.operands):
             continue  # rows that the operator makes are nobody's

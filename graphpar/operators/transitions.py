@@ -163,7 +163,9 @@ def moves(
     """
     now, found = list(source), []
     while now != list(target):
-        places = [place for place in range(len(now)) if now[place] != target[place] and _is_free(now, target[place], place)]
+        places = [
+            place for place in range(len(now)) if now[place] != target[place] and _is_free(now, target[place], place)
+        ]
         if not places:
             return None
         place = min(places, key=lambda i: (isinstance(now[i], Shard) or not isinstance(target[i], Shard), i))

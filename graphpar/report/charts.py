@@ -114,7 +114,11 @@ def _closing(segment: Segment, left: float, top: int, scale: float, height: int)
     """What comes after the actions."""
     x, wide = left + segment.start * scale, max((segment.end - segment.start) * scale - 1, 0.5)
     letter, what = CLOSINGS[segment.kind]
-    text = f'<text x="{x + wide / 2:.1f}" y="{top + height - 7}" text-anchor="middle" fill="#fff">{letter}</text>' if wide > 9 else ""
+    text = (
+        f'<text x="{x + wide / 2:.1f}" y="{top + height - 7}" text-anchor="middle" fill="#fff">{letter}</text>'
+        if wide > 9
+        else ""
+    )
     return (
         f'<g><title>{what}: {seconds_text(segment.end - segment.start)}</title><rect x="{x:.1f}" y="{top}" width="{wide:.1f}" '
         f'height="{height}" rx="2" fill="{COLORS[segment.kind]}"/>{text}</g>'
@@ -134,7 +138,9 @@ def _paths(row: Sequence[Span], left: float, top: int, scale: float, height: int
     return [f'<path fill="{COLORS[kind]}" d="{"".join(outlines[kind])}"/>' for kind in COLORS if kind in outlines]
 
 
-def memory_chart(predicted: Mapping[str, Any], names: Sequence[str], width: int = 900, height: int = 18, gap: int = 5) -> str:
+def memory_chart(
+    predicted: Mapping[str, Any], names: Sequence[str], width: int = 900, height: int = 18, gap: int = 5
+) -> str:
     """A bar a pp rank with its name, of the parts of its memory at the peak; a line where the device's ends, if that is near."""
     peaks, capacity = predicted["peak_memory_bytes"], predicted["memory_bytes"]
     longest = max(max(peaks), 1)
@@ -158,7 +164,9 @@ def memory_chart(predicted: Mapping[str, Any], names: Sequence[str], width: int 
         x = left + capacity * scale
         shapes.append(f'<path d="M{x:.1f} 0v{tall}" stroke="#c0392b" stroke-dasharray="4 3"/>')
     used = [part for part in PARTS if any(memory[part] for memory in predicted["memory"])]
-    key = "".join(f'<span class="key" style="background:{PARTS[part]}"></span>{part.replace("_", " ")}' for part in used)
+    key = "".join(
+        f'<span class="key" style="background:{PARTS[part]}"></span>{part.replace("_", " ")}' for part in used
+    )
     line = " (the line)" if near else ""
     return (
         f'<div class="scroll"><svg viewBox="0 0 {width} {tall}" width="{width}" height="{tall}" role="img">{"".join(shapes)}</svg></div>'

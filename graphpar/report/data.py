@@ -297,7 +297,14 @@ def timeline_of(data: Mapping[str, Any]) -> Timeline:
     return whole_step(pipeline, stages, closings)
 
 
-NO_SEARCH: Mapping[str, Any] = {"considered": 1, "priced": 1, "infeasible": 0, "optimality_gap": None, "alternatives": [], "refused": []}
+NO_SEARCH: Mapping[str, Any] = {
+    "considered": 1,
+    "priced": 1,
+    "infeasible": 0,
+    "optimality_gap": None,
+    "alternatives": [],
+    "refused": [],
+}
 """Of a plan that was given, or whose mesh was."""
 
 

@@ -60,7 +60,9 @@ def sharding_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     sharding = data["sharding"]
     lines = [("Sharding", transitions_text(data)), ("Placement", gap_text(sharding["gap"]))]
     for operator, rules in sharding["discovered"].items():
-        found = f"its rule was found by running it: {'; '.join(rules)}" if rules else "no rule, so it runs on whole tensors"
+        found = (
+            f"its rule was found by running it: {'; '.join(rules)}" if rules else "no rule, so it runs on whole tensors"
+        )
         lines.append(("Operator", f"{operator}: {found}"))
     return [*lines, *(("Loss", note) for note in sharding["notes"])]
 

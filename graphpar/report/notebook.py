@@ -1,6 +1,6 @@
 """What notebooks show of plans, estimates and partitioned programs: the report's page, or its parts, in a frame of its own.
 
-    Plan | Estimate | Parts ──_repr_html_──► <iframe srcdoc="a self-contained page">, whose style is not the notebook's
+Plan | Estimate | Parts ──_repr_html_──► <iframe srcdoc="a self-contained page">, whose style is not the notebook's
 """
 
 from __future__ import annotations
@@ -27,8 +27,14 @@ def plan_frame(plan: Plan) -> str:
     """The decisions of a plan and what is predicted of it."""
     degrees = " · ".join(f"{axis} {degree}" for axis, degree in plan.mesh.degrees().items() if degree > 1) or "1 device"
     pairs: list[tuple[object, str]] = [] if plan.predicted is None else _step_facts(plan.predicted)
-    pairs += [(degrees, "mesh"), (plan.schedule, "schedule"), (f"{plan.microbatches} x {plan.microbatch_size}", "microbatches x rows")]
-    return _frame(page(plan.model, [f"<h1>{escape(plan.model)}</h1>", facts(pairs), f"<pre>{escape(plan_text(plan))}</pre>"]))
+    pairs += [
+        (degrees, "mesh"),
+        (plan.schedule, "schedule"),
+        (f"{plan.microbatches} x {plan.microbatch_size}", "microbatches x rows"),
+    ]
+    return _frame(
+        page(plan.model, [f"<h1>{escape(plan.model)}</h1>", facts(pairs), f"<pre>{escape(plan_text(plan))}</pre>"])
+    )
 
 
 def estimate_frame(estimate: Estimate) -> str:
@@ -36,7 +42,8 @@ def estimate_frame(estimate: Estimate) -> str:
     whole = estimate.step_time_s
     parts = [(name, seconds_text(took), share_text(took / whole)) for name, took in estimate.parts_s.items() if took]
     stages = [
-        (str(stage.index), str(stage.rank), seconds_text(stage.forward_s), seconds_text(stage.backward_s)) for stage in estimate.stages
+        (str(stage.index), str(stage.rank), seconds_text(stage.forward_s), seconds_text(stage.backward_s))
+        for stage in estimate.stages
     ]
     peaks = [(str(rank), bytes_text(peak)) for rank, peak in enumerate(estimate.peak_memory_bytes)]
     body = [

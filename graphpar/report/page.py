@@ -86,7 +86,9 @@ def page(title: str, body: Sequence[str]) -> str:
 
 def facts(pairs: Sequence[tuple[object, str]]) -> str:
     """Figures in a row, each with what it is."""
-    cells = "".join(f'<div class="fact"><b>{escape(str(value))}</b><span>{escape(what)}</span></div>' for value, what in pairs)
+    cells = "".join(
+        f'<div class="fact"><b>{escape(str(value))}</b><span>{escape(what)}</span></div>' for value, what in pairs
+    )
     return f'<div class="facts">{cells}</div>'
 
 
@@ -158,7 +160,11 @@ def _predicted(data: Mapping[str, Any]) -> list[str]:
     if communication := communication_text(predicted):
         lines.append(f"Communication a step: {communication}.")
     lines += [f"{label}: {text}." for label, text in assumed_lines(data)]
-    return [*(f'<p class="soft">{escape(line)}</p>' for line in lines), "<h2>Memory</h2>", memory_chart(predicted, rank_names(data))]
+    return [
+        *(f'<p class="soft">{escape(line)}</p>' for line in lines),
+        "<h2>Memory</h2>",
+        memory_chart(predicted, rank_names(data)),
+    ]
 
 
 def _runners_up(data: Mapping[str, Any]) -> list[str]:
@@ -168,7 +174,12 @@ def _runners_up(data: Mapping[str, Any]) -> list[str]:
     step = data["predicted"]["step_time_s"]
     rows = []
     for other in search["alternatives"]:
-        texts = (*named(other), seconds_text(other["step_time_s"]), f"{other['step_time_s'] / step - 1:+.1%}", other["why_not"])
+        texts = (
+            *named(other),
+            seconds_text(other["step_time_s"]),
+            f"{other['step_time_s'] / step - 1:+.1%}",
+            other["why_not"],
+        )
         rows.append(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("Mesh", "Schedule", "A step", "", "Why not"))
     table = f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>' if rows else ""
@@ -236,10 +247,14 @@ def _schedule(data: Mapping[str, Any]) -> str:
 
 def _key(timeline: Timeline, inside: bool) -> str:
     """What the colors of the timeline mean."""
-    kinds = {span.action.kind for row in timeline.spans for span in row} | {part.kind for row in timeline.closing for part in row}
+    kinds = {span.action.kind for row in timeline.spans for span in row} | {
+        part.kind for row in timeline.closing for part in row
+    }
     words = {kind: name for kind, (_, name) in KINDS.items()} | {kind: name for kind, (_, name) in CLOSINGS.items()}
     shown = [kind for kind in COLORS if kind in kinds or (inside and kind == "collectives")]
-    return "".join(f'<span class="key" style="background:{COLORS[kind]}"></span>{words.get(kind, kind)}' for kind in shown)
+    return "".join(
+        f'<span class="key" style="background:{COLORS[kind]}"></span>{words.get(kind, kind)}' for kind in shown
+    )
 
 
 def _notes(data: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """What a step will take, as text: the parts of the printed report that come from the cost models.
 
-    predicted, search ──► Predicted, Step, Searched | communication a step | Runners-up, Assumed
+predicted, search ──► Predicted, Step, Searched | communication a step | Runners-up, Assumed
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def parts_text(predicted: Mapping[str, Any]) -> str:
     names = {"host": "waits for the host", "pp": "transfers"}
     least = _LEAST * predicted["step_time_s"]
     parts = [
-        f"{names.get(part, part)} {seconds_text(seconds)}" for part, seconds in predicted["parts_s"].items() if seconds >= least
+        f"{names.get(part, part)} {seconds_text(seconds)}"
+        for part, seconds in predicted["parts_s"].items()
+        if seconds >= least
     ]
     return " · ".join(parts) + (" (busiest rank)" if len(predicted["memory"]) > 1 else "")
 
@@ -121,7 +123,9 @@ def rank_names(data: Mapping[str, Any]) -> list[str]:
     together = data["devices"] // stages
     if together == 1:
         return [f"rank {rank}" for rank in range(stages)]
-    return [f"pp {rank}: devices {indices_text(range(rank * together, (rank + 1) * together))}" for rank in range(stages)]
+    return [
+        f"pp {rank}: devices {indices_text(range(rank * together, (rank + 1) * together))}" for rank in range(stages)
+    ]
 
 
 def timeline_legend(data: Mapping[str, Any], timeline: Timeline) -> str:
@@ -133,8 +137,15 @@ def timeline_legend(data: Mapping[str, Any], timeline: Timeline) -> str:
     predicted = data.get("predicted")
     if not predicted:
         return f"{text}; times from flops, transfers free"
-    inside = {axis: predicted["parts_s"].get(axis, 0.0) for row in timeline.spans for span in row for axis, _ in span.collectives}
-    taken = "".join(f"; {axis} collectives, inside of actions, take {seconds_text(seconds)}" for axis, seconds in inside.items())
+    inside = {
+        axis: predicted["parts_s"].get(axis, 0.0)
+        for row in timeline.spans
+        for span in row
+        for axis, _ in span.collectives
+    }
+    taken = "".join(
+        f"; {axis} collectives, inside of actions, take {seconds_text(seconds)}" for axis, seconds in inside.items()
+    )
     return f"{text}; {seconds_text(timeline.length)} in all{taken}"
 
 
@@ -160,7 +171,12 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     run = [data["dtype"]]
     if data["mode"] == "train":
         run += [assumed["optimizer"], f"recomputation {assumed['recompute']}"]
-    return [("Assumed", f"{', '.join(run)}, operators {assumed['operators']}; device {assumed['device']} ({assumed['figures']})")]
+    return [
+        (
+            "Assumed",
+            f"{', '.join(run)}, operators {assumed['operators']}; device {assumed['device']} ({assumed['figures']})",
+        )
+    ]
 
 
 def stage_columns(predicted: Mapping[str, Any]) -> list[tuple[str, str, str, float]]:

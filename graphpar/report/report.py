@@ -94,8 +94,14 @@ def render(data: Mapping[str, Any], console: Console, out: str | None = None, se
 def timeline_lines(data: Mapping[str, Any], width: int) -> list[str]:
     """The step in time, a line a pp rank, and what its letters mean."""
     timeline = timeline_of(data)
-    names = rank_names(data) if data["devices"] == data["mesh"]["pp"] else [f"pp {rank}" for rank in range(data["mesh"]["pp"])]
-    return [f" {line}" for line in draw(timeline, width - 1, names)] + wrapped(timeline_legend(data, timeline), width, " ", " ")
+    names = (
+        rank_names(data)
+        if data["devices"] == data["mesh"]["pp"]
+        else [f"pp {rank}" for rank in range(data["mesh"]["pp"])]
+    )
+    return [f" {line}" for line in draw(timeline, width - 1, names)] + wrapped(
+        timeline_legend(data, timeline), width, " ", " "
+    )
 
 
 def trace(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,7 +237,9 @@ def plan_text(plan: Plan) -> str:
     modules = compressed([list(stage.modules) for stage in plan.stages])
     data = {
         **decisions(plan),
-        "stages": [{"index": stage.index, "rank": stage.rank, "modules": names} for stage, names in zip(plan.stages, modules)],
+        "stages": [
+            {"index": stage.index, "rank": stage.rank, "modules": names} for stage, names in zip(plan.stages, modules)
+        ],
         **({} if plan.predicted is None else predicted_data(plan, plan.predicted)),
         **({} if plan.found is None else {"search": plan.found.to_json()}),
     }

@@ -1,7 +1,7 @@
 """The table of stages in a printed report: a row a stage, names whole however narrow the terminal is.
 
- Stage  ranks  modules             params     fwd     bwd  memory
-     0    0-1  embed, layers.0-3   62.2 M  229 ms  428 ms  █▏            1.09 GiB
+Stage  ranks  modules             params     fwd     bwd  memory
+    0    0-1  embed, layers.0-3   62.2 M  229 ms  428 ms  █▏            1.09 GiB
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ def stage_table(data: Mapping[str, Any], width: int) -> list[str]:
     stages, predicted = data["stages"], data.get("predicted")
     together = data["devices"] // data["mesh"]["pp"]  # ranks that hold a stage, each its pieces
     places = [indices_text(range(stage["rank"] * together, (stage["rank"] + 1) * together)) for stage in stages]
-    left = [("Stage", "rank" if together == 1 else "ranks"), *((str(stage["index"]), place) for stage, place in zip(stages, places))]
+    left = [
+        ("Stage", "rank" if together == 1 else "ranks"),
+        *((str(stage["index"]), place) for stage, place in zip(stages, places)),
+    ]
     modules = ["modules", *(", ".join(stage["modules"]) for stage in stages)]
     if predicted is None:
         right = _flops_columns(stages) if "flops" in stages[0] else [()] * (len(stages) + 1)
@@ -31,7 +34,9 @@ def stage_table(data: Mapping[str, Any], width: int) -> list[str]:
     room = _room(left, right, width)
     words = max(len(word) for text in modules for word in text.split(" "))
     if right[0] and room < max(words, _LEAST):  # bars go first
-        right = [(*cells[:-1], cells[-1] if not place else cells[-1][BAR:].strip()) for place, cells in enumerate(right)]
+        right = [
+            (*cells[:-1], cells[-1] if not place else cells[-1][BAR:].strip()) for place, cells in enumerate(right)
+        ]
         room = _room(left, right, width)
     return _laid_out(left, modules, right, room if room >= max(words, _LEAST) else 0, width)
 

@@ -69,12 +69,23 @@ def _collectives(span: Span, rank: int, factor: float) -> Iterator[dict[str, Any
     start = span.end - sum(seconds for _, seconds in span.collectives)
     for axis, seconds in span.collectives:
         place = {"ph": "X", "ts": start * factor, "dur": seconds * factor, "pid": 0, "tid": rank}
-        yield {"name": f"{axis} collectives", "cat": "collective", **place, "args": {"axis": axis, "action": str(span.action)}}
+        yield {
+            "name": f"{axis} collectives",
+            "cat": "collective",
+            **place,
+            "args": {"axis": axis, "action": str(span.action)},
+        }
         start += seconds
 
 
 def _segment(segment: Segment, rank: int, factor: float) -> dict[str, Any]:
-    place = {"ph": "X", "ts": segment.start * factor, "dur": (segment.end - segment.start) * factor, "pid": 0, "tid": rank}
+    place = {
+        "ph": "X",
+        "ts": segment.start * factor,
+        "dur": (segment.end - segment.start) * factor,
+        "pid": 0,
+        "tid": rank,
+    }
     return {"name": CLOSINGS[segment.kind][1], "cat": segment.kind, **place}
 
 

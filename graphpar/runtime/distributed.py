@@ -135,7 +135,9 @@ def _short_traceback(cause: BaseException) -> tuple[str, str]:
     kept = [frame for frame in summary.stack if not frame.filename.startswith(inside)]
     if kept:
         summary.stack = traceback.StackSummary.from_list(kept)
-    return "".join(["Traceback (most recent call last):\n", *summary.stack.format()]), "".join(summary.format_exception_only())
+    return "".join(["Traceback (most recent call last):\n", *summary.stack.format()]), "".join(
+        summary.format_exception_only()
+    )
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -1,10 +1,10 @@
 """Starting torchrun as a child that never outlives this process, passing on what it prints, and finding out why it failed.
 
-    torchrun("out/train.py", ["--steps", "3"], nproc=2, timeout_s=300) -> LaunchResult, or LaunchError with the
-    message of the rank that failed first
+torchrun("out/train.py", ["--steps", "3"], nproc=2, timeout_s=300) -> LaunchResult, or LaunchError with the
+message of the rank that failed first
 
-    this process ──pipe──► keeper ──► torchrun ──► ranks      keeper.py: whatever ends this process, nothing below it is left
-                                                     └ stderr of each rank in a file: what torchrun itself says stays apart
+this process ──pipe──► keeper ──► torchrun ──► ranks      keeper.py: whatever ends this process, nothing below it is left
+                                                 └ stderr of each rank in a file: what torchrun itself says stays apart
 """
 
 from __future__ import annotations

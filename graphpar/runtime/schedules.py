@@ -1,9 +1,9 @@
 """torch's pipeline schedules, by name or from a table of actions, placed as the plan says.
 
-    GPipe, 1F1B                                     one stage a rank
-    Interleaved1F1B, LoopedBFS, InterleavedZeroBubble   stage i on rank i mod pp
-    ZBVZeroBubble, DualPipeV                        two stages a rank, stage i on ranks 0 .. pp-1, pp-1 .. 0
-    "actions" in the plan                           any placement
+GPipe, 1F1B                                     one stage a rank
+Interleaved1F1B, LoopedBFS, InterleavedZeroBubble   stage i on rank i mod pp
+ZBVZeroBubble, DualPipeV                        two stages a rank, stage i on ranks 0 .. pp-1, pp-1 .. 0
+"actions" in the plan                           any placement
 """
 
 from __future__ import annotations

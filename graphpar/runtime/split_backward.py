@@ -132,4 +132,3 @@ def _nested(joins: frozenset[Node]) -> bool:
                     seen.add(below)
                     queue.append(below)
     return False
-

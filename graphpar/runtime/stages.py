@@ -1,7 +1,7 @@
 """The emitted stage modules: imported by path, built empty, wrapped for torch's pipeline.
 
-    out/stage_1.py --emitted_package--> class Stage1 --build_stage--> module on the device, values still undefined
-    StageAdapter(module): torch hands it every keyword input of the rank; it passes on those the stage names
+out/stage_1.py --emitted_package--> class Stage1 --build_stage--> module on the device, values still undefined
+StageAdapter(module): torch hands it every keyword input of the rank; it passes on those the stage names
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights in safetensors files of whole tensors: each rank takes its piece, rank 0 writes the pieces joined.
 
-    model.safetensors --by key, or by any name of its tie--> whole tensor --cut_all--> parameters, persistent buffers
-    constants.safetensors --by full name--> whole tensor --cut_all--> non-persistent buffers
+model.safetensors --by key, or by any name of its tie--> whole tensor --cut_all--> parameters, persistent buffers
+constants.safetensors --by full name--> whole tensor --cut_all--> non-persistent buffers
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Running emitted programs for verification: several jobs in one launch, since starting up is what takes long.
 
-    parent: run_jobs([job_0, job_1], world_size=2, timeout_s=300)
-    ranks:  python -m graphpar.runtime.worker TIMEOUT job_0 job_1      (under torchrun)
+parent: run_jobs([job_0, job_1], world_size=2, timeout_s=300)
+ranks:  python -m graphpar.runtime.worker TIMEOUT job_0 job_1      (under torchrun)
 
-    job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentum"}, "seed", "weights", "batches": [file, ...]}
-                                   "max_norm": if it is there, the last optimizer step takes the gradients of one batch more,
-                                   added up and clipped; "double": compute in float64
-    job/rank_0/*.safetensors  out: grad/{step}/{name}, param/{name}, buffer/{name}, as the rank holds them (its pieces);
-                                   grad/accumulated/{name}; of an inference program output/{step}/{name}.
-                                   A file a step, written when the step is done, so that no rank holds the tensors of two
-    job/rank_0.json           out: {"losses", "accumulated_loss", "norm", "missing_gradients", "whole_backward_stages", "error", "fatal"}
+job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentum"}, "seed", "weights", "batches": [file, ...]}
+                               "max_norm": if it is there, the last optimizer step takes the gradients of one batch more,
+                               added up and clipped; "double": compute in float64
+job/rank_0/*.safetensors  out: grad/{step}/{name}, param/{name}, buffer/{name}, as the rank holds them (its pieces);
+                               grad/accumulated/{name}; of an inference program output/{step}/{name}.
+                               A file a step, written when the step is done, so that no rank holds the tensors of two
+job/rank_0.json           out: {"losses", "accumulated_loss", "norm", "missing_gradients", "whole_backward_stages", "error", "fatal"}
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ def run_jobs(
             arguments = [str(group_timeout_s), *map(str, pending)]
             remaining = max(deadline - time.monotonic(), 0.0)
             torchrun(
-                "graphpar.runtime.worker", arguments, nproc=world_size, timeout_s=remaining, module=True, folders=folders
+                "graphpar.runtime.worker",
+                arguments,
+                nproc=world_size,
+                timeout_s=remaining,
+                module=True,
+                folders=folders,
             )
         except LaunchError as error:
             failure = error

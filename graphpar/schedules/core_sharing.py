@@ -49,7 +49,10 @@ def ends_in_turns(
     others: dict[int, float] = {0: 0.0}
     while computing or others:
         speed = turns.speed(len(computing))
-        passed = min(min((left / speed for left in computing.values()), default=float("inf")), min(others.values(), default=float("inf")))
+        passed = min(
+            min((left / speed for left in computing.values()), default=float("inf")),
+            min(others.values(), default=float("inf")),
+        )
         now += passed
         done = []
         for running, rate in ((computing, speed), (others, 1.0)):

@@ -229,7 +229,9 @@ def legal_microbatches(schedule: str, pp: int, stages_per_rank: int, batch: int)
     ]
 
 
-def bubble_warning(schedule: str, pp: int, stages_per_rank: int, microbatches: int, rows: int | None = None) -> str | None:
+def bubble_warning(
+    schedule: str, pp: int, stages_per_rank: int, microbatches: int, rows: int | None = None
+) -> str | None:
     """A sentence when a legal choice has fewer microbatches than stages, which cannot fill the pipeline.
 
     Args:

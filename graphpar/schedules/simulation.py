@@ -316,7 +316,11 @@ def peak_in_flight(table: ActionTable | Order, sizes: Sequence[int] | None = Non
 # ------------------------------------------------------------------------------------------------ drawing
 
 
-CLOSINGS = {"gradients": ("G", "sum of gradients"), "optimizer": ("O", "optimizer"), "parameters": ("A", "gather of parameters")}
+CLOSINGS = {
+    "gradients": ("G", "sum of gradients"),
+    "optimizer": ("O", "optimizer"),
+    "parameters": ("A", "gather of parameters"),
+}
 """Of each kind of :class:`Segment`: its letter in a drawing, and what it is."""
 _MOST = 4
 """Columns that a segment of a closing is drawn in at most: it says what comes, the report's figures say how long it is."""

@@ -205,7 +205,9 @@ class _Comparison:
                 if value.shape == other.shape and not same(other, value):
                     drift = float((other.double() - value.double()).abs().max())
                     what = f"tied parameter {' = '.join(group)}" if len(group) > 1 else f"parameter {group[0]}"
-                    self.outcome.problems.append(f"{what}: its copies on ranks {first} and {rank} differ by {drift:.3g}")
+                    self.outcome.problems.append(
+                        f"{what}: its copies on ranks {first} and {rank} differ by {drift:.3g}"
+                    )
                     break
 
     def losses(self, losses: Sequence[float]) -> None:

@@ -66,7 +66,9 @@ class Reference:
     order: dict[str, int] = field(default_factory=dict)  # of the parameters' first use in the forward
     data: str = ""  # how the batches were made
     again: Callable[[], Reference] | None = None  # the same in float64
-    scratch: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory(prefix="graphpar-reference-"))
+    scratch: tempfile.TemporaryDirectory[str] = field(
+        default_factory=lambda: tempfile.TemporaryDirectory(prefix="graphpar-reference-")
+    )
 
     @property
     def folder(self) -> Path:
@@ -216,7 +218,9 @@ def _built(source: ModelSource) -> nn.Module:
     torch.manual_seed(SEED)
     with default_dtype(DTYPES.get(source.dtype or "fp32")):
         model: nn.Module = source.model if isinstance(source.model, nn.Module) else source.model()
-    empty = next((name for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta), None)
+    empty = next(
+        (name for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta), None
+    )
     if empty is not None:
         raise GraphparError(
             f"There is nothing to compare with: {empty} is on the device meta, so it has no values. verify trains the model "
@@ -262,7 +266,9 @@ def _train(setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter
     optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE, momentum=MOMENTUM) if trained else None
     for step in range(setting.steps):
         loss = _backward(setting, model, named, reference, step)
-        squares = sum(float(parameter.grad.double().square().sum()) for parameter in trained if parameter.grad is not None)
+        squares = sum(
+            float(parameter.grad.double().square().sum()) for parameter in trained if parameter.grad is not None
+        )
         reference.finite &= math.isfinite(loss) and math.isfinite(squares)
         reference.losses.append(loss)
         reference.gradients.append(_gradients(named, reference, step))
@@ -299,9 +305,7 @@ def _backward(
     return float(loss.detach())
 
 
-def _clipped(
-    loss: float, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference
-) -> Accumulated:
+def _clipped(loss: float, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference) -> Accumulated:
     """Clips the accumulated gradients, so that the clipping has an effect."""
     squares = [float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None]
     norm = math.sqrt(sum(squares)) if math.isfinite(sum(squares)) else 0.0

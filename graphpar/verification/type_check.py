@@ -59,7 +59,11 @@ _LINEAR = (
     torch.Tensor.__getitem__, F.pad, torch.Tensor.diff, torch.diff,
 )  # fmt: skip
 """Linear in the first operand, which ``spmd_types`` does not say: a pending sum is taken through them unchecked."""
-_SUMS = (torch.add, torch.sub, *(getattr(torch.Tensor, name) for name in ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__")))
+_SUMS = (
+    torch.add,
+    torch.sub,
+    *(getattr(torch.Tensor, name) for name in ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__")),
+)
 _NEW = (torch.Tensor.new_empty, torch.Tensor.new_full, torch.Tensor.new_ones, torch.Tensor.new_zeros)
 """They take a dtype and a device alone from their operand."""
 

@@ -1,7 +1,7 @@
 """One module applied several times: the towers of a siamese network, a policy on chosen and rejected answers, a recurrence.
 
-    net(a), net(b)   side by side: neither needs the other's result     each application is cut where the first one is
-    net(net(x))      one after the other: a recurrence                  a later application lies where it stands in the program
+net(a), net(b)   side by side: neither needs the other's result     each application is cut where the first one is
+net(net(x))      one after the other: a recurrence                  a later application lies where it stands in the program
 """
 
 from __future__ import annotations

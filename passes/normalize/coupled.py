@@ -1,6 +1,6 @@
 """What to say of operators that mix examples: why the batch is not cut, or what cutting it does.
 
-    program.couplings ──grouped by reason, layers of one name together──► one line, however many there are
+program.couplings ──grouped by reason, layers of one name together──► one line, however many there are
 """
 
 from __future__ import annotations

@@ -21,7 +21,11 @@ from graphpar.ir.program import Program, operator_name, value_of, where
 _aten = torch.ops.aten
 
 # How a write through a view goes back, where an operator and its own arguments do it: (parent, result, *rest) or (result, *rest).
-_SCATTERS = {"select": _aten.select_scatter.default, "slice": _aten.slice_scatter.default, "diagonal": _aten.diagonal_scatter.default}
+_SCATTERS = {
+    "select": _aten.select_scatter.default,
+    "slice": _aten.slice_scatter.default,
+    "diagonal": _aten.diagonal_scatter.default,
+}
 _SELF_INVERSE = {"transpose": _aten.transpose.int, "t": _aten.t.default, "swapaxes": _aten.swapaxes.default,
                  "swapdims": _aten.swapdims.default, "mT": _aten.mT.default, "adjoint": _aten.adjoint.default}  # fmt: skip
 _SAME_ORDER = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as"}
@@ -62,7 +66,9 @@ def _out_as_copies(graph: fx.Graph) -> fx.Graph:
             continue
         target = _without_out(node.target)
         if target is None or value_of(written).shape != value_of(node).shape:
-            raise GraphparError(f"The operator {node.target} writes to out={where(node)}, and has no form that gives a new tensor.")
+            raise GraphparError(
+                f"The operator {node.target} writes to out={where(node)}, and has no form that gives a new tensor."
+            )
         with new.inserting_before(node):
             options = {name: value for name, value in node.kwargs.items() if name != "out"}
             made = infer(new.call_function(target, node.args, options), node)
@@ -190,7 +196,11 @@ class _Functionalizer:
 
     def _note_memory(self, node: fx.Node) -> None:
         memory = _memory(node)
-        if memory is None or not isinstance(value_of(node), Tensor) or operator_name(node) in ("lift_fresh_copy", "batch_norm"):
+        if (
+            memory is None
+            or not isinstance(value_of(node), Tensor)
+            or operator_name(node) in ("lift_fresh_copy", "batch_norm")
+        ):
             return
         other = self.memory.setdefault(memory, node)
         if other is not node:
@@ -203,7 +213,9 @@ class _Functionalizer:
                 self.differentiable.add(node)
             return
         value = value_of(node)
-        real = isinstance(value, list | tuple) or (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()))
+        real = isinstance(value, list | tuple) or (
+            isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        )
         if real and operator_name(node) != "detach" and any(a in self.differentiable for a in node.all_input_nodes):
             self.differentiable.add(node)
             written = node.args[0] if is_inplace(node) else None
@@ -335,7 +347,11 @@ class _Functionalizer:
         if name == "permute":
             order = [int(dim) % value_of(parent).ndim for dim in rest[0]]  # type: ignore[union-attr, arg-type]
             return self._call(cause, _aten.permute.default, (result, [order.index(dim) for dim in range(len(order))]))
-        if same and value_of(parent).shape == value_of(result).shape and value_of(parent).stride() == value_of(maker).stride():
+        if (
+            same
+            and value_of(parent).shape == value_of(result).shape
+            and value_of(parent).stride() == value_of(maker).stride()
+        ):
             return result  # detach, a cast to the same dtype, dropout that drops nothing
         raise GraphparError(
             f"The model writes in place through a view made by {name!r}{where(cause)}; write the result to a new tensor instead."

@@ -39,6 +39,7 @@ from graphpar.passes.normalize.simplify import remove_dead_code
 
 _aten = torch.ops.aten
 
+
 def share_loss(program: Program) -> Program:
     """Program -> Program whose loss is a microbatch's share; says what mixes examples."""
     if program.unsplittable is not None:  # it runs whole, so its loss needs no shares
@@ -195,7 +196,9 @@ class _Shares:
                 flat = self._new(_aten.mul.Tensor, (target, valid), {}, target)
                 column = self._new(_aten.unsqueeze.default, (weight, -1), {}, node)
                 chosen = self._new(_aten.embedding.default, (column, flat), {}, target)
-                valid = self._new(_aten.mul.Tensor, (self._new(_aten.squeeze.dim, (chosen, -1), {}, target), valid), {}, target)
+                valid = self._new(
+                    _aten.mul.Tensor, (self._new(_aten.squeeze.dim, (chosen, -1), {}, target), valid), {}, target
+                )
             total = self._new(_aten.sum.default, (valid,), {}, node)
             label = _input_behind(target)
             self.known[key] = self._global_value(total, f"valid_{label}" if label else "valid_labels") or total
@@ -309,7 +312,9 @@ class _Shares:
         """``fixed`` times this microbatch's part of the rows."""
         part = self._new(_aten.div.Tensor, (self._row_count(), self._rows(1)), {}, like)
         self.analysis.states[part] = Additive(pure=False)
-        target, args = (_aten.mul.Tensor, (fixed, part)) if isinstance(fixed, fx.Node) else (_aten.mul.Scalar, (part, fixed))
+        target, args = (
+            (_aten.mul.Tensor, (fixed, part)) if isinstance(fixed, fx.Node) else (_aten.mul.Scalar, (part, fixed))
+        )
         shared = self._new(target, args, {}, like)
         self.analysis.states[shared] = Additive(pure=False)
         return shared

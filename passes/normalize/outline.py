@@ -143,7 +143,11 @@ def _has_layers(program: Program, network: _Region, regions: Sequence[_Region]) 
     """Whether some module with several parameterised parts is in it more than once."""
     paths: dict[str, set[str]] = {}
     for region in regions:
-        if network.call in region.ancestors and not region.module_class.startswith(_CONTAINERS) and len(_owners(program, region)) > 1:
+        if (
+            network.call in region.ancestors
+            and not region.module_class.startswith(_CONTAINERS)
+            and len(_owners(program, region)) > 1
+        ):
             paths.setdefault(region.module_class, set()).add(region.path)
     return any(len(found) > 1 for found in paths.values())
 

@@ -109,7 +109,9 @@ def _replace(graph: fx.Graph, node: fx.Node, keys: fx.Node, number: int, analysi
     assert isinstance(source, fx.Node)
     state = analysis.states[source]
     if not isinstance(state, Rows):
-        raise GraphparError(f"Dropout on a tensor without a batch dim ({node.name}); its masks could not follow the examples.")
+        raise GraphparError(
+            f"Dropout on a tensor without a batch dim ({node.name}); its masks could not follow the examples."
+        )
     with graph.inserting_before(node):
         own = infer(graph.call_function(random_streams.stream, (keys, number)), node)
         analysis.states[own] = Rows(0)
@@ -141,6 +143,8 @@ def _attention_arguments(node: fx.Node, keys: fx.Node) -> tuple[tuple[Any, ...],
     for operand in (query, key, value):
         tensor = value_of(operand)
         if not isinstance(tensor, Tensor) or tensor.ndim != 4:
-            raise GraphparError("Attention with dropout needs query, key and value of shape [batch, heads, sequence, features].")
+            raise GraphparError(
+                "Attention with dropout needs query, key and value of shape [batch, heads, sequence, features]."
+            )
     options = {name: item for name, item in given.items() if item is not None and item is not False}
     return (query, key, value, keys), {**options, "training": True}

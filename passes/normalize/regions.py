@@ -81,13 +81,16 @@ class _Inliner:
             device, dtype, enabled, _, subgraph, *operands = node.args
             scope = replace(outside, region=outside.region or node)
             if device == "cpu":
-                scope = replace(scope, autocast=Autocast(cast("torch.dtype | None", dtype) or torch.bfloat16, bool(enabled)))
+                scope = replace(
+                    scope, autocast=Autocast(cast("torch.dtype | None", dtype) or torch.bfloat16, bool(enabled))
+                )
             else:  # torch itself switches it off where there is no such device
                 self.warnings.append(_elsewhere(str(device), env[cast(fx.Node, subgraph)]))
         module = env[cast(fx.Node, subgraph)]
         placeholders = [child for child in module.graph.nodes if child.op == "placeholder"]
         inner = {
-            child: env[operand] if isinstance(operand, fx.Node) else operand for child, operand in zip(placeholders, operands)
+            child: env[operand] if isinstance(operand, fx.Node) else operand
+            for child, operand in zip(placeholders, operands)
         }
         return self.copy(module.graph, inner, module, scope)
 
@@ -112,7 +115,11 @@ class _Inliner:
             self.quiet.add(new)
         if scope.autocast is not None and scope.autocast.enabled and new.op == "call_function":
             self.casts.insert(new, scope.autocast)
-            if not is_of_torch(new.target) and isinstance(new.target, torch._ops.OpOverload) and new.target not in OPERATORS:
+            if (
+                not is_of_torch(new.target)
+                and isinstance(new.target, torch._ops.OpOverload)
+                and new.target not in OPERATORS
+            ):
                 self.warnings.append(
                     f"{operator_name(new)}{where(new)} runs under autocast in the model, and without it in the program: torch's "
                     "operators inside of it, if there are any, compute in the dtypes of their inputs."

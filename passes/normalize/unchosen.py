@@ -294,7 +294,11 @@ class _Filler:
 
     def _wide(self, source: fx.Node) -> fx.Node:
         """A sum in float16 could overflow where the mean does not."""
-        return source if value_of(source).dtype is not torch.float16 else self._new(source, _aten.to.dtype, source, torch.float32)
+        return (
+            source
+            if value_of(source).dtype is not torch.float16
+            else self._new(source, _aten.to.dtype, source, torch.float32)
+        )
 
     def _loss(self, node: fx.Node, place: int) -> fx.Node | None:
         """A loss of chosen rows: of each row, then their sum or mean. Class losses have a label for rows that don't count."""
@@ -392,7 +396,10 @@ class _Filler:
         number = self.graph.call_function(_aten.scalar_tensor.default, (given,), {"dtype": torch.float32})
         mode = next(v.fake_mode for n in self.old.nodes if hasattr(v := value_of(n), "fake_mode"))
         with mode:
-            number.meta = {"val": torch.empty((), dtype=torch.float32), "module_stack": like.meta.get("module_stack", ())}
+            number.meta = {
+                "val": torch.empty((), dtype=torch.float32),
+                "module_stack": like.meta.get("module_stack", ()),
+            }
         return number
 
     def _counted_size(self, size: fx.Node) -> fx.Node | None:

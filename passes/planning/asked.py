@@ -1,6 +1,6 @@
 """``asked``: what somebody asks of a plan, checked before anything takes time, and then planned.
 
-    cluster, mesh, schedule, ... ──ask──► Asked, or an error without a program ──planned(program)──► Plan
+cluster, mesh, schedule, ... ──ask──► Asked, or an error without a program ──planned(program)──► Plan
 """
 
 from __future__ import annotations
@@ -80,12 +80,19 @@ def ask(
         GraphparError: one of them is of a wrong kind, out of range, unknown, or against another.
     """
     hardware = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
-    counts = {"devices": devices, "global_batch": global_batch, "microbatch_size": microbatch_size, "layers_per_stage": layers_per_stage}
+    counts = {
+        "devices": devices,
+        "global_batch": global_batch,
+        "microbatch_size": microbatch_size,
+        "layers_per_stage": layers_per_stage,
+    }
     for name, value in counts.items():
         _check_count(name, value)
     _check_count("top", top, least=0)
     if dtype is not None and dtype not in DTYPES:
-        raise GraphparError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.{near_match(str(dtype), DTYPES)}")
+        raise GraphparError(
+            f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.{near_match(str(dtype), DTYPES)}"
+        )
     _check_edges(edge_layers)
     count = _device_count(hardware, devices)
     if count is None and not mesh and table is None:
@@ -119,7 +126,9 @@ def planned(program: Program, asked: Asked) -> Plan:
         pins = replace(pins, cuts=cuts_of(asked.split(program)))
     if asked.complete:
         chosen = choose(program, Mesh.resolve(asked.mesh, asked.devices), pins)
-        return chosen if pins.cluster is None else replace(chosen, predicted=estimate_plan(program, chosen, pins.cluster))
+        return (
+            chosen if pins.cluster is None else replace(chosen, predicted=estimate_plan(program, chosen, pins.cluster))
+        )
     return search_plan(program, pins.cluster or Cluster.of_this_machine(asked.size), asked.mesh, pins, asked.top)
 
 
@@ -127,7 +136,9 @@ def _dtype(program: Program, asked: str) -> str:
     """In which the model is built: as ``export`` was told, or as is asked for."""
     exported = None if program.source is None else program.source.dtype
     if asked and exported not in (None, asked):
-        raise GraphparError(f"dtype is {asked!r}, but the program was exported in {exported!r}; leave it out, or export again.")
+        raise GraphparError(
+            f"dtype is {asked!r}, but the program was exported in {exported!r}; leave it out, or export again."
+        )
     return asked or exported or "fp32"
 
 
@@ -162,7 +173,9 @@ def _check(asked: Asked) -> None:
     pins.check_ways(asked.split is not None)
     if pins.shard_plan is not None:
         if not isinstance(pins.shard_plan, Mapping):
-            raise GraphparError(f"shard_plan is a {type(pins.shard_plan).__name__}; it must be a dict of patterns and styles.")
+            raise GraphparError(
+                f"shard_plan is a {type(pins.shard_plan).__name__}; it must be a dict of patterns and styles."
+            )
         for pattern, value in pins.shard_plan.items():
             read_entry(pattern, value)
 
@@ -203,5 +216,7 @@ def _device_count(cluster: Any, devices: int | None) -> int | None:
 def _check_table(text: str, schedule: str | None, mesh: dict[str, int]) -> None:
     """Whether a schedule of one's own can run at all; its rows are the ranks of ``mesh`` where that says nothing of them."""
     if schedule is not None:
-        raise GraphparError(f"Give a schedule, {schedule!r}, or a table of your own, not both: each says what every rank runs.")
+        raise GraphparError(
+            f"Give a schedule, {schedule!r}, or a table of your own, not both: each says what every rank runs."
+        )
     checked_table(text, mesh.setdefault("pp", parse_table(text).ranks))

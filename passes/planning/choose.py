@@ -124,7 +124,9 @@ def global_batch(program: Program, pins: Pins) -> int:
 def check_degrees(mesh: Mesh, batch: int | None) -> None:
     """Raise for degrees that nothing runs, or that don't divide ``batch`` rows, where that is known."""
     if mesh.dp_shard > 1:
-        raise GraphparError(f"Mesh dp_shard={mesh.dp_shard}: cutting optimizer state over dp_shard comes in a later version.")
+        raise GraphparError(
+            f"Mesh dp_shard={mesh.dp_shard}: cutting optimizer state over dp_shard comes in a later version."
+        )
     if batch is not None and batch % mesh.dp_replicate:
         raise GraphparError(
             f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows."
@@ -135,7 +137,9 @@ def check_pipelined(schedule: str, mesh: Mesh) -> None:
     """Raise for a schedule that needs several stages a rank, where there is no pipeline; one stage runs under any other."""
     row = get_schedule(schedule)
     if mesh.pp == 1 and row.min_stages > 1:
-        shown = ", ".join(f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1) or "of one device"
+        shown = (
+            ", ".join(f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1) or "of one device"
+        )
         raise GraphparError(
             f"Schedule {row.name} orders a pipeline with {row.min_stages} stages a rank, but the mesh {shown} has pp=1; give pp=2 or "
             "more, or leave the schedule out."

@@ -43,7 +43,9 @@ def _kept(units: Sequence[Unit]) -> sympy.Expr | None:
     kept = {rows: joined(units, rows)[0] for rows in _ROWS}
     slope = kept[_ROWS[1]] - kept[_ROWS[0]]
     fixed = kept[_ROWS[0]] - _ROWS[0] * slope
-    if any(abs(fixed + slope * rows - nbytes) > len(units) for rows, nbytes in kept.items()):  # sizes of units are rounded
+    if any(
+        abs(fixed + slope * rows - nbytes) > len(units) for rows, nbytes in kept.items()
+    ):  # sizes of units are rounded
         return None
     return fixed + slope * B
 
@@ -60,7 +62,9 @@ def in_sequence(samples: Mapping[int, Sequence[Formulas]]) -> list[Formulas] | N
     found: list[Formulas] = []
     for place, stage in enumerate(samples[checked]):
         fitted = {name: _fitted({length: samples[length][place][name] for length in lengths}) for name in stage}
-        found.append({name: fit for name, fit in fitted.items() if sympy.expand(fit.subs(S, checked) - stage[name]) == 0})
+        found.append(
+            {name: fit for name, fit in fitted.items() if sympy.expand(fit.subs(S, checked) - stage[name]) == 0}
+        )
     return found
 
 

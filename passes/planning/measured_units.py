@@ -52,7 +52,9 @@ def unit_cuts(program: Program, wanted: Sequence[Cut] = ()) -> list[tuple[int, C
 
 
 def _has_work(node: fx.Node) -> bool:
-    return node.op == "call_module" or (node.op == "call_function" and any(a.op == "get_attr" for a in node.all_input_nodes))
+    return node.op == "call_module" or (
+        node.op == "call_function" and any(a.op == "get_attr" for a in node.all_input_nodes)
+    )
 
 
 def _can_split(program: Program, positions: Sequence[int]) -> bool:
@@ -88,14 +90,18 @@ def units_of(
     activations = Activations(program, degrees, device=device, even_experts=True)
     kinds: dict[Any, Kind] = {}
     shared: set[str] = set()
-    holders = Counter(name for stage in stages for name in {program.tie_of(name)[0] for name in attributes(program, stage)})
+    holders = Counter(
+        name for stage in stages for name in {program.tie_of(name)[0] for name in attributes(program, stage)}
+    )
     several = {name for name, count in holders.items() if count > 1}
     units = []
     for stage, position, cut in zip(stages, [0, *positions], [None, *(cut for _, cut in cuts)]):
         again = shared & set(stage.recomputed)
         key = _signature(program, stage), frozenset(again)
         if key not in kinds:
-            kinds[key] = Kind(works.of(stage.graph, without=again), _sends(program, stage), partial(_memory, activations, stage))
+            kinds[key] = Kind(
+                works.of(stage.graph, without=again), _sends(program, stage), partial(_memory, activations, stage)
+            )
         shared |= set(stage.recomputed)
         held, buffers = _held(program, degrees, stage, several)
         units.append(Unit(cut, position, stage.modules, kinds[key], held, buffers, _inputs(program, stage), stage))
@@ -107,7 +113,13 @@ def _signature(program: Program, stage: Stage) -> Any:
     places = {node: place for place, node in enumerate(stage.graph.nodes)}
     rows = []
     for node in stage.graph.nodes:
-        target = node.meta["block"] if node.op == "call_module" else "" if node.op in ("get_attr", "placeholder", "output") else node.target
+        target = (
+            node.meta["block"]
+            if node.op == "call_module"
+            else ""
+            if node.op in ("get_attr", "placeholder", "output")
+            else node.target
+        )
         value = value_of(node)
         shape = (tuple(map(str, value.shape)), str(value.dtype)) if isinstance(value, Tensor) else ()
         frozen = node.op == "get_attr" and not _is_trained(program, str(node.target))
@@ -125,7 +137,9 @@ def _memory(activations: Activations, stage: Stage) -> UnitMemory:
     first = activations.reach(stage, sizes[0])
     second = activations.reach(stage, sizes[1]) if program.symbolic else first
     line = {
-        name: Bytes.through(getattr(first, name), getattr(second, name)) if program.symbolic else Bytes(getattr(first, name))
+        name: Bytes.through(getattr(first, name), getattr(second, name))
+        if program.symbolic
+        else Bytes(getattr(first, name))
         for name in Reach.__dataclass_fields__
         if name != "held"
     }
@@ -136,7 +150,12 @@ def _sends(program: Program, stage: Stage) -> tuple[tuple[Size, bool], ...]:
     found = []
     for boundary in stage.sends:
         scales = any(c is not None for c in batch_coefficients(boundary.node))
-        found.append((Size(float(tensor_bytes(boundary.node, 1)), 1 if scales else 0), boundary.requires_grad and program.mode == "train"))
+        found.append(
+            (
+                Size(float(tensor_bytes(boundary.node, 1)), 1 if scales else 0),
+                boundary.requires_grad and program.mode == "train",
+            )
+        )
     return tuple(found)
 
 
@@ -171,6 +190,7 @@ def _held(
         else:
             groups.setdefault((axes, info.dtype.itemsize, train and info.requires_grad), []).append(info.numel)
     alone = [
-        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained) for (axes, itemsize, trained), sizes in groups.items()
+        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained)
+        for (axes, itemsize, trained), sizes in groups.items()
     ]
     return (*alone, *tied), buffers

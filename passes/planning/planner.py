@@ -195,7 +195,10 @@ class Planner:
                 f"{self.cluster.size} devices don't divide by the mesh's {shown}; take a multiple of {fixed} devices, or other degrees."
             )
         free = [axis for axis in FREE_AXES if axis not in self.pinned]
-        found = [Mesh(**(self.pinned | dict(zip(free, degrees)))) for degrees in _factorisations(self.cluster.size // fixed, len(free))]
+        found = [
+            Mesh(**(self.pinned | dict(zip(free, degrees))))
+            for degrees in _factorisations(self.cluster.size // fixed, len(free))
+        ]
         return sorted(found, key=lambda mesh: tuple(mesh.degrees().values()))
 
     def candidates(self) -> Iterator[Candidate]:
@@ -228,7 +231,11 @@ class Planner:
             if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
                 continue
             if self.wishes.cuts is None:
-                depths = [depth for depth in DEPTHS if depth >= row.min_stages] if row.max_stages is None else [row.default_stages]
+                depths = (
+                    [depth for depth in DEPTHS if depth >= row.min_stages]
+                    if row.max_stages is None
+                    else [row.default_stages]
+                )
                 yield from ((row.name, depth, None) for depth in depths)
                 continue
             try:
@@ -256,7 +263,9 @@ class Planner:
         sharded, wanted = self._sharded[key], cuts or ()
         if sharded is not None and (*key, wanted) not in self._units:
             kind = "cuda" if self.cluster.device.kind == "gpu" else "cpu"
-            self._units[*key, wanted] = units_of(sharded[1], compute.degrees(), self.execution, device=kind, wanted=wanted)
+            self._units[*key, wanted] = units_of(
+                sharded[1], compute.degrees(), self.execution, device=kind, wanted=wanted
+            )
         return None if sharded is None else self._units[*key, wanted]
 
     def pricing(self, candidate: Candidate) -> Pricing | None:
@@ -303,7 +312,9 @@ class Planner:
             seconds = []
             for size in (min(sizes), max(sizes)) if sizes else ():
                 pricing = self.pricing(replace(first, microbatch_size=size))
-                seconds.append(math.inf if pricing is None else self._microbatch_s(replace(first, microbatch_size=size), pricing))
+                seconds.append(
+                    math.inf if pricing is None else self._microbatch_s(replace(first, microbatch_size=size), pricing)
+                )
             if useful and all(now >= before for now, before in zip(seconds, best)):
                 break
             useful.add(degree)
@@ -373,13 +384,27 @@ class Planner:
         device = Cluster(1, 1, self.cluster.device, self.cluster.intra_node, self.cluster.inter_node)
         size = None if self.program.symbolic else self.wishes.microbatch_size  # each other size is a trace
         wishes = replace(self.wishes, schedule=None, cuts=None, microbatch_size=size)
-        one = Planner(self.program, device, self.batch, self.sharding, {}, wishes, execution=self.execution, dtype=self.dtype, shown=1)
+        one = Planner(
+            self.program,
+            device,
+            self.batch,
+            self.sharding,
+            {},
+            wishes,
+            execution=self.execution,
+            dtype=self.dtype,
+            shown=1,
+        )
         one._sharded, one._units = self._sharded, self._units
         found = one.search()
         best = found.best or found.alternatives[0]
         estimate = best.estimate
         return Alone(
-            str(device), estimate.step_time_s, best.candidate.microbatch_size, max(estimate.peak_memory_bytes), estimate.memory_bytes
+            str(device),
+            estimate.step_time_s,
+            best.candidate.microbatch_size,
+            max(estimate.peak_memory_bytes),
+            estimate.memory_bytes,
         )
 
     def any_that_fits(self, *, largest: bool = False, tries: int = 40) -> Candidate | None:
@@ -390,7 +415,9 @@ class Planner:
         room = self.cluster.device.memory_bytes
         needs = [(self._least_bytes(candidate), candidate) for candidate in self.bounded(all_degrees=True)[0]]
         promising = [
-            (-candidate.microbatch_size if largest else 0, least, candidate.key, candidate) for least, candidate in needs if least <= room
+            (-candidate.microbatch_size if largest else 0, least, candidate.key, candidate)
+            for least, candidate in needs
+            if least <= room
         ]
         for *_, candidate in sorted(promising, key=lambda entry: entry[:3])[:tries]:
             if self.price(candidate).fits:
@@ -404,7 +431,11 @@ class Planner:
         hopeless: list[Candidate] = []
         priced_count = 0
         for candidate in candidates:
-            if prune and len(best) > self.shown and candidate.bound > sorted(each.rank_key for each in best.values())[self.shown][0]:
+            if (
+                prune
+                and len(best) > self.shown
+                and candidate.bound > sorted(each.rank_key for each in best.values())[self.shown][0]
+            ):
                 break
             if prune and candidate.mesh in best and candidate.bound > best[candidate.mesh].estimate.step_time_s:
                 continue
@@ -442,7 +473,9 @@ class Planner:
             if candidate.mesh not in fitting and candidate.bound < chosen.estimate.step_time_s:
                 smallest.setdefault(candidate.mesh, candidate)
         first = sorted(smallest.values(), key=lambda candidate: (candidate.bound, candidate.key))[: self.shown]
-        others = [each for each in misfits if each.candidate.mesh not in fitting] + [self.price(candidate) for candidate in first]
+        others = [each for each in misfits if each.candidate.mesh not in fitting] + [
+            self.price(candidate) for candidate in first
+        ]
         return _nearest([each for each in others if each.rank_key < chosen.rank_key])[: self.shown]
 
 

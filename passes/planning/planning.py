@@ -1,7 +1,7 @@
 """``planning``: a plan from a program and a cluster, with what the user pinned; and what a given plan takes.
 
-    pins ──Wishes──► Planner ──► the fastest that fits ──choose──► Plan, with its Estimate and what else there was
-    plan ──units, layout──► Estimate
+pins ──Wishes──► Planner ──► the fastest that fits ──choose──► Plan, with its Estimate and what else there was
+plan ──units, layout──► Estimate
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ def _by_fit(plan: Plan) -> tuple[int, float]:
     return max(0, plan.predicted.missing_bytes), plan.predicted.step_time_s
 
 
-def planner_for(
-    program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, top: int = SHOWN
-) -> Planner:
+def planner_for(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, top: int = SHOWN) -> Planner:
     """A planner that takes the user's pins as wishes."""
     batch = global_batch(program, pins)
     reason = coupling_reason(program, pins)
@@ -158,7 +156,9 @@ def in_bf16_s(sized: Program, plan: Plan, cluster: Cluster) -> float | None:
     if dominant_dtype(sized) != "fp32" or device.kind != "gpu" or device.peak("bf16") <= device.peak("fp32"):
         return None
     pricing, layout = lowered_pricing(sized, plan, cluster)
-    return Pricing(halved(pricing.units), plan.mesh, cluster, pricing.execution, dtype="bf16", train=pricing.train).step_s(layout)
+    return Pricing(
+        halved(pricing.units), plan.mesh, cluster, pricing.execution, dtype="bf16", train=pricing.train
+    ).step_s(layout)
 
 
 # ---- one device ------------------------------------------------------------------------------------------------
@@ -183,7 +183,10 @@ def _misfit(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins:
     estimate = nearest.estimate
     fullest, on = estimate.fullest
     needed, room = estimate.peak_memory_bytes[fullest], estimate.memory_bytes
-    mesh = ", ".join(f"{axis}={degree}" for axis, degree in nearest.candidate.mesh.degrees().items() if degree > 1) or "one device"
+    mesh = (
+        ", ".join(f"{axis}={degree}" for axis, degree in nearest.candidate.mesh.degrees().items() if degree > 1)
+        or "one device"
+    )
     stages = "/".join(map(str, on))
     text = (
         f"No plan for {program.name} fits {cluster}. The nearest ({mesh}, {nearest.candidate.schedule}, microbatches of "

@@ -1,6 +1,6 @@
 """``given``: a plan that somebody wrote or kept, checked against a program as a user's own decisions are.
 
-    plan.json ──choose, with every decision pinned──► the same plan, or an error that says where it and the program part
+plan.json ──choose, with every decision pinned──► the same plan, or an error that says where it and the program part
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def check_model(program: Program, plan: Plan) -> None:
     names = f"is for {plan.model!r}, but the program is {program.name!r}"
     if plan.model == program.name:
         names = f"is for another {plan.model!r}"
-    blocks = ", ".join(f"{block.name} x {len(block.instances)}" for block in program.blocks.values()) or "no repeated blocks"
+    blocks = (
+        ", ".join(f"{block.name} x {len(block.instances)}" for block in program.blocks.values()) or "no repeated blocks"
+    )
     raise GraphparError(
         f"The plan {names}: {'; '.join(differences) or 'their modules have the same names'}. The program has "
         f"{len(program.parameters)} parameters and {blocks}."

@@ -1,6 +1,6 @@
 """``why_not``: what a plan loses against a faster one, in a few words with numbers.
 
-    Estimate, Estimate ──parts of the step, one by one──► the largest loss ──► "tp traffic 96 ms exposed, not 29 ms"
+Estimate, Estimate ──parts of the step, one by one──► the largest loss ──► "tp traffic 96 ms exposed, not 29 ms"
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def why_not(best: Estimate | None, other: Estimate) -> str:
 def misfit(estimate: Estimate) -> str:
     """``does not fit: stage 0 needs 91.2 GiB of 77.6 GiB``."""
     rank, stages = estimate.fullest
-    where = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}" if len(estimate.stages) > 1 else "a device"
+    where = (
+        f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        if len(estimate.stages) > 1
+        else "a device"
+    )
     need = "need" if len(stages) > 1 and len(estimate.stages) > 1 else "needs"
     return f"does not fit: {where} {need} {bytes_text(estimate.peak_memory_bytes[rank])} of {bytes_text(estimate.memory_bytes)}"
 
@@ -63,7 +67,11 @@ def _rate(estimate: Estimate) -> float:
 
 
 def _compute(best: Estimate, other: Estimate, part: str) -> str:
-    rates = f": {share_text(_rate(other))} of the peak, not {share_text(_rate(best))}" if _rate(other) < 0.99 * _rate(best) else ""
+    rates = (
+        f": {share_text(_rate(other))} of the peak, not {share_text(_rate(best))}"
+        if _rate(other) < 0.99 * _rate(best)
+        else ""
+    )
     return f"computes {seconds_text(other.compute_s)}, not {seconds_text(best.compute_s)}{rates}"
 
 

@@ -84,7 +84,10 @@ class _Checker:
             return self._call(node, types)
         if operator_name(node) == "getitem" and isinstance(types.get(node.args[0]), list):  # type: ignore[arg-type]
             return self._settled(node, types[node.args[0]][int(node.args[1])])  # type: ignore[index, arg-type]
-        if getattr(node.target, "__module__", "") == collectives.__name__ and str(operator_name(node)) in (*_FROM_TO, "all_to_all"):
+        if getattr(node.target, "__module__", "") == collectives.__name__ and str(operator_name(node)) in (
+            *_FROM_TO,
+            "all_to_all",
+        ):
             return self._transition(node, types)
         origin = node.meta.get("origin")
         if origin is None or not is_operator(origin) or origin not in self.problem.of:
@@ -115,7 +118,11 @@ class _Checker:
                 self.problems.append(
                     f"block {node.target} takes {argument.name} as {_text(wanted)}, but it is {_text(types[argument])}"
                 )
-        return self.results[name] if isinstance(value_of(node), tuple | list) else self._settled(node, self.results[name][0])
+        return (
+            self.results[name]
+            if isinstance(value_of(node), tuple | list)
+            else self._settled(node, self.results[name][0])
+        )
 
     def _settled(self, node: fx.Node, types: Types) -> Types:
         """R and I differ in gradients alone: a call through which none flows gives R where others give I."""
@@ -140,7 +147,9 @@ class _Checker:
             assert isinstance(offs, fx.Node)
             options["offsets"] = offs.meta["origin"].name
             if types[offs] != (R,) * len(self.axes) or over != axis:
-                self.problems.append(f"{operator_name(node)} on {axis} counts rows by {offs.name} {_text(types[offs])} on {over}")
+                self.problems.append(
+                    f"{operator_name(node)} on {axis} counts rows by {offs.name} {_text(types[offs])} on {over}"
+                )
         if operator_name(node) == "all_to_all":
             source: Type = _named(options, "from_")
             target: Type = _named(options, "to_")
@@ -157,7 +166,9 @@ class _Checker:
         for other, kind in zip(self.axes, now):
             within = self.axes.index(other) > place or (ends and other != axis)
             if within and isinstance(kind, Shard) and kind.dim in dims:
-                self.problems.append(f"{operator_name(node)} on {axis} moves dim {kind.dim} of {value.name}, which {other} cuts too")
+                self.problems.append(
+                    f"{operator_name(node)} on {axis} moves dim {kind.dim} of {value.name}, which {other} cuts too"
+                )
         silent = node.meta["origin"] not in self.problem.differentiable
         now[place] = R if silent and target is I else target  # R and I differ in gradients alone
         return tuple(now)
@@ -181,7 +192,9 @@ class _Checker:
         own = [axis for axis, rewrite in zip(self.axes, choice.rewrites) if rewrite == "own_experts"]
         counted = [operand.args[1] for operand in operands_of(node) if operator_name(operand) == "own_offsets"]
         if own != counted:
-            self.problems.append(f"{node.name} has rows of own experts on {own or 'no axis'}, but offsets of own on {counted or 'none'}")
+            self.problems.append(
+                f"{node.name} has rows of own experts on {own or 'no axis'}, but offsets of own on {counted or 'none'}"
+            )
         results = list(choice.results)
         return results if isinstance(value_of(operator.node), tuple | list) else results[0]
 

@@ -45,7 +45,9 @@ class Prices:
         self.problem, self.workload, self.costs = problem, workload, costs
         self._elements: dict[tuple[fx.Node, int], float] = {}
         self._whole: dict[tuple[fx.Node, int], float] = {}
-        self._parameters = {stored.operators[0]: stored.parameters / stored.operators[0].count for stored in problem.stored}
+        self._parameters = {
+            stored.operators[0]: stored.parameters / stored.operators[0].count for stored in problem.stored
+        }
         self._numbers: dict[Types, int] = {}
         self._steps: dict[tuple[str, int, bool], tuple[float, float]] = {}
         self._paths: dict[bool, np.ndarray] = {flag: np.full((2, 0, 0), np.nan) for flag in (False, True)}
@@ -91,7 +93,9 @@ class Prices:
         for axis, rewrite in zip(self.problem.axes, choice.rewrites):
             if rewrite == "vocab_cross_entropy":
                 rows = self.elements(operator.operands[1]) / self._pieces(choice.operands[1])
-                seconds += sum(self.costs.collective_s(axis, cost) for cost in loss_costs(rows, self.problem.degrees[axis]))
+                seconds += sum(
+                    self.costs.collective_s(axis, cost) for cost in loss_costs(rows, self.problem.degrees[axis])
+                )
         return seconds
 
     def own(self, operator: Operator, choice: Choice) -> float:
@@ -152,7 +156,9 @@ class Prices:
         if key not in self._steps:
             axis, row = self.problem.axes[place], step.transition
             backward = row.backward_collective if differentiable and self.workload.train else None
-            ways = [collective_cost(name, 1.0, self.problem.degrees[axis]) for name in (row.forward_collective, backward)]
+            ways = [
+                collective_cost(name, 1.0, self.problem.degrees[axis]) for name in (row.forward_collective, backward)
+            ]
             self._steps[key] = (
                 sum(self.costs.transition_s(axis, cost.messages, 0.0) for cost in ways),
                 sum(cost.bytes_sent for cost in ways) / self.costs.transition_rate(axis),
@@ -175,7 +181,11 @@ class Prices:
         """Bytes that stay on a device: parameters with their state, and results that the backward needs."""
         if operator.kind == "parameter":
             factor = self.workload.state_bytes if operator.node in self.problem.differentiable else 1.0
-            return self._parameters.get(operator, 0.0) * factor * sum(self.nbytes(operator.node, types) for types in choice.results)
+            return (
+                self._parameters.get(operator, 0.0)
+                * factor
+                * sum(self.nbytes(operator.node, types) for types in choice.results)
+            )
         saved = operator.kind == "operator" and operator.node in self.problem.differentiable and self.workload.train
         if not saved or operator_name(operator.node) in FREE:
             return 0.0

@@ -1,8 +1,8 @@
 """Which weights hold experts: parameters that a product takes an expert at a time, the experts being their first dim.
 
-    grouped_mm(rows, gate_up_proj.transpose(-2, -1), offs)      gate_up_proj [experts, n, k]
-    bmm(rows [experts, t, k], weight)                           weight [experts, k, n]
-    einsum("bsd,edf->bsef", hidden, weight)                     weight [experts, d, f]
+grouped_mm(rows, gate_up_proj.transpose(-2, -1), offs)      gate_up_proj [experts, n, k]
+bmm(rows [experts, t, k], weight)                           weight [experts, k, n]
+einsum("bsd,edf->bsef", hidden, weight)                     weight [experts, d, f]
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def check_degree(experts: Experts, degree: int, program: str) -> None:
         )
     for parameter, count in experts.counts.items():
         if count % degree:
-            raise GraphparError(f"Mesh ep={degree}: {parameter.target} has {count} experts, which {degree} ranks can't share evenly.")
+            raise GraphparError(
+                f"Mesh ep={degree}: {parameter.target} has {count} experts, which {degree} ranks can't share evenly."
+            )
 
 
 def _first_dim(node: fx.Node) -> tuple[fx.Node | None, int]:

@@ -1,8 +1,8 @@
 """From a user's shard plan to constraints of the search.
 
-    ShardPins ──► variants   instances of a block that are pinned in other ways, or share other parameters, get definitions of their own
-              ──► points     an identity operator where a module's input or output is pinned; transitions go around it
-              ──► SearchPins allowed types of parameters and of these points
+ShardPins ──► variants   instances of a block that are pinned in other ways, or share other parameters, get definitions of their own
+          ──► points     an identity operator where a module's input or output is pinned; transitions go around it
+          ──► SearchPins allowed types of parameters and of these points
 """
 
 from __future__ import annotations
@@ -191,10 +191,16 @@ def _mark(graph: fx.Graph, point: Point, path: str) -> None:
     """Puts an identity at the module's input or output; one in the graph already (of another instance) serves as well."""
     if any(node.meta.get(POINT) == (point.kind, point.position, path) for node in graph.nodes):
         return
-    inside = [n for n in graph.nodes if any(entry[0] == path for entry in n.meta.get("module_stack", ())) and n.op != "placeholder"]
+    inside = [
+        n
+        for n in graph.nodes
+        if any(entry[0] == path for entry in n.meta.get("module_stack", ())) and n.op != "placeholder"
+    ]
     region = set(inside)
     if not region:
-        raise GraphparError(f"The shard plan pins the {point.kind} of {point.path!r}, which has no operators in the traced program.")
+        raise GraphparError(
+            f"The shard plan pins the {point.kind} of {point.path!r}, which has no operators in the traced program."
+        )
     if point.kind == "input":
         outer = [
             argument

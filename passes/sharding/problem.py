@@ -120,7 +120,10 @@ class _Builder:
         self.counting: dict[tuple[fx.Graph, str], set[fx.Node]] = {}
         self.cuts: list[dict[tuple[fx.Node, int], dict[Shard, None]]] = [{} for _ in self.axes]
         self.alike = self._stored_alike()
-        self.links = [*self._boundaries(), *(((first, 0), (other, 0)) for (first, *others), _ in self.alike for other in others)]
+        self.links = [
+            *self._boundaries(),
+            *(((first, 0), (other, 0)) for (first, *others), _ in self.alike for other in others),
+        ]
 
     def scopes(self) -> list[tuple[str, fx.Graph, int]]:
         counts = dict.fromkeys(self.blocks, 0)
@@ -183,7 +186,11 @@ class _Builder:
             self.degrees[self.axes[position]],
             lambda node, i: cuts.get(_value(node, i), ()),
             self._has_gradient,
-            tuple(name for name in REWRITES if name != "own_experts" or AXIS[self.axes[position]].divides is not Divides.SEQUENCE),
+            tuple(
+                name
+                for name in REWRITES
+                if name != "own_experts" or AXIS[self.axes[position]].divides is not Divides.SEQUENCE
+            ),
             lambda node, i: rows.get(_value(node, i), ()),
         )
         found: dict[fx.Node, list[Placement]] = {}
@@ -283,7 +290,9 @@ class _Builder:
             if call.op != "call_module":
                 continue
             name = str(call.meta["block"])
-            takers = frozenset(user for user in _around(call) if user.op == "call_function" and operator_name(user) != "getitem")
+            takers = frozenset(
+                user for user in _around(call) if user.op == "call_function" and operator_name(user) != "getitem"
+            )
             alike = (name, takers, tuple(self._source(argument) for argument in call.args))
             if alike in seen:
                 continue
@@ -327,7 +336,9 @@ class _Builder:
         return [*whole, *self.cuts[position].get((node, 0), {})]
 
     def _is_parameter(self, node: fx.Node, scope: str) -> bool:
-        return f"{self.program.prefixes(scope)[0]}{node.target}" in self.program.parameters  # all instances have the same kinds
+        return (
+            f"{self.program.prefixes(scope)[0]}{node.target}" in self.program.parameters
+        )  # all instances have the same kinds
 
     def _product(self, node: fx.Node, options: Sequence[Sequence[Placement]]) -> list[Choice]:
         """Placements on all axes at once, where the cuts fit together."""

@@ -44,7 +44,9 @@ class Sent:
 class Repricing:
     """Prices of the nodes of ``program``, the lowered one, for one microbatch."""
 
-    def __init__(self, program: Program, degrees: Mapping[str, int], workload: Workload, costs: ShardingCosts | None = None) -> None:
+    def __init__(
+        self, program: Program, degrees: Mapping[str, int], workload: Workload, costs: ShardingCosts | None = None
+    ) -> None:
         self.program, self.degrees, self.workload = program, degrees, workload
         self.costs = costs or ShardingCosts()
         self.differentiable = differentiable_nodes(program)
@@ -52,7 +54,10 @@ class Repricing:
     def total(self) -> dict[str, float]:
         """Seconds of compute, transitions and gradients, every instance counted."""
         counts = Counter(str(node.meta["block"]) for node in self.program.graph.nodes if node.op == "call_module")
-        graphs = [(self.program.graph, 1), *((self.program.blocks[name].graph, count) for name, count in counts.items())]
+        graphs = [
+            (self.program.graph, 1),
+            *((self.program.blocks[name].graph, count) for name, count in counts.items()),
+        ]
         nodes = [(node, count) for graph, count in graphs for node in graph.nodes]
         sent = ((self.sent(node), count) for node, count in nodes)
         return {
@@ -95,7 +100,9 @@ class Repricing:
             pieces = math.prod(self.degrees[axis] for axis, kind in info.spec if isinstance(kind, Shard))
             nbytes = math.prod(info.whole or info.shape) * info.dtype.itemsize / pieces
             for axis in (axis for axis, kind in info.spec if kind is R):
-                seconds += collective_cost("all-reduce", nbytes, self.degrees[axis]).bytes_sent / self.costs.transition_rate(axis)
+                seconds += collective_cost(
+                    "all-reduce", nbytes, self.degrees[axis]
+                ).bytes_sent / self.costs.transition_rate(axis)
         return seconds / self.workload.microbatches
 
     def _transition(self, node: fx.Node) -> Sent:

@@ -114,9 +114,14 @@ class _Search:
         for axis in problem.axes:
             if AXIS[axis].divides is Divides.EXPERTS:
                 check_degree(self.experts, problem.degrees[axis], problem.program.name)
-        self.flops = sum(
-            operator_flops(o.node, workload.microbatch) * o.count for o in problem.operators if operator_name(o.node) in MATMULS
-        ) or 1.0
+        self.flops = (
+            sum(
+                operator_flops(o.node, workload.microbatch) * o.count
+                for o in problem.operators
+                if operator_name(o.node) in MATMULS
+            )
+            or 1.0
+        )
 
     def solve(self) -> Solution:
         try:
@@ -238,13 +243,20 @@ class _Search:
         pin = self._pin(operator)
         ranks = [tensor.ndim for tensor in results_of(operator.node)] if pin else []
         for place, axis in enumerate(self.problem.axes):
-            if axis in pin and not all(allows(pin[axis], types[place], rank) for types, rank in zip(choice.results, ranks)):
+            if axis in pin and not all(
+                allows(pin[axis], types[place], rank) for types, rank in zip(choice.results, ranks)
+            ):
                 return False
             cut = operator.kind == "parameter" and isinstance(choice.results[0][place], Shard)
             divides = AXIS[axis].divides
             if divides is Divides.SEQUENCE and cut and axis not in pin:
                 return False
-            if divides is Divides.EXPERTS and cut and axis not in pin and not self._of_experts(operator, choice.results[0][place]):
+            if (
+                divides is Divides.EXPERTS
+                and cut
+                and axis not in pin
+                and not self._of_experts(operator, choice.results[0][place])
+            ):
                 return False
             own = choice.rewrites[place] == "own_experts"
             if divides is Divides.WEIGHTS and own and not self._pinned_experts(operator, axis):
@@ -289,12 +301,20 @@ class _Search:
         """``"32 is not divisible by 3; "``: sizes of a parameter's dims that a pin cuts into more pieces than there can be."""
         shape = value_of(operator.node).shape
         cuts = [(axis, kind.dim) for axis, allowed in pin.items() for kind in allowed if isinstance(kind, Shard)]
-        uneven = [(int(shape[dim]), self.problem.degrees[axis]) for axis, dim in cuts if axis in self.problem.degrees and dim < len(shape)]
-        return "".join(f"{size} is not divisible by {degree}; " for size, degree in dict.fromkeys(uneven) if size % degree)
+        uneven = [
+            (int(shape[dim]), self.problem.degrees[axis])
+            for axis, dim in cuts
+            if axis in self.problem.degrees and dim < len(shape)
+        ]
+        return "".join(
+            f"{size} is not divisible by {degree}; " for size, degree in dict.fromkeys(uneven) if size % degree
+        )
 
     def _impossible(self, operator: Operator) -> str:
         pin = self._pin(operator)
-        name = self._name(operator) if operator.kind == "parameter" else module_path(operator.node) or operator.node.name
+        name = (
+            self._name(operator) if operator.kind == "parameter" else module_path(operator.node) or operator.node.name
+        )
         what = f"of shape {tuple(value_of(operator.node).shape)} " if operator.kind == "parameter" else ""
         axes = ", ".join(f"{axis}={degree}" for axis, degree in self.problem.degrees.items())
         offered = dict.fromkeys(str(t) for c in operator.choices for types in c.results for t in types)
@@ -329,7 +349,9 @@ class _Search:
         for value in self.problem.values:
             made = self._columns(value.maker, self._given_by(value))
             taken = [self._columns(edge.user, self._taken_by(edge)) for edge in value.edges]
-            seconds = [self._turning(value, edge, list(made), list(own)) * value.count for edge, own in zip(value.edges, taken)]
+            seconds = [
+                self._turning(value, edge, list(made), list(own)) * value.count for edge, own in zip(value.edges, taken)
+            ]
             shared = self._shared(made, taken, seconds)
             for own, costs in zip(taken, seconds):
                 self._edge(made, own, costs, shared[:, list(own)])
@@ -475,7 +497,11 @@ def taken(solution: Solution, edge: Edge) -> Types:
 def undivided_work(solution: Solution, workload: Workload) -> tuple[str, ...]:
     """Warnings: matrix products and attention that every rank of an axis computes whole, with the reason where it is plain."""
     problem = solution.problem
-    work = {o: operator_flops(o.node, workload.microbatch) * o.count for o in problem.operators if operator_name(o.node) in MATMULS}
+    work = {
+        o: operator_flops(o.node, workload.microbatch) * o.count
+        for o in problem.operators
+        if operator_name(o.node) in MATMULS
+    }
     total = sum(work.values()) or 1.0
     found: dict[str, float] = {}
     for operator, flops in work.items():
@@ -493,7 +519,9 @@ def _undivided(operator: Operator, axis: str, place: int, degree: int) -> str:
     if operator_name(operator.node) == "scaled_dot_product_attention" and AXIS[axis].divides is Divides.WEIGHTS:
         heads = sizes_of(operator.operands[0])[-3][0]
         if heads % degree:
-            return f"{module}: {heads} heads don't divide over {axis}={degree}, so every rank computes the whole attention"
+            return (
+                f"{module}: {heads} heads don't divide over {axis}={degree}, so every rank computes the whole attention"
+            )
     possible = any(choice.divided[place] for choice in operator.choices)
     why = "what it takes and gives would cost more to move than that saves" if possible else "no rule divides it"
     return f"{module}: {operator_name(operator.node)} is not divided over {axis}={degree}, since {why}"
@@ -511,7 +539,9 @@ def sharding_of(solution: Solution) -> Sharding:
             spec = dict(zip(problem.axes, choice.results[0]))
             for prefix in program.prefixes(operator.scope):
                 for name in program.tie_of(f"{prefix}{operator.node.target}"):
-                    assert parameters.setdefault(name, spec) == spec, f"{name} is stored as {parameters[name]} and as {spec}"
+                    assert parameters.setdefault(name, spec) == spec, (
+                        f"{name} is stored as {parameters[name]} and as {spec}"
+                    )
     return Sharding(
         dict(problem.degrees), decisions, dict(sorted(parameters.items())), cost=solution.parts, gap=solution.gap
     )
