@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx
+from torch import fx, nn
 
+import graphpar as gp
 from graphpar.errors import GraphparError
 from graphpar.operators import prove as proofs
 from graphpar.operators.discover import discover, discovered
@@ -363,7 +364,27 @@ def test_a_custom_operator_is_tried() -> None:
     target = torch.ops.graphpar_rules.gated.default
     # Rows are independent, channels are not: a head's must stay together, and how many heads there are is a literal.
     assert _cuts(Call(target, (real(4, 8), real(8), 2))) == {"S(0), R -> S(0)"}
-    assert any(found.operator == "graphpar_rules::gated" and found.rule is not None for found in discovered())
+    node, _ = node_of(Call(target, (real(4, 8), real(8), 2)))
+    assert discovered([node])["graphpar_rules::gated"]
+
+
+def test_a_plan_names_the_rules_that_were_found_for_its_own_operators() -> None:
+    def plan(size: int) -> gp.Plan:
+        model = nn.Sequential(nn.Linear(8, size * size), nn.Unflatten(-1, (size, size)), Exponential(), nn.Flatten())
+        program = gp.export(model, (torch.randn(4, 8),), loss_fn=lambda y: y.mean())
+        return gp.plan(program, mesh={"tp": 2})
+
+    first = plan(4).to_json()
+    other = plan(6)
+
+    assert "linalg_matrix_exp" in other.sharding.discovered
+    assert plan(4).to_json() == first == gp.Plan.from_json(first).to_json()
+    assert list(first["sharding"]["discovered"]) == ["linalg_matrix_exp"]
+
+
+class Exponential(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.matrix_exp(x)
 
 
 def test_an_operator_with_a_window_stays_whole_along_it() -> None:

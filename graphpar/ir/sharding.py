@@ -75,12 +75,17 @@ class Sharding:
     cost: Mapping[str, float] = field(default_factory=dict)  # seconds a microbatch: compute, transitions, gradients
     gap: float = 0.0
     undivided: tuple[str, ...] = ()  # warnings: work that every rank of an axis does
+    discovered: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # operators whose rules were found by running them
 
     def to_json(self) -> dict[str, Any]:
+        discovered = {operator: list(rules) for operator, rules in self.discovered.items()}
         return {
             "axes": dict(self.degrees),
             "gap": self.gap,
             "undivided": list(self.undivided),
+            **({"discovered": discovered} if discovered else {}),
             "cost": dict(self.cost),
             "variants": dict(self.variants),
             "points": [[point.path, point.kind, point.position] for point in self.points],
@@ -108,4 +113,5 @@ class Sharding:
             dict(data.get("cost", {})),
             float(data.get("gap", 0.0)),
             tuple(data.get("undivided", ())),
+            {operator: tuple(rules) for operator, rules in data.get("discovered", {}).items()},
         )

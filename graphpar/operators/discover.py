@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,16 @@ class Discovery:
 
 
 _FOUND: dict[Any, Discovery] = {}
+"""By operator, sizes and literals, which decide the outcome: what another program found is what this one would."""
 
 
-def discovered() -> list[Discovery]:
-    """What was found by execution in this process, by operator."""
-    return sorted(set(_FOUND.values()), key=lambda found: (found.operator, str(found.rule)))
+def discovered(nodes: Iterable[fx.Node]) -> dict[str, tuple[str, ...]]:
+    """The rules that were found for operators among ``nodes``, by name; none where nothing of an operator can be cut."""
+    found: dict[str, dict[str, None]] = {}
+    for node in nodes:
+        if _can_be_tried(node) and (known := _FOUND.get(_key(node))) is not None:
+            found.setdefault(known.operator, {}).update({} if known.rule is None else {str(known.rule): None})
+    return {operator: tuple(sorted(found[operator])) for operator in sorted(found)}
 
 
 def discover(node: fx.Node) -> Rule | None:

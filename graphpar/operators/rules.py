@@ -10,14 +10,14 @@ from torch import Tensor, fx
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, operator_name, value_of
 from graphpar.operators import indexing, losses, matrix, moves, reduce, shape, spatial
-from graphpar.operators.discover import discover, discovered, sums_gradients
+from graphpar.operators.discover import discover, sums_gradients
 from graphpar.operators.elementwise import elementwise
 from graphpar.operators.functions import OPERATORS, names_of
 from graphpar.operators.notation import Rule, parse_rule
 from graphpar.operators.placement import Context, Placement, from_rule, normalized, operands_of, results_of, whole
 from graphpar.runtime.layout import R
 
-__all__ = ["REGISTERED", "RULES", "SPECIAL", "discovered", "has_rule", "placements", "register_rule", "rule_of"]
+__all__ = ["REGISTERED", "RULES", "SPECIAL", "has_rule", "placements", "register_rule", "rule_of"]
 
 RuleOf = Callable[[fx.Node], Rule | None]
 PlacementsOf = Callable[[fx.Node, Context], list[Placement]]

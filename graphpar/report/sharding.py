@@ -43,7 +43,7 @@ def sharding_data(program: Program, plan: Plan, cluster: Cluster | None) -> dict
             )
             for axis in plan.sharding.degrees
         },
-        "discovered": _discovered(reader.without_rule()),
+        "discovered": {operator: list(rules) for operator, rules in plan.sharding.discovered.items()},
         "notes": reader.notes(),
     }
 
@@ -62,14 +62,6 @@ class _Reader:
         blocks = [self.program.blocks[name] for name in dict.fromkeys(used)]
         found = [(block.name, block.graph, used.count(block.name), block.path) for block in blocks]
         return [*found, ("", self.program.graph, 1, "")]
-
-    def without_rule(self) -> set[str]:
-        """Names of the operators that graphpar has no rule for."""
-        from graphpar.ir.program import operator_name
-        from graphpar.operators.rules import has_rule
-
-        calls = (node for _, graph, _, _ in self.graphs() for node in graph.nodes if node.op == "call_function")
-        return {operator_name(node) for node in calls if not has_rule(node)}
 
     def scopes(self) -> list[dict[str, Any]]:
         return [
@@ -226,15 +218,3 @@ def _merged(rows: Sequence[dict[str, Any]], whole: str) -> list[dict[str, Any]]:
     for row in merged:
         row["label"] = ", ".join(names.get(f"{module}.weight", whole) for module in row["modules"])
     return merged
-
-
-def _discovered(operators: set[str]) -> dict[str, list[str]]:
-    """These operators without a rule, each with the rules that were found by running it."""
-    from graphpar.operators.discover import discovered
-
-    found: dict[str, list[str]] = {}
-    for entry in discovered():
-        if entry.operator in operators:
-            rules = found.setdefault(entry.operator, [])
-            rules += [str(entry.rule)] if entry.rule is not None else []
-    return found

@@ -19,6 +19,8 @@ from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Cut, Plan, StagePlan
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
+from graphpar.operators.discover import discovered
+from graphpar.operators.rules import has_rule
 from graphpar.passes.normalize.coupled import batch_warning, coupled_text
 from graphpar.passes.normalize.functional import written_buffers
 from graphpar.passes.planning.split_points import balanced_cuts, cuts_by_layers, cuts_from_lists, even_cuts, marked_cuts
@@ -238,7 +240,16 @@ def choose_sharding(
     costs = costs_for(program, mesh, cluster)
     solution = search(problem, workload, costs, SearchPins(pins.parameters, pin_nodes(ready, pins, points)))
     undivided = undivided_work(solution, workload)
-    return replace(sharding_of(solution), variants=variants, points=tuple(points), undivided=undivided)
+    unknown = [
+        operator.node for operator in problem.operators if operator.kind == "operator" and not has_rule(operator.node)
+    ]
+    return replace(
+        sharding_of(solution),
+        variants=variants,
+        points=tuple(points),
+        undivided=undivided,
+        discovered=discovered(unknown),
+    )
 
 
 def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[Cut] | None) -> int:
