@@ -34,6 +34,7 @@ from graphpar.cost_models.fake_operators import call_on_fakes
 from graphpar.cost_models.storage_tracker import Kept, Live, Template, signature, storage_of, unseen
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
+from graphpar.hardware.devices import KINDS
 from graphpar.ir.program import Block, Program, Runner, concrete_shape, value_of
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.split_backward import splits_exactly
@@ -42,7 +43,6 @@ from graphpar.runtime.stages import sendable
 if TYPE_CHECKING:
     from graphpar.ir.stage import Stage
 
-DEVICES = ("cpu", "cuda")
 _SIZES = (2, 3, 5)
 """Microbatch sizes of a line and of its check. A size of 1 is off the line: torch makes fewer copies where a dim has one element."""
 
@@ -127,8 +127,8 @@ class Activations:
     def __init__(
         self, program: Program, degrees: Mapping[str, int], *, device: str = "cpu", even_experts: bool = False
     ) -> None:
-        if device not in DEVICES:
-            raise GraphparError(f"device is {device!r}; memory is known for {' and '.join(DEVICES)}.")
+        if device not in KINDS:
+            raise GraphparError(f"device is {device!r}; memory is known for {' and '.join(KINDS)}.")
         self.program, self.degrees, self.device, self.even_experts = program, dict(degrees), device, even_experts
         self.mode = FakeTensorMode()
         self.state: dict[str, Tensor] = {}

@@ -210,7 +210,7 @@ def _blank(kind: str, processes: int, places: int) -> Device:
     return replace(
         usual,
         name=_name(kind),
-        kind="gpu",
+        kind="cuda",
         memory_bytes=usable(properties.total_memory, 1),
         intra_node=_UNKNOWN_LINK,
         inter_node=_UNKNOWN_LINK,

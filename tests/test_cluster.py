@@ -228,7 +228,7 @@ def test_a_file_with_a_device_of_ones_own(tmp_path: Path) -> None:
         ),
         (OWN, "latency_s = 1e-5, ", "", "intra_node: the field 'latency_s' is missing"),
         (OWN, "nodes = 1", "nodes = 2", "device: the field 'inter_node' is missing"),
-        (OWN, 'kind = "gpu"', 'kind = "tpu"', "device: kind is 'tpu'; it must be gpu or cpu"),
+        (OWN, 'kind = "gpu"', 'kind = "tpu"', "device: kind is 'tpu'; it must be cuda or cpu"),
         (OWN, "24e9", "24.5", "device: memory_bytes is 24.5"),
         (
             OWN,

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 from graphpar.errors import GraphparError, near_match
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
-KINDS = ("gpu", "cpu")
+KINDS = ("cuda", "cpu")
+"""As torch names them."""
 _Figure = TypeVar("_Figure")
 
 
@@ -133,6 +134,8 @@ class Device:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise GraphparError(f"name is {self.name!r}; it must be the device's name.")
+        if self.kind == "gpu":
+            object.__setattr__(self, "kind", "cuda")
         if self.kind not in KINDS:
             raise GraphparError(f"kind is {self.kind!r}; it must be {' or '.join(KINDS)}.")
         if not isinstance(self.flops, Mapping) or not self.flops:
@@ -261,7 +264,7 @@ def _gpu(
     reached = _of_kind(_REACHED, name) or _UNKNOWN
     return Device(
         name,
-        "gpu",
+        "cuda",
         {dtype: rate * 1e12 for dtype, rate in teraflops.items()},
         memory,
         memory_tbps * 1e12,

@@ -262,7 +262,7 @@ class Planner:
                 self.refused[str(error)] = None
         sharded, wanted = self._sharded[key], cuts or ()
         if sharded is not None and (*key, wanted) not in self._units:
-            kind = "cuda" if self.cluster.device.kind == "gpu" else "cpu"
+            kind = self.cluster.device.kind
             self._units[*key, wanted] = units_of(
                 sharded[1], compute.degrees(), self.execution, device=kind, wanted=wanted
             )

@@ -140,8 +140,7 @@ def lowered_pricing(
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
     run = execution or Execution(zero=plan.zero, recompute=plan.recompute)
-    kind = "cuda" if cluster.device.kind == "gpu" else "cpu"
-    units = units_of(sized, plan.mesh.degrees(), run, device=kind, wanted=plan.cuts)
+    units = units_of(sized, plan.mesh.degrees(), run, device=cluster.device.kind, wanted=plan.cuts)
     places = {unit.position: place for place, unit in enumerate(units)}
     starts = (0, *(places[position] for position in positions_of(sized, plan.cuts)))
     order = None if plan.actions is None else order_of(table_of(plan))
@@ -153,7 +152,7 @@ def lowered_pricing(
 def in_bf16_s(sized: Program, plan: Plan, cluster: Cluster) -> float | None:
     """About what a step of an fp32 plan would take in bf16; None where that is not asked, or where the device is no faster with it."""
     device = cluster.device
-    if dominant_dtype(sized) != "fp32" or device.kind != "gpu" or device.peak("bf16") <= device.peak("fp32"):
+    if dominant_dtype(sized) != "fp32" or device.kind != "cuda" or device.peak("bf16") <= device.peak("fp32"):
         return None
     pricing, layout = lowered_pricing(sized, plan, cluster)
     return Pricing(
