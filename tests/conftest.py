@@ -24,6 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # pytest looks for garbage five times at its end, which takes minutes among all that was compiled
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_that_stay_up() -> Iterator[None]:
     """Programs are verified by processes that are started once."""

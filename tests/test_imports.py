@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphpar.frontend.fixed_size import NUMBERS, TWIN
+from graphpar.ir.metadata import NodeMeta
+from graphpar.passes.sharding.linear_bias import _OWNER
+from graphpar.passes.sharding.pins import POINT
+
 ROOT = Path(__file__).parents[1]
 ORDER = (
     ("errors", "text", "display", "quiet_torch"), ("runtime", "emitted"), ("hardware", "schedules"), ("ir",), ("operators",),
@@ -67,6 +72,42 @@ def _run(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
         yield from _run(node)
+
+
+def _keys(tree: ast.AST) -> Iterator[str]:
+    """Keys of nodes' metadata, written out or by the name of a constant."""
+    for node in ast.walk(tree):
+        keys: list[ast.expr] = []
+        if isinstance(node, ast.Subscript) and _is_meta(node.value):
+            keys = [node.slice]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_meta(node.func.value):
+            keys = node.args[:1]
+        elif isinstance(node, ast.Compare) and any(map(_is_meta, node.comparators)):
+            keys = [node.left]
+        elif isinstance(node, ast.Assign) and any(map(_is_meta, node.targets)):
+            keys = [
+                key
+                for inner in ast.walk(node.value)
+                if isinstance(inner, ast.Dict)
+                for key in inner.keys
+                if key is not None
+            ]
+        yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+def _is_meta(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "meta"
+
+
+def test_metadata_of_nodes_is_declared() -> None:
+    constants = {"POINT": POINT, "_OWNER": _OWNER, "NUMBERS": NUMBERS, "TWIN": TWIN}
+    declared = set(NodeMeta.__annotations__)
+
+    found = {(key, name) for name, path in modules().items() for key in _keys(ast.parse(path.read_text()))}
+
+    assert set(constants.values()) <= declared
+    assert {(key, name) for key, name in found if key not in declared} == set()
+    assert declared - {key for key, _ in found} <= set(constants.values()), "keys that nobody uses"
 
 
 def _folder(module: str) -> str:

@@ -17,7 +17,7 @@ import graphpar as gp
 from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.errors import GraphparError
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Program, operator_name
+from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.transitions import TABLE
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.linear_bias import separate_biases
@@ -216,7 +216,7 @@ def test_each_value_of_a_rank_has_the_shape_that_its_types_say() -> None:
     shapes = set()
     for node in shard(program.at_batch(plan.microbatch_size), plan.sharding).graph.nodes:
         if "types" in node.meta and isinstance(node.meta["val"], Tensor):
-            expected = list(node.meta["whole"].shape)
+            expected = list(value_of(node.meta["origin"]).shape)
             for kind in node.meta["types"].values():
                 if isinstance(kind, Shard):
                     expected[kind.dim] //= 2

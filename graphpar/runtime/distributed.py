@@ -42,6 +42,10 @@ PEER_LOSS = (
 GRACE_S = 20.0
 """How long a rank that lost its peer waits to be ended by torchrun before it reports that itself."""
 
+SETTLING_S = 0.1
+"""How long gloo's threads get to let go of the last results. These hold tensors, so that takes the interpreter; if that ends meanwhile, the
+process aborts after all of its work."""
+
 SHOWN = 4
 """How many ranks' own messages an error shows before it counts the rest."""
 
@@ -80,6 +84,7 @@ def start(timeout_s: float = 600.0) -> Iterator[Ranks]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+            time.sleep(SETTLING_S)
 
 
 def _join(timeout_s: float) -> Ranks:

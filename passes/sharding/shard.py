@@ -297,7 +297,6 @@ class _Scope:
         """The fake value of a rank's piece."""
         value = value_of(node)
         shape, coefficients = self.lowering.local(node, types, value)
-        copy.meta["whole"] = value
         copy.meta["val"] = value if tuple(shape) == tuple(value.shape) else self._piece(node, value, shape)
         copy.meta.pop("twin", None)
         if "batch_coefficients" in node.meta:
