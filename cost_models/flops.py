@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from graphpar.emitted import random_streams
 from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of
+from graphpar.operators.contractions import contraction
 
 
 def node_flops(program: Program, batch: int) -> dict[fx.Node, float]:
@@ -72,6 +73,10 @@ def operator_flops(node: fx.Node, batch: int) -> float:
     operands = [a for a in node.args if isinstance(a, fx.Node) and isinstance(value_of(a), Tensor)]
     if name == "linear" or (name in ("matmul", "mm", "bmm") and len(operands) >= 2):
         return 2.0 * elements * _shape(operands[0], batch)[-1]
+    if (product := contraction(node)) is not None:
+        return 2.0 * math.prod(number * (batch if power else 1) for number, power in product.sizes)
+    if name == "addbmm":
+        return 2.0 * math.prod(_shape(operands[1], batch)) * out[-1]
     if name in ("addmm", "baddbmm"):
         return 2.0 * elements * _shape(operands[1], batch)[-1]
     if name.startswith("conv_transpose"):

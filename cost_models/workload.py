@@ -22,8 +22,9 @@ from torch import Tensor, fx
 
 from graphpar.emitted import random_streams
 from graphpar.ir.program import Block, Program, batch_coefficients, operator_name, value_of
+from graphpar.operators.contractions import contraction
 from graphpar.operators.gradients import differentiable_nodes
-from graphpar.operators.kinds import FREE
+from graphpar.operators.kinds import FREE, GROUPED
 from graphpar.operators.transitions import TABLE
 from graphpar.runtime.layout import ExpertRows
 
@@ -245,7 +246,7 @@ def _scoped(program: Program) -> Iterator[tuple[fx.Node, str]]:
             yield node, name
 
 
-_PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "grouped_mm", "einsum",
+_PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", *GROUPED, "addbmm", "einsum", "tensordot",
              "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}  # fmt: skip
 _SILENT_BACKWARD = {"add", "sub", "neg", "to", "clone", "cat", "stack", "sum", "mean"}
 """Operators whose backward reads no input: it passes gradients on."""
@@ -315,12 +316,12 @@ class _Walk:
 
     def _product(self, node: fx.Node, name: str) -> Iterator[Row]:
         operands = [a for a in node.all_input_nodes if isinstance(value_of(a), Tensor)]
-        if name in ("addmm", "baddbmm"):
+        if name in ("addmm", "baddbmm", "addbmm"):
             operands = [a for a in node.args[1:3] if isinstance(a, fx.Node)]
         left, right = operands[0], operands[1] if len(operands) > 1 else operands[0]
         itemsize = value_of(node).dtype.itemsize
         count, m, n, k = self._shape_of_product(node, name, left, right)
-        shared = len(_sizes(right, self.works.degrees)) == 2 or name.startswith("conv") or name == "grouped_mm"
+        shared = len(_sizes(right, self.works.degrees)) == 2 or name.startswith("conv") or name in GROUPED
         yield Product(Phase.FORWARD, count, m, n, k, itemsize)
         if self._grad(left):
             yield Product(Phase.INPUT, count, m, k, n, itemsize)
@@ -331,8 +332,14 @@ class _Walk:
         self, node: fx.Node, name: str, left: fx.Node, right: fx.Node
     ) -> tuple[Size, Size, Size, Size]:
         """(how many, m, n, k)."""
+        if (sizes := contraction(node)) is not None:
+            counted, rows, columns, summed = (
+                product_of(Size(float(number), power) for number, power in part)
+                for part in (sizes.counted, sizes.left, sizes.right, sizes.summed)
+            )
+            return counted, rows, columns, summed
         a, b, out = (_sizes(value, self.works.degrees) for value in (left, right, node))
-        if name == "grouped_mm":  # rows are spread evenly over the experts
+        if name in GROUPED:  # rows are spread evenly over the experts
             experts = b[0]
             rows = Size(a[0].number / experts.number, a[0].power)
             return experts, rows, b[2], a[-1]
@@ -346,7 +353,11 @@ class _Walk:
             return Size(float(groups)), positions, Size(b[0].number / groups), reduction
         if name == "linear":
             return ONE, product_of(out[:-1]), out[-1], a[-1]
-        if len(b) == 2 and name != "einsum":
+        if name == "addbmm":
+            return a[0], out[0], out[1], a[-1]
+        if not out:
+            return ONE, ONE, ONE, product_of(a)
+        if len(b) == 2 and name not in ("einsum", "tensordot"):
             return ONE, product_of(out[:-1]), out[-1], a[-1]
         return product_of(out[:-2]), out[-2] if len(out) > 1 else ONE, out[-1], a[-1]
 

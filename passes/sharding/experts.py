@@ -14,12 +14,12 @@ from torch import fx
 
 from graphpar.errors import GraphparError
 from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.kinds import GROUPED
 from graphpar.operators.matrix import grouped_rule
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import operands_of
 from graphpar.operators.rules import rule_of
 
-GROUPED = ("grouped_mm", "grouped_mm_fallback", "_grouped_mm")
 _PRODUCTS = (*GROUPED, "bmm", "matmul", "einsum")
 _VIEWS = ("transpose", "permute", "mT", "to", "_to_copy", "contiguous", "detach", "alias")
 
