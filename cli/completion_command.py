@@ -16,7 +16,7 @@ from graphpar.cli.output import Result
 from graphpar.cli.parsers import Parser, build_parser
 from graphpar.schedules.registry import SCHEDULES
 
-_WORDS = {"schedule": tuple(name for name, row in SCHEDULES.items() if row.runnable)}
+_WORDS = {"schedule": tuple(SCHEDULES)}
 """What values of options may be that are no choices to argparse, since they are taken in other spellings too."""
 
 

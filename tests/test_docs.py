@@ -152,7 +152,7 @@ def devices() -> str:
 def schedules() -> str:
     rows = ["| name | stages a rank | bubble | activations held | microbatches | also |", "|---|---|---|---|---|---|"]
     counts = {"1F1B": "at least the stages", "DualPipeV": "at least the stages"}
-    for schedule in filter(lambda row: row.runnable, SCHEDULES.values()):
+    for schedule in SCHEDULES.values():
         per_rank, ranks = schedule.default_stages, 4
         actions = action_table(schedule.name, ranks, per_rank, 8)
         timeline = simulate(actions, [1 / per_rank] * ranks * per_rank, [2 / per_rank] * ranks * per_rank)

@@ -27,9 +27,10 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
+from graphpar.passes.planning import planning
 from graphpar.passes.planning.choose import Pins
 from graphpar.passes.planning.planner import DEPTHS, Planner, Priced
-from graphpar.passes.planning.planning import estimate_plan, planner_for, planning, search_plan
+from graphpar.passes.planning.planning import estimate_plan, planner_for, search_plan
 from graphpar.schedules.registry import SCHEDULES, check_legal
 from tests.programs import example
 
@@ -82,7 +83,7 @@ def every_way(planner: Planner) -> Iterator[tuple[tuple[Any, ...], Estimate]]:
         mesh = Mesh(pp=pp, dp_replicate=dp, tp=tp)
         for name, row in SCHEDULES.items():
             depths = [1] if pp == 1 else [v for v in (1, *DEPTHS) if row.min_stages <= v <= (row.max_stages or 99)]
-            if not row.runnable or (pp == 1 and name != "1F1B"):
+            if row.torch_class is None or (pp == 1 and name != "1F1B"):
                 continue
             for depth, microbatches in itertools.product(depths, range(1, batch // dp + 1)):
                 if (batch // dp) % microbatches or (pp > 1 and not _legal(name, pp, depth, microbatches)):

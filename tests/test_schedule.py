@@ -20,7 +20,7 @@ from graphpar.schedules import registry as sched
 from graphpar.schedules.registry import Action, ActionTable, Cell, Pair, make_table
 
 NAMES = list(sched.SCHEDULES)
-RUNNABLE = [name for name in NAMES if sched.SCHEDULES[name].runnable]  # torch has them
+RUNNABLE = [name for name in NAMES if sched.SCHEDULES[name].torch_class is not None]
 AUTOSPEC = mock.create_autospec
 GRID = [(pp, per_rank, count) for pp in range(1, 5) for per_rank in range(1, 4) for count in range(1, 11)]
 

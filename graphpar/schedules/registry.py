@@ -73,7 +73,6 @@ __all__ = [
     "canonical_name",
     "check_deadlock",
     "check_legal",
-    "check_runnable",
     "draw",
     "format_table",
     "forwards",
@@ -126,7 +125,7 @@ WHOLE_ROUNDS = MicrobatchRule(
 class Schedule:
     """One schedule. ``name`` is also what torch's ``get_schedule_class`` takes, where torch has the schedule.
 
-    A schedule without a class of torch's can be priced, not run.
+    One without a class of torch's runs there as a table, which the plan holds.
 
     ``placement``: ``loop`` gives rank r the stages r, r + pp, ...; ``v`` gives it r and 2 pp - 1 - r.
     ``splits_backward``: whether some backwards run as input part and weight part.
@@ -141,16 +140,12 @@ class Schedule:
     splits_backward: bool
     microbatches: MicrobatchRule
     aliases: tuple[str, ...] = ()
-
-    @property
-    def runnable(self) -> bool:
-        """Whether torch's runtime has it."""
-        return self.torch_class is not None
+    lead: int | None = None  # of a table of ours: by how many forwards a rank runs ahead of the next
 
 
 # fmt: off
 _ROWS = (
-    # name, torch's class, placement, stages a rank: least, most, default; split backward; microbatches; aliases
+    # name, torch's class, placement, stages a rank: least, most, default; split backward; microbatches; aliases; lead
     Schedule("GPipe", "ScheduleGPipe", "loop", 1, 1, 1, False, ANY_COUNT, ("filldrain",)),
     Schedule("1F1B", "Schedule1F1B", "loop", 1, 1, 1, False, AS_MANY_AS_STAGES, ("pipedream",)),
     Schedule("Interleaved1F1B", "ScheduleInterleaved1F1B", "loop", 2, None, 2, False, WHOLE_ROUNDS, ("interleaved",)),
@@ -159,13 +154,12 @@ _ROWS = (
              ("interleavedzb", "izb")),
     Schedule("ZBVZeroBubble", "ScheduleZBVZeroBubble", "v", 2, 2, 2, True, ANY_COUNT, ("zbv",)),
     Schedule("DualPipeV", "ScheduleDualPipeV", "v", 2, 2, 2, True, AS_MANY_AS_STAGES, ("dpv",)),
-    Schedule("ZB-H1", None, "loop", 1, 1, 1, True, ANY_COUNT),
-    Schedule("ZB-H2", None, "loop", 1, 1, 1, True, ANY_COUNT),
+    Schedule("ZB-H1", None, "loop", 1, 1, 1, True, ANY_COUNT, (), 1),
+    Schedule("ZB-H2", None, "loop", 1, 1, 1, True, ANY_COUNT, (), 2),
 )
 # fmt: on
 
 SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}
-HANDCRAFTED = {"ZB-H1": 1, "ZB-H2": 2}  # by how many forwards a rank runs ahead of the next
 
 
 def _fold(name: str) -> str:
@@ -194,16 +188,6 @@ def get_schedule(name: str) -> Schedule:
 
 
 # -------------------------------------------------------------------------------------------- legality
-
-
-def check_runnable(schedule: str) -> None:
-    """Raise for a schedule that torch's runtime doesn't have."""
-    row = get_schedule(schedule)
-    if not row.runnable:
-        runnable = ", ".join(other.name for other in _ROWS if other.runnable)
-        raise GraphparError(
-            f"{row.name} can be priced, not run: torch's runtime doesn't have it. The schedules that run are {runnable}."
-        )
 
 
 def check_legal(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> None:
@@ -274,9 +258,7 @@ def _check_stages(schedule: str, pp: int, stages_per_rank: int) -> Schedule:
     others = [
         other.name
         for other in _ROWS
-        if other.min_stages <= stages_per_rank <= (other.max_stages or stages_per_rank)
-        and other.runnable
-        and other != row
+        if other.min_stages <= stages_per_rank <= (other.max_stages or stages_per_rank) and other != row
     ]
     raise GraphparError(
         f"{row.name} needs {needed} a rank, not {stages_per_rank}: {pp * stages_per_rank} stages on {pp} ranks. "
@@ -310,8 +292,9 @@ def _action_table(name: str, pp: int, stages_per_rank: int, microbatches: int) -
         # them from 0.
         return make_table([_one_forward_one_backward(rank, pp, microbatches) for rank in range(pp)])
 
-    if name in HANDCRAFTED:
-        return handcrafted(pp, microbatches, HANDCRAFTED[name])
+    lead = SCHEDULES[name].lead
+    if lead is not None:
+        return handcrafted(pp, microbatches, lead)
 
     import torch
 

@@ -28,7 +28,7 @@ from graphpar.passes.planning.choose import (
 )
 from graphpar.passes.planning.planner import FREE_AXES, SHOWN
 from graphpar.passes.planning.planning import estimate_plan, search_plan
-from graphpar.schedules.registry import canonical_name, check_runnable, parse_table
+from graphpar.schedules.registry import canonical_name, parse_table
 
 Splits = Sequence[str | Mapping[str, str]] | Mapping[str, Any] | Callable[[Program], Sequence[str]]
 
@@ -167,7 +167,7 @@ def _check(asked: Asked) -> None:
         if pins.schedule is not None:
             check_pipelined(pins.schedule, mesh)
     if pins.schedule is not None:
-        check_runnable(canonical_name(pins.schedule))
+        canonical_name(pins.schedule)
     if pins.global_batch is not None:
         check_batch(asked, pins.global_batch)
     pins.check_ways(asked.split is not None)

@@ -31,17 +31,20 @@ from graphpar.passes.sharding.search import SearchPins, search, sharding_of, und
 from graphpar.passes.split import positions_of, split
 from graphpar.schedules.registry import (
     ActionTable,
+    action_table,
     bubble_warning,
     canonical_name,
     check_deadlock,
     check_legal,
-    check_runnable,
     get_schedule,
     legal_microbatches,
     parse_table,
     stage_ranks,
     validate_table,
 )
+
+CUSTOM = "custom"
+"""What a plan calls the schedule of a user's own table."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,6 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     if pins.table is not None:
         return _with_table(program, mesh, pins, cuts, batch)
     schedule = canonical_name(pins.schedule or ("1F1B" if program.mode == "train" else "GPipe"))
-    check_runnable(schedule)
     if program.mode == "infer" and get_schedule(schedule).splits_backward:
         raise GraphparError(f"Schedule {schedule} is for training; a program without a loss runs GPipe or 1F1B.")
     per_rank = _stages_per_rank(schedule, mesh, cuts)
@@ -102,7 +104,10 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     if mesh.pp > 1:
         check_legal(schedule, mesh.pp, per_rank, microbatches)
     ranks = stage_ranks(schedule, mesh.pp, per_rank) if mesh.pp > 1 else [0]
-    plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins)
+    cells = None
+    if get_schedule(schedule).lead is not None and mesh.pp > 1:  # torch's runtime takes it as a table
+        cells = _cells(action_table(schedule, mesh.pp, per_rank, microbatches))
+    plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins, cells)
     predicted = pins.cluster is not None  # with the bubble beside the alternatives
     warning = None
     if mesh.pp > 1 and not predicted:
@@ -346,6 +351,10 @@ def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | 
     for rank, _, _, action in table.actions():
         ranks[action.stage] = rank
     chosen = cuts if cuts is not None else balanced_cuts(program, stages)
-    cells = tuple(tuple("" if cell is None else str(cell) for cell in row) for row in table.rows)
-    plan = _plan(program, mesh, "GPipe", batch, microbatches, chosen, ranks, pins, cells)
-    return replace(plan, schedule="custom")
+    plan = _plan(program, mesh, "GPipe", batch, microbatches, chosen, ranks, pins, _cells(table))
+    return replace(plan, schedule=CUSTOM)
+
+
+def _cells(table: ActionTable) -> tuple[tuple[str, ...], ...]:
+    """The table as a plan holds it."""
+    return tuple(tuple("" if cell is None else str(cell) for cell in row) for row in table.rows)

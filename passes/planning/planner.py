@@ -226,7 +226,7 @@ class Planner:
                 yield "1F1B" if self.program.mode == "train" else "GPipe", 1, None
             return
         for row in SCHEDULES.values():
-            if (wished is None and not row.runnable) or wished not in (None, row.name):
+            if (wished is None and row.torch_class is None) or wished not in (None, row.name):
                 continue
             if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
                 continue

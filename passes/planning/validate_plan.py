@@ -14,12 +14,12 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Decision, Sharding
 from graphpar.operators.transitions import path
-from graphpar.passes.planning.choose import Pins, check_degrees, check_microbatch_size, check_pipelined, choose
+from graphpar.passes.planning.choose import CUSTOM, Pins, check_degrees, check_microbatch_size, check_pipelined, choose
 from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import Operator, Problem, Value, build_problem
 from graphpar.passes.split import split
 from graphpar.runtime.layout import Type
-from graphpar.schedules.registry import check_runnable
+from graphpar.schedules.registry import get_schedule
 from graphpar.text import compressed, listed
 
 _NAMED = 6
@@ -35,7 +35,8 @@ def given_plan(program: Program, given: Plan) -> Plan:
     """
     check_alone(given)
     check_model(program, given)
-    custom = None if given.actions is None else "\n".join(",".join(row) for row in given.actions)
+    own = given.actions is not None and given.schedule == CUSTOM
+    custom = "\n".join(",".join(row) for row in given.actions or ()) if own else None
     pins = Pins(
         schedule=None if custom else given.schedule,
         microbatch_size=given.microbatch_size,
@@ -82,8 +83,9 @@ def check_alone(plan: Plan) -> None:
             f"{plan.mesh.compute or 'no axis to cut tensors on'}."
         )
     if plan.actions is None:
-        check_runnable(plan.schedule)
         check_pipelined(plan.schedule, plan.mesh)
+        if get_schedule(plan.schedule).lead is not None and plan.mesh.pp > 1:
+            raise GraphparError(f"The plan's actions is None, but {plan.schedule} runs as a table of them. Plan again.")
     check_microbatch_size(plan.microbatch_size, plan.global_batch, plan.mesh.dp_replicate)
 
 
