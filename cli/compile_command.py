@@ -147,7 +147,7 @@ def _request(options: argparse.Namespace) -> _Request:
         check_target(options.out, options.force)
     with progress("loading the model file"):
         file = load_model_file(options.model)
-    _check_dumped(options.dump_after, PASSES if file.passes is None else file.passes)
+    _check_dumped(options.dump_after, PASSES if file.passes is None else PassList.of(file.passes))
     asked = ask(**wanted | _own_pins(file, wanted, options))
     rows = None if given is not None or file.batch_dims else batch_size(file.args, file.kwargs, file.targets)
     if rows is not None:

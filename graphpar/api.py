@@ -32,7 +32,7 @@ from graphpar.passes.planning.planning import estimate_plan
 from graphpar.passes.planning.validate_plan import given_plan
 from graphpar.passes.sharding.shard import shard
 from graphpar.passes.split import positions_of, split
-from graphpar.passes.table import PASSES, STEPS, PassList, Step, check_skipped, run_passes
+from graphpar.passes.table import PASSES, STEPS, Pass, PassList, Step, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import beside, plan_text, report_data
 
@@ -52,7 +52,7 @@ def export(
     *,
     mode: str | None = None,
     dtype: str | None = None,
-    passes: PassList | None = None,
+    passes: Sequence[Pass] | None = None,
     skip: Sequence[str] = (),
     after_pass: Callable[[Step, Program], None] | None = None,
 ) -> Program:
@@ -79,11 +79,7 @@ def export(
     for name, value in (("args", args), ("targets", targets)):
         if isinstance(value, Tensor):
             raise GraphparError(f"{name} is a tensor; it must be a tuple of what is given: {name}=(tensor,).")
-    row_list = PASSES if passes is None else passes
-    if not isinstance(row_list, PassList):
-        raise GraphparError(
-            f"passes is a {type(passes).__name__}; give graphpar.PASSES.insert_after(NAME, function), or leave it out."
-        )
+    row_list = PASSES if passes is None else PassList.of(passes)
     check_skipped(row_list, skip)
     raw = capture(
         model,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Collection
+import traceback
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,9 +24,9 @@ from graphpar.passes.normalize.helpers import share_helpers
 from graphpar.passes.normalize.loss import share_loss
 from graphpar.passes.normalize.outline import outline
 from graphpar.passes.normalize.pipe_split import keep_marks
-from graphpar.passes.normalize.random_streams import assign_streams
+from graphpar.passes.normalize.random_streams import assign_streams, is_random
 from graphpar.passes.normalize.regions import inline_regions
-from graphpar.passes.normalize.simplify import simplify
+from graphpar.passes.normalize.simplify import remove_dead_code, simplify
 from graphpar.passes.normalize.unchosen import fill_unchosen, sizes_are_known
 
 
@@ -58,6 +59,28 @@ class Pass(Step):
 
 class PassList(tuple[Pass, ...]):
     """Passes in order. A user's own go between: ``PASSES.insert_after("simplify", my_pass)`` gives a new list."""
+
+    @staticmethod
+    def of(value: object) -> PassList:
+        """``value`` as a list of passes: one, a sequence of passes, or a function without arguments that gives either.
+
+        Raises:
+            GraphparError: it is something else.
+        """
+        if isinstance(value, PassList):
+            return value
+        if isinstance(value, list | tuple):
+            wrong = next((row for row in value if not isinstance(row, Pass)), None)
+            if wrong is None:
+                return PassList(value)
+            raise GraphparError(
+                f"passes holds {wrong!r}, which is no pass; put a function between them with graphpar.PASSES.insert_after(NAME, function)."
+            )
+        if callable(value) and not inspect.signature(value).parameters:
+            return PassList.of(value())
+        raise GraphparError(
+            f"passes is a {type(value).__name__}; give graphpar.PASSES.insert_after(NAME, function), or leave it out."
+        )
 
     def names(self) -> list[str]:
         return [row.name for row in self]
@@ -115,6 +138,10 @@ class PassList(tuple[Pass, ...]):
                 if name in done:
                     raise GraphparError(f"The pass {row.name} must not come after {name}.")
             done.append(row.name)
+        for step in STEPS:
+            for name in step.requires:
+                if not isinstance(step, Pass) and name in PASSES.names() and name not in done:
+                    raise GraphparError(f"The step {step.name} requires the pass {name}, which is not in the list.")
 
 
 def _own(function: Callable[[Program], Program], requires: tuple[str, ...]) -> Pass:
@@ -128,7 +155,7 @@ def _own(function: Callable[[Program], Program], requires: tuple[str, ...]) -> P
         function.__module__,
         requires,
         words,
-        "the graph is whole, its inputs are known",
+        "the graph is whole, and its inputs are those of the program",
         run=function,
         check=_inputs_known,
     )
@@ -166,7 +193,9 @@ def _only_buffers_written(program: Program) -> bool:
 
 
 def _streams_counted(program: Program) -> bool:
-    return program.random_calls == 0 or any(entry.role == "sample_keys" for entry in program.inputs)
+    keyed = program.random_calls == 0 or any(entry.role == "sample_keys" for entry in program.inputs)
+    graphs = [program.graph, *(block.graph for block in program.blocks.values())]
+    return keyed and not any(is_random(node) for graph in graphs for node in graph.nodes)
 
 
 def _no_dead_code(program: Program) -> bool:
@@ -225,7 +254,7 @@ PASSES = PassList(
         Pass(
             "assign_streams", "graphpar.passes.normalize.random_streams", ("functionalize",),
             "dropout is a function of each example's key",
-            "where there is dropout, keys are an input",
+            "no operator draws from torch's generator; where there is dropout, keys are an input",
             run=assign_streams, check=_streams_counted,
         ),
         Pass(
@@ -235,7 +264,7 @@ PASSES = PassList(
             run=simplify, check=_no_dead_code,
         ),
         Pass(
-            "share_loss", "graphpar.passes.normalize.loss", ("simplify",),
+            "share_loss", "graphpar.passes.normalize.loss", ("keep_marks", "fill_unchosen", "simplify"),
             "microbatches return shares of the loss; couplings are known",
             "denominators are inputs",
             run=share_loss, check=_counts_are_inputs,
@@ -288,14 +317,19 @@ def run_passes(
     """
     check_skipped(passes, skip)
     results = []
+    done: list[Pass] = []
     for row in passes:
         if row.name in skip:
             continue
         before, started = len(program.graph.nodes), time.perf_counter()
-        program = _ran(row, program)
+        if row in PASSES:
+            program = row.run(program)
+            program.graph.lint()
+            assert row.check(program), f"pass {row.name} did not provide that {row.provides}"
+        else:
+            program = _run_own(row, program, done)
         results.append(PassResult(row.name, time.perf_counter() - started, before, len(program.graph.nodes)))
-        program.graph.lint()
-        assert row.check(program), f"pass {row.name} did not provide that {row.provides}"
+        done.append(row)
         if after is not None:
             after(row, program)
     return program, results
@@ -314,8 +348,40 @@ def check_skipped(passes: PassList, skip: Collection[str]) -> None:
     passes.check_order(skip)
 
 
-def _ran(row: Pass, program: Program) -> Program:
-    made = row.run(program)
+def _run_own(row: Pass, program: Program, done: Sequence[Pass]) -> Program:
+    """A user's pass. What held before it must hold after it.
+
+    Raises:
+        GraphparError: it raised, gave no program, or left one that is not whole; the pass is named, and what is wrong.
+    """
+    held = [other for other in done if other.check(program)]
+    try:
+        made = row.run(program)
+    except GraphparError:
+        raise
+    except Exception as error:
+        line = next(
+            (f" ({frame.filename}:{frame.lineno})" for frame in reversed(traceback.extract_tb(error.__traceback__))), ""
+        )
+        raise GraphparError(f"The pass {row.name} raised {type(error).__name__}: {error}{line}") from error
     if not isinstance(made, Program):
         raise GraphparError(f"The pass {row.name} gave a {type(made).__name__}; a pass takes a Program and gives one.")
+    try:
+        made.graph.lint()
+    except Exception as error:
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise GraphparError(f"The pass {row.name} left a graph that is not whole: {what}") from error
+    if not made.blocks:
+        remove_dead_code(made.graph)
+    for node in made.graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            raise GraphparError(
+                f"The pass {row.name} left the operator {node.name} without metadata; give it that of what it stands for: "
+                "new.meta = dict(old.meta)."
+            )
+    if not row.check(made):
+        raise GraphparError(f"The pass {row.name} failed its check: {row.checked_by}.")
+    for other in held:
+        if not other.check(made):
+            raise GraphparError(f"The pass {row.name} undid what {other.name} provides: {other.checked_by}.")
     return made

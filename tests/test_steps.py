@@ -88,7 +88,7 @@ def test_conflicts_are_refused() -> None:
         (lambda: gp.PASSES.insert_after("simplfy", doubled), "no pass 'simplfy'.*Did you mean 'simplify'"),
         (lambda: gp.PASSES.insert_after("simplify", gp.PASSES[0]), "already a pass 'inline_regions'"),
         (lambda: gp.PASSES.insert_after("simplify", "doubled"), "a function from Program to Program, not 'doubled'"),
-        (lambda: export(passes=[doubled]), "passes is a list; give graphpar.PASSES.insert_after"),
+        (lambda: export(passes=[doubled]), "passes holds <function doubled .*which is no pass"),
         (lambda: export(skip=["simplify"]), "simplify can't be skipped; those that can are outline, share_helpers"),
         (lambda: export(passes=gp.PASSES.insert_after("simplify", lambda program: None)), "gave a NoneType"),
         (lambda: export(passes=gp.PASSES.insert_after("outline", doubled), skip=["outline"]), "doubled requires outline, which is skipped"),
@@ -135,8 +135,110 @@ def test_each_pass_is_checked_after_it_ran() -> None:
         program.graph.placeholder("nobody_knows")
         return program
 
-    with pytest.raises(AssertionError, match="pass broken did not provide"):
+    with pytest.raises(gp.GraphparError, match="pass broken failed its check: the graph is whole, and its inputs are"):
         export(passes=gp.PASSES.insert_after("simplify", broken))
+
+
+def test_later_steps_need_their_passes_too() -> None:
+    early = PassList(row for row in gp.PASSES if row.name not in ("share_loss", "outline", "share_helpers"))
+
+    with pytest.raises(gp.GraphparError, match="The step plan requires the pass share_loss, which is not in the list"):
+        export(passes=early)
+    with pytest.raises(gp.GraphparError, match="requires the pass share_loss"):
+        export(passes=gp.PASSES[:4])
+
+
+def dropped(program: gp.Program) -> gp.Program:
+    for node in list(program.graph.nodes):
+        if node.target is aten.gelu.default:
+            with program.graph.inserting_after(node):
+                made = program.graph.call_function(aten.dropout.default, (node, 0.5, True))
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made, delete_user_cb=lambda user, own=made: user is not own)
+    return program
+
+
+def test_what_was_provided_must_still_hold() -> None:
+    with pytest.raises(
+        gp.GraphparError, match="pass dropped undid what assign_streams provides: no operator draws from torch"
+    ):
+        export(passes=gp.PASSES.insert_after("simplify", dropped))
+    assert export(passes=gp.PASSES.insert_before("assign_streams", dropped)).random_calls == 4  # there it gets streams
+
+
+def raising(program: gp.Program) -> gp.Program:
+    return program.nothing_here  # type: ignore[attr-defined, no-any-return]
+
+
+def unsorted(program: gp.Program) -> gp.Program:
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    calls[0].prepend(calls[-1])
+    return program
+
+
+def forgetful(program: gp.Program) -> gp.Program:
+    for node in list(program.graph.nodes):
+        if node.target is aten.gelu.default:
+            with program.graph.inserting_before(node):
+                node.replace_all_uses_with(program.graph.call_function(aten.relu.default, node.args))
+    return program
+
+
+@pytest.mark.parametrize(
+    "own, message",
+    [
+        (raising, r"The pass raising raised AttributeError: .*test_steps.py:\d+\)"),
+        (lambda program, more: program, "raised TypeError"),
+        (unsorted, "The pass unsorted left a graph that is not whole"),
+        (
+            forgetful,
+            r"left the operator relu.* without metadata; give it that of what it stands for: new.meta = dict\(old.meta\)",
+        ),
+    ],
+)
+def test_what_goes_wrong_in_a_users_pass_names_it(own: object, message: str) -> None:
+    with pytest.raises(gp.GraphparError, match=message):
+        export(passes=gp.PASSES.insert_after("simplify", own))  # type: ignore[arg-type]
+
+
+def test_what_a_pass_leaves_unused_goes() -> None:
+    def kept(program: gp.Program) -> gp.Program:
+        for node in list(program.graph.nodes):
+            if node.target is aten.gelu.default:
+                with program.graph.inserting_before(node):
+                    made = program.graph.call_function(aten.relu.default, node.args)
+                made.meta = dict(node.meta)
+                node.replace_all_uses_with(made)
+        return program
+
+    program = export(passes=gp.PASSES.insert_after("simplify", kept))
+
+    assert "gelu" not in str(program)
+
+
+@pytest.mark.parametrize(
+    "passes, expected",
+    [
+        ("[1, 2]", "passes holds 1, which is no pass"),
+        ("[*gp.PASSES, lambda program: program]", "put a function between them with graphpar.PASSES.insert_after"),
+        ("5", "passes is a int"),
+        ("gp.PASSES[:4]", "requires the pass share_loss"),
+        ("lambda: gp.PASSES", ""),
+        ("list(gp.PASSES)", ""),
+    ],
+)
+def test_passes_of_a_model_file_may_be_a_function_or_a_list(
+    passes: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\nimport graphpar as gp\n"
+        "model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\nexample_inputs = (torch.randn(4, 4),)\n"
+        f"loss_fn = lambda out: out.mean()\npasses = {passes}\n"
+    )
+
+    code = main(["compile", str(tmp_path / "model.py"), "--mesh", "pp=2", "--no-emit", "--json"])
+
+    assert code == (2 if expected else 0) and expected in capsys.readouterr().err
 
 
 def test_results_say_what_each_pass_took() -> None:

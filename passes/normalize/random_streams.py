@@ -26,7 +26,7 @@ KEYS = "sample_keys"
 
 def assign_streams(program: Program) -> Program:
     """Program -> Program whose random operators are functions of ``sample_keys``."""
-    random = [node for node in program.graph.nodes if _is_random(node)]
+    random = [node for node in program.graph.nodes if is_random(node)]
     if not random:
         return program
     graph = fx.Graph()
@@ -40,7 +40,7 @@ def assign_streams(program: Program) -> Program:
         if node.op == "output":
             continue
         analysis.visit(node)
-        if _is_random(node):
+        if is_random(node):
             _replace(graph, node, keys, number, analysis)
             number += 1
     inputs = (*program.inputs, Input(KEYS, (program.batch,), torch.int64, 0, "sample_keys"))
@@ -53,7 +53,8 @@ def assign_streams(program: Program) -> Program:
     return result
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws from torch's own generator."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = operator_name(node)
