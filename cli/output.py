@@ -97,7 +97,7 @@ def check_writable(path: str | Path) -> None:
     if not target.parent.is_dir():
         raise GraphparError(f"{target} can't be written: the folder {target.parent} does not exist.")
     if target.is_dir():
-        raise GraphparError(f"{target} can't be written: it is a folder.")
+        raise GraphparError(f"{target} can't be written: it is a folder; name a file.")
     try:
         if target.exists():
             target.open("ab").close()

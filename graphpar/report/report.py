@@ -167,7 +167,7 @@ def _in_flight(data: Mapping[str, Any]) -> str:
     if len(peaks) > 16:
         return f"{max(peaks)} activations of a stage on a rank, {min(peaks)} on the least loaded"
     ranks = "ranks" if data["devices"] == len(peaks) else "pp ranks"
-    return f"{', '.join(map(str, peaks))} microbatches' activations on {ranks} 0 to {len(peaks) - 1}"
+    return f"{', '.join(map(str, peaks))} microbatches on {ranks} 0 to {len(peaks) - 1}, whose activations are kept"
 
 
 def _traffic(data: Mapping[str, Any]) -> str:
