@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -604,7 +605,8 @@ def test_what_fails_in_a_model_is_said_with_its_line(function: Callable[[Any, Te
     with pytest.raises(gp.GraphparError, match=why) as error:
         gp.export(Around(function), (X,), loss_fn=square)
 
-    assert f"test_capture.py:{function.__code__.co_firstlineno}"[:-1] in str(error.value)
+    first, said = function.__code__.co_firstlineno, re.search(r"test_capture.py:(\d+)", str(error.value))
+    assert said is not None and first <= int(said[1]) <= first + 5
 
 
 def test_a_module_that_fails_is_named() -> None:

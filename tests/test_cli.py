@@ -150,7 +150,7 @@ def test_bash_completes_commands_options_and_values(capsys: pytest.CaptureFixtur
     assert completed(script, "com") == {"compile", "completion"}
     assert completed(script, "compile", "model.py", "--micro") == {"--microbatch-size"}
     assert completed(script, "compile", "model.py", "--dtype", "") == {"fp32", "bf16", "fp16"}
-    assert completed(script, "compile", "--schedule", "Z") == {"ZBVZeroBubble"}
+    assert completed(script, "compile", "--schedule", "ZBV") == {"ZBVZeroBubble"}
     assert completed(script, "completion", "") == {"bash", "zsh", "fish"}
     assert completed(script, "compile", "mod") == set()  # the shell's own paths
 
