@@ -18,7 +18,7 @@ import graphpar as gp
 from benchmarks.published_kernels import LOSSES
 from benchmarks.published_models import GPT, Shape
 from graphpar.cost_models.execution import Execution
-from graphpar.cost_models.pipeline_units import Kind, Unit
+from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.workload import Phase, Work
 from graphpar.ir.program import Program
 from graphpar.passes.planning.measured_units import units_of
@@ -106,7 +106,7 @@ def _units(found: Parts) -> tuple[Unit | None, ...]:
 def _with_work(kept: Unit, made: Unit) -> Unit:
     of_scores = Counter(made.kind.work.rows) - Counter(kept.kind.work.rows)
     again = {row._replace(phase=Phase.INPUT): times for row, times in of_scores.items() if row.phase is Phase.FORWARD}
-    return replace(kept, kind=Kind(made.kind.work + Work(again), kept.kind.sends, lambda: kept.kind.memory))
+    return replace(kept, kind=UnitClass(made.kind.work + Work(again), kept.kind.sends, lambda: kept.kind.memory))
 
 
 @functools.cache

@@ -41,7 +41,7 @@ from graphpar.cost_models.contention import Watch
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.program import Program
 from graphpar.parts import untied
-from graphpar.passes.planning.choose import Pins, choose
+from graphpar.passes.planning.choose import PlanConstraints, choose
 from graphpar.passes.planning.planner import Priced
 from graphpar.passes.planning.planning import planner_for
 from graphpar.runtime import Pipeline, Ranks, start
@@ -163,7 +163,7 @@ def score(name: str, cluster: Cluster, rounds: int, patience_s: float) -> Score:
 
 def predicted(program: Program, cluster: Cluster) -> list[Priced]:
     """Every plan that the planner considers, but for those of very many microbatches, the most promising first."""
-    planner = planner_for(program, cluster, {}, Pins(cluster=cluster))
+    planner = planner_for(program, cluster, {}, PlanConstraints(cluster=cluster))
     candidates = [each for each in planner.bounded(all_degrees=True)[0] if each.microbatches <= MOST_MICROBATCHES]
     priced = [planner.exactly(planner.price(candidate)) for candidate in candidates]
     return sorted((each for each in priced if each.fits), key=lambda each: each.rank_key)
@@ -183,7 +183,7 @@ def _emitted(program: Program, cluster: Cluster, priced: Sequence[Priced], folde
     saved: dict[str, Priced] = {}
     for each in priced:
         candidate = each.candidate
-        pins = Pins(
+        pins = PlanConstraints(
             schedule=candidate.schedule,
             microbatch_size=candidate.microbatch_size,
             cuts=each.cuts if candidate.mesh.pp > 1 else None,

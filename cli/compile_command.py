@@ -33,7 +33,7 @@ from graphpar.ir.stage import Stage
 from graphpar.parts import Parts
 from graphpar.passes.planning.asked import Asked, ask, check_batch, planned
 from graphpar.passes.planning.planning import on_one_device
-from graphpar.passes.planning.validate_plan import check_alone, given_plan
+from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.passes.sharding.shard import shard
 from graphpar.passes.split import positions_of, split
 from graphpar.passes.table import PASSES, PassList, Step, check_skipped
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> Result:
         program = _export(file, options, given)
     clock.phase("capture")
     with progress("planning"):
-        plan = planned(program, asked) if given is None else given_plan(program, given)
+        plan = planned(program, asked) if given is None else validate_plan(program, given)
         if plan.mesh.size > 1 and plan.alone is None:
             plan = replace(plan, alone=_on_one_device(program, plan))
     clock.phase("plan")

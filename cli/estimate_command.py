@@ -21,7 +21,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.passes.planning.formulas import PARTS, Formulas, formulas, in_sequence
 from graphpar.passes.planning.planning import lowered_pricing, on_one_device, pricing_of
-from graphpar.passes.planning.validate_plan import check_alone, given_plan
+from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.passes.sharding.shard import shard
 from graphpar.passes.split import positions_of, split
 from graphpar.report.report import compile_json, render, report_data, with_alone
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> Result:
         program = _export(file, given)
     clock.phase("capture")
     with progress("pricing the plan"):
-        plan = given_plan(program, given)
+        plan = validate_plan(program, given)
         sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
         pricing, layout = lowered_pricing(sized, plan, cluster or Cluster.of_this_machine(plan.mesh.size))
         report = report_data(
@@ -164,7 +164,7 @@ def _at(file: ModelFile, program: Program, plan: Plan, length: int, short: int) 
     args, kwargs, targets = tree_map(cut, (file.args, file.kwargs, file.targets))
     again = _export(replace(file, args=args, kwargs=kwargs, targets=targets), plan)
     return formulas(
-        *pricing_of(again, given_plan(again, plan), plan.cluster or Cluster.of_this_machine(plan.mesh.size))
+        *pricing_of(again, validate_plan(again, plan), plan.cluster or Cluster.of_this_machine(plan.mesh.size))
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from graphpar.annotations.patterns import ShardPins, names_of, resolve
+from graphpar.annotations.patterns import ShardConstraints, names_of, resolve
 from graphpar.annotations.values import Choice, Spec
 from graphpar.codegen.printer import describe_shape
 from graphpar.cost_models.sent import SentPrices
@@ -29,7 +29,7 @@ from graphpar.passes.planning.planning import pricing_of
 from graphpar.passes.sharding.costs import Prices, Workload
 from graphpar.passes.sharding.pins import pin_nodes, prepared
 from graphpar.passes.sharding.problem import Operator, Value, build_problem
-from graphpar.passes.sharding.search import SearchPins, Solution, search, sharding_of
+from graphpar.passes.sharding.search import SearchConstraints, Solution, search, sharding_of
 from graphpar.runtime.layout import R, Shard, Type
 from graphpar.text import seconds_text
 
@@ -49,9 +49,11 @@ class ShardingExplainer:
         self.program = prepared(program, plan.sharding.variants, plan.sharding.points)
         self.problem = build_problem(self.program, plan.sharding.degrees)
         self.axes = self.problem.axes
-        self.pins = resolve(shard_plan or {}, names_of(program), plan.sharding.degrees) if shard_plan else ShardPins()
+        self.pins = (
+            resolve(shard_plan or {}, names_of(program), plan.sharding.degrees) if shard_plan else ShardConstraints()
+        )
         points = plan.sharding.points if shard_plan else ()
-        self.given = SearchPins(self.pins.parameters, pin_nodes(self.program, self.pins, points))
+        self.given = SearchConstraints(self.pins.parameters, pin_nodes(self.program, self.pins, points))
         self.workload = Workload(plan.microbatch_size, plan.microbatches, plan.mode == "train")
         self.costs = costs_for(program, plan.mesh, plan.cluster)
         self.prices = Prices(self.problem, self.workload, self.costs)
@@ -220,7 +222,7 @@ class ShardingExplainer:
     def _first_name(self, operator: Operator) -> str:
         return f"{self._prefixes(operator.scope)[0]}{operator.node.target}"
 
-    def _with(self, operator: Operator, axis: str, allowed: Choice) -> SearchPins:
+    def _with(self, operator: Operator, axis: str, allowed: Choice) -> SearchConstraints:
         """The user's pins, and ``operator`` with a type of ``allowed``."""
         if operator.kind == "parameter":
             name = self._first_name(operator)

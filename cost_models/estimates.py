@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from graphpar.cost_models.memory import Memory
-from graphpar.cost_models.timelines import Closing, Conditions, StageEstimate
+from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
 from graphpar.display import as_page
 from graphpar.schedules.registry import Order
 from graphpar.text import bytes_text, seconds_text, share_text
@@ -79,7 +79,7 @@ class Estimate:
     optimizer_s: float
     stages: tuple[StageEstimate, ...]
     conditions: Conditions
-    closings: tuple[Closing, ...]
+    closings: tuple[StepEnd, ...]
     cluster: str
     device: str
     memory_bytes: int

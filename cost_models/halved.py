@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphpar.cost_models.pipeline_units import Held, Kind, Unit
+from graphpar.cost_models.pipeline_units import Held, Unit, UnitClass
 from graphpar.cost_models.workload import Collective, Row, Traffic, Work
 
 
@@ -19,11 +19,13 @@ def halved(units: Sequence[Unit]) -> list[Unit]:
     return [replace(unit, kind=kinds[id(unit.kind)], held=tuple(map(_held, unit.held))) for unit in units]
 
 
-def _kind(kind: Kind) -> Kind:
+def _kind(kind: UnitClass) -> UnitClass:
     rows = Counter[Row]()
     for row, times in kind.work.rows.items():
         rows[_row(row)] += times
-    return Kind(Work(dict(rows)), tuple((0.5 * size, gradient) for size, gradient in kind.sends), lambda: kind.memory)
+    return UnitClass(
+        Work(dict(rows)), tuple((0.5 * size, gradient) for size, gradient in kind.sends), lambda: kind.memory
+    )
 
 
 def _row(row: Row) -> Row:

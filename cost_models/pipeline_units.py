@@ -69,7 +69,7 @@ class Held:
     tied: str | None = None
 
 
-class Kind:
+class UnitClass:
     """What alike units have in common.
 
     Attributes:
@@ -94,7 +94,7 @@ class Unit:
     position: int
     """The same as an index into the nodes of the root graph."""
     modules: tuple[str, ...]
-    kind: Kind
+    kind: UnitClass
     held: tuple[Held, ...]
     buffers: Mapping[str, int]
     """Bytes of each buffer and constant."""

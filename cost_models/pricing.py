@@ -19,8 +19,8 @@ from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import Memory
-from graphpar.cost_models.pipeline_units import Kind, Unit
-from graphpar.cost_models.timelines import Closing, Conditions, StageEstimate
+from graphpar.cost_models.pipeline_units import Unit, UnitClass
+from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
 from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.cost_models.workload import Collective, Phase
 from graphpar.errors import GraphparError
@@ -72,7 +72,7 @@ class _Step:
     own: Sequence[Sequence[int]]
     conditions: Conditions
     timeline: Timeline
-    closings: tuple[Closing, ...]
+    closings: tuple[StepEnd, ...]
 
     @property
     def pipeline(self) -> float:
@@ -132,7 +132,7 @@ class Pricing:
 
     # ---- seconds ----
 
-    def unit_seconds(self, kind: Kind, rows: int) -> UnitSeconds:
+    def unit_seconds(self, kind: UnitClass, rows: int) -> UnitSeconds:
         key = id(kind), rows
         if key not in self._seconds:
             sent: tuple[dict[str, float], ...] = ({}, {}, {})
@@ -315,7 +315,7 @@ class Pricing:
         once = sum(self._kind_flops(unit.kind, layout.microbatch_size) for unit in self.units)
         return once * layout.microbatches * self.mesh.size / self.mesh.pp
 
-    def _kind_flops(self, kind: Kind, rows: int) -> float:
+    def _kind_flops(self, kind: UnitClass, rows: int) -> float:
         key = id(kind), rows
         if key not in self._flops:
             self._flops[key] = kind.work.flops(rows)
@@ -420,7 +420,7 @@ class Pricing:
     def _elements(self, stage: tuple[int, int]) -> int:
         return sum(held.elements for held in self.bytes.held([stage]))
 
-    def _closing(self, stages: Sequence[tuple[int, int]], seconds: Sequence[StageSeconds]) -> Closing:
+    def _closing(self, stages: Sequence[tuple[int, int]], seconds: Sequence[StageSeconds]) -> StepEnd:
         """That of a rank with these stages."""
         reduce, gather, nbytes = self._gradients(stages)
         # On a CPU it is the cores that compute which add and copy what is summed.
@@ -428,7 +428,7 @@ class Pricing:
         hidden = sum(cost.backward for cost in seconds) if beside else 0.0
         last = reduce * BUCKET_BYTES / max(nbytes, BUCKET_BYTES)
         following = sum(cost.forward for cost in seconds) if self.execution.prefetch else 0.0
-        return Closing(
+        return StepEnd(
             reduce,
             max(reduce - hidden, last),
             gather,

@@ -46,7 +46,7 @@ class StageEstimate:
 
 
 @dataclass(frozen=True)
-class Closing:
+class StepEnd:
     """What a pp rank does once a step, in seconds: its gradients are summed over ``axis``, its optimizer runs, parameters are gathered.
 
     ``exposed`` and ``gather_exposed``: what of the sums and the gathers neither its last backwards nor its next forwards hide.
@@ -101,7 +101,7 @@ class Conditions:
         return Conditions(data["sender_waits"], data["action_s"], None if turns is None else Turns(**turns))
 
 
-def whole_step(pipeline: Timeline, stages: Sequence[StageEstimate], closings: Sequence[Closing]) -> Timeline:
+def whole_step(pipeline: Timeline, stages: Sequence[StageEstimate], closings: Sequence[StepEnd]) -> Timeline:
     """The pipeline with the collectives inside its actions, and with what comes after it.
 
     A rank sums its gradients when it has done its last action. The optimizers start when all have: a norm of all gradients is between.

@@ -29,7 +29,7 @@ from graphpar.parts import Parts
 from graphpar.passes.planning.asked import Splits, ask, planned
 from graphpar.passes.planning.planner import SHOWN
 from graphpar.passes.planning.planning import estimate_plan
-from graphpar.passes.planning.validate_plan import given_plan
+from graphpar.passes.planning.validate_plan import validate_plan
 from graphpar.passes.sharding.shard import shard
 from graphpar.passes.split import positions_of, split
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, Step, check_skipped, run_passes
@@ -197,7 +197,7 @@ def partition(program: Program, plan: Plan, *, model_file: str | None = None) ->
     """Split ``program`` as ``plan`` says and print the stage modules."""
     _take(program, Program, "partition")
     _take(plan, Plan, "partition", "second")
-    given_plan(program, plan)
+    validate_plan(program, plan)
     sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
     stages = split(sized, positions_of(sized, plan.cuts))
     data = report_data(sized, plan, stages)
@@ -221,7 +221,7 @@ def estimate(
     _take(plan, Plan, "estimate", "second")
     named = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
     hardware = named or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
-    return estimate_plan(program, given_plan(program, plan), hardware, execution)
+    return estimate_plan(program, validate_plan(program, plan), hardware, execution)
 
 
 def verify(parts: Parts | str | Path, steps: int = 4, **options: Any) -> Any:

@@ -16,7 +16,7 @@ from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.passes.sharding import search as passes_search
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.problem import Choice, Edge, Operator, Problem, Types, Value
-from graphpar.passes.sharding.search import SearchPins, priced
+from graphpar.passes.sharding.search import SearchConstraints, priced
 from graphpar.runtime.layout import R, Shard
 
 LARGEST = 60_000_000  # entries of a table
@@ -32,21 +32,21 @@ class _Whole(passes_search._Search):
 
 
 def integer(
-    problem: Problem, workload: Workload, pins: SearchPins | None = None, costs: ShardingCosts | None = None
+    problem: Problem, workload: Workload, pins: SearchConstraints | None = None, costs: ShardingCosts | None = None
 ) -> float:
     """Seconds of the best solution."""
-    return _Whole(problem, workload, costs or ShardingCosts(), pins or SearchPins()).solve().seconds
+    return _Whole(problem, workload, costs or ShardingCosts(), pins or SearchConstraints()).solve().seconds
 
 
 def eliminated(
-    problem: Problem, workload: Workload, pins: SearchPins | None = None, costs: ShardingCosts | None = None
+    problem: Problem, workload: Workload, pins: SearchConstraints | None = None, costs: ShardingCosts | None = None
 ) -> float:
     """Seconds of the best of all combinations of choices.
 
     Raises:
         MemoryError: the problem is too large for a table.
     """
-    whole = _Whole(problem, workload, costs or ShardingCosts(), pins or SearchPins())
+    whole = _Whole(problem, workload, costs or ShardingCosts(), pins or SearchConstraints())
     operators = [*problem.operators, *(o for o in problem.of.values() if o.kind == "output")]
     choices = [[o.choices[i] for i in whole._pinned(o)] if o.kind != "output" else o.choices for o in operators]
     number = {id(operator): i for i, operator in enumerate(operators)}

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 import graphpar as gp
 from graphpar.annotations.files import load_shard_plan, merge_plans
-from graphpar.annotations.patterns import ModelNames, ShardPins, matching, names_of, resolve
+from graphpar.annotations.patterns import ModelNames, ShardConstraints, matching, names_of, resolve
 from graphpar.annotations.values import WHOLE, Spec, allows, read_value, spec_text
 from graphpar.errors import GraphparError
 from graphpar.frontend.capture import capture
@@ -88,7 +88,7 @@ NAMES = names(Model())
 MESH = {"tp": 2, "ep": 2, "cp": 2}
 
 
-def pins(plan: Any, mesh: dict[str, int] | None = None, model: ModelNames = NAMES) -> ShardPins:
+def pins(plan: Any, mesh: dict[str, int] | None = None, model: ModelNames = NAMES) -> ShardConstraints:
     return resolve(plan, model, {"tp": 2} if mesh is None else mesh)
 
 

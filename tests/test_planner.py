@@ -28,7 +28,7 @@ from graphpar.hardware.devices import DEVICES, Device
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning import planning
-from graphpar.passes.planning.choose import Pins
+from graphpar.passes.planning.choose import PlanConstraints
 from graphpar.passes.planning.planner import DEPTHS, Planner, Priced
 from graphpar.passes.planning.planning import estimate_plan, planner_for, search_plan
 from graphpar.schedules.registry import SCHEDULES, check_legal
@@ -65,7 +65,7 @@ def small(memory: float = 1e12, launch: float = 1e-7) -> Device:
 
 
 def planner_of(name: str, cluster: Cluster, **pins: Any) -> Planner:
-    return planner_for(program_of(name), cluster, {}, Pins(cluster=cluster, **pins))
+    return planner_for(program_of(name), cluster, {}, PlanConstraints(cluster=cluster, **pins))
 
 
 # ---- against brute force ---------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_more_memory_never_turns_a_fit_into_a_misfit(sizes: list[float]) -> None
 def test_where_nothing_fits(memory: float) -> None:
     cluster = Cluster.of(small(memory), 1, 1)
     with pytest.raises(GraphparError) as error:
-        search_plan(program_of("gpt"), cluster, {}, Pins())
+        search_plan(program_of("gpt"), cluster, {}, PlanConstraints())
     message = str(error.value)
     assert "No plan for GPT fits" in message and "MiB on stage 0" in message and "too much" in message
     assert "would fit (with " in message and "devices with" in message
@@ -269,21 +269,21 @@ def test_a_microbatch_that_is_pinned_too_large_is_said_to_be() -> None:
     assert small_ones is not None and large_ones is not None
     between = (max(small_ones.estimate.peak_memory_bytes) + max(large_ones.estimate.peak_memory_bytes)) / 2
     with pytest.raises(GraphparError, match=r"Microbatches of [24] instead of 8 would fit"):
-        search_plan(program, Cluster.of(small(between), 1, 1), {}, Pins(microbatch_size=8))
+        search_plan(program, Cluster.of(small(between), 1, 1), {}, PlanConstraints(microbatch_size=8))
 
 
 def test_a_plan_is_never_worse_than_what_was_priced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that lie worse for the plan's own microbatches than as they were priced lie as they were priced."""
     program, cluster = program_of("gpt"), Cluster.of(small(), 1, 2)
-    best = planner_for(program, cluster, {"tp": 2}, Pins(cluster=cluster)).search().best
+    best = planner_for(program, cluster, {"tp": 2}, PlanConstraints(cluster=cluster)).search().best
     assert best is not None
     whole = gp.plan(program, mesh={"tp": 2}, shard_plan={"blocks.*": "replicate"}).sharding
     real = planning.choose
 
-    def worse(program: Program, mesh: Mesh, pins: Pins) -> gp.Plan:
+    def worse(program: Program, mesh: Mesh, pins: PlanConstraints) -> gp.Plan:
         return real(program, mesh, replace(pins, sharding=pins.sharding or whole))
 
     monkeypatch.setattr(planning, "choose", worse)
-    plan = search_plan(program, cluster, {"tp": 2}, Pins())
+    plan = search_plan(program, cluster, {"tp": 2}, PlanConstraints())
     assert plan.sharding == best.sharding
     assert plan.predicted is not None and plan.predicted.step_time_s == pytest.approx(best.estimate.step_time_s)

@@ -20,7 +20,7 @@ from graphpar.passes.sharding import search as passes_search
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import Problem, build_problem
-from graphpar.passes.sharding.search import SearchPins, search
+from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.runtime.layout import I, R, Shard
 from tests.search_reference import eliminated, integer
 
@@ -242,7 +242,7 @@ def test_on_two_axes_nothing_is_dropped_that_is_needed(name: str, exact_ties: No
 def test_pins_leave_the_rest_exact(pins: Mapping[str, Mapping[str, Any]], exact_ties: None) -> None:
     problem = build_problem(small("tied MLP"), {"tp": 2})
     workload = workload_of(problem, 64)
-    given_pins = SearchPins(
+    given_pins = SearchConstraints(
         {name: {axis: frozenset({kind}) for axis, kind in spec.items()} for name, spec in pins.items()}
     )
 

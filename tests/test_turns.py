@@ -16,7 +16,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Link
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
-from graphpar.passes.planning.choose import Pins, choose
+from graphpar.passes.planning.choose import PlanConstraints, choose
 from graphpar.passes.planning.planning import estimate_plan
 from graphpar.schedules.core_sharing import Turns
 from graphpar.schedules.registry import action_table
@@ -84,7 +84,7 @@ def program() -> Program:
 def priced(program: Program, cores: int | None, **mesh: int) -> Estimate:
     wire = Link(1e-7, 1e11)
     cluster = Cluster(1, 4, replace(DEVICES["CPU"], cores=cores, action_s=1e-6), wire, wire)
-    plan = choose(program, Mesh(**mesh), Pins(cluster=cluster, microbatch_size=8))
+    plan = choose(program, Mesh(**mesh), PlanConstraints(cluster=cluster, microbatch_size=8))
     return estimate_plan(program, plan, cluster)
 
 
@@ -107,7 +107,7 @@ def test_every_action_of_a_pipeline_costs_its_share(program: Program) -> None:
     mesh = Mesh(pp=2)
     wire = Link(0.0, 1e12)
     clusters = [Cluster(1, 2, replace(DEVICES["CPU"], action_s=seconds), wire, wire) for seconds in (0.0, 1e-3)]
-    plan = choose(program, mesh, Pins(cluster=clusters[0], microbatch_size=8, schedule="GPipe"))
+    plan = choose(program, mesh, PlanConstraints(cluster=clusters[0], microbatch_size=8, schedule="GPipe"))
     without, costly = (estimate_plan(program, plan, cluster).pipeline_s for cluster in clusters)
     assert costly - without == pytest.approx(
         2 * (8 + 1) * 1e-3, rel=0.01

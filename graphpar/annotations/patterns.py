@@ -2,7 +2,7 @@
 
     {"layers.*.q_proj": "colwise"}      what the user writes: pattern -> value (:mod:`graphpar.annotations.values`)
        + ModelNames, mesh degrees       what the model has
-       ──resolve──► ShardPins           {"layers.0.q_proj.weight": {"tp": {S(0)}}, "layers.0.q_proj.bias": ...}
+       ──resolve──► ShardConstraints           {"layers.0.q_proj.weight": {"tp": {S(0)}}, "layers.0.q_proj.bias": ...}
 
 A plan is right or wrong whatever the mesh is (but that ``parts`` must be divisible): every pattern and value is checked, then
 the axes of degree 1 are dropped.
@@ -60,7 +60,7 @@ class ModelNames:
 
 
 @dataclass(frozen=True)
-class ShardPins:
+class ShardConstraints:
     """A shard plan as constraints, under every name that a tensor or module has. Axes of degree 1 are left out.
 
     ``parameters``: per axis the types allowed; check one with :func:`graphpar.annotations.values.allows`.
@@ -92,7 +92,7 @@ def names_of(program: Program) -> ModelNames:
     return ModelNames(program.module_classes, shapes, program.ties, aliases)
 
 
-def resolve(plan: ShardPlan, names: ModelNames, degrees: Mapping[str, int]) -> ShardPins:
+def resolve(plan: ShardPlan, names: ModelNames, degrees: Mapping[str, int]) -> ShardConstraints:
     """The pins of a plan on a model; ``degrees`` of mesh axes, 1 for an axis that is not listed.
 
     Raises:
@@ -381,7 +381,7 @@ class _Sheet:
     def pin_activation(self, path: str, what: str, position: Position, spec: Spec, pattern: str) -> None:
         self._pin((what, self._all_names(path)[0], position), spec, path, pattern)
 
-    def pins(self) -> ShardPins:
+    def pins(self) -> ShardConstraints:
         """The pins on the axes that the mesh has."""
         kept: dict[str, dict[str, dict[Position, Spec]]] = {"parameter": {}, "input": {}, "output": {}}
         for (what, first, position), axes in self._claims.items():
@@ -390,7 +390,7 @@ class _Sheet:
                 kept[what].setdefault(name, {})[position] = spec
         keywords = {path: {str(at): spec for at, spec in entries.items() if isinstance(at, str)}
                     for path, entries in kept["input"].items()}  # fmt: skip
-        return ShardPins(
+        return ShardConstraints(
             parameters={name: entries[None] for name, entries in kept["parameter"].items()},
             inputs=_in_order(kept["input"]),
             keyword_inputs={path: entries for path, entries in keywords.items() if entries},

@@ -18,7 +18,7 @@ from graphpar.text import plural, seconds_text
 
 if TYPE_CHECKING:
     from graphpar.cost_models.estimates import Alone, Estimate
-    from graphpar.passes.planning.planner import Found
+    from graphpar.passes.planning.planner import SearchResult
 
 VERSION = 1
 
@@ -72,7 +72,7 @@ class Plan:
     cluster: Cluster | None = None
     warnings: tuple[str, ...] = field(default=(), compare=False)
     predicted: Estimate | None = field(default=None, compare=False, repr=False)
-    found: Found | None = field(default=None, compare=False, repr=False)
+    found: SearchResult | None = field(default=None, compare=False, repr=False)
     alone: Alone | None = field(default=None, compare=False, repr=False)
 
     @property

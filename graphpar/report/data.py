@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from graphpar.cost_models.timelines import Closing, Conditions, StageEstimate, whole_step
+from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd, whole_step
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.report.sharding import sharding_data
@@ -292,7 +292,7 @@ def timeline_of(data: Mapping[str, Any]) -> Timeline:
         return simulate(table, forward, [data["backward_cost"] * cost for cost in forward])
     predicted = data["predicted"]
     stages = [StageEstimate.from_json(stage) for stage in predicted["stages"]]
-    closings = [Closing(**closing) for closing in predicted["closings"]]
+    closings = [StepEnd(**closing) for closing in predicted["closings"]]
     pipeline = Conditions.from_json(predicted["conditions"]).timeline(table, stages, spans=True)
     return whole_step(pipeline, stages, closings)
 

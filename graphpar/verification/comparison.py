@@ -16,9 +16,9 @@ from torch import Tensor
 from graphpar.ir.plan import Plan
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.worker import JobResult
+from graphpar.verification.gathered import GatheredTensors, same
 from graphpar.verification.reference import Accumulated, Reference
 from graphpar.verification.tolerances import Precision, precision
-from graphpar.verification.written import Written, same
 
 _FLOOR = 1e-3
 _PIECE = 1 << 22  # elements that are compared at a time, since float64 takes room
@@ -137,7 +137,7 @@ def compare(
         outcome.max_error[next(iter(outcome.max_error))] = math.inf
         return outcome
     ranks = [result.tensors(rank) for rank in range(plan.mesh.size)]
-    comparison.written = Written(ranks, plan.mesh.degrees(), program, outcome.problems)
+    comparison.written = GatheredTensors(ranks, plan.mesh.degrees(), program, outcome.problems)
     if plan.mode == "infer":
         comparison.outputs()
     else:
@@ -149,7 +149,7 @@ def compare(
 class _Comparison:
     """Fills ``outcome``; ``differences`` are what is further off than allowed."""
 
-    written: Written
+    written: GatheredTensors
 
     def __init__(self, reference: Reference, plan: Plan, steps: int, result: JobResult) -> None:
         self.reference = reference

@@ -19,7 +19,7 @@ from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan, cuts_of
 from graphpar.ir.program import Program
 from graphpar.passes.planning.choose import (
-    Pins,
+    PlanConstraints,
     check_degrees,
     check_microbatch_size,
     check_pipelined,
@@ -37,7 +37,7 @@ Splits = Sequence[str | Mapping[str, str]] | Mapping[str, Any] | Callable[[Progr
 class Asked:
     """Pins, degrees of some axes, and how many devices there are where that is said (else as many as the mesh has)."""
 
-    pins: Pins
+    pins: PlanConstraints
     mesh: Mapping[str, int]
     devices: int | None
     split: Callable[[Program], Sequence[str]] | None = None
@@ -100,7 +100,7 @@ def ask(
     given = Mesh.pinned(Mesh.parse(mesh) if isinstance(mesh, str) else mesh, count)
     if table is not None:
         _check_table(table, schedule, given)
-    pins = Pins(
+    pins = PlanConstraints(
         schedule=schedule,
         microbatch_size=microbatch_size,
         global_batch=global_batch,

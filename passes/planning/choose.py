@@ -27,7 +27,7 @@ from graphpar.passes.planning.split_points import balanced_cuts, cuts_by_layers,
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
 from graphpar.passes.sharding.problem import build_problem
-from graphpar.passes.sharding.search import SearchPins, search, sharding_of, undivided_work
+from graphpar.passes.sharding.search import SearchConstraints, search, sharding_of, undivided_work
 from graphpar.passes.split import positions_of, split
 from graphpar.schedules.registry import (
     ActionTable,
@@ -48,7 +48,7 @@ CUSTOM = "custom"
 
 
 @dataclass(frozen=True)
-class Pins:
+class PlanConstraints:
     """What the user decided; None is left to graphpar."""
 
     schedule: str | None = None
@@ -81,7 +81,7 @@ class Pins:
             raise GraphparError(f"Give {' or '.join(given)}, not both: each says where the stages begin.")
 
 
-def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
+def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
     """Program -> Plan for a pipeline over ``mesh.pp`` ranks."""
     batch = global_batch(program, pins)
     check_degrees(mesh, batch)
@@ -116,7 +116,7 @@ def choose(program: Program, mesh: Mesh, pins: Pins) -> Plan:
     return plan if warning is None else _warned(plan, warning)
 
 
-def global_batch(program: Program, pins: Pins) -> int:
+def global_batch(program: Program, pins: PlanConstraints) -> int:
     """Rows of the whole batch, as pinned or as in the example.
 
     Raises:
@@ -176,7 +176,7 @@ def checked_table(text: str, pp: int) -> ActionTable:
     return table
 
 
-def pinned_cuts(program: Program, mesh: Mesh, pins: Pins) -> tuple[Cut, ...] | None:
+def pinned_cuts(program: Program, mesh: Mesh, pins: PlanConstraints) -> tuple[Cut, ...] | None:
     """The split points that the user gave, in whichever way; None leaves them to the search."""
     pins.check_ways()
     if pins.stages is not None:
@@ -201,7 +201,7 @@ def _plan(
     microbatches: int,
     cuts: Sequence[Cut],
     ranks: Sequence[int],
-    pins: Pins,
+    pins: PlanConstraints,
     actions: tuple[tuple[str, ...], ...] | None = None,
 ) -> Plan:
     stages = split(program, positions_of(program, cuts))
@@ -243,7 +243,7 @@ def choose_sharding(
     problem = build_problem(ready, mesh.compute)
     workload = Workload(microbatch, microbatches, program.mode == "train")
     costs = costs_for(program, mesh, cluster)
-    solution = search(problem, workload, costs, SearchPins(pins.parameters, pin_nodes(ready, pins, points)))
+    solution = search(problem, workload, costs, SearchConstraints(pins.parameters, pin_nodes(ready, pins, points)))
     undivided = undivided_work(solution, workload)
     unknown = [
         operator.node for operator in problem.operators if operator.kind == "operator" and not has_rule(operator.node)
@@ -269,7 +269,7 @@ def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[Cut] | None) -> i
     return count // mesh.pp
 
 
-def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, batch: int, pins: Pins) -> int:
+def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, batch: int, pins: PlanConstraints) -> int:
     """The number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be cut."""
     rows = batch // mesh.dp_replicate
     reason = coupling_reason(program, pins)
@@ -299,7 +299,7 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
     return min(enough) if enough else max(legal)
 
 
-def coupling_reason(program: Program, pins: Pins) -> str | None:
+def coupling_reason(program: Program, pins: PlanConstraints) -> str | None:
     """Why the batch can't be cut at all; None where it can."""
     if program.couplings and not pins.allow_batch_coupling and program.unsplittable is None:
         return f"examples depend on each other: {coupled_text(program.couplings)}"
@@ -327,7 +327,7 @@ def _refusal(program: Program, batch: int, microbatches: int, reason: str) -> st
     return f"The batch of {batch} can't be cut into {microbatches} pieces: {reason}.{allow}"
 
 
-def _with_table(program: Program, mesh: Mesh, pins: Pins, cuts: Sequence[Cut] | None, batch: int) -> Plan:
+def _with_table(program: Program, mesh: Mesh, pins: PlanConstraints, cuts: Sequence[Cut] | None, batch: int) -> Plan:
     """A plan that runs the user's own schedule table."""
     assert pins.table is not None
     table = checked_table(pins.table, mesh.pp)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from graphpar.cost_models.activation_memory import Activations, Reach, attributes
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import tensor_bytes
-from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Kind, Unit, UnitMemory
+from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Unit, UnitClass, UnitMemory
 from graphpar.cost_models.workload import Size, Works
 from graphpar.errors import GraphparError
 from graphpar.ir.plan import Cut, SplitPoint
@@ -88,7 +88,7 @@ def units_of(
     stages = split(program, positions)
     works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
     activations = Activations(program, degrees, device=device, even_experts=True)
-    kinds: dict[Any, Kind] = {}
+    kinds: dict[Any, UnitClass] = {}
     shared: set[str] = set()
     holders = Counter(
         name for stage in stages for name in {program.tie_of(name)[0] for name in attributes(program, stage)}
@@ -99,7 +99,7 @@ def units_of(
         again = shared & set(stage.recomputed)
         key = _signature(program, stage), frozenset(again)
         if key not in kinds:
-            kinds[key] = Kind(
+            kinds[key] = UnitClass(
                 works.of(stage.graph, without=again), _sends(program, stage), partial(_memory, activations, stage)
             )
         shared |= set(stage.recomputed)

@@ -48,7 +48,7 @@ SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PlannerConstraints:
     """What the user pinned; None is searched.
 
     ``cuts``: the split points for a mesh and a schedule; what it raises says why there is no such plan.
@@ -119,7 +119,7 @@ class Priced:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search gives.
 
     ``alternatives``: the best of each other mesh among the fastest, and those nearest to fit where ``best`` is None.
@@ -170,13 +170,17 @@ class Planner:
         batch: int,
         sharding: Callable[[Mesh, int], tuple[Sharding, Program]],
         pinned: Mapping[str, int] | None = None,
-        wishes: Wishes | None = None,
+        wishes: PlannerConstraints | None = None,
         execution: Execution | None = None,
         dtype: str = "fp32",
         shown: int = SHOWN,
     ) -> None:
         self.program, self.cluster, self.batch, self.sharding, self.dtype = program, cluster, batch, sharding, dtype
-        self.pinned, self.wishes, self.execution = dict(pinned or {}), wishes or Wishes(), execution or Execution()
+        self.pinned, self.wishes, self.execution = (
+            dict(pinned or {}),
+            wishes or PlannerConstraints(),
+            execution or Execution(),
+        )
         self.shown = shown
         self.refused: dict[str, None] = {}
         self._sharded: dict[tuple[int, int], tuple[Sharding, Program] | None] = {}
@@ -374,7 +378,7 @@ class Planner:
 
     # ---- the search ----
 
-    def search(self, prune: bool = True) -> Found:
+    def search(self, prune: bool = True) -> SearchResult:
         """The fastest candidate that fits. Without ``prune`` all are priced, which gives the same."""
         found = self._searched(prune, all_degrees=False)
         return found if found.best is not None else self._searched(prune, all_degrees=True)
@@ -424,7 +428,7 @@ class Planner:
                 return candidate
         return None
 
-    def _searched(self, prune: bool, all_degrees: bool) -> Found:
+    def _searched(self, prune: bool, all_degrees: bool) -> SearchResult:
         candidates, impossible = self.bounded(all_degrees=all_degrees)
         best: dict[Mesh, Priced] = {}
         misfits: list[Priced] = []
@@ -454,7 +458,7 @@ class Planner:
         if not ranked:
             misfits += [self.price(candidate) for candidate in sorted(hopeless, key=self._least_bytes)[: 4 * SHOWN]]
         nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))
-        return Found(
+        return SearchResult(
             best=ranked[0] if ranked else None,
             alternatives=tuple(ranked[1 : self.shown + 1] if ranked else nearest[: max(1, self.shown)]),
             considered=len(candidates) + impossible,

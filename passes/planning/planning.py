@@ -1,6 +1,6 @@
 """``planning``: a plan from a program and a cluster, with what the user pinned; and what a given plan takes.
 
-pins ──Wishes──► Planner ──► the fastest that fits ──choose──► Plan, with its Estimate and what else there was
+pins ──PlannerConstraints──► Planner ──► the fastest that fits ──choose──► Plan, with its Estimate and what else there was
 plan ──units, layout──► Estimate
 """
 
@@ -23,7 +23,7 @@ from graphpar.ir.plan import Cut, Plan
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
 from graphpar.passes.planning.choose import (
-    Pins,
+    PlanConstraints,
     choose,
     choose_sharding,
     coupling_reason,
@@ -32,7 +32,7 @@ from graphpar.passes.planning.choose import (
     replica_reason,
 )
 from graphpar.passes.planning.measured_units import units_of
-from graphpar.passes.planning.planner import SHOWN, Found, Planner, Wishes
+from graphpar.passes.planning.planner import SHOWN, Planner, PlannerConstraints, SearchResult
 from graphpar.passes.planning.split_points import marked_cuts
 from graphpar.passes.sharding.shard import shard
 from graphpar.passes.split import positions_of
@@ -43,7 +43,9 @@ GROWTH = (2, 4, 8, 16)
 """How many times the devices are tried where nothing fits."""
 
 
-def search_plan(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, top: int = SHOWN) -> Plan:
+def search_plan(
+    program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, top: int = SHOWN
+) -> Plan:
     """The fastest plan that fits ``cluster``, with ``top`` others; axes that are not ``pinned`` are searched.
 
     Raises:
@@ -82,7 +84,9 @@ def _by_fit(plan: Plan) -> tuple[int, float]:
     return max(0, plan.predicted.missing_bytes), plan.predicted.step_time_s
 
 
-def planner_for(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, top: int = SHOWN) -> Planner:
+def planner_for(
+    program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, top: int = SHOWN
+) -> Planner:
     """A planner that takes the user's pins as wishes."""
     batch = global_batch(program, pins)
     reason = coupling_reason(program, pins)
@@ -98,7 +102,7 @@ def planner_for(program: Program, cluster: Cluster, pinned: Mapping[str, int], p
         positions_of(program, given)
         return given
 
-    wishes = Wishes(
+    wishes = PlannerConstraints(
         schedule=canonical_name(pins.schedule) if pins.schedule else None,
         microbatch_size=pins.microbatch_size,
         cuts=cuts if _has_cuts(program, pins) else None,
@@ -108,7 +112,7 @@ def planner_for(program: Program, cluster: Cluster, pinned: Mapping[str, int], p
     return Planner(program, cluster, batch, sharding, pinned, wishes, dtype=dominant_dtype(program), shown=top)
 
 
-def _has_cuts(program: Program, pins: Pins) -> bool:
+def _has_cuts(program: Program, pins: PlanConstraints) -> bool:
     given = (pins.cuts, pins.stages, pins.layers_per_stage, pins.edge_layers, marked_cuts(program))
     return any(each is not None for each in given)
 
@@ -165,7 +169,7 @@ def in_bf16_s(sized: Program, plan: Plan, cluster: Cluster) -> float | None:
 
 def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
     """The batch of ``plan`` on one device of ``cluster``, in the microbatches that are best there."""
-    pins = Pins(
+    pins = PlanConstraints(
         global_batch=plan.global_batch,
         microbatch_size=None if program.symbolic else plan.microbatch_size,  # each other size is a trace
         allow_batch_coupling=plan.allow_batch_coupling,
@@ -176,7 +180,9 @@ def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
 # ---- where nothing fits ----------------------------------------------------------------------------------------
 
 
-def _misfit(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, found: Found) -> str:
+def _misfit(
+    program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, found: SearchResult
+) -> str:
     """By how much the nearest plan does not fit, on which stage, and the smallest change that would."""
     nearest = found.alternatives[0]
     estimate = nearest.estimate
@@ -195,7 +201,7 @@ def _misfit(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins:
     return text + _remedy(program, cluster, pinned, pins, needed)
 
 
-def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: Pins, needed: int) -> str:
+def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, needed: int) -> str:
     memory = f"devices with {bytes_text(needed)}"
     if pins.microbatch_size is not None:
         smaller = planner_for(program, cluster, pinned, replace(pins, microbatch_size=None)).any_that_fits(largest=True)

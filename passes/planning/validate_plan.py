@@ -1,4 +1,4 @@
-"""``given``: a plan that somebody wrote or kept, checked against a program as a user's own decisions are.
+"""``validate_plan``: a plan that somebody wrote or kept, checked against a program as a user's own decisions are.
 
 plan.json ──choose, with every decision pinned──► the same plan, or an error that says where it and the program part
 """
@@ -14,7 +14,14 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Decision, Sharding
 from graphpar.operators.transitions import path
-from graphpar.passes.planning.choose import CUSTOM, Pins, check_degrees, check_microbatch_size, check_pipelined, choose
+from graphpar.passes.planning.choose import (
+    CUSTOM,
+    PlanConstraints,
+    check_degrees,
+    check_microbatch_size,
+    check_pipelined,
+    choose,
+)
 from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import Operator, Problem, Value, build_problem
 from graphpar.passes.split import split
@@ -25,7 +32,7 @@ from graphpar.text import compressed, listed
 _NAMED = 6
 
 
-def given_plan(program: Program, given: Plan) -> Plan:
+def validate_plan(program: Program, given: Plan) -> Plan:
     """The plan ``given``, so checked that one that was edited, or that is for another program, does not pass.
 
     Its sharding is not searched again: the pins that it was made under are not in the plan. It is checked against the rules.
@@ -37,7 +44,7 @@ def given_plan(program: Program, given: Plan) -> Plan:
     check_model(program, given)
     own = given.actions is not None and given.schedule == CUSTOM
     custom = "\n".join(",".join(row) for row in given.actions or ()) if own else None
-    pins = Pins(
+    pins = PlanConstraints(
         schedule=None if custom else given.schedule,
         microbatch_size=given.microbatch_size,
         global_batch=given.global_batch,

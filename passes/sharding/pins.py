@@ -1,8 +1,8 @@
 """From a user's shard plan to constraints of the search.
 
-ShardPins ──► variants   instances of a block that are pinned in other ways, or share other parameters, get definitions of their own
+ShardConstraints ──► variants   instances of a block that are pinned in other ways, or share other parameters, get definitions of their own
           ──► points     an identity operator where a module's input or output is pinned; transitions go around it
-          ──► SearchPins allowed types of parameters and of these points
+          ──► SearchConstraints allowed types of parameters and of these points
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from graphpar.annotations.patterns import ShardPins
+from graphpar.annotations.patterns import ShardConstraints
 from graphpar.annotations.values import Choice as Allowed
 from graphpar.annotations.values import Spec, spec_text
 from graphpar.errors import GraphparError
@@ -51,7 +51,7 @@ def _returned(source: fx.Graph) -> fx.Graph:
 # ---- variants --------------------------------------------------------------------------------------------------
 
 
-def variants_of(program: Program, pins: ShardPins) -> dict[str, str]:
+def variants_of(program: Program, pins: ShardConstraints) -> dict[str, str]:
     """Instances that need another definition than the first's: path -> name of the variant."""
     found: dict[str, str] = {}
     shared = _shared_outside(program)
@@ -72,7 +72,7 @@ def _fresh(name: str, blocks: Iterable[str], taken: Iterable[str]) -> str:
     return f"{name}_{number}"
 
 
-def _signature(path: str, pins: ShardPins) -> object:
+def _signature(path: str, pins: ShardConstraints) -> object:
     """What is pinned in the instance ``path``, by relative name."""
     tables: tuple[Mapping[str, object], ...] = (pins.parameters, pins.inputs, pins.outputs)
     return tuple(
@@ -141,7 +141,7 @@ def _copied(source: fx.Graph) -> fx.Graph:
 # ---- points ----------------------------------------------------------------------------------------------------
 
 
-def points_of(pins: ShardPins) -> list[Point]:
+def points_of(pins: ShardConstraints) -> list[Point]:
     """Where an input or output of a module is pinned: outer inputs first, inner outputs first."""
     if pins.keyword_inputs:
         path, names = next(iter(pins.keyword_inputs.items()))
@@ -154,7 +154,7 @@ def points_of(pins: ShardPins) -> list[Point]:
     return sorted(inputs, key=lambda p: p.path.count(".")) + sorted(outputs, key=lambda p: -p.path.count("."))
 
 
-def allowed_at(pins: ShardPins, point: Point) -> Spec:
+def allowed_at(pins: ShardConstraints, point: Point) -> Spec:
     """What the user allows at a point."""
     specs = (pins.inputs if point.kind == "input" else pins.outputs)[point.path]
     spec = specs[point.position]
@@ -227,7 +227,7 @@ def _mark(graph: fx.Graph, point: Point, path: str) -> None:
         user.replace_input_with(value, identity)
 
 
-def pin_nodes(program: Program, pins: ShardPins, points: Sequence[Point]) -> dict[fx.Node, Spec]:
+def pin_nodes(program: Program, pins: ShardConstraints, points: Sequence[Point]) -> dict[fx.Node, Spec]:
     """The identities of a prepared program with what is allowed there."""
     found: dict[fx.Node, Spec] = {}
     graphs = [(program.graph, None), *((block.graph, block) for block in program.blocks.values())]

@@ -62,7 +62,7 @@ class Solution:
 
 
 @dataclass(frozen=True)
-class SearchPins:
+class SearchConstraints:
     """What the user decided: allowed types by axis, of parameters by name, and of the results of operators."""
 
     parameters: Mapping[str, Spec] = field(default_factory=dict)
@@ -70,14 +70,14 @@ class SearchPins:
 
 
 def search(
-    problem: Problem, workload: Workload, costs: ShardingCosts | None = None, pins: SearchPins | None = None
+    problem: Problem, workload: Workload, costs: ShardingCosts | None = None, pins: SearchConstraints | None = None
 ) -> Solution:
     """The cheapest placements.
 
     Raises:
         GraphparError: no placement fulfils the pins or fits the memory; the message says which.
     """
-    return _Search(problem, workload, costs or ShardingCosts(), pins or SearchPins()).solve()
+    return _Search(problem, workload, costs or ShardingCosts(), pins or SearchConstraints()).solve()
 
 
 def _views_of_weights(problem: Problem) -> set[fx.Node]:
@@ -100,7 +100,7 @@ class _Infeasible(Exception):
 
 
 class _Search:
-    def __init__(self, problem: Problem, workload: Workload, costs: ShardingCosts, pins: SearchPins) -> None:
+    def __init__(self, problem: Problem, workload: Workload, costs: ShardingCosts, pins: SearchConstraints) -> None:
         self.problem, self.workload = problem, workload
         self.prices = Prices(problem, workload, costs)
         self.pins = pins

@@ -17,7 +17,7 @@ from graphpar.runtime.layout import coordinates, cut_all, cut_places, joined_all
 from graphpar.runtime.manifest import Manifest
 
 
-class Written:
+class GatheredTensors:
     """What the ranks wrote, put together: every whole copy of a tensor that the mesh holds."""
 
     def __init__(
