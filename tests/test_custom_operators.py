@@ -447,7 +447,7 @@ def _fresh(*arguments: str, cwd: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "mesh", [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp=2", "pp=2")), "pp=2,tp=2"]
+    "mesh", [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp=2", "pp=2,tp=2")), "pp=2"]
 )
 def test_an_operator_of_a_model_file_runs_where_nobody_imports_the_file(
     model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mesh: str

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,7 +185,13 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     runpy.run_path(str(script))
 
 
-@pytest.mark.parametrize("block", [b for b in ALL if b.kind in GENERATED], ids=str)
+def _generated() -> list[Any]:
+    """Those of the large models are for the long run."""
+    generated = [block for block in ALL if block.kind in GENERATED]
+    return [pytest.param(b, marks=[pytest.mark.slow] if "llama3" in b.argument else [], id=str(b)) for b in generated]
+
+
+@pytest.mark.parametrize("block", _generated())
 def test_what_is_shown_is_what_is_written_now(block: Block) -> None:
     expected = MAKERS[block.kind](block.argument)
     assert _timeless(block.text) == _timeless(expected), "run: python -m tests.test_docs"

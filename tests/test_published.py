@@ -209,6 +209,7 @@ def test_a_model_has_all_its_layers() -> None:
     )  # tied: a copy at each end
 
 
+@pytest.mark.slow
 def test_a_file_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     published.main([str(FILE), "--json", "--details"])
     report = json.loads(capsys.readouterr().out)

@@ -215,6 +215,7 @@ def test_accumulation_clipping_saving_and_a_replica_with_other_weights(name: str
         torch.testing.assert_close(saved[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, k=key: f"{k}: {text}")
 
 
+@pytest.mark.slow
 def test_outputs_of_replicas_are_joined(tmp_path: Path) -> None:
     program = fixture.emit(tmp_path / "out", stages=4, ranks=[0, 1, 0, 1], schedule="Interleaved1F1B", replicas=2)
     inference = fixture.emit(tmp_path / "inference", stages=2, ranks=[0, 1], infer=True, replicas=2)

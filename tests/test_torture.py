@@ -1,6 +1,6 @@
 """The zoo of odd models, cut into stages, against the unpartitioned models; what can't be split is refused by name.
 
-Fast: every third model of its own, and some operators whose spelling differs from their name. Slow: the others.
+Fast: every fourth model of its own, and some operators whose spelling differs from their name. Slow: the others.
 """
 
 from __future__ import annotations

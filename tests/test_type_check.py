@@ -381,7 +381,14 @@ def _mutants(text: str) -> Iterator[tuple[str, str]]:
                 yield f"{other} for {name} in line {node.lineno}", swapped
 
 
-@pytest.mark.parametrize(("name", "axis"), [("gpt", "tp"), ("mixtral", "tp"), ("bert", "tp"), ("mixtral", "ep")])
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        ("gpt", "tp"),
+        ("mixtral", "ep"),
+        *(pytest.param(name, "tp", marks=pytest.mark.slow) for name in ("mixtral", "bert")),
+    ],
+)
 def test_no_collective_of_an_example_can_be_dropped_or_have_another_gradient(
     name: str, axis: str, emitted: Emit, tmp_path: Path
 ) -> None:
