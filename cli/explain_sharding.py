@@ -67,13 +67,13 @@ class ShardingExplainer:
         if name in self.parameters:
             operator = self.parameters[name]
             told = self._told.setdefault((operator.scope, str(operator.node.target)), name)
-            return [f"lies as {self._tensor(operator)}"] if told == name else [f"lies as {told} does"]
+            return [f"is placed as {self._tensor(operator)}"] if told == name else [f"is placed as {told} is"]
         if name not in self.program.module_classes:
             return []
         block, own = self._place(name)
         told = self._told.setdefault((block.name if block else "", own), name)
         if told != name:
-            return [f"lies as {told} does"]
+            return [f"is placed as {told} is"]
         return [f"{what} {label} as {self._tensor(operator)}" for what, label, operator in self._around(block, own)]
 
     # ---- which tensors ----

@@ -307,7 +307,7 @@ class Pricing:
                 f"The stages begin at units {layout.starts} of {len(self.units)}; each needs a unit of its own, from 0 on."
             )
         if len(stages) % self.mesh.pp:
-            raise GraphparError(f"{len(stages)} stages don't lie evenly on pp={self.mesh.pp} ranks.")
+            raise GraphparError(f"{len(stages)} stages don't divide evenly over pp={self.mesh.pp} ranks.")
         return stages
 
     def flops(self, layout: Layout) -> float:

@@ -386,14 +386,14 @@ def test_explain_says_how_tensors_lie_and_what_the_next_best_costs(
     found = compiled(capsys, *arguments, "--explain", "body.*.down.weight")
     spec = found["plan"]["parameters"]["body.0.down.weight"]["tp"]
     lines = found["explain"]
-    assert lines[1].startswith(f"     lies as {spec}@tp; next best ")
-    assert lines[3] == "     lies as body.0.down.weight does"
+    assert lines[1].startswith(f"     is placed as {spec}@tp; next best ")
+    assert lines[3] == "     is placed as body.0.down.weight is"
     other, total = re.search(r"next best (\S+)@tp: ([\d.]+ \w+) a step", lines[1]).groups()  # type: ignore[union-attr]
     assert other != spec
     (folder / "other.json").write_text(json.dumps({"body.*.down.weight": f"{other}@tp"}))
     pinned = compiled(capsys, *arguments, "--shard-plan", "other.json", "--explain", "body.2.down.weight")
     assert seconds_text(pinned["predicted"]["step_time_s"]) == total
-    assert pinned["explain"][1] == f"     lies as {other}@tp; pinned by the shard plan: 'body.*.down.weight'"
+    assert pinned["explain"][1] == f"     is placed as {other}@tp; pinned by the shard plan: 'body.*.down.weight'"
 
 
 def test_explain_a_module_of_a_cut_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -320,7 +320,7 @@ class _Search:
         offered = dict.fromkeys(str(t) for c in operator.choices for types in c.results for t in types)
         uneven = self._undivided(operator, pin) if operator.kind == "parameter" else ""
         return (
-            f"{name} {what}can't lie as {spec_text(pin)} with {axes}: {uneven}its operators allow {', '.join(offered)}. "
+            f"{name} {what}can't be placed as {spec_text(pin)} with {axes}: {uneven}its operators allow {', '.join(offered)}. "
             "A dim is cut where the degree divides its size (heads as well as features)."
         )
 
