@@ -194,7 +194,9 @@ def _compile_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     pins.add_argument("--layers-per-stage", type=_count, metavar="N", help="cut by number of layers")
     pins.add_argument("--edge-layers", metavar="IN,OUT", help="what the parts around the layers count as (default 1,1)")
     pins.add_argument(
-        "--shard-plan", metavar="FILE", help="how weights and activations are sharded: patterns in a .json, .toml or .py file"
+        "--shard-plan",
+        metavar="FILE",
+        help="how weights and activations are sharded: patterns in a .json, .toml or .py file",
     )
     pins.add_argument("--plan", metavar="PLAN.json", help="take every decision from this plan")
     pins.add_argument(

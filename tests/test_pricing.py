@@ -321,7 +321,11 @@ def test_waiting_for_sends_costs_time() -> None:
 def test_stages_must_have_units_and_ranks() -> None:
     units, _, _ = _units(("gpt", "pp=1", ""))
     pricing = Pricing(units, Mesh(pp=2), Cluster.of(A100, 1, 2), dtype="fp32")
-    for starts, message in (((0, 0), "unit of its own"), ((1, 2), "unit of its own"), ((0, 1, 2), "don't divide evenly")):
+    for starts, message in (
+        ((0, 0), "unit of its own"),
+        ((1, 2), "unit of its own"),
+        ((0, 1, 2), "don't divide evenly"),
+    ):
         with pytest.raises(GraphparError, match=message):
             pricing.estimate(Layout("1F1B", 1, 4, starts))
 
