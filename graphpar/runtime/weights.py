@@ -96,6 +96,17 @@ class WeightFile(Mapping[str, Tensor]):
         return self._files[path]
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write ``tensors`` to a safetensors file; names that share memory get a copy each, since such a file holds none."""
+    seen: set[int] = set()
+    owned: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        owned[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
+        seen.add(owned[name].untyped_storage().data_ptr())
+    save_file(owned, str(path))
+
+
 def no_weights(program: Manifest) -> str:
     """That a program has no weights of its own, and what to type."""
     folder = _short(program.folder)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from graphpar.runtime.distributed import Ranks, lost_peer, start
@@ -33,7 +33,7 @@ from graphpar.runtime.double import in_double
 from graphpar.runtime.errors import AgreedError, LaunchError, root_cause
 from graphpar.runtime.launch import torchrun
 from graphpar.runtime.pipeline import Pipeline
-from graphpar.runtime.weights import WeightFile
+from graphpar.runtime.weights import WeightFile, write_tensors
 
 GROUP_TIMEOUT_S = 120.0
 """How long a rank waits for another before it gives up."""
@@ -144,14 +144,8 @@ class _Results:
 
     def keep(self, file: str, tensors: Mapping[str, Tensor]) -> None:
         """Write ``tensors``; names that share memory get a copy each."""
-        seen: set[int] = set()
-        owned: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            value = tensor.detach().cpu().contiguous()
-            owned[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
-            seen.add(owned[name].untyped_storage().data_ptr())
         self.folder.mkdir(exist_ok=True)
-        save_file(owned, str(self.folder / f"{file}.safetensors"))
+        write_tensors(self.folder / f"{file}.safetensors", tensors)
 
     def close(self) -> None:
         self.folder.with_suffix(".json").write_text(json.dumps(self.report))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -28,7 +27,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Input, ModelSource
 from graphpar.runtime.double import doubled, in_double
 from graphpar.runtime.random_streams import sample_keys
-from graphpar.runtime.weights import WeightFile
+from graphpar.runtime.weights import WeightFile, write_tensors
 from graphpar.verification.batches import VARIATIONS, Variation, constant_inputs, step_batches
 from graphpar.verification.substituted import Substituted
 from graphpar.verification.tolerances import least_precise
@@ -86,13 +85,7 @@ class Reference:
 
     def keep(self, file: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Writes ``tensors``, and gives what reads them again."""
-        seen: set[int] = set()
-        owned: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            value = tensor.detach().contiguous()
-            owned[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
-            seen.add(owned[name].untyped_storage().data_ptr())
-        save_file(owned, str(file))
+        write_tensors(file, tensors)
         return WeightFile(file)
 
     @cached_property
