@@ -46,7 +46,7 @@ class ShardingExplainer:
     def __init__(self, program: Program, plan: Plan, shard_plan: Mapping[str, Any] | None) -> None:
         self.plan, self.sharding, self.whole = plan, plan.sharding, program
         self.cluster = plan.cluster or Cluster.of_this_machine(plan.mesh.size)
-        self.program = prepared(program, plan.sharding.variants, plan.sharding.points)
+        self.program = prepared(program, plan.sharding.variants, plan.sharding.points, plan.sharding.degrees)
         self.problem = build_problem(self.program, plan.sharding.degrees)
         self.axes = self.problem.axes
         self.pins = (

@@ -9,7 +9,7 @@ sequence parallelism), and over the copies of a parameter that several stages ho
 
 Then every holder has the single-device gradient (its shard of it), the same bits on all ranks of a sum.
 
-Only groups that no forward or backward uses may start early, which are those over ``dp_replicate``. Buckets are sent off in one
+Only groups that no forward or backward uses may start early, which are those over ``dp_replicate`` where no operator is placed on it. Buckets are sent off in one
 order on all ranks, and one that is not complete when the step ends (a zero-bubble schedule adds weights' gradients past
 autograd, a parameter was not used) is sent off then.
 """
@@ -118,7 +118,7 @@ class Gradients:
             key = axes, holders if len(holders) > 1 else None
             elsewhere = key != ((), None)
             if key not in sums:
-                early = "dp_replicate" in axes and groups.degrees["dp_replicate"] > 1 and key[1] is None
+                early = axes[:1] == ("dp_replicate",) and "dp_replicate" not in program.placed and key[1] is None
                 sums[key] = _Sum(groups.over(*key) if elsewhere else None, early)
             copies = held.get(name, [])
             if copies and (elsewhere or len(copies) > 1):

@@ -21,8 +21,7 @@ from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
 from graphpar.operators.discover import discovered
 from graphpar.operators.rules import has_rule
-from graphpar.passes.normalize.coupled import batch_warning, coupled_text
-from graphpar.passes.normalize.functional import written_buffers
+from graphpar.passes.normalize.coupled import batch_warning, coupled_text, placed_axes
 from graphpar.passes.planning.split_points import balanced_cuts, cuts_by_layers, cuts_from_lists, even_cuts, marked_cuts
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
@@ -206,7 +205,7 @@ def _plan(
 ) -> Plan:
     stages = split(program, positions_of(program, cuts))
     size = batch // (microbatches * mesh.dp_replicate)
-    coupled = batch_warning(program, mesh.size, microbatches, mesh.dp_replicate, pins.allow_batch_coupling)
+    coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
     sharding = pins.sharding or choose_sharding(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
     return Plan(
         model=program.name,
@@ -234,13 +233,16 @@ def choose_sharding(
     shard_plan: Mapping[str, Any] | None = None,
     cluster: Cluster | None = None,
 ) -> Sharding:
-    """How every tensor lies on the compute axes of ``mesh``, at the prices of ``cluster``; nothing is decided where there are none."""
+    """How every tensor is placed on the axes of ``mesh`` that operators are placed on, at the prices of ``cluster``; nothing is
+    decided where there are none.
+    """
     pins = resolve(shard_plan or {}, names_of(program), mesh.compute)  # what is wrong in it is wrong on any mesh
-    if not mesh.compute:
+    axes = placed_axes(program, mesh)
+    if not axes:
         return Sharding()
     variants, points = variants_of(program, pins), points_of(pins)
-    ready = prepared(program, variants, points)
-    problem = build_problem(ready, mesh.compute)
+    ready = prepared(program, variants, points, axes)
+    problem = build_problem(ready, axes)
     workload = Workload(microbatch, microbatches, program.mode == "train")
     costs = costs_for(program, mesh, cluster)
     solution = search(problem, workload, costs, SearchConstraints(pins.parameters, pin_nodes(ready, pins, points)))
@@ -273,8 +275,6 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
     """The number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be cut."""
     rows = batch // mesh.dp_replicate
     reason = coupling_reason(program, pins)
-    if mesh.dp_replicate > 1 and (refused := reason or replica_reason(program)) is not None:
-        raise GraphparError(_refusal(program, batch, mesh.dp_replicate, refused))
     if pins.microbatch_size is not None:
         size = pins.microbatch_size
         check_microbatch_size(size, batch, mesh.dp_replicate)
@@ -306,17 +306,6 @@ def coupling_reason(program: Program, pins: PlanConstraints) -> str | None:
     return program.unsplittable
 
 
-def replica_reason(program: Program) -> str | None:
-    """Why a batch that can be cut into microbatches can't be cut over replicas; None where it can."""
-    if program.couplings and _writes_buffers(program):
-        return f"each replica would keep its own running statistics: {coupled_text(program.couplings)}"
-    return None
-
-
-def _writes_buffers(program: Program) -> bool:
-    return any(written_buffers(graph) for graph in (program.graph, *(block.graph for block in program.blocks.values())))
-
-
 def _refusal(program: Program, batch: int, microbatches: int, reason: str) -> str:
     allow = ""
     if program.unsplittable is None:
@@ -342,7 +331,7 @@ def _with_table(program: Program, mesh: Mesh, pins: PlanConstraints, cuts: Seque
             f"not {pins.microbatch_size}."
         )
     reason = program.unsplittable or ("" if pins.allow_batch_coupling else coupled_text(program.couplings))
-    if reason and microbatches * mesh.dp_replicate > 1:
+    if reason and microbatches > 1:
         raise GraphparError(_refusal(program, batch, microbatches, reason))
     stages = table.stages
     if cuts is not None and len(cuts) + 1 != stages:

@@ -33,6 +33,7 @@ from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Cut
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
+from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.measured_units import units_of
 from graphpar.passes.planning.why_not import why_not
 from graphpar.runtime.axes import AXIS
@@ -52,14 +53,13 @@ class PlannerConstraints:
     """What the user pinned; None is searched.
 
     ``cuts``: the split points for a mesh and a schedule; what it raises says why there is no such plan.
-    ``one_microbatch``, ``replicas``: the batch can't be cut into microbatches, or may be cut over replicas.
+    ``one_microbatch``: the batch can't be split into microbatches.
     """
 
     schedule: str | None = None
     microbatch_size: int | None = None
     cuts: Callable[[Mesh, str], tuple[Cut, ...]] | None = None
     one_microbatch: bool = False
-    replicas: bool = True
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ class Planner:
         )
         self.shown = shown
         self.refused: dict[str, None] = {}
-        self._sharded: dict[tuple[int, int], tuple[Sharding, Program] | None] = {}
-        self._units: dict[tuple[int, int, tuple[Cut, ...]], list[Unit]] = {}
+        self._sharded: dict[tuple[Mesh, int], tuple[Sharding, Program] | None] = {}
+        self._units: dict[tuple[Mesh, int, tuple[Cut, ...]], list[Unit]] = {}
         self._pricings: dict[tuple[Mesh, int, tuple[Cut, ...]], Pricing] = {}
         self._cuts: dict[tuple[Mesh, int], _Cuts] = {}
 
@@ -208,7 +208,7 @@ class Planner:
     def candidates(self) -> Iterator[Candidate]:
         """Every legal candidate; those whose mesh can't divide the model or the batch are left out."""
         for mesh in self.meshes():
-            if self.batch % (mesh.dp_replicate * mesh.dp_shard) or (mesh.dp_replicate > 1 and not self.wishes.replicas):
+            if self.batch % (mesh.dp_replicate * mesh.dp_shard):
                 continue
             rows = self.batch // (mesh.dp_replicate * mesh.dp_shard)
             for schedule, depth, cuts in self._schedules(mesh):
@@ -256,8 +256,8 @@ class Planner:
     def units(self, mesh: Mesh, rows: int, cuts: tuple[Cut, ...] | None = None) -> list[Unit] | None:
         """Those of the ranks of the compute axes; None where the model can't be divided so, or not into microbatches of ``rows``."""
         size = 0 if self.program.symbolic else rows
-        key = mesh.tp, size
-        compute = replace(mesh, pp=1, dp_replicate=1, dp_shard=1)
+        compute = Mesh(**placed_axes(self.program, mesh))
+        key = compute, size
         if key not in self._sharded:
             try:
                 self._sharded[key] = self.sharding(compute, rows if size else 1)
@@ -366,7 +366,9 @@ class Planner:
 
     def _with_estimate(self, candidate: Candidate, pricing: Pricing, layout: Layout, estimate: Estimate) -> Priced:
         cuts = tuple(cut for start in layout.starts[1:] if (cut := pricing.units[start].cut) is not None)
-        sharded = self._sharded[candidate.mesh.tp, 0 if self.program.symbolic else candidate.microbatch_size]
+        sharded = self._sharded[
+            Mesh(**placed_axes(self.program, candidate.mesh)), 0 if self.program.symbolic else candidate.microbatch_size
+        ]
         assert sharded is not None
         return Priced(candidate, layout, sharded[0], cuts, estimate)
 

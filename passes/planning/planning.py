@@ -29,7 +29,6 @@ from graphpar.passes.planning.choose import (
     coupling_reason,
     global_batch,
     pinned_cuts,
-    replica_reason,
 )
 from graphpar.passes.planning.measured_units import units_of
 from graphpar.passes.planning.planner import SHOWN, Planner, PlannerConstraints, SearchResult
@@ -107,7 +106,6 @@ def planner_for(
         microbatch_size=pins.microbatch_size,
         cuts=cuts if _has_cuts(program, pins) else None,
         one_microbatch=reason is not None,
-        replicas=reason is None and replica_reason(program) is None,
     )
     return Planner(program, cluster, batch, sharding, pinned, wishes, dtype=dominant_dtype(program), shown=top)
 

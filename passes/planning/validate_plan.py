@@ -14,6 +14,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Decision, Sharding
 from graphpar.operators.transitions import path
+from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.choose import (
     CUSTOM,
     PlanConstraints,
@@ -25,6 +26,7 @@ from graphpar.passes.planning.choose import (
 from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import Operator, Problem, Value, build_problem
 from graphpar.passes.split import split
+from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import Type
 from graphpar.schedules.registry import get_schedule
 from graphpar.text import compressed, listed
@@ -53,9 +55,15 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         allow_batch_coupling=given.allow_batch_coupling,
         dtype=given.dtype,
         cluster=given.cluster,
+        sharding=given.sharding,
     )
-    plan = choose(program, Mesh(**(given.mesh.degrees() | dict.fromkeys(given.mesh.compute, 1))), pins)
-    plan = replace(plan, mesh=given.mesh, sharding=given.sharding)
+    axes = placed_axes(program, given.mesh)
+    if dict(given.sharding.degrees) != axes:
+        raise GraphparError(
+            f"The plan contradicts itself, or the model has changed: its sharding is for {dict(given.sharding.degrees)}, but its "
+            f"operators are placed on {axes or 'no axis'}."
+        )
+    plan = choose(program, given.mesh, pins)
     _check_sharding(program, plan)
     if plan != given:
         ours, theirs = plan.to_json(), given.to_json()
@@ -84,7 +92,8 @@ def check_alone(plan: Plan) -> None:
             f"The plan contradicts itself: its mesh has {plan.mesh.size} devices, but its cluster {plan.cluster} has "
             f"{plan.cluster.size}."
         )
-    if dict(plan.sharding.degrees) != plan.mesh.compute:
+    placed = {axis: degree for axis, degree in plan.sharding.degrees.items() if not AXIS[axis].replicas}
+    if placed != plan.mesh.compute:
         raise GraphparError(
             f"The plan contradicts itself: its sharding is for {dict(plan.sharding.degrees) or 'one device'}, but its mesh has "
             f"{plan.mesh.compute or 'no axis to cut tensors on'}."
@@ -144,7 +153,7 @@ def _check_sharding(program: Program, plan: Plan) -> None:
     sharding = plan.sharding
     if not sharding.degrees:
         return
-    problem = build_problem(prepared(program, sharding.variants, sharding.points), sharding.degrees)
+    problem = build_problem(prepared(program, sharding.variants, sharding.points, sharding.degrees), sharding.degrees)
     for operator in problem.operators:
         _check_decision(operator, sharding)
         if operator.kind == "parameter":

@@ -17,7 +17,7 @@ from graphpar.emitted import collectives
 from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.gradients import block_results
 from graphpar.operators.placement import operands_of
-from graphpar.passes.sharding.problem import Operator, Problem, build_problem, is_operator
+from graphpar.passes.sharding.problem import Operator, Problem, build_problem, is_operator, result_types, source_types
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 Types = tuple[Type, ...]
@@ -60,10 +60,13 @@ class _Checker:
             self.results[name] = [types[node] for node in block_results(graph)]
         types = self._graph(self.local.graph, "")
         output = next(node for node in self.local.graph.nodes if node.op == "output")
-        for node in output.all_input_nodes:
-            silent = node.meta["origin"] not in self.problem.differentiable
-            if isinstance(value_of(node), Tensor) and types[node] != ((R if silent else I),) * len(self.axes):
-                self.problems.append(f"the program returns {node.name} as {_text(types[node])}, but it must be whole")
+        results = [node for node in output.all_input_nodes if isinstance(value_of(node), Tensor)]
+        for place, node in enumerate(results):
+            origin = node.meta["origin"]
+            wanted = result_types(self.program, origin, place, origin in self.problem.differentiable, self.axes)
+            if types[node] != wanted:
+                must = _text(wanted) if P in wanted else "whole"
+                self.problems.append(f"the program returns {node.name} as {_text(types[node])}, but it must be {must}")
         return self.problems
 
     def _graph(self, graph: fx.Graph, scope: str) -> dict[fx.Node, Types]:
@@ -77,7 +80,9 @@ class _Checker:
         """The types of a node's value, from those of its operands; of each value where there are several."""
         if node.op == "placeholder":
             declared = tuple(node.meta["types"].values()) if "types" in node.meta else ()
-            return declared if scope else (R,) * len(self.axes) if isinstance(value_of(node), Tensor) else ()
+            if not scope and isinstance(value_of(node), Tensor):
+                return source_types(self.program, node, self.axes)
+            return declared if scope else ()
         if node.op == "get_attr":
             return self._parameter(node, scope)
         if node.op == "call_module":

@@ -34,7 +34,7 @@ def shard(program: Program, sharding: Sharding) -> Program:
     """The program that every rank of the axes runs, on its own pieces; checked against the rules."""
     if not sharding.degrees:
         return program
-    separated = prepared(program, sharding.variants, sharding.points)
+    separated = prepared(program, sharding.variants, sharding.points, sharding.degrees)
     local = lower(separated, sharding)
     problems = check_types(separated, local, sharding.degrees)
     assert not problems, "\n".join(problems)
