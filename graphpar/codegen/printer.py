@@ -41,7 +41,7 @@ FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
 COLLECTIVES = (
     "all_gather", "all_gather_invariant", "all_reduce", "all_reduce_both", "all_to_all", "expert_rows", "expert_sums",
     "first_only", "own_offsets", "rank", "rank_ends", "reduce_scatter", "shard", "shard_invariant", "size", "sum_gradient",
-    "vocab_cross_entropy", "vocab_embedding",
+    "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding",
 )  # fmt: skip
 # Names that mean something in every emitted file.
 RESERVED = ("F", "Tensor", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES)
@@ -421,7 +421,8 @@ class GraphPrinter:
     def _written_in_training(self, node: fx.Node) -> bool:
         """Whether ``node`` counts the batches of a BatchNorm, which has other statistics in evaluation and counts nothing there."""
         module = str(_buffer_of(node).target).rpartition(".")[0]
-        norms = [n for n in self.graph.nodes if operator_name(n) == "batch_norm" and n.args[5]]
+        norms = [n for n in self.graph.nodes if operator_name(n) in ("batch_norm", "sync_batch_norm")]
+        norms = [n for n in norms if n.kwargs.get("training") or n.args[5] is True]
         means = [n.args[3].target for n in norms if isinstance(n.args[3], fx.Node)]
         return any(str(mean).rpartition(".")[0] == module for mean in means)
 

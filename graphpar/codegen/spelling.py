@@ -465,6 +465,8 @@ def _collective(node: fx.Node, shown: Printed) -> Expression | None:
         for key, item in node.kwargs.items()
         if item is not None and item != ()
     }
+    if "training" in options:
+        options["training"] = "self.training"
     return _call(operator_name(node), arguments, options)
 
 

@@ -35,7 +35,7 @@ _TAME = {
     "dropout", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", *_SAME_SHAPE,
 }  # fmt: skip
 # Reductions to one number of a pointwise loss: none, mean, sum.
-_LOSSES = {
+POINTWISE_LOSSES = {
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits",
     "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss", "margin_ranking_loss",
 }  # fmt: skip
@@ -44,8 +44,8 @@ _LOSSES = {
 def elementwise(node: fx.Node) -> Rule | None:
     """The rule of a pointwise operator; None for any other."""
     name = operator_name(node)
-    if name in _LOSSES:
-        return _loss(node)
+    if name in POINTWISE_LOSSES:
+        return pointwise_loss(node)
     if node.target in (random_streams.dropout, random_streams.channel_dropout):
         return _dropout(node)
     both = name in ("max", "min") and len(operands_of(node)) == 2
@@ -102,8 +102,8 @@ def _dropout(node: fx.Node) -> Rule:
     return Rule((labels, (labels[batch_dim],)), (labels,), padded=frozenset(labels))
 
 
-def _loss(node: fx.Node) -> Rule:
-    """Element by element; a sum is partial where a dim is cut, a mean is over whole dims."""
+def pointwise_loss(node: fx.Node, free: bool = False) -> Rule:
+    """Element by element; a sum is partial where a dim is sharded, a mean is over whole dims, unless ``free``."""
     operands = [sizes_of(operand) for operand in operands_of(node)]
     rank = max(len(sizes) for sizes in operands)
     whole = tuple(
@@ -115,7 +115,8 @@ def _loss(node: fx.Node) -> Rule:
     reduction = literal(node, "reduction")
     if reduction == 0:
         return Rule(rows, (labels,))
-    return Rule(rows, ((),) * len(results_of(node)), frozenset(labels) if reduction == 1 else frozenset())
+    fixed = frozenset(labels) if reduction == 1 and not free else frozenset()
+    return Rule(rows, ((),) * len(results_of(node)), fixed)
 
 
 def _extent(size: Size) -> tuple[int, int]:

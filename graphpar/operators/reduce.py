@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -59,15 +60,21 @@ def counted(node: fx.Node) -> Rule:
 
 
 def mean(node: fx.Node, context: Context) -> list[Placement]:
-    """mean: a partial sum over a cut dim, divided by the whole size."""
+    """mean: a partial sum over a sharded dim, divided by the whole size; where the batch is in that, the mean of pieces of one size."""
     found = from_rule(node, _reduced(node, fixed=False), context)
     source = operands_of(node)[0]
+    if not sums(value_of(source)):
+        return [p for p in found if not (p.results[0] is P and p.divides)]
     reduced = [sizes_of(source)[dim] for dim in _dims(literal(node, "dim"), value_of(source).ndim)]
-    known = all(size[1] == 0 for size in reduced) and sums(value_of(source))
+    rewrite = "mean" if all(size[1] == 0 for size in reduced) else "mean_of_pieces"
+    return averaged(found, rewrite)
+
+
+def averaged(placements: Iterable[Placement], rewrite: str) -> list[Placement]:
+    """The placements of a mean from those of its sum: what is partial over a sharded dim is rewritten."""
     return [
-        Placement(p.operands, p.results, "mean") if p.results[0] is P and p.divides else p
-        for p in found
-        if known or not (p.results[0] is P and p.divides)
+        Placement(p.operands, p.results, rewrite) if p.results[0] is P and p.divides else p
+        for p in placements
     ]
 
 

@@ -2,6 +2,8 @@
 
     view(x, [b, s, 8, 64])  heads cut over 2     view(x, [b, s, 4, 64])
     mean(x, [-1])           dim -1 cut           sum(x, [-1]) / whole size
+    mean(x, [0])            replicas' rows       mean(x, [0]) / replicas
+    cross_entropy mean      replicas' rows       sum / labels of all replicas
     embedding(w, ids)       vocabulary cut       vocab_embedding(ids, w, axis)
 
 The lowering and the proof of the rules use this one definition: ``emit`` makes a node, or runs the operator.
@@ -62,10 +64,31 @@ def on_pieces(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], cut
             change(call, cuts.pieces(name))
     if node.target in _RANDOM:
         _positions(call, cuts)
+    if "sync_batch_norm" in cuts.rewrites:
+        axes = tuple(axis for axis, name in zip(cuts.degrees, cuts.rewrites) if name == "sync_batch_norm")
+        options = {name: call.get(name) for name in ("training", "momentum", "eps")}
+        return emit(collectives.sync_batch_norm, (*call.args[:5], axes), options)
+    count = _labels(call, cuts, emit) if "mean_of_labels" in cuts.rewrites else cuts.pieces("mean_of_pieces")
+    result = _replaced(call, cuts, emit)
+    return result if isinstance(count, int) and count == 1 else emit(_aten.div.Tensor, (result, count), {})
+
+
+def _replaced(call: _Call, cuts: Cuts, emit: Emit) -> Any:
     for axis, name in zip(cuts.degrees, cuts.rewrites):
         if name in _REPLACED:
             return _REPLACED[name](call, axis, emit)
-    return emit(call.target or node.target, tuple(call.args), call.kwargs)
+    return emit(call.target or call.node.target, tuple(call.args), call.kwargs)
+
+
+def _labels(call: _Call, cuts: Cuts, emit: Emit) -> Any:
+    """How many labels the mean of a loss over classes counts on all ranks; the loss becomes its sum."""
+    call.set("reduction", 2)
+    counted = emit(_aten.ne.Scalar, (call.get("target", call.args[1]), call.get("ignore_index", -100)), {})
+    count = emit(_aten.sum.default, (counted,), {})
+    for axis, name in zip(cuts.degrees, cuts.rewrites):
+        if name == "mean_of_labels":
+            count = emit(collectives.all_reduce, (count, axis), {})
+    return count
 
 
 @dataclass
@@ -215,5 +238,7 @@ _REPLACED: dict[str, Callable[[_Call, str, Emit], Any]] = {
     "vocab_cross_entropy": _vocab_cross_entropy,
     "own_experts": _own_experts,
 }
-REWRITES = ("local_shape", *_CHANGES, *_REPLACED)
+REWRITES = ("local_shape", *_CHANGES, *_REPLACED, "mean_of_pieces", "mean_of_labels", "sync_batch_norm")
 """What ``Placement.rewrite`` may be."""
+TOGETHER = ("vocab_embedding", "vocab_cross_entropy", "own_experts", "mean_of_labels", "sync_batch_norm")
+"""Those whose ranks communicate."""

@@ -11,7 +11,7 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, operator_name, value_of
 from graphpar.operators import indexing, losses, matrix, moves, reduce, shape, spatial
 from graphpar.operators.discover import discover, sums_gradients
-from graphpar.operators.elementwise import elementwise
+from graphpar.operators.elementwise import POINTWISE_LOSSES, elementwise
 from graphpar.operators.functions import OPERATORS, names_of
 from graphpar.operators.notation import Rule, parse_rule
 from graphpar.operators.placement import Context, Placement, from_rule, normalized, operands_of, results_of, whole
@@ -136,6 +136,9 @@ SPECIAL: dict[str, PlacementsOf] = {
     "embedding": matrix.embedding,
     **_special(matrix.attention, "scaled_dot_product_attention dropout_attention"),
     "cross_entropy_loss": losses.cross_entropy,
+    **_special(losses.class_loss, "nll_loss nll_loss_nd nll_loss2d"),
+    **dict.fromkeys(POINTWISE_LOSSES, losses.pointwise),
+    "batch_norm": spatial.batch_norm_placements,
     "mean": reduce.mean,
     **_special(
         shape.view,

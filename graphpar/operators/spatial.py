@@ -53,6 +53,18 @@ def batch_norm(node: fx.Node) -> Rule:
     return Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), fixed)
 
 
+def batch_norm_placements(node: fx.Node, context: Context) -> list[Placement]:
+    """In training, each replica's rows, with the statistics of all."""
+    found = from_rule(node, batch_norm(node), context)
+    operands = operands_of(node)
+    labels = labelled(value_of(operands[0]).ndim)
+    if not context.replicas or not literal(node, "training") or len(labels) < 2:
+        return found
+    rule = Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), frozenset(labels[1:2]))
+    rows = [p for p in from_rule(node, rule, context) if p.divides]
+    return [*found, *(Placement(p.operands, p.results, "sync_batch_norm") for p in rows)]
+
+
 def instance_norm(node: fx.Node) -> Rule:
     """Examples and channels are independent, unless running statistics come in."""
     operands = operands_of(node)

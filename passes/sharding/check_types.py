@@ -89,10 +89,7 @@ class _Checker:
             return self._call(node, types)
         if operator_name(node) == "getitem" and isinstance(types.get(node.args[0]), list):  # type: ignore[arg-type]
             return self._settled(node, types[node.args[0]][int(node.args[1])])  # type: ignore[index, arg-type]
-        if getattr(node.target, "__module__", "") == collectives.__name__ and str(operator_name(node)) in (
-            *_FROM_TO,
-            "all_to_all",
-        ):
+        if "transition" in node.meta:
             return self._transition(node, types)
         origin = node.meta.get("origin")
         if origin is None or not is_operator(origin) or origin not in self.problem.of:
@@ -212,8 +209,8 @@ def lowered_operands(node: fx.Node, origin: fx.Node) -> list[fx.Node]:
         return operands[::-1]
     if "own_offsets" in map(operator_name, operands):
         return [operands_of(operand)[0] if operator_name(operand) == "own_offsets" else operand for operand in operands]
-    if name == "div" and operator_name(origin) == "mean":
-        return operands_of(operands[0])
+    if name == "div" and operator_name(origin) != "div":  # a mean: what is divided has the operands
+        return lowered_operands(operands[0], origin)
     return operands
 
 

@@ -220,7 +220,8 @@ class _Builder:
 
         def allowed(placement: Placement) -> bool:
             rows = {kind for kind in (*placement.operands, *placement.results) if isinstance(kind, ExpertRows)}
-            if written and (placement.divides or P in placement.results):
+            synchronized = placement.rewrite == "sync_batch_norm"
+            if written and not synchronized and (placement.divides or P in placement.results):
                 return False
             return not rows or not (leaves or any(node in self._counting(node.graph, kind.offsets) for kind in rows))
 
