@@ -73,6 +73,11 @@ def loss_costs(rows: float, degree: int) -> tuple[Cost, ...]:
     return collective_cost("all-reduce", 4 * rows, degree), collective_cost("all-reduce", 8 * rows, degree)
 
 
+def statistics_costs(channels: float, degree: int, train: bool) -> tuple[Cost, ...]:
+    """The all-reduces of BatchNorm's mean and variance over replicas; its backward has as many."""
+    return (collective_cost("all-reduce", 4 * channels, degree),) * (4 if train else 2)
+
+
 def costs_for(program: Program, mesh: Mesh, cluster: Cluster | None) -> ShardingCosts:
     """The prices under which ``program`` is planned: those of ``cluster`` for the dtype of most flops, or the default."""
     return ShardingCosts() if cluster is None else ShardingCosts.of(cluster, mesh, dominant_dtype(program))

@@ -205,6 +205,8 @@ class Works:
             return list(self._transition(node, name, scope))
         if name == "vocab_cross_entropy":
             return list(self._vocab_loss(node))
+        if name == "sync_batch_norm":
+            return list(self._statistics(node, scope))
         return []
 
     def _transition(self, node: fx.Node, name: str, scope: str) -> Iterator[Collective]:
@@ -227,6 +229,16 @@ class Works:
         rows = _elements(labels, self.degrees)
         yield Collective(Phase.FORWARD, axis, "all-reduce", 4 * rows)
         yield Collective(Phase.FORWARD, axis, "all-reduce", 8 * rows)
+
+    def _statistics(self, node: fx.Node, scope: str) -> Iterator[Collective]:
+        """Two all-reduces of a number a channel, both ways (see ``emitted.collectives``)."""
+        source, axes = node.args[0], node.args[5]
+        assert isinstance(source, fx.Node) and isinstance(axes, tuple)
+        nbytes = 4 * _sizes(source, self.degrees)[1]
+        for axis in axes:
+            for phase in (Phase.FORWARD, Phase.INPUT) if self.has_gradient(source, scope) else (Phase.FORWARD,):
+                yield Collective(phase, str(axis), "all-reduce", nbytes)
+                yield Collective(phase, str(axis), "all-reduce", nbytes)
 
     def has_gradient(self, node: fx.Node, scope: str) -> bool:
         """Stages' graphs are copies, so a node is known by its name, or as what another stage sends."""

@@ -226,9 +226,10 @@ def test_pins_that_are_not_possible(pins: dict[str, Any], message: str) -> None:
         gp.plan(program_of("gpt"), 4, **pins)
 
 
-def test_examples_that_depend_on_each_other_are_not_cut() -> None:
+def test_examples_that_depend_on_each_other_are_one_microbatch_of_all_replicas() -> None:
     plan = gp.plan(program_of("resnet_batchnorm"), 4)
-    assert plan.mesh.dp_replicate == plan.microbatches == 1
+    assert plan.microbatches == 1 and plan.mesh.dp_replicate > 1
+    assert plan.sharding.degrees == {"dp_replicate": plan.mesh.dp_replicate}
 
 
 def test_the_plan_takes_what_it_was_said_to_take() -> None:

@@ -91,7 +91,8 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
         positions_of(program, cuts)  # a misspelt name is the first thing to hear of
     if pins.table is not None:
         return _with_table(program, mesh, pins, cuts, batch)
-    schedule = canonical_name(pins.schedule or ("1F1B" if program.mode == "train" else "GPipe"))
+    several = program.mode == "train" and coupling_reason(program, pins) is None
+    schedule = canonical_name(pins.schedule or ("1F1B" if several else "GPipe"))
     if program.mode == "infer" and get_schedule(schedule).splits_backward:
         raise GraphparError(f"Schedule {schedule} is for training; a program without a loss runs GPipe or 1F1B.")
     per_rank = _stages_per_rank(schedule, mesh, cuts)
@@ -275,6 +276,8 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
     """The number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be cut."""
     rows = batch // mesh.dp_replicate
     reason = coupling_reason(program, pins)
+    if mesh.dp_replicate > 1 and not program.symbolic and program.unsplittable is not None:  # it is traced for all rows
+        raise GraphparError(_refusal(program, batch, mesh.dp_replicate, program.unsplittable))
     if pins.microbatch_size is not None:
         size = pins.microbatch_size
         check_microbatch_size(size, batch, mesh.dp_replicate)
@@ -310,10 +313,10 @@ def _refusal(program: Program, batch: int, microbatches: int, reason: str) -> st
     allow = ""
     if program.unsplittable is None:
         allow = (
-            " Use one microbatch of one replica (GPipe with --microbatch-size equal to the batch), make the operator independent of the "
-            "batch (eval statistics, GroupNorm), or pass --allow-batch-coupling to accept statistics of each microbatch."
+            " Use one microbatch (GPipe; dp_replicate may divide its rows, which is exact), make the operator independent of the batch "
+            "(eval statistics, GroupNorm), or pass --allow-batch-coupling to accept statistics of each microbatch."
         )
-    return f"The batch of {batch} can't be cut into {microbatches} pieces: {reason}.{allow}"
+    return f"The batch of {batch} can't be split into {microbatches} microbatches: {reason}.{allow}"
 
 
 def _with_table(program: Program, mesh: Mesh, pins: PlanConstraints, cuts: Sequence[Cut] | None, batch: int) -> Plan:

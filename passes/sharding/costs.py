@@ -18,7 +18,7 @@ import numpy as np
 from torch import fx
 
 from graphpar.cost_models.flops import operator_flops
-from graphpar.cost_models.sharding import ShardingCosts, loss_costs
+from graphpar.cost_models.sharding import ShardingCosts, loss_costs, statistics_costs
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators.kinds import FREE, MATMULS
 from graphpar.operators.placement import sizes_of
@@ -96,6 +96,14 @@ class Prices:
                 seconds += sum(
                     self.costs.collective_s(axis, cost) for cost in loss_costs(rows, self.problem.degrees[axis])
                 )
+            elif rewrite == "sync_batch_norm":
+                train = self.workload.train and operator.node in self.problem.differentiable
+                cut = [kind for kind in choice.operands[0] if isinstance(kind, Shard) and kind.dim == 1]
+                channels = sizes_of(operator.operands[0])[1][0] / self._pieces(
+                    [kind if kind in cut else R for kind in choice.operands[0]]
+                )
+                costs = statistics_costs(channels, self.problem.degrees[axis], train)
+                seconds += sum(self.costs.collective_s(axis, cost) for cost in costs)
         return seconds
 
     def own(self, operator: Operator, choice: Choice) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from graphpar.cost_models.flops import operator_flops
-from graphpar.cost_models.sharding import ShardingCosts, loss_costs
+from graphpar.cost_models.sharding import ShardingCosts, loss_costs, statistics_costs
 from graphpar.ir.program import Program, concrete_shape, operator_name, value_of
 from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.kinds import FREE, MATMULS
@@ -87,6 +87,8 @@ class Repricing:
         """What a transition, or an operator that sends by itself, sends; None for the rest."""
         if "transition" in node.meta:
             return self._transition(node)
+        if operator_name(node) == "sync_batch_norm":
+            return self._statistics(node)
         return self._loss(node) if operator_name(node) == "vocab_cross_entropy" else None
 
     def gradients(self) -> float:
@@ -125,6 +127,18 @@ class Repricing:
         backward = "nothing" if self.workload.train else ""
         seconds = sum(self.costs.collective_s(axis, cost) for cost in costs)
         return Sent(axis, "S(1)", "I", f"{len(costs)} all-reduces", backward, sent, 0.0, seconds)
+
+    def _statistics(self, node: fx.Node) -> Sent:
+        """BatchNorm with the statistics of all replicas."""
+        source, axes = node.args[0], node.args[5]
+        assert isinstance(source, fx.Node) and isinstance(axes, tuple)
+        train = self.workload.train and node in self.differentiable
+        costs = statistics_costs(float(value_of(source).shape[1]), self.degrees[axes[0]], train)
+        seconds = sum(self.costs.collective_s(axes[0], cost) for cost in costs)
+        sent = sum(costs[:2], Cost()).bytes_sent
+        return Sent(
+            axes[0], "S(0)", "S(0)", "2 all-reduces", "2 all-reduces" if train else "", sent, sent if train else 0.0, seconds
+        )
 
     def _elements(self, node: fx.Node, types: Mapping[str, Type]) -> float:
         """Elements of a rank's piece, where the tensor lies as ``types``."""
