@@ -35,7 +35,7 @@ from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Transfers, simulate
 
 CPU = torch.device("cpu")
-SHIPPED = Path(__file__).parent.parent / "benchmarks" / "data" / "cpu_profile.json"
+SHIPPED = Path(__file__).parents[2] / "benchmarks" / "data" / "cpu_profile.json"
 ALL_CASES = tuple(cases(CPU, quick=False))
 
 

@@ -33,7 +33,7 @@ from graphpar.text import (
 )
 from tests.programs import example, norms_pinned
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def made(name: str, **pins: Any) -> gp.Parts:

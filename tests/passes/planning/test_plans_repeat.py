@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import graphpar as gp
-from tests.test_search import Layers, export
+from tests.passes.sharding.test_search import Layers, export
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 PLAN = """
 import json, sys
 import graphpar as gp

@@ -8,7 +8,7 @@ A comment before a fenced block says how it is checked:
     <!-- printed: graphpar ... -->                          what the command prints, seconds aside
     <!-- table: NAME -->                                    a Markdown table made by a function here
 
-``python -m tests.test_docs`` writes the last three anew.
+``python -m tests.docs.test_docs`` writes the last three anew.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from graphpar.schedules.registry import (
     validate_table,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GENERATED = ("emitted", "printed", "table")
 OTHER_COMMANDS = {"python3", "python", ".", "cd", "pip", "pytest", "mypy", "ruff", "torchrun", ".ci/run"}
@@ -194,7 +194,7 @@ def _generated() -> list[Any]:
 @pytest.mark.parametrize("block", _generated())
 def test_what_is_shown_is_what_is_written_now(block: Block) -> None:
     expected = MAKERS[block.kind](block.argument)
-    assert _timeless(block.text) == _timeless(expected), "run: python -m tests.test_docs"
+    assert _timeless(block.text) == _timeless(expected), "run: python -m tests.docs.test_docs"
 
 
 @pytest.mark.parametrize("block", [b for b in ALL if b.kind == "excerpt"], ids=str)

@@ -28,7 +28,7 @@ from graphpar.runtime.weights import no_weights
 from graphpar.text import seconds_text
 from tests.programs import example
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 GPT, HEAD_FIRST = str(EXAMPLES / "gpt.py"), str(EXAMPLES / "head_first.py")
 
 LINEAR = """

@@ -17,12 +17,12 @@ from graphpar.report.trace import chrome_trace
 from graphpar.schedules import registry as sched
 from graphpar.schedules.registry import Action, ActionTable, Timeline, Transfers
 from graphpar.schedules.zero_bubble import StageCosts, automatic
-from tests.test_schedule import legal_tables, quick_stages
+from tests.schedules.test_schedule import legal_tables, quick_stages
 
 __all__ = ["quick_stages"]  # a fixture of this module too
 
 QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-PUBLISHED = json.loads((Path(__file__).parent / "data" / "zero_bubble.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())
 NAMES = {"1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2"}
 
 

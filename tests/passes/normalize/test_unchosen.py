@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from tests.equality import Case, assert_exact, assert_same, eager, refusal, run
-from tests.test_batch_and_loss import TS, XS, YS, M, Net, T, W, X, Y, each
+from tests.passes.normalize.test_batch_and_loss import TS, XS, YS, M, Net, T, W, X, Y, each
 
 Loss = Callable[..., Tensor]
 YR = Y.clone()

@@ -14,8 +14,8 @@ from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.reprice import Repricing
 from graphpar.passes.sharding.search import search, sharding_of
 from graphpar.passes.sharding.shard import lower
+from tests.passes.sharding.test_search import MODELS, small
 from tests.programs import example
-from tests.test_search import MODELS, small
 
 MESHES = ({"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "tp": 2})
 EXAMPLES = ("bert", "gpt", "gpt2_tiny", "llama", "mixtral", "t5", "transformer", "two_towers", "vit")

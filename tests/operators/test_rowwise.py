@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from tests.equality import Case, assert_exact, assert_same, eager, near, refusal, run
-from tests.test_batch_and_loss import XS, Applied, X
+from tests.passes.normalize.test_batch_and_loss import XS, Applied, X
 
 CODES, BOUNDS = torch.linspace(-1, 1, 15).view(3, 5), torch.tensor([-0.5, 0.0, 0.5])
 

@@ -25,7 +25,7 @@ from graphpar.ir.program import operator_name
 from graphpar.operators.transitions import TABLE
 from graphpar.schedules.registry import action_table, simulate, validate_table
 
-FILE = Path(__file__).parent / "data" / "published.jsonl"
+FILE = Path(__file__).parents[1] / "data" / "published.jsonl"
 ROWS = {row["id"]: row for row in rows_of(FILE)}
 MOVES = {row.function for row in TABLE}
 SMALL = Shape(64, 4, 4, 16, 256, 512, 32)

@@ -20,7 +20,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device, Link, device_named
 from graphpar.ir.mesh import Mesh
 from graphpar.report.report import report_data
-from tests.test_docs import ALL
+from tests.docs.test_docs import ALL
 
 FAST, SLOW = Link(1e-6, 100e9), Link(5e-6, 10e9)
 

@@ -355,7 +355,7 @@ def test_a_real_step_takes_what_is_said(case: tuple[Any, ...], tmp_path: Path) -
             batch[spec.name] = torch.randint(0, spec.values[1] + 1, shape).to(spec.dtype)
     save_file(batch, tmp_path / "batch.safetensors")
     arguments = [str(parts.folder), str(tmp_path / "batch.safetensors"), str(tmp_path)]
-    torchrun(Path(__file__).with_name("memory_fixture.py"), arguments, nproc=2, timeout_s=120)
+    torchrun(Path(__file__).parents[1] / "memory_fixture.py", arguments, nproc=2, timeout_s=120)
     for file in tmp_path.glob("*.json"):
         place, highest = json.loads(file.read_text())
         memory = _memory(case, place)

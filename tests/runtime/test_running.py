@@ -19,7 +19,7 @@ from graphpar.cli import passes_command
 from graphpar.cli.main import main
 from graphpar.runtime.keeper import descendants
 
-GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
+GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 LIMIT_S = 180.0
 """What a launch may take on a machine that others use."""
 

@@ -33,8 +33,8 @@ from graphpar.passes.planning.measured_units import units_of
 from graphpar.passes.planning.planning import pricing_of
 from graphpar.passes.sharding.shard import shard
 from graphpar.schedules.registry import SCHEDULES
+from tests.cost_models.test_memory import FAST, parts_of
 from tests.programs import example, example_file, norms_pinned
-from tests.test_memory import FAST, parts_of
 from tests.zoo import ZOO
 
 A100 = DEVICES["A100-SXM-80GB"]

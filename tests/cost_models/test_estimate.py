@@ -20,8 +20,8 @@ from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.passes.planning.formulas import B, S, in_sequence
 from graphpar.passes.planning.why_not import why_not
 from graphpar.report.report import render
+from tests.cli.test_cli import GPT, HEAD_FIRST, compiled, folder, message, output
 from tests.programs import example, example_file
-from tests.test_cli import GPT, HEAD_FIRST, compiled, folder, message, output
 
 __all__ = ["folder"]  # a fixture
 PREDICTED = {
