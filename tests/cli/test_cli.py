@@ -18,9 +18,9 @@ import pytest
 from rich.console import Console
 
 import graphpar as gp
-from graphpar.cli import compile_command, run_command
+from graphpar.cli import compile_work, run_command
+from graphpar.cli.commands import build_parser
 from graphpar.cli.main import main
-from graphpar.cli.parsers import build_parser
 from graphpar.codegen.saving import peoples_files
 from graphpar.runtime.launch import LaunchResult
 from graphpar.runtime.manifest import load_manifest
@@ -583,9 +583,7 @@ def test_a_folder_that_is_no_program(folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_our_own_bugs_are_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from graphpar.cli import passes_command
-
-    monkeypatch.setattr(passes_command, "STEPS", None)
+    monkeypatch.setattr("graphpar.passes.table.STEPS", None)
     assert main(["passes"]) == 3
     assert "Traceback" in capsys.readouterr().err
 
@@ -643,7 +641,7 @@ def test_weights_are_written_where_they_are_small_or_asked_for(
         (100, ["--weights"], True),
         (2**30, ["--no-weights"], False),
     ):
-        monkeypatch.setattr(compile_command, "SMALL_BYTES", limit)
+        monkeypatch.setattr(compile_work, "SMALL_BYTES", limit)
         printed = output(capsys, "compile", HEAD_FIRST, "-o", "out", *options)
         assert weights.exists() is written, options
         if limit == 100 and not written:

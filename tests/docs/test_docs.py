@@ -31,8 +31,8 @@ from typing import Any
 
 import pytest
 
+from graphpar.cli.commands import build_parser
 from graphpar.cli.main import main
-from graphpar.cli.parsers import build_parser
 from graphpar.hardware.devices import DEVICES
 from graphpar.passes.table import STEPS
 from graphpar.schedules.registry import (
