@@ -1,4 +1,4 @@
-"""What the README and the guides show is true: code runs, excerpts are what is written now, commands and links exist.
+"""What the README and the pages of docs/ show is true: code runs, excerpts are what is written now, commands and links exist.
 
 A comment before a fenced block says how it is checked:
 
@@ -13,6 +13,7 @@ A comment before a fenced block says how it is checked:
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import importlib.util
@@ -30,8 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from graphpar.cli.commands import build_parser
+import graphpar as gp
+from graphpar.cli.commands import COMMANDS, build_parser
 from graphpar.cli.main import main
 from graphpar.hardware.devices import DEVICES
 from graphpar.passes.table import STEPS
@@ -46,13 +49,13 @@ from graphpar.schedules.registry import (
 )
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GENERATED = ("emitted", "printed", "table")
 OTHER_COMMANDS = {"python3", "python", ".", "cd", "pip", "pytest", "mypy", "ruff", "torchrun", ".ci/run"}
 _BLOCK = re.compile(
     r"(?:<!-- (?P<marker>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
-_TABLE = re.compile(r"<!-- (?P<marker>table: [^\n]*?) -->\n(?P<text>(?:\|[^\n]*\n)+)")
+_TABLE = re.compile(r"<!-- (?P<marker>table: [^\n]*?) -->\n(?P<text>(?:\|[^\n]*\n)*)")
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,11 @@ class Block:
     argument: str
 
     def __str__(self) -> str:
-        return f"{self.page.name}: {self.argument or self.kind or self.language}"
+        return f"{page_name(self.page)}: {self.argument or self.kind or self.language}"
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -119,7 +126,26 @@ def _run(arguments: list[str]) -> str:
 
 
 def table(name: str) -> str:
-    return {"schedules": schedules, "devices": devices, "steps": steps}[name]()
+    kind, _, argument = name.partition(" ")
+    return (
+        options(argument) if kind == "options" else {"schedules": schedules, "devices": devices, "steps": steps}[name]()
+    )
+
+
+def options(command: str) -> str:
+    """The arguments of a command as ``--help`` tells of them."""
+    (subparsers,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    rows = ["| argument | what |", "|---|---|"]
+    for action in subparsers.choices[command]._actions:
+        if action.dest != "help":
+            taken = "" if action.nargs == 0 or not action.option_strings else f" {_taken(action)}"
+            names = ", ".join(f"`{name}{taken}`" for name in action.option_strings) or f"`{_taken(action)}`"
+            rows.append(f"| {names.replace('|', chr(92) + '|')} | {action.help} |")
+    return "\n".join(rows) + "\n"
+
+
+def _taken(action: argparse.Action) -> str:
+    return str(action.metavar or "|".join(map(str, action.choices or [action.dest.upper()])))
 
 
 def steps() -> str:
@@ -177,7 +203,7 @@ def _timeless(text: str) -> str:
 # ---- tests -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- run -->" in page.read_text()], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- run -->" in page.read_text()], ids=page_name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n".join(block.text for block in blocks(page) if block.kind == "run"))
@@ -226,10 +252,15 @@ def test_commands_exist() -> None:
             assert words[0] in OTHER_COMMANDS, words
 
 
-GUIDE = [words[1:] for words in _commands() if words[:2] == ["graphpar", "compile"] and words[2] != "examples/gpt2.py"]
+COMPILED = {
+    " ".join(words): words[1:]
+    for words in _commands()
+    if words[:2] == ["graphpar", "compile"] and words[2] not in ("examples/gpt2.py", "MODEL")
+}
+"""Commands that compile a model, each once."""
 
 
-@pytest.mark.parametrize("arguments", GUIDE, ids=" ".join)
+@pytest.mark.parametrize("arguments", list(COMPILED.values()), ids=list(COMPILED))
 def test_compile_commands_run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for block in ALL:
@@ -240,7 +271,7 @@ def test_compile_commands_run(arguments: list[str], tmp_path: Path, monkeypatch:
     assert main(arguments) == 0
 
 
-def test_torchrun_runs_as_the_guide_and_the_docstring_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_runs_as_the_page_and_the_docstring_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a fresh folder, but for the number of steps, and with a port that is free."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (shown,) = [block.text for block in ALL if block.language == "sh" and "torchrun" in block.text]
@@ -259,14 +290,14 @@ def test_torchrun_runs_as_the_guide_and_the_docstring_say(tmp_path: Path, monkey
             assert Path("trained.safetensors").is_file()
 
 
-def test_the_guides_schedule_table_runs() -> None:
+def test_the_schedule_table_that_is_shown_runs() -> None:
     (shown,) = [block for block in ALL if block.kind == "file" and block.argument == "table.csv"]
     parsed = parse_table(shown.text)
     validate_table(parsed, stages=2, microbatches=4)
     check_deadlock(parsed)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
@@ -277,6 +308,23 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
+
+
+def test_the_index_has_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#]+)\)", index.read_text())}
+    assert {page.resolve() for page in PAGES[1:]} - {index.resolve()} <= linked
+
+
+def test_the_reference_names_every_public_name_and_every_field_of_a_plan() -> None:
+    api = (ROOT / "docs" / "reference" / "python.md").read_text()
+    assert [name for name in gp.__all__ if name != "__version__" and f"gp.{name}" not in api] == []
+    commands = (ROOT / "docs" / "reference" / "command_line.md").read_text()
+    assert [name for name in COMMANDS if f"<!-- table: options {name} -->" not in commands] == []
+    net = torch.nn.Linear(2, 2)
+    plan = gp.plan(gp.export(net, (torch.zeros(4, 2),), loss_fn=lambda y: y.sum()), mesh={})
+    fields = (ROOT / "docs" / "reference" / "plan.md").read_text()
+    assert [name for name in plan.to_json() if f"`{name}`" not in fields] == []
 
 
 # ---- writing them anew -----------------------------------------------------------------------------------------

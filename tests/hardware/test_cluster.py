@@ -249,7 +249,7 @@ def test_what_is_wrong_in_a_file_is_named(text: str, old: str, new: str, expecte
     assert expected in str(caught.value) and str(caught.value).startswith(str(file))
 
 
-def test_the_guides_cluster_file_is_one(tmp_path: Path) -> None:
+def test_the_cluster_file_that_is_shown_is_one(tmp_path: Path) -> None:
     (shown,) = [block for block in ALL if block.kind == "file" and block.argument == "cluster.toml"]
     own = Cluster.parse(written(tmp_path, shown.text))
     assert (own.nodes, own.devices_per_node, own.device.name) == (2, 2, "A100-SXM-40GB")
