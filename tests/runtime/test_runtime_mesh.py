@@ -21,7 +21,7 @@ from graphpar.runtime.axes import AXES
 from graphpar.runtime.gradients import BUCKET_BYTES, Gradients, buckets
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.launch import torchrun
-from graphpar.runtime.layout import R, coordinates, cut_all, cut_places, joined_all, parse_type, rank_at
+from graphpar.runtime.layout import R, coordinates, local_shard, shard_places, joined_all, parse_type, rank_at
 from graphpar.runtime.replicas import checksum
 from graphpar.runtime.worker import JobResult, run_jobs
 from graphpar.verification import Reference, Verification, compare
@@ -247,7 +247,7 @@ def test_a_plan_that_cuts_wrongly_says_so(tmp_path: Path) -> None:
     def without_shape(edited: Any) -> None:
         del edited["interface"]["shapes"]["block.0.up.bias"]
 
-    assert "'block.0.up.bias' is cut, but interface.shapes does not have its whole shape" in error(without_shape)
+    assert "'block.0.up.bias' is sharded, but interface.shapes does not have its whole shape" in error(without_shape)
     ties = error(lambda edited: edited["parameters"].update({"table.weight": {"tp": "R"}, "out.weight": {"tp": "I"}}))
     assert "the names table.weight, out.weight of one parameter have different types" in ties
     assert "'Q' is no type" in error(lambda edited: edited["parameters"].update({"table.weight": {"tp": "Q"}}))
@@ -280,7 +280,7 @@ def test_ranks_are_the_inverse_of_coordinates() -> None:
 def test_pieces_join_to_the_whole(texts: dict[str, str]) -> None:
     whole, degrees = torch.randn(7, 12), dict.fromkeys(AXES, 1) | dict.fromkeys(texts, 2)
     spec = {axis: parse_type(text) for axis, text in texts.items()}
-    pieces = [cut_all(whole, spec, degrees, place) for place in cut_places(spec, degrees)]
+    pieces = [local_shard(whole, spec, degrees, place) for place in shard_places(spec, degrees)]
     assert len({piece.shape for piece in pieces}) == 1
     assert torch.equal(joined_all(pieces, whole.shape, spec, degrees), whole)
 
