@@ -54,7 +54,7 @@ class Axis:
 
     @property
     def replicas(self) -> bool:
-        """Whether every rank runs all of a stage, on its own rows of the batch. Gradients are then partial, unless a plan says otherwise."""
+        """Whether every rank runs all of a stage, on its own rows; gradients are then partial unless a plan says otherwise."""
         return self.divides is Divides.ROWS
 
 
@@ -64,10 +64,10 @@ _RECORDS = (
         "dp_replicate", Divides.ROWS, "hold the same weights and take other rows of the batch", ("dp", "ddp", "data"),
         searched=True,
     ),
-    Axis("dp_shard", Divides.ROWS, "hold pieces of the weights and take other rows of the batch", ("fsdp", "zero")),
+    Axis("dp_shard", Divides.ROWS, "hold shards of the weights and take other rows of the batch", ("fsdp", "zero")),
     Axis("cp", Divides.SEQUENCE, "hold the same weights and take other parts of the sequence", ("context",)),
     Axis("ep", Divides.EXPERTS, "hold other experts of the same layers", ("expert",)),
-    Axis("tp", Divides.WEIGHTS, "hold pieces of the same layers", ("mp", "sp", "tensor"), searched=True),
+    Axis("tp", Divides.WEIGHTS, "hold shards of the same layers", ("mp", "sp", "tensor"), searched=True),
 )  # fmt: skip
 AXIS = {axis.name: axis for axis in _RECORDS}
 """The axes by name, outermost first: neighbouring ranks share a tp group."""

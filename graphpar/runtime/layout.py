@@ -62,7 +62,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ExpertRows(Shard):
-    """``E(offsets)``: dim 0 holds rows that are sorted by expert, and each rank has those of its own experts. Its gradient is sharded alike.
+    """``E(offsets)``: dim 0 holds rows that are sorted by expert, each rank having those of its own experts; so is its gradient.
 
     ``offsets`` names the value [experts] that says where each expert's rows end, so only running tells how many a rank has.
     Only values in between have this type: no parameter, no input, nothing that leaves a block.

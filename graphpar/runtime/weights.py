@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.layout import Shard, local_shard, shard_places, joined_all, local_shape, rank_at
+from graphpar.runtime.layout import Shard, joined_all, local_shape, local_shard, rank_at, shard_places
 from graphpar.runtime.manifest import Manifest
 
 LISTED = 8

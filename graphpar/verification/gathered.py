@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from graphpar.runtime.layout import coordinates, local_shard, shard_places, joined_all, local_shape, rank_at
+from graphpar.runtime.layout import coordinates, joined_all, local_shape, local_shard, rank_at, shard_places
 from graphpar.runtime.manifest import Manifest
 
 

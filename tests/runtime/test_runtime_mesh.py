@@ -21,7 +21,7 @@ from graphpar.runtime.axes import AXES
 from graphpar.runtime.gradients import BUCKET_BYTES, Gradients, buckets
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.launch import torchrun
-from graphpar.runtime.layout import R, coordinates, local_shard, shard_places, joined_all, parse_type, rank_at
+from graphpar.runtime.layout import R, coordinates, joined_all, local_shard, parse_type, rank_at, shard_places
 from graphpar.runtime.replicas import checksum
 from graphpar.runtime.worker import JobResult, run_jobs
 from graphpar.verification import Reference, Verification, compare
@@ -165,7 +165,7 @@ class _Tampered(JobResult):
     [
         (3, "param/block.1.up.weight", 0, "parameter block.1.up.weight: its copies on ranks 0 and 2 differ by 0.001"),
         (1, "param/block.0.down.bias", 2, "parameter block.0.down.bias: its copies on ranks 0 and 1 differ by 0.001"),
-        (1, "param/block.0.up.bias", 3, "parameter block.0.up.bias: the padding of rank 1's piece is not zero"),
+        (1, "param/block.0.up.bias", 3, "parameter block.0.up.bias: the padding of rank 1's shard is not zero"),
         (3, "grad/1/block.0.up.bias", 3, "gradient block.0.up.bias: the padding of rank 3's piece is not zero"),
     ],
 )
