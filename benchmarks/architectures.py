@@ -1,4 +1,4 @@
-"""Public architectures, compiled for several devices and verified: how much of each is cut, and how exact it stays.
+"""Public architectures, compiled for several devices and verified: how much of each is sharded, and how exact it stays.
 
     python -m benchmarks.architectures [--mesh tp=2] [--only PATTERN] [--json] [--write]
 
@@ -49,9 +49,9 @@ class Row:
     Attributes:
         operators: share of the operators that each rank runs on pieces (views are not counted).
         flops: share of the floating-point operations that are divided.
-        weights: share of the parameters' bytes that are cut.
+        weights: share of the parameters' bytes that are sharded.
         error: the largest relative error of losses, gradients, parameters and buffers, or None where it does not run.
-        reason: why it does not run, or what is not cut.
+        reason: why it does not run, or what is not sharded.
     """
 
     architecture: str
@@ -104,7 +104,7 @@ def measured(names: Sequence[str], mesh: Mapping[str, int]) -> Iterator[Row]:
 
 
 def compiled(name: str, mesh: Mapping[str, int]) -> tuple[Row, gp.Parts | None]:
-    """``name`` planned for ``mesh`` and printed, with what was cut; no parts where it is refused."""
+    """``name`` planned for ``mesh`` and printed, with what was sharded; no parts where it is refused."""
     try:
         program = program_of(name)
         began = time.perf_counter()
@@ -115,10 +115,10 @@ def compiled(name: str, mesh: Mapping[str, int]) -> tuple[Row, gp.Parts | None]:
         return Row(name, reason=str(error).split(". ")[0]), None
     except Exception as error:  # a fault of graphpar's own is a row of the table, too
         return Row(name, reason=f"{type(error).__name__}: {str(error).splitlines()[0]}"), None
-    divided, flops = _operators_cut(program, plan)
+    divided, flops = _operators_sharded(program, plan)
     forward, backward = _collectives(parts.program)
     reason = "; ".join(line.removesuffix(".") for line in plan.sharding.undivided)
-    return Row(name, divided, flops, _weights_cut(program, plan), forward, backward, took, reason=reason), parts
+    return Row(name, divided, flops, _weights_sharded(program, plan), forward, backward, took, reason=reason), parts
 
 
 def verified(row: Row, found: Verification) -> Row:
@@ -141,10 +141,10 @@ def _above(found: Verification) -> list[str]:
     return [f"the {kind} of {found.worst[kind]}" if found.worst.get(kind) else f"the {kind}" for kind in above]
 
 
-# ---- what is cut -----------------------------------------------------------------------------------------------
+# ---- what is sharded -------------------------------------------------------------------------------------------
 
 
-def _operators_cut(program: gp.Program, plan: gp.Plan) -> tuple[float, float]:
+def _operators_sharded(program: gp.Program, plan: gp.Plan) -> tuple[float, float]:
     """The shares of the operators, and of the floating-point operations, that are divided."""
     ready = prepared(program.at_batch(plan.microbatch_size), plan.sharding.variants, plan.sharding.points)
     calls = [str(node.meta["block"]) for node in ready.graph.nodes if node.op == "call_module"]
@@ -165,11 +165,13 @@ def _divided(decision: Decision) -> bool:
     return any(isinstance(kind, Shard) for types in (*decision.operands, *decision.results) for kind in types)
 
 
-def _weights_cut(program: gp.Program, plan: gp.Plan) -> float:
+def _weights_sharded(program: gp.Program, plan: gp.Plan) -> float:
     sizes = {name: info.nbytes for name, info in program.parameters.items() if info.requires_grad}
     spec = plan.sharding.parameters
-    cut = sum(size for name, size in sizes.items() if any(isinstance(k, Shard) for k in spec.get(name, {}).values()))
-    return cut / max(1, sum(sizes.values()))
+    sharded = sum(
+        size for name, size in sizes.items() if any(isinstance(k, Shard) for k in spec.get(name, {}).values())
+    )
+    return sharded / max(1, sum(sizes.values()))
 
 
 def _collectives(lowered: gp.Program) -> tuple[float, float]:
@@ -191,9 +193,9 @@ def _collectives_of(graph: fx.Graph) -> tuple[int, int]:
 
 _HEADINGS = (
     "architecture",
-    "operators cut",
-    "flops cut",
-    "weights cut",
+    "operators sharded",
+    "flops divided",
+    "weights sharded",
     "collectives a layer",
     "plan",
     "error",
@@ -236,10 +238,10 @@ def _page(rows: Sequence[Row], mesh: str) -> str:
         "",
         f"**{exact} of {len(rows)} are exact over {mesh}.**",
         "",
-        "*Operators cut*: each rank runs them on pieces (views are not counted). *Flops cut*: the share of floating-point operations",
-        "that are divided. *Weights cut*: the share of the parameters' bytes. *Collectives a layer*: forward + backward, those of",
-        "embedding and head included (the small all-reduces inside of a loss over cut classes are not), divided by the number of",
-        "blocks that repeat. *Error*: the largest relative one.",
+        "*Operators sharded*: the share of operators that each rank runs on shards (views are not counted). *Flops divided*: the share of",
+        "floating-point operations that are divided over the ranks. *Weights sharded*: the share of the parameters' bytes. *Collectives a",
+        "layer*: forward + backward, those of embedding and head included (the small all-reduces of a loss over sharded classes are not),",
+        "divided by the number of blocks that repeat. *Error*: the largest relative one.",
         "",
         f"| {' | '.join(_without_seconds(_HEADINGS))} |",
         "|---|---:|---:|---:|---:|---:|---|",

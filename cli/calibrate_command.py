@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphpar.cli.arguments import Commands, add_json, count, seconds
 from graphpar.cli.output import CHECK_FAILED, Result, check_writable, progress, write_text
 from graphpar.errors import GraphparError
 from graphpar.text import bytes_text, plural, seconds_text
@@ -20,7 +21,30 @@ if TYPE_CHECKING:
     from graphpar.cost_models.measure import Row
 
 
+def add_parser(commands: Commands) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser("calibrate", help="measure this machine, and write a profile for --cluster")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
+    parser.add_argument("--processes", type=count, metavar="N", help="ranks (default: one a core, or a GPU)")
+    parser.add_argument(
+        "--quick", action="store_true", help="few, small shapes: seconds instead of a minute, and rough"
+    )
+    parser.add_argument(
+        "--patience",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait while others use the machine (default: 60)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="write the profile even if others disturbed it or the fit is bad"
+    )
+    parser.add_argument("-o", "--out", metavar="PROFILE.json", help="default: ./calibrated-cpu.json, or -cuda")
+    add_json(parser, "print the profile as one JSON object")
+
+
 def run(options: argparse.Namespace) -> Result:
+    """Measure the machine and write a profile; the exit code is 1 where the profile is too doubtful to be written."""
     out = options.out or f"calibrated-{options.device}.json"
     if Path(out).suffix.lower() != ".json":
         raise GraphparError(f"-o {out}: a profile is JSON; name it {Path(out).with_suffix('.json')}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from graphpar.cli.arguments import Commands, add_json, add_program
 from graphpar.cli.output import CHECK_FAILED, DONE, Result, program_folder, progress
 from graphpar.text import plural
 
@@ -12,7 +13,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+def add_parser(commands: Commands) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser(
+        "check", help="check the types of an emitted program, at its world size, in one process"
+    )
+    add_program(parser)
+    add_json(parser)
+
+
 def run(options: argparse.Namespace) -> Result:
+    """Check the types of every stage; the exit code is 1 where a problem is found."""
     folder = program_folder(options.out)
     with progress("checking the types of every stage"):
         from graphpar.verification.type_check import check_folder

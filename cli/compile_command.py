@@ -1,357 +1,105 @@
-"""``graphpar compile``: model file -> program -> plan -> emitted package, and the report."""
+"""``graphpar compile``: what may be asked of it. The work is in ``compile_work``, which imports torch."""
 
 from __future__ import annotations
 
 import argparse
-import math
-import os
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from graphpar import api
-from graphpar.annotations.files import load_shard_plan
-from graphpar.cli import run_command
-from graphpar.cli.clock import Clock
-from graphpar.cli.explain import explain
-from graphpar.cli.explain_sharding import ShardingExplainer
-from graphpar.cli.output import Result, check_writable, print_wrapped, progress, stdout_console, write_text
-from graphpar.cli.plan_file import read_plan, read_record
-from graphpar.codegen.printer import print_graph
-from graphpar.codegen.saving import PeoplesFiles, check_target
-from graphpar.cost_models.estimates import Alone
-from graphpar.errors import GraphparError, near_match
-from graphpar.frontend.capture import DTYPES
-from graphpar.frontend.inputs import batch_size
-from graphpar.frontend.modelfile import ModelFile, initial_weights, load_model_file
-from graphpar.hardware.cluster import Cluster
-from graphpar.ir.plan import Plan
-from graphpar.ir.program import Program
-from graphpar.ir.stage import Stage
-from graphpar.parts import Parts
-from graphpar.passes.planning.asked import Asked, ask, check_batch, planned
-from graphpar.passes.planning.planning import on_one_device
-from graphpar.passes.planning.validate_plan import check_alone, validate_plan
-from graphpar.passes.sharding.shard import shard
-from graphpar.passes.split import positions_of, split
-from graphpar.passes.table import PASSES, PassList, Step, check_skipped
-from graphpar.report.report import compile_json, html, render, report_data, with_alone
-from graphpar.schedules.registry import load_table
-from graphpar.text import bytes_text
+from graphpar.cli.arguments import Commands, Parser, add_json, add_model, count, count_or_none
+from graphpar.cli.output import Result
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-SMALL_BYTES = 2**30
-"""Initial weights up to this size are written without being asked for."""
-
-_DUMPED = ("plan", "shard", "split")
-"""Steps after the passes whose results can be printed."""
-_PLAN_DECIDES = (
-    "devices",
-    "cluster",
-    "mesh",
-    "schedule",
-    "schedule_table",
-    "microbatch_size",
-    "split",
-    "layers_per_stage",
-    "edge_layers",
-    "shard_plan",
-    "batch",
-)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What the options and the model file ask for; what can be wrong with it before a trace is checked."""
-
-    file: ModelFile
-    given: Plan | None
-    asked: Asked
-    folder: Path | None
-    kept: PeoplesFiles  # in the folder
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    """What the planning part of the command gives."""
-
-    program: Program  # for one microbatch
-    plan: Plan
-    stages: list[Stage]
-    report: dict[str, Any]
-    parts: Parts | None
+_EXAMPLES = """examples:
+  graphpar compile model.py --devices 4
+  graphpar compile model.py --mesh pp=2 --schedule zbv --batch 64 --microbatch-size 4 -o out
+  graphpar compile model.py --mesh tp=2,dp_replicate=2 --shard-plan plan.toml
+  graphpar compile model.py --devices 2 --split layers.12 --run --steps 5
+  graphpar compile package.module --devices 8 --no-emit --json
+"""
 
 
 def run(options: argparse.Namespace) -> Result:
-    clock = Clock()
-    request = _request(options)
-    file, given, asked, folder = request.file, request.given, request.asked, request.folder
-    with progress("tracing the model"):
-        program = _export(file, options, given)
-    clock.phase("capture")
-    with progress("planning"):
-        plan = planned(program, asked) if given is None else validate_plan(program, given)
-        if plan.mesh.size > 1 and plan.alone is None:
-            plan = replace(plan, alone=_on_one_device(program, plan))
-    clock.phase("plan")
-    _dump(options, "plan", "what was decided", plan)
-    compiled = _compiled(file, program, plan, folder)
-    _dump(options, "shard", "the program of one rank", compiled.program)
-    for stage in compiled.stages:
-        _dump(options, "split", f"stage {stage.index}", print_graph(stage.graph))
-    shard_plan = asked.pins.shard_plan if given is None else None
-    explanation = _explanation(compiled, program, options.explain, shard_plan) if options.explain else []
-    written = "" if folder is None else _save(compiled, file, folder, options)
-    clock.phase("emit")
-    out = None if folder is None else str(folder)
-    report = with_alone(compiled.report, None if plan.alone is None else plan.alone.to_json())
-    report |= {} if plan.found is None else {"search": plan.found.to_json()}
-    data = compile_json(report, plan, clock.seconds, out)
-    if options.explain:
-        data["explain"] = explanation
-    if options.html:
-        write_text(options.html, html(report))
+    """Compile the model file, write the program unless ``--no-emit`` is given, and run it with ``--run``."""
+    from graphpar.cli.compile_work import compile_model
 
-    def show(console: Console) -> None:
-        render(report, console, out, clock.seconds["plan"])
-        if explanation:
-            print_wrapped(console, ["", *explanation])
-        if out is not None:
-            console.out(
-                f"\n Wrote      {out}   ({clock.seconds['total']:.1f} s)\n Weights    {written}", highlight=False
-            )
-        if request.kept:
-            console.out(f" Kept       {request.kept} (as NAME.orig where it was written anew)", highlight=False)
-
-    if not options.run or folder is None:
-        return Result(data, show)
-    if not options.json:
-        show(stdout_console())  # before the steps, which are printed as they end
-    ran = data["run"] = run_command.launch(folder, options.steps or 10)
-    return Result(data, lambda console: run_command.show(ran, console))
+    return compile_model(options)
 
 
-def _request(options: argparse.Namespace) -> _Request:
-    _check_options(options)
-    given = read_plan(*read_record(options.plan)) if options.plan else None
-    if given is not None:
-        _check_beside_plan(options)
-        check_alone(given)
-    wanted = _wanted(options)
-    ask(**wanted)  # before the model file is imported, which may take long too
-    if options.out is not None:
-        check_target(options.out, options.force)
-    with progress("loading the model file"):
-        file = load_model_file(options.model)
-    _check_dumped(options.dump_after, PASSES if file.passes is None else PassList.of(file.passes))
-    asked = ask(**wanted | _own_pins(file, wanted, options))
-    rows = None if given is not None or file.batch_dims else batch_size(file.args, file.kwargs, file.targets)
-    if rows is not None:
-        check_batch(asked, rows)
-    if options.no_emit:
-        return _Request(file, given, asked, None, PeoplesFiles())
-    devices = asked.size if given is None else given.mesh.size
-    folder = Path(options.out or f"{file.path.stem}-{devices}dev")
-    return _Request(file, given, asked, folder, check_target(folder, options.force))
+def add_parser(commands: Commands) -> None:
+    """Add the parser of the command: the model file, and options in groups."""
+    parser = commands.add_parser(
+        "compile",
+        help="compile a model file to a parallel program",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    _add_devices(parser)
+    _add_pins(parser)
+    _add_workload(parser)
+    _add_output(parser)
 
 
-# ---- options ---------------------------------------------------------------------------------------------------
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    """What is wrong with the options themselves, found before anything takes time."""
-    if options.no_emit:
-        for flag in ("out", "weights", "run"):
-            if getattr(options, flag):
-                raise GraphparError(
-                    f"--no-emit writes no program, so --{flag} has nothing to do; leave one of them out."
-                )
-    if options.steps is not None and not options.run:
-        raise GraphparError("--steps is the number of steps of --run; give --run too.")
-    if options.skip is not None:
-        check_skipped(PASSES, _names(options.skip))
-    if options.html is not None:
-        check_writable(options.html)
-
-
-def _check_beside_plan(options: argparse.Namespace) -> None:
-    for name in _PLAN_DECIDES:
-        if getattr(options, name) is not None:
-            flag = "--" + name.replace("_", "-")
-            raise GraphparError(f"{flag} is decided by the plan {options.plan}; leave {flag} or --plan out.")
-
-
-def _split_points(text: str) -> list[str | dict[str, str]]:
-    """``a.1,a.3:end`` as :func:`graphpar.plan` takes it."""
-    if not text.strip(", "):
-        raise GraphparError(
-            f"--split {text!r} names no module; write paths such as layers.4,layers.8, or leave it out."
-        )
-    points: list[str | dict[str, str]] = []
-    for entry in filter(None, (piece.strip() for piece in text.split(","))):
-        path, colon, where = entry.partition(":")
-        points.append({path: where} if colon else path)
-    return points
-
-
-# ---- the steps -------------------------------------------------------------------------------------------------
-
-
-def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None) -> Program:
-    def dump(row: Step, program: Program) -> None:
-        nodes = len(program.graph.nodes)
-        _dump(options, row.name, f"{row.provides} ({nodes} nodes)", program)
-
-    return api.export(
-        file.model,
-        file.args,
-        file.kwargs,
-        loss_fn=file.loss_fn,
-        targets=file.targets,
-        batch_dims=file.batch_dims,
-        mode=options.mode or (given.mode if given else None),
-        dtype=options.dtype or (given.dtype if given else None),
-        passes=file.passes,
-        skip=_names(options.skip or ""),
-        after_pass=dump if options.dump_after else None,
+def _add_devices(parser: Parser) -> None:
+    group = parser.add_argument_group("devices")
+    group.add_argument("--devices", type=count, metavar="N", help="how many devices (default: 1)")
+    group.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="which devices: 8xH100-SXM-80GB, 2x8xA100 (nodes first), or a file (TOML, or a profile of calibrate)",
     )
 
 
-def _dump(options: argparse.Namespace, step: str, what: str, value: object) -> None:
-    """Print what a step gave, if that is asked for."""
-    if options.dump_after in (step, "all"):
-        print(f"# after {step}: {what}\n{value}\n", file=sys.stderr)
+def _add_pins(parser: Parser) -> None:
+    group = parser.add_argument_group("pins (what is left out is chosen)")
+    group.add_argument("--mesh", metavar="pp=2,tp=2", help="degrees of mesh axes; alone, they give the device count")
+    group.add_argument("--schedule", metavar="NAME", help="1F1B, GPipe, Interleaved1F1B, ZBVZeroBubble, ...")
+    group.add_argument(
+        "--schedule-table", metavar="FILE.csv", help="a schedule of your own, a row a rank: 0F0,0F1,0B0,0B1"
+    )
+    group.add_argument("--microbatch-size", type=count, metavar="M", help="rows of a microbatch")
+    group.add_argument(
+        "--split",
+        metavar="PATH[,PATH...]",
+        help="modules that begin a stage (PATH:end: that end one; 'layers.*': evenly)",
+    )
+    group.add_argument("--layers-per-stage", type=count, metavar="N", help="split into stages of this many layers")
+    group.add_argument(
+        "--edge-layers", metavar="IN,OUT", help="what the parts around the layers count as (default 1,1)"
+    )
+    group.add_argument(
+        "--shard-plan",
+        metavar="FILE",
+        help="how weights and activations are sharded: patterns in a .json, .toml or .py file",
+    )
+    group.add_argument("--plan", metavar="PLAN.json", help="take every decision from this plan")
+    group.add_argument(
+        "--allow-batch-coupling", action="store_true", help="accept operators that mix examples, such as BatchNorm"
+    )
 
 
-def _check_dumped(step: str | None, passes: PassList) -> None:
-    names = ["capture", *passes.names(), *_DUMPED]
-    if step not in (None, "all", *names):
-        raise GraphparError(
-            f"--dump-after prints no {step!r}; it takes {', '.join(names)} or all.{near_match(str(step), [*names, 'all'])}"
-        )
+def _add_workload(parser: Parser) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument("--batch", type=count, metavar="B", help="global batch (default: that of the example inputs)")
+    group.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype in which the model is built")
+    group.add_argument("--skip", metavar="PASS,...", help="leave optional passes out: see graphpar passes")
+    group.add_argument("--mode", choices=("train", "infer"), help="default: train if there is a loss")
 
 
-def _names(text: str) -> list[str]:
-    return [name for piece in text.split(",") if (name := piece.strip())]
-
-
-def _edge_layers(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, comma, last = text.partition(",")
-    try:
-        return int(first), int(last if comma else first)
-    except ValueError:
-        raise GraphparError(f"--edge-layers wants two whole numbers such as 1,2; got {text!r}.") from None
-
-
-def _wanted(options: argparse.Namespace) -> dict[str, Any]:
-    """What the options ask of a plan, as :func:`graphpar.plan` takes it."""
-    cluster = None if options.cluster is None else Cluster.parse(options.cluster)
-    if cluster is not None and options.devices not in (None, cluster.size):
-        raise GraphparError(
-            f"--devices is {options.devices}, but the cluster {cluster} has {cluster.size}; leave one of them out."
-        )
-    return {
-        "cluster": cluster,
-        "devices": options.devices,
-        "global_batch": options.batch,
-        "mesh": options.mesh,
-        "schedule": options.schedule,
-        "microbatch_size": options.microbatch_size,
-        "split": None if options.split is None else _split_points(options.split),
-        "layers_per_stage": options.layers_per_stage,
-        "edge_layers": _edge_layers(options.edge_layers),
-        "table": None if options.schedule_table is None else str(load_table(options.schedule_table)),
-        "shard_plan": None if options.shard_plan is None else load_shard_plan(options.shard_plan),
-        "allow_batch_coupling": options.allow_batch_coupling,
-        "dtype": options.dtype,
-        "top": options.top,
-    }
-
-
-def _own_pins(file: ModelFile, wanted: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """What the model file pins and the options don't; its split points count where there may be stages."""
-    if options.plan is not None:
-        return {}
-    own: dict[str, Any] = {}
-    if wanted["shard_plan"] is None:
-        own["shard_plan"] = file.shard_plan
-    given = ("split", "layers_per_stage", "edge_layers")
-    if all(wanted[name] is None for name in given) and _may_be_pipelined(ask(**wanted)):
-        own["split"] = file.split_points
-    return own
-
-
-def _may_be_pipelined(asked: Asked) -> bool:
-    """Whether the devices may have several stages: the mesh says so, or leaves it to the search."""
-    pp = asked.mesh.get("pp")
-    return pp > 1 if pp is not None else asked.size > math.prod(asked.mesh.values())
-
-
-def _on_one_device(program: Program, plan: Plan) -> Alone | None:
-    """None where it can't be priced, which the report says of the plan itself."""
-    try:
-        return on_one_device(program, plan, plan.cluster or Cluster.of_this_machine(plan.mesh.size))
-    except GraphparError:
-        return None
-
-
-def _compiled(file: ModelFile, program: Program, plan: Plan, folder: Path | None) -> _Compiled:
-    """The stages, and unless ``folder`` is None the package that is to go there, in memory."""
-    if folder is None:
-        with progress("splitting"):
-            sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
-            stages = split(sized, positions_of(sized, plan.cuts))
-            return _Compiled(sized, plan, stages, report_data(sized, plan, stages), None)
-    reference = file.reference or os.path.relpath(file.path.resolve(), folder.resolve())
-    with progress("printing the stages"):
-        parts = api.partition(program, plan, model_file=reference)
-    return _Compiled(parts.program, plan, parts.stages, parts.report, parts)
-
-
-def _explanation(
-    compiled: _Compiled, program: Program, pattern: str, shard_plan: Mapping[str, Any] | None
-) -> list[str]:
-    plan = compiled.plan
-    explainer = None
-    if plan.sharding.degrees:
-        explainer = ShardingExplainer(program.at_batch(plan.microbatch_size), plan, shard_plan)
-    return explain(compiled.program, plan, compiled.stages, pattern, explainer.lines if explainer else None)
-
-
-def _save(compiled: _Compiled, file: ModelFile, folder: Path, options: argparse.Namespace) -> str:
-    """Write the program, with weights where they are asked for or small; returns what became of them, in words."""
-    assert compiled.parts is not None
-    wanted = options.weights if options.weights is not None else options.run or None
-    size = _state_bytes(compiled.program)
-    state, said = None, "none; train.py takes a file of them with --weights"
-    if wanted is None and size > SMALL_BYTES:
-        said += f". The initial ones, {bytes_text(size)}, are more than compile writes unasked; --weights writes them"
-    elif wanted is not False:
-        try:
-            with progress("building the initial weights"):
-                state = initial_weights(file, DTYPES[compiled.plan.dtype])
-            said = f"initial values, {bytes_text(size)}, in {folder / 'weights'}"
-        except GraphparError as error:
-            if wanted:
-                raise
-            said += f". The initial ones can't be built: {error}"
-    with progress(f"writing {folder}"):
-        compiled.parts.save(folder, state, options.force)
-    return said
-
-
-def _state_bytes(program: Program) -> int:
-    """Of the model's ``state_dict``, a tied parameter once."""
-    again = {name for names in program.ties for name in names[1:]}
-    held = [
-        info
-        for name, info in (*program.parameters.items(), *program.buffers.items())
-        if name not in again and info.persistent
-    ]
-    return sum(math.prod(info.whole or info.shape) * info.dtype.itemsize for info in held)
+def _add_output(parser: Parser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("-o", "--out", metavar="DIR", help="where to write the program (default: ./MODELNAME-Ndev)")
+    group.add_argument("--force", action="store_true", help="write where files were changed or added, and keep these")
+    group.add_argument("--no-emit", action="store_true", help="plan and report, write no program")
+    group.add_argument(
+        "--weights",
+        action=argparse.BooleanOptionalAction,
+        help="write the initial weights too (default: where they take at most 1 GiB)",
+    )
+    add_json(group)
+    group.add_argument("--html", metavar="FILE", help="write the report as a page too")
+    group.add_argument(
+        "--top", type=count_or_none, default=4, metavar="K", help="plans not taken to show, and why (default: 4)"
+    )
+    group.add_argument("--explain", metavar="PATTERN", help="say where matching modules and values are, and why")
+    group.add_argument("--dump-after", metavar="STEP|all", help="print the program after a step, on standard error")
+    group.add_argument("--run", action="store_true", help="then run it here, on local processes")
+    group.add_argument("--steps", type=count, metavar="K", help="optimizer steps of --run (default: 10)")

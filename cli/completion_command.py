@@ -12,12 +12,16 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from graphpar.cli.arguments import Commands, Parser
 from graphpar.cli.output import Result
-from graphpar.cli.parsers import Parser, build_parser
-from graphpar.schedules.registry import SCHEDULES
 
-_WORDS = {"schedule": tuple(SCHEDULES)}
-"""What values of options may be that are no choices to argparse, since they are taken in other spellings too."""
+SHELLS = ("bash", "zsh", "fish")
+
+_EXAMPLES = """to use it, add to the shell's own configuration:
+  bash   source <(graphpar completion bash)
+  zsh    source <(graphpar completion zsh)
+  fish   graphpar completion fish | source
+"""
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,26 @@ class _Command:
         return [argument for argument in self.arguments if not argument.names]
 
 
+def add_parser(commands: Commands) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser(
+        "completion",
+        help="print the script that completes commands and options in a shell",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
+    parser.set_defaults(json=False)
+
+
 def run(options: argparse.Namespace) -> Result:
-    text = script(options.shell)
+    """Print the script for the shell."""
+    text = script(options.parser, options.shell)
     return Result({"shell": options.shell, "script": text}, lambda console: console.out(text, end="", highlight=False))
 
 
-def script(shell: str) -> str:
-    """The text for ``bash``, ``zsh`` or ``fish``."""
-    parser = build_parser()
+def script(parser: Parser, shell: str) -> str:
+    """The text for ``bash``, ``zsh`` or ``fish`` that completes what ``parser`` takes."""
     root = [argument for argument in map(_argument, parser._actions) if argument.flag]
     return "\n".join(_SHELLS[shell](list(_commands(parser)), root)) + "\n"
 
@@ -67,8 +83,11 @@ def _commands(parser: Parser) -> Iterator[_Command]:
 
 
 def _argument(action: argparse.Action) -> _Argument:
+    from graphpar.schedules.registry import SCHEDULES
+
     metavar = action.metavar if isinstance(action.metavar, str) else action.dest
-    words = tuple(map(str, action.choices or _WORDS.get(action.dest, ())))
+    # schedules are no choices to argparse, since they are taken in other spellings too
+    words = tuple(map(str, action.choices or (SCHEDULES if action.dest == "schedule" else ())))
     return _Argument(
         names=tuple(action.option_strings),
         metavar=metavar,

@@ -4,14 +4,14 @@
 
 Exit codes: 0 done, 1 a check or a process that was started failed, 2 the user must change something (message, no traceback),
 3 our bug (traceback).
-Nothing here imports torch, so that ``graphpar --help`` answers at once; each command is a module of its own.
+Nothing here imports torch, so that ``graphpar --help`` answers at once; each command is a module with its parser, and imports
+what its work needs when it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import math
 import os
@@ -22,8 +22,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from graphpar.cli.commands import COMMANDS, build_parser
 from graphpar.cli.output import CHECK_FAILED, OUR_BUG, USER_ERROR, Result, stdout_console, stdout_to_stderr
-from graphpar.cli.parsers import build_parser
 from graphpar.errors import GraphparError
 
 
@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     try:
         with stdout_to_stderr() if options.json else contextlib.nullcontext(), _rare_collections(), _ended_by_signals():
-            command = importlib.import_module(f"graphpar.cli.{options.command}_command")
-            result: Result = command.run(options)
+            result: Result = COMMANDS[options.command].run(options)
         if options.json:
             print(json.dumps(_finite(result.data), allow_nan=False))
         else:

@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from graphpar.cli.arguments import Commands, add_json
 from graphpar.cli.output import Result
-from graphpar.passes.table import STEPS, Pass
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
+def add_parser(commands: Commands) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser("passes", help="the pass table: name, what it needs, what it ensures")
+    add_json(parser)
+
+
 def run(options: argparse.Namespace) -> Result:
+    """List every step from the model file to the report."""
+    from graphpar.passes.table import STEPS, Pass
+
     rows = [
         {
             "name": row.name,

@@ -7,16 +7,28 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphpar.cli.arguments import Commands, add_json
 from graphpar.cli.output import Result, write_text
-from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.errors import GraphparError
-from graphpar.report.report import html, plan_text, render, trace, with_alone
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
+def add_parser(commands: Commands) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser("report", help="print the report of an emitted program or a plan")
+    parser.add_argument("out", metavar="OUT|PLAN.json", help="the emitted folder, or a plan.json")
+    parser.add_argument("--html", metavar="FILE", help="write the report as a page instead")
+    parser.add_argument("--trace", metavar="FILE", help="write the schedule's timeline as a Chrome trace instead")
+    add_json(parser, "print its data as one JSON object")
+
+
 def run(options: argparse.Namespace) -> Result:
+    """Print the report, or write it as a page (``--html``) or as a timeline (``--trace``)."""
+    from graphpar.cli.plan_file import read_record
+    from graphpar.report.report import html, render, trace, with_alone
+
     path, record = read_record(options.out)
     data = record.get("report")
     if data is None:
@@ -41,6 +53,9 @@ def run(options: argparse.Namespace) -> Result:
 
 def _plan_only(path: Path, record: dict[str, Any], file: str | None) -> Result:
     """A plan that was saved without its program."""
+    from graphpar.cli.plan_file import read_plan
+    from graphpar.report.report import plan_text
+
     plan = read_plan(path, record)
     if file is not None:
         raise GraphparError(f"{path} is a plan without a program; {file} needs the plan.json of an emitted folder.")

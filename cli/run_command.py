@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphpar.cli.arguments import Commands, add_json, add_program, count, seconds
 from graphpar.cli.output import Result, program_folder, progress
 from graphpar.errors import GraphparError
 from graphpar.text import bytes_text, plural, seconds_text
@@ -28,7 +29,17 @@ STEP = "step "
 """How the lines of ``train.py`` begin that tell of a step."""
 
 
+def add_parser(commands: Commands) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser("run", help="run an emitted program on this machine (torchrun)")
+    add_program(parser)
+    parser.add_argument("--steps", type=count, default=10, help="optimizer steps (default: 10)")
+    parser.add_argument("--timeout", type=seconds, default=3600, help="seconds until it is ended (default: 3600)")
+    add_json(parser)
+
+
 def run(options: argparse.Namespace) -> Result:
+    """Run the program's ``train.py`` on local processes."""
     data = launch(program_folder(options.out), options.steps, options.timeout)
     return Result(data, lambda console: show(data, console))
 

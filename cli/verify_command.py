@@ -7,6 +7,7 @@ import math
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from graphpar.cli.arguments import Commands, add_json, add_program, count
 from graphpar.cli.output import CHECK_FAILED, DONE, Result, program_folder, progress
 from graphpar.text import plural
 
@@ -20,7 +21,17 @@ WIDTH = 100
 """How long lines of prose are."""
 
 
+def add_parser(commands: Commands) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser("verify", help="compare an emitted program with the unpartitioned model")
+    add_program(parser)
+    parser.add_argument("--steps", type=count, default=4, help="optimizer steps, each on data of its own (default: 4)")
+    parser.add_argument("--fp64", action="store_true", help="decide in float64 even where rounding leaves no doubt")
+    add_json(parser)
+
+
 def run(options: argparse.Namespace) -> Result:
+    """Train the program and the model side by side and compare; the exit code is 1 where they differ."""
     from graphpar.verification import verify_parts
 
     folder = program_folder(options.out)

@@ -20,8 +20,8 @@ members only: in a mesh the other groups of the axis send at the same time. All-
 own share. What the network between nodes lacks (oversubscription, other jobs) is for the cluster's figures to say.
 
 Against 75 points of all-reduces and all-gathers of 1 MiB and more on 8 H200, 8 and 16 and 32 B200, 16 H100, 16 H200 and 16 A100, which
-``tests/test_collective_costs.py`` has with their sources, the model is off by 6 % in the middle, by 19 % at nine in ten and by 45 % at
-worst (an all-gather of 1 MiB).
+``tests/cost_models/test_collective_costs.py`` has with their sources, the model is off by 6 % in the middle, by 19 % at nine in
+ten and by 45 % at worst (an all-gather of 1 MiB).
 """
 
 from __future__ import annotations

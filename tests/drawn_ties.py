@@ -1,4 +1,4 @@
-"""Random programs whose parameters are used in more than one place, or not trained: what ``tests/test_ties.py`` verifies.
+"""Random programs whose parameters are used in more than one place, or not trained: what ``tests/end_to_end/test_ties.py`` verifies.
 
 A few layers of attention and two products between an embedding and a head, in float64. Drawn are: parameters tied inside of an
 instance (of the first, the last, some or all), between instances, and of a block with the root; whole modules that are shared; weights

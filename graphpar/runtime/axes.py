@@ -1,13 +1,13 @@
-"""The axes of the device mesh: a record each. What else is done on an axis follows from what it divides.
+"""The axes of the device mesh, one record for each. How an axis is treated follows from what it divides.
 
     pp             layers      stages, one after the other; tensors have no type on it
-    dp_replicate   rows        every rank has all weights and other rows of the batch; gradients are summed
-    dp_shard       rows        the same, and each rank keeps a piece of the weights
-    cp             sequence    operators are cut along the sequence; weights stay whole
-    ep             experts     weights of experts are cut, an expert at a time
-    tp             weights     weights are cut, and the operators that take them
+    dp_replicate   rows        every rank has all weights and its own rows of the batch; gradients are all-reduced
+    dp_shard       rows        the same, and each rank stores a shard of the weights
+    cp             sequence    operators are sharded along the sequence; weights stay whole
+    ep             experts     weights of experts are sharded, whole experts on each rank
+    tp             weights     weights are sharded, and the operators that take them
 
-A new axis is a record here, its degree in :class:`graphpar.ir.mesh.Mesh`, and what only it does.
+A new axis is a record here, its degree in :class:`graphpar.ir.mesh.Mesh`, and the code that only this axis needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enum import Enum
 
 
 class Divides(Enum):
-    """What the ranks of an axis have different pieces of."""
+    """What an axis divides over its ranks."""
 
     LAYERS = "layers"
     ROWS = "rows"
@@ -31,8 +31,8 @@ class Axis:
     """An axis of the mesh.
 
     Attributes:
-        ranks: what its ranks do, beside each other; for the emitted script and its readers.
-        usual_names: what others call it.
+        ranks: what its ranks do in relation to each other, as words for the emitted script.
+        usual_names: its names in other libraries.
         searched: whether a planner chooses its degree where the user does not.
     """
 
@@ -44,7 +44,7 @@ class Axis:
 
     @property
     def typed(self) -> bool:
-        """Whether tensors have a type on it."""
+        """Whether tensors have a type (R, I, S, P) on it."""
         return self.divides is not Divides.LAYERS
 
     @property
@@ -54,7 +54,7 @@ class Axis:
 
     @property
     def replicas(self) -> bool:
-        """Whether every rank runs all of a stage, on other rows of the batch. Gradients are then partial, unless a plan says otherwise."""
+        """Whether every rank runs all of a stage, on its own rows; gradients are then partial unless a plan says otherwise."""
         return self.divides is Divides.ROWS
 
 
@@ -64,13 +64,13 @@ _RECORDS = (
         "dp_replicate", Divides.ROWS, "hold the same weights and take other rows of the batch", ("dp", "ddp", "data"),
         searched=True,
     ),
-    Axis("dp_shard", Divides.ROWS, "hold pieces of the weights and take other rows of the batch", ("fsdp", "zero")),
+    Axis("dp_shard", Divides.ROWS, "hold shards of the weights and take other rows of the batch", ("fsdp", "zero")),
     Axis("cp", Divides.SEQUENCE, "hold the same weights and take other parts of the sequence", ("context",)),
     Axis("ep", Divides.EXPERTS, "hold other experts of the same layers", ("expert",)),
-    Axis("tp", Divides.WEIGHTS, "hold pieces of the same layers", ("mp", "sp", "tensor"), searched=True),
+    Axis("tp", Divides.WEIGHTS, "hold shards of the same layers", ("mp", "sp", "tensor"), searched=True),
 )  # fmt: skip
 AXIS = {axis.name: axis for axis in _RECORDS}
 """The axes by name, outermost first: neighbouring ranks share a tp group."""
 AXES = tuple(AXIS)
 REPLICAS = tuple(name for name, axis in AXIS.items() if axis.replicas)
-"""The axes on which every rank runs the same on other rows."""
+"""The axes whose ranks run the same code on different rows."""

@@ -1,8 +1,7 @@
 """Checks of a batch before any of it is computed or sent.
 
-Every rank is given the whole global batch, and takes the rows of its replica from it. A rank that is given another one
-would wait forever for its neighbours, or train on another rank's labels, so the first step also compares what the ranks
-were given.
+Every rank is given the whole global batch, and takes the rows of its replica from it. A rank with another batch would
+wait forever for its neighbours, or train with another rank's labels, so the first step also compares the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from graphpar.runtime.manifest import InputInterface, Manifest
 
 
 def check_batch(program: Manifest, batch: Mapping[str, Tensor]) -> None:
-    """Names, shapes and dtypes against the plan.
+    """Compare names, shapes and dtypes with the plan.
 
     Raises:
         RuntimeProgramError: they differ.
@@ -55,7 +54,7 @@ def _check_value(program: Manifest, spec: InputInterface, value: Tensor) -> None
 
 
 def own_rows(program: Manifest, name: str, value: Tensor, replica: int) -> Tensor:
-    """The rows of an input that replica ``replica`` (a coordinate on dp_replicate) computes."""
+    """Select the rows of an input that replica ``replica`` (a coordinate on dp_replicate) computes."""
     dim = program.input(name).batch_dim
     if dim is None or program.replicas == 1:
         return value

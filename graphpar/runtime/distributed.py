@@ -4,7 +4,7 @@
         ...                                 # an exception here ends every rank; the first one is reported
 
 A rank that fails writes its message where torchrun looks for it and exits at once; torchrun then ends the
-others. A rank that only notices that its peer has gone waits to be ended, so that its "connection closed
+others. A rank that only lost the connection to a failed peer waits to be ended, so that its "connection closed
 by peer" neither hides the cause nor fills the terminal.
 """
 
@@ -43,8 +43,8 @@ GRACE_S = 20.0
 """How long a rank that lost its peer waits to be ended by torchrun before it reports that itself."""
 
 SETTLING_S = 0.1
-"""How long gloo's threads get to let go of the last results. These hold tensors, so that takes the interpreter; if that ends meanwhile, the
-process aborts after all of its work."""
+"""How long gloo's threads get to release their last results. These hold tensors, so releasing them needs the interpreter; if it exits
+meanwhile, the process aborts although all of its work is done."""
 
 SHOWN = 4
 """How many ranks' own messages an error shows before it counts the rest."""
@@ -53,12 +53,12 @@ USER_ERROR = 2
 """The exit status when the user must change something."""
 
 LAUNCHED = "GRAPHPAR_LAUNCHED"
-"""Set in the environment by a launcher that reads the ranks' error files, and so says itself what went wrong."""
+"""Set in the environment by a launcher that reads the ranks' error files and reports the error itself."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others."""
+    """This process's rank, the number of ranks, its device, and the backend of its process group."""
 
     rank: int
     world_size: int
@@ -146,7 +146,7 @@ def _short_traceback(cause: BaseException) -> tuple[str, str]:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether ``error`` says no more than that another rank has gone."""
+    """Tell whether ``error`` says no more than that the connection to another rank was lost."""
     cause = root_cause(error)
     if isinstance(cause, dist.DistNetworkError):
         return True
@@ -155,7 +155,7 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """``value`` of every rank (of ``group``), in the order of the ranks, on every one of them."""
+    """Gather ``value`` of every rank (of ``group``) on all of them, in the order of the ranks. Pickles it."""
     size = dist.get_world_size(group)
     if size == 1:
         return [value]
@@ -165,7 +165,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def gather_tensors(value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """``value``, of one shape and dtype on every rank of ``group``, in the order of its ranks; any dtype."""
+    """Gather a tensor of one shape and dtype from every rank of ``group`` on all of them, in the order of the ranks; any dtype."""
     # As bytes: gloo does not know every dtype.
     flat = value.contiguous().reshape(-1).view(torch.uint8)
     gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
@@ -174,14 +174,14 @@ def gather_tensors(value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def group_timeout(device: torch.device) -> timedelta | None:
-    """The timeout of the default group; a new group would wait half an hour."""
+    """Return the default group's timeout, for new groups: torch's default would be half an hour."""
     backend = dist.distributed_c10d._get_default_group()._get_backend(device)
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout
 
 
 def agree(error: Exception | None) -> None:
-    """Raise everywhere if any rank has an error, so that no rank waits for one that gave up.
+    """Raise on every rank if any rank has an error, so that no rank waits for one that gave up. A collective call.
 
     Raises:
         AgreedError: with the message of the rank, or of each rank if they differ.

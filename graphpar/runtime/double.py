@@ -1,11 +1,11 @@
-"""A program that was written for float32 (or less), run in float64: what then differs is no rounding.
+"""A program that was written for float32 (or less), run in float64: a difference that remains is not rounding.
 
     with in_double():                       torch.empty(4, dtype=torch.float32)   ──►  float64
         pipeline = Pipeline(folder)         hidden.to(torch.bfloat16)             ──►  float64
         pipeline.step(batch)                rows / 2 (of integers)                ──►  float64, the default dtype
 
-Every call of torch's that names a floating dtype, or is given a tensor of one, gets float64 in its place. So the text of the program
-is what runs, as it is, casts and all.
+Every call of torch that names a floating dtype, or takes a tensor of one, gets float64 instead. So the program's text runs unchanged,
+with its casts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 @contextmanager
 def in_double(shown: torch.dtype | None = None) -> Iterator[None]:
-    """Everything inside computes in float64.
+    """Compute everything inside in float64.
 
     Args:
         shown: what ``tensor.dtype`` says of a float64 tensor. A model that asks (for ``torch.finfo(x.dtype).eps``) then gets the

@@ -30,7 +30,7 @@ def forward_only(
         program: the plan.
         stages: this rank's stages, first to last.
         values: the inputs and counts that they name, for the rows of this replica.
-        groups: of the mesh; stages speak with those before and after them along pp.
+        groups: of the mesh; stages send to and receive from their neighbours along pp.
 
     Returns:
         The outputs by name, joined over microbatches and replicas, on the ranks of the last stage; else ``None``.

@@ -1,17 +1,17 @@
-"""Finishing gradients: whatever makes a parameter's gradient incomplete on a rank is summed once a step.
+"""Finishing gradients: partial gradients of parameters are all-reduced once a step.
 
 A gradient is partial over an axis on which its parameter is stored as R (data parallelism; the norm weights of
 sequence parallelism), and over the copies of a parameter that several stages hold (tied weights). One mechanism:
 
-    before a step        take(): put away what earlier steps accumulated
-    in the last backward sums over replicas are sent off, a flat bucket at a time, as soon as its gradients are whole
-    after a step         finish(): send off the other buckets, wait for all, add what was put away
+    before a step        take(): set aside what earlier steps accumulated
+    in the last backward all-reduces over replicas start, a flat bucket at a time, as soon as its gradients are complete
+    after a step         finish(): start those of the other buckets, wait for all, add what was set aside
 
-Then every holder has the single-device gradient (its shard of it), the same bits on all ranks of a sum.
+Then every rank that stores the parameter has the single-device gradient (its shard of it), with the same bits on all ranks of a group.
 
-Only groups that no forward or backward uses may start early, which are those over ``dp_replicate`` where no operator is placed on it. Buckets are sent off in one
-order on all ranks, and one that is not complete when the step ends (a zero-bubble schedule adds weights' gradients past
-autograd, a parameter was not used) is sent off then.
+Only groups that no forward or backward uses may start early, which are those over ``dp_replicate`` where no operator is placed on
+it. All-reduces of buckets start in one order on all ranks, and that of an incomplete bucket (a zero-bubble schedule adds weights'
+gradients outside autograd, or a parameter was not used) starts when the step ends.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.weights import names_by_tie
 
 BUCKET_BYTES = 25 * 2**20
-"""How much is summed in one collective; a larger parameter goes alone."""
+"""The largest bucket of one all-reduce; a larger parameter has one alone."""
 
 
 @dataclass(eq=False)
 class _Partial:
-    """A parameter whose gradient lies in parts: on other ranks, or in several copies on this one."""
+    """A parameter whose gradient must be summed: over ranks, over several copies on this rank, or both."""
 
     copies: list[nn.Parameter]
     before: list[Tensor | None] = field(default_factory=list)
 
     def take_part(self) -> Tensor | None:
-        """This rank's part, which the copies give up; ``None`` when no copy has a gradient."""
+        """Remove the gradients of this rank's copies and return their sum; ``None`` when no copy has one."""
         total: Tensor | None = None
         for copy in self.copies:
             if copy.grad is not None:
@@ -51,7 +51,7 @@ class _Partial:
         return total
 
     def give(self, total: Tensor | None) -> None:
-        """Set every copy's gradient to ``total`` (if there is one), added to what was put away."""
+        """Set every copy's gradient to ``total`` (if there is one), added to what was set aside."""
         for i, (copy, before) in enumerate(zip(self.copies, self.before)):
             if total is None or before is None:
                 copy.grad = before if total is None else total if i == 0 else total.clone()
@@ -62,7 +62,7 @@ class _Partial:
 
 @dataclass(eq=False)
 class _Sum:
-    """The parameters whose parts lie on the same ranks; ``group`` is ``None`` when that is this rank alone."""
+    """The parameters whose gradients are summed over the same ranks; ``group`` is ``None`` when that is this rank alone."""
 
     group: dist.ProcessGroup | None
     early: bool = False  # whether it may be summed while the backward still runs
@@ -71,7 +71,7 @@ class _Sum:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parts that are summed in one collective."""
+    """Gradients that are summed by one all-reduce."""
 
     group: dist.ProcessGroup
     partials: list[_Partial]
@@ -82,14 +82,14 @@ class _Bucket:
     work: dist.Work | None = None
 
     def send(self) -> None:
-        """Start the sum. Always through a copy: two gradients may share memory."""
+        """Start the all-reduce. Always of a copy: two gradients may share memory."""
         parts = [partial.take_part() for partial in self.partials]
         self.present = [part is not None for part in parts]
         self.flat = torch.cat([_or_zero(part, partial).reshape(-1) for part, partial in zip(parts, self.partials)])
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def received(self) -> list[Tensor]:
-        """The sums, in the shapes of the parameters."""
+        """Return the sums, in the shapes of the parameters."""
         assert self.flat is not None
         if self.work is not None:
             self.work.wait()
@@ -138,7 +138,7 @@ class Gradients:
                     parameter.register_post_accumulate_grad_hook(lambda p: call(p) if (call := arrived()) else None)
 
     def take(self) -> None:
-        """Put away the gradients that there are, so that a step's own parts can be told from them."""
+        """Set aside the gradients accumulated so far, so that only those of this step are summed."""
         self._alone, self._buckets, self._sent, self._to_come = [], [], 0, {}
         for total in self._sums:
             trained = [partial for partial in total.partials if any(copy.requires_grad for copy in partial.copies)]
@@ -177,7 +177,7 @@ class Gradients:
         self._sent += 1
 
     def finish(self) -> None:
-        """Sum the parts of this step, and add what was put away; a collective call.
+        """Sum the gradients of this step, and add what was set aside; a collective call.
 
         A parameter that got a gradient on some ranks only counts as zero on the others.
         """
@@ -193,7 +193,7 @@ class Gradients:
         for group, present in flags.items():
             anywhere[group] = torch.tensor(present, dtype=torch.int32, device=self.device)
             dist.all_reduce(anywhere[group], op=dist.ReduceOp.MAX, group=group)
-        # Read once, after everything has been sent off: reading waits for the device.
+        # Read once, after everything has been started: reading waits for the device.
         wanted = dict(zip(anywhere, [iter(tensor.tolist()) for tensor in anywhere.values()]))
         for bucket in self._buckets:
             for partial, gradient in zip(bucket.partials, bucket.received()):

@@ -1,4 +1,4 @@
-"""The process groups of a program's mesh: one for every axis, and those over which gradients are summed.
+"""The process groups of a program's mesh: one for each axis, and those over which gradients are summed.
 
     rank 5 of pp=2 x dp_replicate=2 x tp=2 is at pp=1, dp_replicate=0, tp=1
     groups["tp"]                               ranks 4, 5         they agree on every other axis
@@ -39,16 +39,16 @@ class Groups:
         return self.axes.get(axis)
 
     def rank_at(self, **changed: int) -> int:
-        """The rank whose coordinates are this rank's but for ``changed``."""
+        """Return the rank with this rank's coordinates except ``changed``."""
         return rank_at({**self.place, **changed}, self.degrees)
 
     def gather(self, axis: str, value: Any) -> list[Any]:
-        """``value`` of every rank of an axis, by coordinate; a collective call of that axis."""
+        """Gather ``value`` of every rank of an axis, by coordinate; a collective call of that axis."""
         group = self[axis]
         return [value] if group is None else gather_objects(value, group)
 
     def over(self, axes: Sequence[str], stages: tuple[int, ...] | None = None) -> dist.ProcessGroup | None:
-        """The group of all ranks that agree on every axis but ``axes``, none of them pp.
+        """Return the group of the ranks that differ from this one on ``axes`` alone, none of them pp.
 
         With ``stages``: of all ranks at these pp coordinates. All ranks ask in the same order, also those outside.
 

@@ -1,10 +1,10 @@
-"""Runs a command and leaves nothing of it behind, whatever becomes of the process that asked for it.
+"""Runs a command and leaves no process of it behind, however the process that asked for it ends.
 
     parent ──pipe──► keeper ──► torchrun ──► ranks          python keeper.py FOLDER ... -- COMMAND ...
 
     the command ends            what is left below it is killed, and the keeper exits as the command did
     SIGTERM                     the command is ended first
-    the pipe closes             the parent has gone, by whatever signal: the command is ended, and the folders are removed
+    the pipe closes             the parent has ended, by any signal: the command is ended, and the folders are removed
 
 A script that imports nothing of the package, so that it starts in milliseconds and needs little memory where memory is short.
 On Linux processes whose parents have died become the keeper's, so it finds them, and the command ends with the keeper.
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _watch(process: subprocess.Popen[bytes], stop: _Stop) -> bool:
-    """Wait until the command has ended or is to end; whether that is because the parent has gone."""
+    """Wait until the command has ended or is to end; return whether that is because the parent has ended."""
     while process.poll() is None and not stop.asked:
         ready, _, _ = select.select([0], [], [], PEEK_S)
         if ready and not os.read(0, 1):
@@ -79,7 +79,7 @@ def _watch(process: subprocess.Popen[bytes], stop: _Stop) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The command, gently, and then all that is still below this process, or was where nobody adopts orphans."""
+    """End the command by SIGTERM, then kill every process still below this one (or once below it, where orphans are not adopted)."""
     family = set() if sys.platform == "linux" else set(descendants(os.getpid()))
     if process.poll() is None:
         process.terminate()

@@ -4,7 +4,7 @@ torchrun("out/train.py", ["--steps", "3"], nproc=2, timeout_s=300) -> LaunchResu
 message of the rank that failed first
 
 this process ──pipe──► keeper ──► torchrun ──► ranks      keeper.py: whatever ends this process, nothing below it is left
-                                                 └ stderr of each rank in a file: what torchrun itself says stays apart
+                                                 └ stderr of each rank in a file: kept apart from what torchrun itself prints
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from graphpar.runtime.errors import LaunchError
 ENDING_S = keeper.STOP_S + 2 * keeper.KILLED_S
 """How long the keeper may take to end everything."""
 PEEK_S = 0.2
-"""How often the files of the ranks are looked at."""
+"""Seconds between two readings of the ranks' files."""
 TAIL_LINES = 40
 
 ROOT_CAUSE = re.compile(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)")
@@ -41,7 +41,7 @@ WHY: dict[int, str] = {
     "this machine, or plan for less memory with smaller microbatches, a smaller batch, or more devices.",
     signal.SIGBUS: "Most often /dev/shm is full, through which processes share memory: make it larger.",
 }
-"""What ends a process by a signal that is not its own fault, and what to do."""
+"""Signals that end a process through no fault of its own, and what to do."""
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 CRASH = "That is a crash in native code, such as an operator's, not an error of Python."
 

@@ -1,12 +1,12 @@
-"""How a tensor lies on a mesh axis: the four types, cutting a tensor, and putting its pieces together.
+"""How a tensor is placed on a mesh axis: the types R, I, P, S(dim) and E, sharding a tensor, and joining its shards.
 
     weight [n, k]   S(0) over 2 ranks            rank 0: rows [0, n/2)      rank 1: rows [n/2, n)
-    fused  [3m, k]  S(0:m) over 2 ranks          each rank: its half of every period of m rows (q, k and v)
+    fused  [3m, k]  S(0:m) over 2 ranks          each rank: its half of every m rows (q, k and v)
     fused  [n, k]   S(0:q+k+v) over 2 ranks      each rank: its half of the q rows, of the k rows, of the v rows
     table  [7, d]   S(0) over 2 ranks, uneven    4 rows each; the last rank's last row is padding
     rows   [t, d]   E(offs) over 2 ranks         each rank: the rows of its half of the experts, however many they are
 
-``plan.json`` holds these as text. The compiler uses the same functions, so there is one definition of a cut.
+``plan.json`` holds these as text. The compiler uses the same functions, so sharding has one definition.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ P = Whole("P")
 
 @dataclass(frozen=True)
 class Shard:
-    """``S(dim)``: the tensor's ``dim`` is cut over the axis. Its gradient is cut alike.
+    """``S(dim)``: the tensor's ``dim`` is divided over the axis. Its gradient is sharded alike.
 
-    ``parts``: the dim is a run of periods of ``sum(parts)`` elements, and each part of each period is cut by itself (fused
+    ``parts``: the dim consists of runs of ``sum(parts)`` elements, and each part of each run is sharded by itself (fused
     projections, a sequence dim that was flattened into the rows). Empty: the whole dim is one part. A whole dim that the degree
-    does not divide is cut into pieces of ``ceil(size / degree)``; the last ones are padded with zeros.
+    does not divide is sharded by ``ceil(size / degree)`` elements; the last shards are padded with zeros.
     """
 
     dim: int
@@ -62,7 +62,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ExpertRows(Shard):
-    """``E(offsets)``: dim 0 holds rows that are sorted by expert, and each rank has those of its own experts. Its gradient is cut alike.
+    """``E(offsets)``: dim 0 holds rows that are sorted by expert, each rank having those of its own experts; so is its gradient.
 
     ``offsets`` names the value [experts] that says where each expert's rows end, so only running tells how many a rank has.
     Only values in between have this type: no parameter, no input, nothing that leaves a block.
@@ -96,13 +96,13 @@ def parse_type(text: str) -> Type:
         return ExpertRows(offsets=rows[1])
     found = _SHARD.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r} is no type of a tensor on an axis; they are R, I, P and S(dim)")
+        raise ValueError(f"{text!r} is no type of a tensor on an axis; the types are R, I, P and S(dim)")
     parts = tuple(int(part) for part in found[2].split("+")) if found[2] else ()
     return Shard(int(found[1]), parts)
 
 
 def local_size(size: int, shard: Shard, degree: int) -> int:
-    """How many of ``size`` elements a rank holds, padding included; of ``ExpertRows`` as many as if experts had equal shares."""
+    """Return how many of ``size`` elements a rank holds, padding included; for ``ExpertRows``, as if experts had equally many."""
     if not shard.parts:
         return -(-size // degree)
     period = sum(shard.parts)
@@ -111,7 +111,7 @@ def local_size(size: int, shard: Shard, degree: int) -> int:
 
 
 def local_shape(shape: Sequence[int], spec: Mapping[str, Type], degrees: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a rank's piece of a tensor of ``shape``."""
+    """Return the shape of a rank's shard of a tensor of ``shape``."""
     sizes = list(shape)
     for axis in AXES:
         kind = spec.get(axis)
@@ -121,8 +121,8 @@ def local_shape(shape: Sequence[int], spec: Mapping[str, Type], degrees: Mapping
 
 
 def cut(tensor: Tensor, shard: Shard, degree: int, index: int) -> Tensor:
-    """Piece ``index`` of ``degree`` of a whole tensor; padded with zeros where the degree does not divide the dim."""
-    assert not isinstance(shard, ExpertRows), "what lies so is cut where it is run"
+    """Return shard ``index`` of ``degree`` of a whole tensor; padded with zeros where the degree does not divide the dim."""
+    assert not isinstance(shard, ExpertRows), "rows of experts are sharded by the program itself"
     size = tensor.shape[shard.dim]
     if not shard.parts:
         each = -(-size // degree)
@@ -141,7 +141,7 @@ def cut(tensor: Tensor, shard: Shard, degree: int, index: int) -> Tensor:
 
 
 def joined(pieces: Sequence[Tensor], shard: Shard, size: int) -> Tensor:
-    """The whole tensor of ``size`` along the cut dim, of all its pieces in order; padding is dropped."""
+    """Join all shards of a tensor, in order; ``size`` is that of the whole along the sharded dim, and padding is dropped."""
     degree = len(pieces)
     if not shard.parts:
         return torch.cat(list(pieces), shard.dim).narrow(shard.dim, 0, size)
@@ -151,8 +151,10 @@ def joined(pieces: Sequence[Tensor], shard: Shard, size: int) -> Tensor:
     return torch.cat(columns, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
 
 
-def cut_all(tensor: Tensor, spec: Mapping[str, Type], degrees: Mapping[str, int], place: Mapping[str, int]) -> Tensor:
-    """The piece of ``tensor`` at the mesh coordinates ``place``: outer axes cut first."""
+def local_shard(
+    tensor: Tensor, spec: Mapping[str, Type], degrees: Mapping[str, int], place: Mapping[str, int]
+) -> Tensor:
+    """Return the shard of ``tensor`` at the mesh coordinates ``place``: outer axes divide first."""
     for axis in AXES:
         kind = spec.get(axis)
         if isinstance(kind, Shard):
@@ -161,7 +163,7 @@ def cut_all(tensor: Tensor, spec: Mapping[str, Type], degrees: Mapping[str, int]
 
 
 def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """The place of a rank on each axis; the last axis varies fastest."""
+    """Return the coordinate of a rank on each axis; the last axis varies fastest."""
     place = {}
     for axis in reversed(AXES):
         place[axis] = rank % degrees.get(axis, 1)
@@ -170,15 +172,15 @@ def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
 
 
 def rank_at(place: Mapping[str, int], degrees: Mapping[str, int]) -> int:
-    """The rank at mesh coordinates; an axis that ``place`` leaves out counts as 0. The inverse of ``coordinates``."""
+    """Return the rank at mesh coordinates; an axis that ``place`` leaves out counts as 0. The inverse of ``coordinates``."""
     rank = 0
     for axis in AXES:
         rank = rank * degrees.get(axis, 1) + place.get(axis, 0)
     return rank
 
 
-def cut_places(spec: Mapping[str, Type], degrees: Mapping[str, int]) -> list[dict[str, int]]:
-    """The coordinates on the cut axes of every piece of a tensor, in order: the last axis varies fastest."""
+def shard_places(spec: Mapping[str, Type], degrees: Mapping[str, int]) -> list[dict[str, int]]:
+    """List the coordinates of every shard of a tensor on the axes that shard it, in order: the last axis varies fastest."""
     axes = [axis for axis in AXES if isinstance(spec.get(axis), Shard)]
     return [dict(zip(axes, at)) for at in itertools.product(*(range(degrees[axis]) for axis in axes))]
 
@@ -186,8 +188,8 @@ def cut_places(spec: Mapping[str, Type], degrees: Mapping[str, int]) -> list[dic
 def joined_all(
     pieces: Sequence[Tensor], shape: Sequence[int], spec: Mapping[str, Type], degrees: Mapping[str, int]
 ) -> Tensor:
-    """The whole tensor of ``shape`` of its pieces in the order of ``cut_places``: the inverse of ``cut_all``."""
-    before: list[tuple[Shard, int, int]] = []  # each cut, its degree, and the size of its dim before it
+    """Join the shards of a tensor of ``shape``, given in the order of ``shard_places``: the inverse of ``local_shard``."""
+    before: list[tuple[Shard, int, int]] = []  # each sharding, its degree, and the size of its dim before it
     sizes = list(shape)
     for axis in AXES:
         kind = spec.get(axis)

@@ -1,4 +1,4 @@
-"""``plan.json`` as the runtime reads it: which stages there are, what each one is fed and sends.
+"""``plan.json`` as the runtime reads it: the stages, and what each one receives and sends.
 
     plan.json --load_manifest--> Manifest(stages=(StageInterface, ...), inputs=(InputInterface, ...), ...)
 
@@ -27,7 +27,7 @@ ROLES = ("input", "target", "sample_keys")
 
 @dataclass(frozen=True)
 class TensorInterface:
-    """A tensor that crosses from a stage to the next; ``shape`` is that of one microbatch."""
+    """A tensor that is sent from a stage to the next; ``shape`` is that of one microbatch."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class Manifest:
     types: Mapping[str, Mapping[str, Type]]
     """The types that the plan lists, under every name of a tie; ``spec`` adds those that it leaves out."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Whole shapes of the tensors that some axis cuts, under every name of a tie."""
+    """Whole shapes of the tensors that some axis shards, under every name of a tie."""
     placed: tuple[str, ...] = ()
     """The axes on which operators are placed, so that stages communicate over them."""
     model_file: str | None = None
@@ -110,12 +110,12 @@ class Manifest:
 
     @property
     def pp(self) -> int:
-        """How many ranks the stages lie on."""
+        """How many pipeline ranks hold the stages."""
         return self.mesh.get("pp", 1)
 
     @property
     def replicas(self) -> int:
-        """How many times the pipeline is there, each with its own rows of the batch."""
+        """How many replicas of the pipeline there are, each with its own rows of the batch."""
         return self.mesh.get("dp_replicate", 1)
 
     @property
@@ -340,7 +340,7 @@ def _broken_types(plan: Manifest) -> list[str]:
         if P in listed.values():
             broken.append(f"{name!r} is stored as a pending sum (P)")
         if any(isinstance(kind, Shard) for kind in spec.values()) and name not in plan.shapes:
-            broken.append(f"{name!r} is cut, but interface.shapes does not have its whole shape")
+            broken.append(f"{name!r} is sharded, but interface.shapes does not have its whole shape")
     for group in plan.ties:
         specs = {str(plan.spec(name)) for name in group}
         if len(specs) > 1:

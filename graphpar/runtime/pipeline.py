@@ -1,4 +1,4 @@
-"""An emitted program on its ranks: build it, load it, run steps.
+"""Runs an emitted program on its ranks: builds it, loads weights, runs steps.
 
     pipeline = Pipeline("out", device)            # this rank's stages, process groups, torch's schedule
     pipeline.load_weights("model.safetensors")
@@ -163,7 +163,7 @@ class Pipeline:
         """Load parameters and persistent buffers from a safetensors file or a folder of shards.
 
         By default from the program's own ``weights/model.safetensors``. The file has whole tensors; each rank takes
-        its piece. A collective call: all ranks fail if one does. ``strict=False`` leaves out what no stage takes.
+        its shard. A collective call: all ranks fail if one does. ``strict=False`` ignores what no stage takes.
 
         Raises:
             RuntimeProgramError: the file is not there, names or shapes do not fit, or ranks that should hold the
@@ -189,16 +189,16 @@ class Pipeline:
         save_weights(self.state_dict(), path, self.program, self.groups)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers (its pieces of them), with the user's names."""
+        """Return this rank's parameters and persistent buffers (its shards of them), by the user's names."""
         return {name: value for stage in self.stages for name, value in stage.state_dict().items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters with the user's names; each copy of a shared parameter once."""
+        """Yield this rank's parameters with the user's names; each copy of a shared parameter once."""
         for stage in self.stages:
             yield from stage.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters."""
+        """Yield this rank's parameters, as an optimizer takes them."""
         return (parameter for _, parameter in self.named_parameters())
 
     # Training
@@ -206,7 +206,7 @@ class Pipeline:
     def step(
         self, batch: Mapping[str, Tensor], *, step: int | None = None, broadcast_loss: bool = False
     ) -> Tensor | None:
-        """Forward and backward over the whole global batch; gradients are added to ``.grad``.
+        """Run forward and backward over the whole global batch; gradients are added to ``.grad``.
 
         Args:
             batch: all inputs and targets by name, whole, the same on every rank.
@@ -278,7 +278,7 @@ class Pipeline:
         return torch.stack(losses).sum()
 
     def _run_schedule(self, values: Mapping[str, Tensor]) -> Tensor | None:
-        """torch's schedule. It wants a target that it can cut; the targets are keyword inputs here."""
+        """torch's schedule. It wants a target that it can split; the targets are keyword inputs here."""
         assert self._schedule is not None
         losses: list[Tensor] = []
         target = torch.zeros(self.program.microbatches, device=self.device)
@@ -293,7 +293,7 @@ class Pipeline:
         return shared
 
     def zero_grad(self) -> None:
-        """Drop this rank's gradients."""
+        """Set the gradients of this rank's parameters to ``None``."""
         for parameter in self.parameters():
             parameter.grad = None
 
@@ -321,9 +321,9 @@ class Pipeline:
     # Inference
 
     def infer(self, batch: Mapping[str, Tensor], *, step: int | None = None) -> dict[str, Tensor] | None:
-        """Forward only, without gradients: the outputs by name on the ranks of the last stage, else ``None``.
+        """Run the forward alone, without gradients, and return the outputs by name on the ranks of the last stage, else ``None``.
 
-        They are those of the whole global batch. Of a program that was emitted for training this is the loss.
+        They are those of the whole global batch. For a program that was emitted for training this is the loss.
         """
         values = self._prepare(batch, self.steps_done if step is None else step)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Keys for dropout that do not depend on how the batch is cut.
+"""Keys for dropout that do not depend on how the batch is split.
 
 A key is a function of (seed, step, index of the example in the global batch) alone, so a mask that is drawn
 from it is the same on one device and in any pipeline, with any number of microbatches. The mixing function
@@ -17,7 +17,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def sample_keys(seed: int, step: int, count: int, device: torch.device | str | None = None) -> Tensor:
-    """One key for each of the ``count`` examples of the global batch of this step: int64 ``[count]``."""
+    """Return one key for each of the ``count`` examples of the global batch of this step: int64 ``[count]``."""
     start = _mix(torch.tensor(_wrapped(seed), dtype=torch.int64))
     start = _mix(start ^ _wrapped(step * _GAMMA))
     index = torch.arange(count, dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""The check, once weights are loaded, that ranks which should hold the same tensors do.
+"""Checks, once weights are loaded, that ranks which must have equal tensors do.
 
-A node with another weight file would train on silently: its gradients are summed with everyone's, and the replicas
-never meet again.
+A node with another weight file would go on training silently: its gradients are summed with all others', while its weights stay
+different.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHUNK = 1 << 22
 
 
 def check_replicas(stages: Sequence[nn.Module], program: Manifest, groups: Groups) -> None:
-    """Compare checksums of parameters and buffers over every axis on which they are not cut; a collective call.
+    """Compare checksums of parameters and buffers over every axis that does not shard them; a collective call.
 
     Raises:
         RuntimeProgramError: on the ranks that see a difference, with the tensor, the axis and the ranks.

@@ -38,7 +38,7 @@ def share_of_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def build_schedule(program: Manifest, stages: list[PipelineStage]) -> Schedule:
-    """The schedule of the plan over this rank's stages.
+    """Build the plan's schedule over this rank's stages.
 
     Raises:
         RuntimeProgramError: torch knows no such schedule, refuses it for this plan, or places stages elsewhere.
@@ -87,7 +87,7 @@ def _check_placement(program: Manifest, schedule: Schedule) -> None:
 
 
 def _chunk_specs(program: Manifest, stages: list[PipelineStage]) -> dict[str, Any]:
-    """How torch cuts each keyword input into microbatches."""
+    """Say along which dim torch splits each keyword input into microbatches."""
     specs: dict[str, Any] = {}
     for name in keyword_names(program, [stage.stage_index for stage in stages]):
         dim = None if name in program.count_names else program.input(name).batch_dim
@@ -96,7 +96,7 @@ def _chunk_specs(program: Manifest, stages: list[PipelineStage]) -> dict[str, An
 
 
 def keyword_names(program: Manifest, stage_indices: list[int]) -> list[str]:
-    """The inputs and counts that any of these stages names, each once, in the order of the program."""
+    """List the inputs and counts that any of these stages names, each once, in the order of the program."""
     used = {name for i in stage_indices for name in program.stages[i].inputs + program.stages[i].counts}
     return [spec.name for spec in program.inputs if spec.name in used] + [
         name for name in program.count_names if name in used
@@ -104,7 +104,7 @@ def keyword_names(program: Manifest, stage_indices: list[int]) -> list[str]:
 
 
 def microbatch(program: Manifest, values: dict[str, Tensor], index: int) -> dict[str, Tensor]:
-    """The part of the inputs ``values`` (a replica's rows of them) that its microbatch ``index`` sees."""
+    """Select microbatch ``index`` of the inputs ``values``, which have a replica's rows."""
     parts: dict[str, Tensor] = {}
     for name, value in values.items():
         dim = program.input(name).batch_dim

@@ -50,7 +50,7 @@ def is_whole(stage: PipelineStage) -> bool:
 
 
 def _nothing_left() -> Callable[..., None]:
-    """torch's ``dw_builder``: with one, I is the whole backward and W is what this returns."""
+    """Serve as torch's ``dw_builder``: with one, I runs the whole backward and W runs what this returns, nothing."""
     return lambda: None
 
 

@@ -1,4 +1,4 @@
-"""The emitted stage modules: imported by path, built empty, wrapped for torch's pipeline.
+"""Emitted stage modules: imports them by path, builds them without values, wraps them for torch's pipeline.
 
 out/stage_1.py --emitted_package--> class Stage1 --build_stage--> module on the device, values still undefined
 StageAdapter(module): torch hands it every keyword input of the rank; it passes on those the stage names
@@ -49,14 +49,14 @@ def emitted_package(program: Manifest) -> str:
 
 
 def stage_module(package: str, stage: StageInterface) -> ModuleType:
-    """The Python module of a stage's file."""
+    """Import the Python module of a stage's file."""
     with _no_bytecode():
         return importlib.import_module(f"{package}.{stage.file.removesuffix('.py')}")
 
 
 @contextmanager
 def _no_bytecode() -> Iterator[None]:
-    """Leave no ``__pycache__`` in the emitted folder: a file that is emitted twice in a second would look unchanged."""
+    """Write no ``__pycache__`` into the emitted folder: a file that is emitted twice in a second would look unchanged."""
     before = sys.dont_write_bytecode
     sys.dont_write_bytecode = True
     try:
@@ -103,7 +103,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def global_counts_function(package: str, stage: StageInterface) -> Callable[..., tuple[Tensor, ...]]:
-    """The function that counts a microbatch's share of the loss denominators."""
+    """Return the emitted function that computes a microbatch's share of the loss denominators."""
     found = getattr(stage_module(package, stage), "global_counts", None)
     if found is None:
         raise RuntimeProgramError(f"{stage.file} has no function global_counts, but plan.json names counts")
@@ -153,16 +153,16 @@ class StageAdapter(nn.Module):
 
 
 def sendable(tensor: Tensor) -> Tensor:
-    """``tensor`` as a contiguous tensor of its own."""
+    """Return ``tensor`` as a contiguous tensor with memory of its own."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor._is_view() else tensor
 
 
 def example(spec: TensorInterface, device: torch.device) -> Tensor:
-    """A tensor that has what torch reads of a boundary: shape, strides, dtype, and whether it has a gradient."""
+    """Make an example of what is sent, for torch's ``PipelineStage``: shape, strides, dtype, and whether it has a gradient."""
     return torch.empty(spec.shape, dtype=spec.dtype, device=device).requires_grad_(spec.requires_grad)
 
 
 def keywords(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` under names that collide with no parameter of torch's ``schedule.step``."""
+    """Rename ``values`` so that no name collides with a parameter of torch's ``schedule.step``."""
     return {KEYWORD + name: value for name, value in values.items()}

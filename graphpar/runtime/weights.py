@@ -1,7 +1,7 @@
-"""Weights in safetensors files of whole tensors: each rank takes its piece, rank 0 writes the pieces joined.
+"""Weights in safetensors files of whole tensors: each rank reads its shards, rank 0 writes the joined shards.
 
-model.safetensors --by key, or by any name of its tie--> whole tensor --cut_all--> parameters, persistent buffers
-constants.safetensors --by full name--> whole tensor --cut_all--> non-persistent buffers
+model.safetensors --by key, or by any name of its tie--> whole tensor --local_shard--> parameters, persistent buffers
+constants.safetensors --by full name--> whole tensor --local_shard--> non-persistent buffers
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.layout import Shard, cut_all, cut_places, joined_all, local_shape, rank_at
+from graphpar.runtime.layout import Shard, joined_all, local_shape, local_shard, rank_at, shard_places
 from graphpar.runtime.manifest import Manifest
 
 LISTED = 8
@@ -108,7 +108,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def no_weights(program: Manifest) -> str:
-    """That a program has no weights of its own, and what to type."""
+    """Say that a program has no weights of its own, and which command writes them."""
     folder = _short(program.folder)
     message = f"there are no weights in {folder}: name a safetensors file of the model's state_dict with --weights FILE"
     if program.model_file is None:
@@ -119,23 +119,23 @@ def no_weights(program: Manifest) -> str:
 
 
 def _short(path: Path) -> str:
-    """A path as one would type it here."""
+    """Shorten a path to what one would type here."""
     return min(os.path.normpath(path), os.path.relpath(path), key=len)
 
 
 def names_by_tie(ties: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """For every tied name, all the names of its tie."""
+    """Map every tied name to all names of its tie."""
     return {name: tuple(group) for group in ties for name in group}
 
 
 def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that ``state_dict`` leaves out, by full name."""
+    """Return the buffers that ``state_dict`` leaves out, by full name."""
     persistent = module.state_dict(keep_vars=True).keys()
     return {name: b for name, b in module.named_buffers(remove_duplicate=False) if name not in persistent}
 
 
 def check_names(path: str | Path, names: Iterable[str], program: Manifest) -> None:
-    """That ``path`` has no tensors but those that some stage holds (``names``, of all stages), under any name of a tie.
+    """Check that ``path`` has no tensors but those that some stage holds (``names``, of all stages), under any name of a tie.
 
     Raises:
         RuntimeProgramError: it has others: they would be of another model, or under names that this one does not know.
@@ -153,7 +153,7 @@ def check_names(path: str | Path, names: Iterable[str], program: Manifest) -> No
 
 
 def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: Mapping[str, int]) -> None:
-    """Copy a stage's parameters and persistent buffers from ``path``, cut for the mesh coordinates ``place``.
+    """Copy a stage's parameters and persistent buffers from ``path``, sharded for the mesh coordinates ``place``.
 
     Raises:
         RuntimeProgramError: a name is missing (under every name of its tie) or a shape differs.
@@ -176,7 +176,7 @@ def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: 
 
 
 def load_constants(module: nn.Module, path: Path, program: Manifest, place: Mapping[str, int]) -> None:
-    """Copy a stage's non-persistent buffers from ``constants.safetensors``, cut for ``place``."""
+    """Copy a stage's non-persistent buffers from ``constants.safetensors``, sharded for ``place``."""
     wanted = non_persistent_buffers(module)
     if not wanted:
         return
@@ -188,13 +188,13 @@ def load_constants(module: nn.Module, path: Path, program: Manifest, place: Mapp
 
 
 def whole_shape(program: Manifest, name: str, local: Tensor) -> tuple[int, ...]:
-    """The shape that a stage's tensor has in the weight file."""
-    cut = any(isinstance(kind, Shard) for kind in program.spec(name).values())
-    return program.shapes[name] if cut else tuple(local.shape)
+    """Return the shape that a stage's tensor has in the weight file."""
+    sharded = any(isinstance(kind, Shard) for kind in program.spec(name).values())
+    return program.shapes[name] if sharded else tuple(local.shape)
 
 
 def check_local_shapes(module: nn.Module, program: Manifest) -> None:
-    """The stage's tensors against what the plan cuts.
+    """Compare the shapes of the stage's tensors with the plan's shards.
 
     Raises:
         RuntimeProgramError: the stage file and ``plan.json`` disagree.
@@ -205,7 +205,7 @@ def check_local_shapes(module: nn.Module, program: Manifest) -> None:
         expected = local_shape(whole, program.spec(name), program.mesh)
         if tuple(tensor.shape) != expected:
             raise RuntimeProgramError(
-                f"the stage holds {name} as {list(tensor.shape)}; plan.json cuts {list(whole)} into {list(expected)}"
+                f"the stage holds {name} as {list(tensor.shape)}; plan.json shards {list(whole)} into {list(expected)}"
             )
 
 
@@ -216,7 +216,7 @@ def _copy(
     program: Manifest,
     place: Mapping[str, int],
 ) -> None:
-    """Fill each target with its piece of the tensor ``keys[name]``; one tensor is in memory at a time."""
+    """Fill each target with its shard of the tensor ``keys[name]``; one whole tensor is in memory at a time."""
     shapes = {name: whole_shape(program, name, target) for name, target in targets.items()}
     wrong = [
         f"{name} (expected {shape}, found {file.shape(keys[name])})"
@@ -227,13 +227,13 @@ def _copy(
         raise RuntimeProgramError(f"{file.path} has values of other shapes: {_listed(wrong)}")
     with torch.no_grad():
         for name, target in targets.items():
-            target.copy_(cut_all(file[keys[name]], program.spec(name), program.mesh, place))
+            target.copy_(local_shard(file[keys[name]], program.spec(name), program.mesh, place))
 
 
 def save_weights(state: Mapping[str, Tensor], path: str | Path, program: Manifest, groups: Groups) -> None:
     """Write the whole tensors of every stage's ``state`` into one file, on rank 0; a collective call.
 
-    Rank 0 gets the pieces of one tensor after the other, of a replicated tensor from one rank only. A tied parameter
+    Rank 0 receives the shards of one tensor after the other; a replicated tensor comes from one rank only. A tied parameter
     is stored under every name of its tie, as ``nn.Module.state_dict`` does. The file appears at ``path`` only when it
     is complete.
     """
@@ -247,7 +247,7 @@ def save_weights(state: Mapping[str, Tensor], path: str | Path, program: Manifes
     for name, stage in owners.items():
         shape, dtype, whole = everyone[stage][name]
         spec = program.spec(name)
-        ranks = [rank_at({**at, "pp": stage}, groups.degrees) for at in cut_places(spec, groups.degrees)]
+        ranks = [rank_at({**at, "pp": stage}, groups.degrees) for at in shard_places(spec, groups.degrees)]
         if groups.rank == 0:
             pieces = [
                 (state[name].detach() if rank == 0 else _received(shape, dtype, rank, state)).cpu() for rank in ranks

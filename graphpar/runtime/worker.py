@@ -1,12 +1,12 @@
-"""Running emitted programs for verification: several jobs in one launch, since starting up is what takes long.
+"""Running emitted programs for verification: several jobs in one launch, since starting takes longer than running.
 
 parent: run_jobs([job_0, job_1], world_size=2, timeout_s=300)
 ranks:  python -m graphpar.runtime.worker TIMEOUT job_0 job_1      (under torchrun)
 
 job/job.json              in:  {"program", "steps", "optimizer": {"lr", "momentum"}, "seed", "weights", "batches": [file, ...]}
-                               "max_norm": if it is there, the last optimizer step takes the gradients of one batch more,
+                               "max_norm": if it is there, the last optimizer step uses the gradients of one batch more,
                                added up and clipped; "double": compute in float64
-job/rank_0/*.safetensors  out: grad/{step}/{name}, param/{name}, buffer/{name}, as the rank holds them (its pieces);
+job/rank_0/*.safetensors  out: grad/{step}/{name}, param/{name}, buffer/{name}, as the rank holds them (its shards);
                                grad/accumulated/{name}; of an inference program output/{step}/{name}.
                                A file a step, written when the step is done, so that no rank holds the tensors of two
 job/rank_0.json           out: {"losses", "accumulated_loss", "norm", "missing_gradients", "whole_backward_stages", "error", "fatal"}
@@ -41,7 +41,7 @@ GROUP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class JobResult:
-    """What became of a job: ``error`` is ``None`` when every rank finished it."""
+    """The outcome of a job: ``error`` is ``None`` when every rank finished it."""
 
     folder: Path
     world_size: int
@@ -109,7 +109,7 @@ def run_jobs(
 
 
 def _reports(folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """What each rank reported; empty for a rank that did not get so far."""
+    """Read what each rank reported; empty for a rank that ended before."""
     paths = [folder / f"rank_{rank}.json" for rank in range(world_size)]
     return [json.loads(path.read_text()) if path.is_file() else {} for path in paths]
 

@@ -1,9 +1,9 @@
-"""What the ranks of a verified program wrote, put together by mesh coordinates.
+"""Joins what the ranks of a verified program wrote, by mesh coordinates.
 
     rank_0: wq.weight [2, 8]   rank_1: wq.weight [2, 8]  ──►  wq.weight [4, 8]     S(0) over tp=2
     rank_2: wq.weight [2, 8]   rank_3: wq.weight [2, 8]  ──►  wq.weight [4, 8]     its replica over dp_replicate=2
 
-Every replica is a copy of its own, so that one that drifts away is seen.
+Every replica is kept as a copy of its own, so that one that differs is found.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from graphpar.runtime.layout import coordinates, cut_all, cut_places, joined_all, local_shape, rank_at
+from graphpar.runtime.layout import coordinates, joined_all, local_shape, local_shard, rank_at, shard_places
 from graphpar.runtime.manifest import Manifest
 
 
 class GatheredTensors:
-    """What the ranks wrote, put together: every whole copy of a tensor that the mesh holds."""
+    """What the ranks wrote, joined: every whole copy of a tensor that the mesh holds."""
 
     def __init__(
         self,
@@ -30,25 +30,25 @@ class GatheredTensors:
         self.ranks, self.degrees, self.program, self.problems = ranks, degrees, program, problems
 
     def holders(self, key: str) -> list[int]:
-        """The ranks that wrote ``key``."""
+        """Return the ranks that wrote ``key``."""
         return [rank for rank, tensors in enumerate(self.ranks) if key in tensors]
 
     def copies(self, kind: str, key: str, name: str, shape: Sequence[int]) -> list[tuple[int, Tensor]]:
-        """The copies of ``name`` that were written as ``key``, each with the rank of its first piece.
+        """Join the copies of ``name`` that were written as ``key``, each with the rank of its first shard.
 
-        What cannot be put together is a problem: a missing piece, another shape, padding that is not zero.
+        Noted as a problem: a missing shard, a wrong shape, padding that is not zero.
         """
         spec = self.program.spec(name) if self.program is not None else {}
-        places = cut_places(spec, self.degrees)
+        places = shard_places(spec, self.degrees)
         local = local_shape(shape, spec, self.degrees)
-        cut = dict.fromkeys((axis for place in places for axis in place), 0)
+        sharded = dict.fromkeys((axis for place in places for axis in place), 0)
         found = []
-        firsts = {rank_at(coordinates(rank, self.degrees) | cut, self.degrees) for rank in self.holders(key)}
+        firsts = {rank_at(coordinates(rank, self.degrees) | sharded, self.degrees) for rank in self.holders(key)}
         for first in sorted(firsts):
             ranks = [rank_at(coordinates(first, self.degrees) | place, self.degrees) for place in places]
             missing = [rank for rank in ranks if key not in self.ranks[rank]]
             if missing:
-                self.problems.append(f"{kind} {name}: rank {missing[0]} lacks its piece")
+                self.problems.append(f"{kind} {name}: rank {missing[0]} lacks its shard")
                 continue
             pieces = [self.ranks[rank][key] for rank in ranks]
             wrong = next((piece.shape for piece in pieces if tuple(piece.shape) != local), None)
@@ -57,12 +57,12 @@ class GatheredTensors:
                 continue
             whole = joined_all(pieces, shape, spec, self.degrees)
             found.append((first, whole))
-            for rank, piece in zip(ranks, pieces) if cut else ():
-                if not same(cut_all(whole, spec, self.degrees, coordinates(rank, self.degrees)), piece):
-                    self.problems.append(f"{kind} {name}: the padding of rank {rank}'s piece is not zero")
+            for rank, piece in zip(ranks, pieces) if sharded else ():
+                if not same(local_shard(whole, spec, self.degrees, coordinates(rank, self.degrees)), piece):
+                    self.problems.append(f"{kind} {name}: the padding of rank {rank}'s shard is not zero")
         return found
 
 
 def same(first: Tensor, second: Tensor) -> bool:
-    """Equal to the bit, but that NaN is NaN."""
+    """Tell whether two tensors are equal bit for bit, where NaN equals NaN."""
     return torch.equal(first, second) or bool(((first == second) | (first.isnan() & second.isnan())).all())

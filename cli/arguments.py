@@ -1,0 +1,111 @@
+"""What the parsers of all commands share: the parser class, types of values, and arguments that several commands take.
+
+What is wrong with an option by itself is said at once: numbers are checked here, and unknown names get a near match.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeAlias
+
+from graphpar.cli.output import USER_ERROR
+from graphpar.errors import near_match
+
+
+class Parser(argparse.ArgumentParser):
+    """Options are written out, an empty value is none, and what is wrong is said in one line with what is meant instead."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown))
+        for action in self._actions:
+            if getattr(found, action.dest, None) == "":
+                self.error(f"{_shown(action)} is empty; give it a value, or leave it out.")
+        return found, []
+
+    def _unknown(self, arguments: Sequence[str]) -> str:
+        name = next((argument.partition("=")[0] for argument in arguments if argument.startswith("-")), None)
+        if name is None:
+            return f"{self.prog} takes no further argument, but there is {arguments[0]!r}."
+        known = [option for action in self._actions for option in action.option_strings]
+        return f"{self.prog} has no option {name}.{near_match(name, known)}"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            what = (
+                f"There is no command {value!r}"
+                if isinstance(action, argparse._SubParsersAction)
+                else f"{_shown(action)} is {value!r}"
+            )
+            raise _Refused(f"{what}; it is one of {', '.join(known)}.{near_match(str(value), known)}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"error: {message.removeprefix('argument ')}\n({self.prog} --help says what there is.)\n")
+
+
+class _Refused(argparse.ArgumentError):
+    """A message that needs no ``argument --name:`` before it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(None, message)
+
+
+def _shown(action: argparse.Action) -> str:
+    return action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
+
+
+def count(text: str, least: int = 1) -> int:
+    """Read a whole number of at least ``least``: the type of an argument."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number.") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"it is {value}; it must be at least {least}.")
+    return value
+
+
+def count_or_none(text: str) -> int:
+    """Read a whole number from 0: the type of an argument."""
+    return count(text, 0)
+
+
+def seconds(text: str) -> float:
+    """Read a finite number of seconds from 0: the type of an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds.") from None
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"it is {text}; it must be a number of seconds, from 0.")
+    return value
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+"""Where a command adds its parser."""
+
+
+def add_model(parser: Parser) -> None:
+    """Add the model file, the first argument of a command that traces a model."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Python file with `model` and `example_inputs`, or package.module"
+    )
+
+
+def add_program(parser: Parser) -> None:
+    """Add the folder that ``graphpar compile`` wrote."""
+    parser.add_argument("out", metavar="OUT", help="the emitted folder")
+
+
+def add_json(parser: argparse._ActionsContainer, what: str = "print one JSON object") -> None:
+    """Add ``--json``, which every command but ``completion`` takes."""
+    parser.add_argument("--json", action="store_true", help=what)

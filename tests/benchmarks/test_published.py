@@ -1,0 +1,261 @@
+"""The benchmark of published runs: scores against hand-computed cases, rows read, placements, and a file priced from end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import published
+from benchmarks.fit_devices import FIGURES, Array, changed, least_squares, samples
+from benchmarks.published_models import Shape
+from benchmarks.published_prices import few, price_row, pricing_of, starts
+from benchmarks.published_programs import Cut, lowered, parts, with_scores_again
+from benchmarks.published_rows import Unpriced, read, rows_of
+from benchmarks.published_scores import Outcome, kendall, mean, regret, score
+from benchmarks.published_sources import SOURCES, held_out
+from graphpar.cost_models.workload import Phase, Product
+from graphpar.ir.program import operator_name
+from graphpar.operators.transitions import TABLE
+from graphpar.schedules.registry import action_table, simulate, validate_table
+
+FILE = Path(__file__).parents[1] / "data" / "published.jsonl"
+ROWS = {row["id"]: row for row in rows_of(FILE)}
+MOVES = {row.function for row in TABLE}
+SMALL = Shape(64, 4, 4, 16, 256, 512, 32)
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------
+
+
+def test_kendall_by_hand() -> None:
+    assert kendall([(1, 10), (2, 20), (3, 30)]) == 1
+    assert kendall([(3, 10), (2, 20), (1, 30)]) == -1
+    assert kendall([(1, 10), (3, 20), (2, 30)]) == pytest.approx((2 - 1) / 3)
+    # a tie of predictions: of 3 pairs 2 agree, 2 are untied here and 3 there
+    assert kendall([(1, 10), (1, 20), (2, 30)]) == pytest.approx(2 / math.sqrt(2 * 3))
+    assert kendall([(1, 10), (1, 20), (1, 30)]) == 0
+
+
+def test_regret_by_hand() -> None:
+    assert regret([(1, 12), (2, 10), (3, 30)]) == pytest.approx(0.2)
+    assert regret([(2, 10), (3, 30)]) == 0
+    assert regret([(1, 10), (1, 15), (2, 30)]) == pytest.approx(0.5)  # a tie is not luck
+
+
+def test_means_are_weighted() -> None:
+    assert mean([]) is None
+    assert mean([1, 4]) == 2.5
+    assert mean([1, 4], [3, 1]) == pytest.approx(1.75)
+
+
+def test_scores_by_hand() -> None:
+    scores = score([
+        Outcome("a", "s", group="g", step_time_s=(1.1, 1.0), fits=True, ran=True),
+        Outcome("b", "s", group="g", step_time_s=(1.8, 2.0), fits=False, ran=True),
+        Outcome("c", "s", group="g", step_time_s=(1.0, 4.0), memory_bytes=(90, 100), fits=True, ran=False),
+        Outcome("d", "s", group="alone", step_time_s=(3.0, 3.0)),
+        Outcome("e", "s", fits=False, ran=False, bubble=(0.25, 0.24)),
+    ])  # fmt: skip
+    assert (scores.rows, scores.groups, scores.grouped, scores.outcomes, scores.memories, scores.bubbles) == (
+        4,
+        1,
+        3,
+        4,
+        1,
+        1,
+    )
+    assert scores.mape == pytest.approx((0.1 + 0.1 + 0.75 + 0) / 4)
+    assert scores.bias == pytest.approx((0.1 - 0.1 - 0.75 + 0) / 4)
+    assert scores.tau == pytest.approx((1 - 2) / 3)
+    assert scores.regret == pytest.approx(3.0)
+    assert scores.oom_accuracy == pytest.approx(2 / 4)
+    assert scores.false_fit == pytest.approx(1 / 4)
+    assert scores.memory == pytest.approx(0.1)
+    assert scores.bubble == pytest.approx(1.0)
+
+
+def test_groups_weigh_by_their_rows() -> None:
+    right = [Outcome(str(n), "s", group="long", step_time_s=(n, n)) for n in range(1, 7)]
+    wrong = [Outcome(str(n), "s", group="short", step_time_s=(n, 9 - n)) for n in range(1, 4)]
+    assert score([*right, *wrong]).tau == pytest.approx((6 * 1 + 3 * -1) / 9)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------
+
+
+def altered(name: str, **parts: dict[str, Any]) -> dict[str, Any]:
+    return {key: {**value, **parts[key]} if key in parts else value for key, value in ROWS[name].items()}
+
+
+def test_a_row_is_read() -> None:
+    row = read(ROWS["vtrain_multi:a"])
+    assert row.cluster.nodes == 2 and row.cluster.inter_node.bytes_per_s == 12.5e9  # 800 Gb/s a node of 8
+    assert (row.microbatches, row.replicas, row.degrees["tp"], row.degrees["pp"]) == (4, 2, 4, 2)
+    assert row.shape.vocab == 1024 and row.shape.vocab % (128 * 4) == 0  # 1000, padded
+    assert row.shape.attention == "softmax" and row.shape.dropout == 0.1 and row.dtype == "fp16"
+    assert row.counted and not read({**ROWS["vtrain_multi:a"], "tags": ["repeat"]}).counted
+
+
+def test_what_is_not_printed_is_not_guessed() -> None:
+    for section, name in (("parallel", "pp"), ("batch", "global"), ("parallel", "dp")):
+        with pytest.raises(Unpriced, match=f"{name} is not printed"):
+            read(altered("vtrain_multi:a", **{section: {name: None}}))
+    with pytest.raises(Unpriced, match="take 32 devices, but 16 are printed"):
+        read(altered("vtrain_multi:a", parallel={"dp": 4}))
+    with pytest.raises(Unpriced, match="no multiple of 2 replicas x 3 rows"):
+        read(altered("vtrain_multi:a", batch={"micro": 3}))
+    with pytest.raises(Unpriced, match="nothing is known of how the runs of elsewhere were made"):
+        read({**ROWS["vtrain_multi:a"], "source": "elsewhere"})
+
+
+def test_what_is_taken_for_granted_is_said() -> None:
+    assert read(ROWS["megatron_bridge:a"]).assumed == ("nothing is recomputed",)
+    assert read(ROWS["vtrain_multi:a"]).assumed == ()
+
+
+def test_step_times_come_from_what_is_printed_first() -> None:
+    raw = {**ROWS["vtrain_multi:a"], "measured": {}, "derived": {"step_time_s_from_flops": 3.0}}
+    assert read(raw).measured.step_time_s == 3.0
+    assert read({**raw, "derived": {"step_time_s": 2.0, "step_time_s_from_flops": 3.0}}).measured.step_time_s == 2.0
+
+
+def test_about_a_third_of_all_names_is_held_out() -> None:
+    assert held_out("hagemann_layouts") and not held_out("vtrain_single")
+    assert 0.25 < sum(held_out(f"source_{number}") for number in range(1000)) / 1000 < 0.42
+    assert any(map(held_out, SOURCES)) and not all(map(held_out, SOURCES))
+
+
+# ---- programs --------------------------------------------------------------------------------------------------
+
+
+def moved(cut: Cut, shape: Shape = SMALL) -> Counter[str]:
+    """How often each transition stands in a block."""
+    (block,) = lowered(shape, cut, "bf16", False, True).blocks.values()
+    return Counter(operator_name(node) for node in block.graph.nodes if operator_name(node) in MOVES)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SMALL,
+        replace(SMALL, gated=True, rotary=True, rms=True, biases=False, tied=False, kv_heads=2),
+        replace(SMALL, attention="softmax", dropout=0.1),
+    ],
+    ids=["gpt", "llama", "scores"],
+)
+def test_the_placement_is_megatrons(shape: Shape) -> None:
+    assert moved(Cut(1, False), shape) == {}
+    assert moved(Cut(2, False), shape) == {"all_reduce": 2, "sum_gradient": 2}
+    assert moved(Cut(2, True), shape) == {"all_gather": 2, "reduce_scatter": 2}
+
+
+def test_scores_that_are_made_again_are_not_kept() -> None:
+    shape, cut = replace(SMALL, attention="softmax"), Cut(1, False)
+    kept = parts(shape, cut, "bf16", False, True, True, 4).other
+    again = with_scores_again(shape, cut, "bf16", False, True, True, 4).other
+    assert kept is not None and again is not None
+    scores = 2 * 4 * 32 * 32  # bytes of one row
+    assert kept.kind.memory.inside.at(8) - again.kind.memory.inside.at(8) > 8 * scores / 2
+
+    def products(unit: Any, phase: Phase) -> int:
+        return sum(
+            times for row, times in unit.kind.work.rows.items() if isinstance(row, Product) and row.phase is phase
+        )
+
+    assert products(again, Phase.FORWARD) == products(kept, Phase.FORWARD)
+    assert products(again, Phase.INPUT) == products(kept, Phase.INPUT) + 2  # q @ k and shares @ v
+
+
+# ---- layouts and prices ----------------------------------------------------------------------------------------
+
+
+def test_layers_are_divided_as_the_frameworks_do() -> None:
+    assert starts(8, 4) == (0, 3, 5, 7)  # embedding + 2, 2, 2, 2 + head
+    assert starts(6, 4) == (0, 2, 4, 6)  # one, two, two, one
+    assert starts(5, 2) == (0, 4)
+    assert starts(3, 1) == (0,)
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(4, 1), (4, 3), (3, 2)])
+def test_a_pipeline_of_few_microbatches(pp: int, microbatches: int) -> None:
+    table = few(pp, microbatches)
+    validate_table(table, pp, microbatches)
+    assert simulate(table, [1] * pp, [2] * pp).makespan == 3 * (pp - 1 + microbatches)
+    assert few(4, 4) == action_table("1F1B", 4, 1, 4)
+
+
+def test_half_of_a_recomputation_is_half_way() -> None:
+    row = read(ROWS["vtrain_multi:a"])
+    none, half, full = (price_row(replace(row, recompute=kind)) for kind in ("none", "half", "full"))
+    assert half.step_time_s == pytest.approx((none.step_time_s + full.step_time_s) / 2)
+    assert none.step_time_s < full.step_time_s and none.memory_bytes > full.memory_bytes
+
+
+def test_a_model_has_all_its_layers() -> None:
+    row = read(ROWS["vtrain_multi:a"])
+    pricing = pricing_of(row)
+    assert len(pricing.units) == row.layers + 2
+    parameters = sum(held.elements for unit in pricing.units for held in unit.held)
+    hidden, vocab, tp = row.shape.hidden, row.shape.vocab, row.degrees["tp"]
+    assert parameters * tp == pytest.approx(
+        12 * hidden**2 * row.layers + 2 * vocab * hidden, rel=0.05
+    )  # tied: a copy at each end
+
+
+@pytest.mark.slow
+def test_a_file_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
+    published.main([str(FILE), "--json", "--details"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["all"]["vtrain_multi"]["rows"] == 3 and report["counted"]["vtrain_multi"]["rows"] == 3
+    assert report["all"]["vtrain_multi"]["groups"] == 1 and report["all"]["vtrain_multi"]["held_out"]
+    assert report["all"]["zero_bubble"]["bubble"] < 1e-9  # (p - 1)(F + B) of 1F1B, by hand
+    assert report["all"]["everything"]["outcomes"] == 5 and len(report["rows"]) == 6
+    assert report["all"]["A100, several nodes"]["rows"] == 3
+    (row,) = report["unpriced"]
+    assert row["id"] == "nemo_longseq:a" and row["why"].startswith("cp=2: ")
+    huge = next(row for row in report["rows"] if row["id"] == "hagemann_layouts:a")
+    assert huge["fits"] is False and huge["ran"] is False
+
+
+def test_sources_and_limits_choose_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    published.main([str(FILE), "--source", "vtrain_multi", "--limit", "2", "--details"])
+    printed = capsys.readouterr().out
+    assert "vtrain_multi *" in printed and "vtrain_multi:a" in printed and "vtrain_multi:c" in printed
+    assert "vtrain_multi:b" not in printed and "zero_bubble" not in printed
+
+
+# ---- fitting ---------------------------------------------------------------------------------------------------
+
+
+def test_least_squares_find_what_made_the_data_and_leave_what_does_not_matter() -> None:
+    x = np.linspace(0, 1, 20)
+    truth = 0.4 + 0.7 * x
+    truth[3] += 5.0  # one slip
+    found = least_squares(
+        lambda p: p[0] + p[1] * x + 0 * p[2] - truth, np.zeros(3), np.ones(20), 0.1, rounds=30, pull=1e-6
+    )
+    assert found == pytest.approx([0.4, 0.7, 0.0], abs=0.03)
+
+
+def test_held_out_sources_are_never_fitted() -> None:
+    assert {
+        sample.row.source for sample in samples(FILE, "A100", 1)
+    } == set()  # zero_bubble's row has no time, the others are held out
+    assert {sample.row.source for sample in samples(FILE, "H100", 1)} == {"megatron_bridge"}
+
+
+def test_figures_that_made_a_time_explain_it() -> None:
+    (sample,) = samples(FILE, "H100", 1)
+    device = sample.row.cluster.device
+    start = [float(getattr(device, name)) for name in FIGURES]
+    slower: Array = np.array([0.0, 0.0, 0.0, 0.5])
+    assert changed(start, slower)(device).dispatch_s == pytest.approx(device.dispatch_s * math.exp(0.5))
+    assert changed(start, np.full(4, 9.0))(device).matrix_efficiency == 1.0
+    assert sample.error(changed(start, slower)) > sample.error(lambda device: device)

@@ -1,0 +1,157 @@
+"""Boolean indexing: whatever the spelling, losses of chosen rows are those of eager torch, in microbatches without one, too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import graphpar as gp
+from tests.equality import Case, assert_exact, assert_same, eager, refusal, run
+from tests.passes.normalize.test_batch_and_loss import TS, XS, YS, M, Net, T, W, X, Y, each
+
+Loss = Callable[..., Tensor]
+YR = Y.clone()
+YR[[1, 4]] = -100
+ROWS, TOKENS = torch.tensor([1, 0, 0, 0, 1, 1]).bool(), M.bool()  # the second row of TOKENS has none
+GAPS = torch.where(T > 0, T, torch.nan)
+
+
+def chosen_ce(o: Tensor, y: Tensor, **options: object) -> Tensor:
+    return F.cross_entropy(o[y != -100], y[y != -100], **options)
+
+
+def shifted(o: Tensor, y: Tensor) -> Tensor:
+    return chosen_ce(o[:, :-1].reshape(-1, 5), y[:, 1:].reshape(-1))
+
+
+# name: (input, loss_fn, targets)
+EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
+    "labels, flat": (XS, lambda o, y: chosen_ce(o.flatten(0, 1), y.flatten()), (YS,)),
+    "labels, shifted": (XS, shifted, (YS,)),
+    "labels of rows": (X, chosen_ce, (YR,)),
+    "class weights, smoothed": (XS, lambda o, y: chosen_ce(o, y, weight=W, label_smoothing=0.1), (YS,)),
+    "one mask flat, one not": (XS, lambda o, y: F.cross_entropy(o.view(-1, 5)[y.view(-1) != -100], y[y != -100]), (YS,)),
+    "ignored labels among the chosen": (XS, lambda o, y, m: F.cross_entropy(o[m], y[m]), (YS, TOKENS)),
+    "rows of tokens, flat": (XS, lambda o, y, m: F.cross_entropy(o[m].flatten(0, 1), y[m].flatten()), (YS, ROWS)),
+    "no reduction, then the mean": (X, lambda o, y: chosen_ce(o, y, reduction="none").mean(), (YR,)),
+    "sum over a count": (X, lambda o, y: chosen_ce(o, y, reduction="sum") / (y != -100).sum(), (YR,)),
+    "sum over item()": (X, lambda o, y: chosen_ce(o, y, reduction="sum") / (y != -100).sum().item(), (YR,)),
+    "sum over a float's item()": (XS, lambda o, y, m: (each(o, y) * m).sum() / m.sum().item(), (YS, M)),
+    "sum over numel()": (XS, lambda o, y, m: (lambda c: c.sum() / c.numel())(each(o, y)[m]), (YS, TOKENS)),
+    "sum over a size less one": (X, lambda o, m: (lambda c: c.sum() / (2 * c.shape[0] - 1))(o[m]), (ROWS,)),
+    "chosen losses": (XS, lambda o, y, m: each(o, y)[m].mean(), (YS, TOKENS)),
+    "masked_select": (XS, lambda o, y, m: torch.masked_select(each(o, y), m).mean(), (YS, TOKENS)),
+    "masked_select, broadcast": (XS, lambda o, t, m: torch.masked_select((o - t) ** 2, m[..., None]).mean(), (TS, TOKENS)),
+    "mask of elements": (XS, lambda o, t: F.mse_loss(o[t > 0], t[t > 0]), (TS,)),
+    "mask and its complement": (XS, lambda o, t, m: F.mse_loss(o[m], t[m]) + 0.5 * F.l1_loss(o[~m], t[~m]), (TS, TOKENS)),
+    "where": (XS, lambda o, t, m: F.mse_loss(o[torch.where(m)], t[torch.where(m)]), (TS, TOKENS)),
+    "nonzero": (X, lambda o, t, m: (lambda i: F.mse_loss(o[i], t[i]))(m.nonzero().squeeze(1)), (T, ROWS)),
+    "nonzero, column": (X, lambda o, t, m: (lambda i: F.mse_loss(o[i], t.index_select(0, i)))(m.nonzero()[:, 0]), (T, ROWS)),
+    "nonzero, tuple": (XS, lambda o, t, m: (lambda i: F.mse_loss(o[i], t[i]))(m.nonzero(as_tuple=True)), (TS, TOKENS)),
+    "gathered": (XS, lambda o, y: -F.log_softmax(o[y != -100], -1).gather(1, y[y != -100][:, None]).mean(), (YS,)),
+    "nll": (XS, lambda o, y: F.nll_loss(F.log_softmax(o[y != -100], -1), y[y != -100], weight=W), (YS,)),
+    "binary": (XS, lambda o, t, m: F.binary_cross_entropy_with_logits(o[m], t[m].sigmoid(), pos_weight=W), (TS, TOKENS)),
+    "probabilities": (XS, lambda o, t, m: F.binary_cross_entropy(o[m].sigmoid(), t[m].sigmoid()), (TS, TOKENS)),
+    "class probabilities": (XS, lambda o, t, m: F.cross_entropy(o[m], t[m].softmax(-1)), (TS, TOKENS)),
+    "log-sum-exp": (XS, lambda o, m: o[m].logsumexp(-1).mean(), (TOKENS,)),
+    "classes on dim 1": (XS, lambda o, y, m: F.cross_entropy(o[m].transpose(1, 2), y[m]), (YS, ROWS)),
+    "kl, batchmean": (
+        XS, lambda o, t, m: F.kl_div(F.log_softmax(o[m], -1), t[m].softmax(-1), reduction="batchmean"), (TS, TOKENS),
+    ),
+    "cosine": (XS, lambda o, t, m: F.cosine_similarity(o[m], t[m], dim=-1).mean(), (TS, TOKENS)),
+    "one column": (X, lambda o, t, m: F.mse_loss(o[m, 1], t[m][:, 1]), (T, ROWS)),
+    "mean over rows, then a sum": (XS, lambda o, m: o[m].mean(0).sum(), (TOKENS,)),
+    "contracted": (X, lambda o, t, m: torch.einsum("ri,ri->", o[m], t[m]) / m.sum(), (T, ROWS)),
+    "chosen among the chosen": (X, lambda o, t, m: (o[m][t[m][:, 0] > 0]).pow(2).mean(), (T, ROWS)),
+    "chosen by the model": (XS, lambda o, t: ((o - t) ** 2)[o > 0].sum(), (TS,)),
+    "means of rows that have any": (
+        XS, lambda o, y, m: ((each(o, y) * m).sum(1)[m.any(1)] / m.sum(1)[m.any(1)]).mean(), (YS, TOKENS),
+    ),
+    "missing targets": (X, lambda o, t: F.mse_loss(o[~t.isnan()], t[~t.isnan()]), (GAPS,)),
+    "outside of its domain": (X, lambda o, t: (o[t > 0] * t[t > 0].log()).mean(), (T,)),
+    "labels that are no class": (XS, lambda o, y: -F.log_softmax(o[y >= 0], -1).gather(-1, y[y >= 0][:, None]).mean(), (YS,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_of_chosen_rows(name: str) -> None:
+    x, loss_fn, targets = EXACT[name]
+
+    program = assert_exact(Case(Net(), (x,), {}, loss_fn, targets), [1, 5], [1] * 6)
+
+    assert not any("index" in str(node.target) for node in program.graph.nodes if node.op == "call_function")
+
+
+def scaled(o: Tensor, m: Tensor) -> Tensor:
+    o = o.clone()
+    o[m] = torch.tanh(o[m]) * 2 + 1
+    return o.square().mean()
+
+
+def test_rows_written_back() -> None:
+    assert_exact(Case(Net(), (XS,), {}, scaled, (TOKENS,)), [1, 5])
+
+
+def test_masks_that_are_written_choose_rows_of_their_own() -> None:
+    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
+        first, second = t > 0, t > 0
+        first[:, 0] = False
+        return o[first].sum() / 7 + o[second].mean()
+
+    assert_exact(Case(Net(), (X,), {}, loss_fn, (T,)), [1, 5])
+
+
+def test_rows_that_the_model_chooses_run_whole() -> None:
+    case = Case(Net(), (XS,), {}, lambda o, t: ((o - t) ** 2)[o > 0].mean(), (TS,))
+    program = case.export()
+
+    assert "div is not additive over examples (test_unchosen.py" in refusal(program)
+    assert_same(run(program, case), eager(case))
+
+
+REFUSED: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...], str]] = {
+    "spread": (X, lambda o, m: o[m].std(), (ROWS,), r"std \(test_unchosen.py:\d+\) needs a size made by index \(test_unchosen"),
+    "sorted": (X, lambda o, m: o[m].sort(0)[0].sum(), (ROWS,), r"sort \(test_unchosen.py:\d+\)"),
+    "joined": (X, lambda o, m: torch.cat([o[m], o]).mean(), (ROWS,), r"cat \(test_unchosen.py:\d+\)"),
+    "columns": (X, lambda o, m: o[:, m].mean(), (W > 1,), r"index \(test_unchosen.py:\d+\)"),
+    "different masks": (X, lambda o, t, m: (o[m] * t[t[:, 0] > 0]).mean(), (T, ROWS), r"test_unchosen.py:\d+"),
+    "unique": (X, lambda o, y: o.mean() * y.unique().sum(), (Y,), r"_unique2 \(test_unchosen.py:\d+\)"),
+    "len": (X, lambda o, m: o[m].sum() / len(o[m]), (ROWS,), r"test_unchosen.py:\d+"),
+    "branch": (X, lambda o, m: o[m].mean() if m.any() else o.sum() * 0, (ROWS,), r"test_unchosen.py:\d+"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_the_size_is_refused_with_its_line(name: str) -> None:
+    x, loss_fn, targets, message = REFUSED[name]
+
+    with pytest.raises(gp.GraphparError) as refused:
+        gp.export(Net(), (x,), loss_fn=loss_fn, targets=targets)
+
+    assert re.search(message, str(refused.value)), refused.value
+
+
+def test_outputs_of_chosen_rows_are_refused() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)[x[:, 0] > 0]
+
+    with pytest.raises(gp.GraphparError, match=r"index \(test_unchosen.py:\d+\)"):
+        gp.export(Chooses(), (X,), mode="infer")
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2}], ids=str)
+def test_programs_with_chosen_rows_are_priced_and_printed(mesh: dict[str, int]) -> None:
+    program = gp.export(Net(), (XS,), loss_fn=chosen_ce, targets=(YS,))
+
+    for text in gp.partition(program, gp.plan(program, mesh=mesh)).files.values():
+        assert "nonzero" not in text

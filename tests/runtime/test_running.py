@@ -1,0 +1,129 @@
+"""Programs that run: what is seen of them meanwhile, what is left when something ends them, and what their failures say."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from graphpar.cli import passes_command
+from graphpar.cli.main import main
+from graphpar.runtime.keeper import descendants
+
+GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
+LIMIT_S = 180.0
+"""What a launch may take on a machine that others use."""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GPT in two stages, compiled once for all."""
+    folder = tmp_path_factory.mktemp("running") / "out"
+    assert main(["compile", GPT, "--mesh", "pp=2", "-o", str(folder)]) == 0
+    return folder
+
+
+def sabotaged(program: Path, folder: Path, file: str, after: str, line: str) -> Path:
+    """A copy of the program with ``line`` under the line of ``file`` that begins with ``after``, and as far to the right as the next."""
+    shutil.copytree(program, folder)
+    lines = (folder / file).read_text().splitlines()
+    place = next(place for place, text in enumerate(lines) if text.lstrip().startswith(after)) + 1
+    indent = len(lines[place]) - len(lines[place].lstrip())
+    (folder / file).write_text("\n".join([*lines[:place], " " * indent + line, *lines[place:]]) + "\n")
+    return folder
+
+
+def gone(pids: list[int], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_run_shows_its_steps_at_once_and_leaves_nothing_when_it_is_ended(
+    program: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-m", "graphpar.cli.main", "run", str(program), "--steps", "1000000"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
+        watchdog = threading.Timer(LIMIT_S, process.kill)
+        watchdog.start()
+        assert process.stdout is not None
+        step = next(line for line in process.stdout if line.startswith(" step    1 "))
+        started, folders = descendants(process.pid), [entry.name for entry in tmp_path.iterdir()]
+        process.send_signal(number)
+        code = process.wait(LIMIT_S)
+        watchdog.cancel()
+    assert re.fullmatch(
+        r" step    1   loss \d\.\d{6}   gradient norm \d+\.\d{4}   \d+\.\d{3} s, predicted \d+\.\d{3} s\n", step
+    )
+    assert (
+        len(started) >= 4 and len(folders) >= 2
+    )  # the keeper, torchrun, two ranks; those of the run and of its launch
+    assert code == (-number if number == signal.SIGKILL else 128 + number)
+    assert gone(started, 30.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_ends_a_command_in_order(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+
+    def run(options: argparse.Namespace) -> None:
+        try:
+            signal.raise_signal(number)
+        finally:
+            left.append("in order")
+
+    monkeypatch.setattr(passes_command, "run", run)
+    usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, usual)  # the tests themselves may have been started with it ignored, as by nohup
+    try:
+        assert main(["passes"]) == 128 + number
+        assert left == ["in order"] and signal.getsignal(number) is usual
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(
+    program: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kill = "if ranks.rank == 1: import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    folder = sabotaged(program, tmp_path / "killed", "train.py", "with start(", kill)
+    capsys.readouterr()
+    assert main(["run", str(folder), "--steps", "1"]) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith(
+        "error: rank 1 was ended by SIGKILL. Most often the system kills a process because memory runs out"
+    )
+    assert re.search(r"By the plan its 2 processes need \S+ \wi?B together; this machine has ", message)
+
+
+def test_a_rank_that_raises_shows_its_own_error_once(
+    program: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising = 'raise FloatingPointError("the bearings are too hot")'
+    folder = sabotaged(program, tmp_path / "raising", "stage_1.py", "def forward(", raising)
+    capsys.readouterr()
+    assert main(["run", str(folder), "--steps", "1"]) == 1
+    captured = capsys.readouterr()
+    *frames, message = captured.err.strip().splitlines()
+    assert message == "error: rank 1: FloatingPointError: the bearings are too hot"
+    assert any("stage_1.py" in frame for frame in frames) and f"    {raising}" in frames
+    shown = captured.out + captured.err
+    assert shown.count("FloatingPointError: ") == 1
+    assert "ChildFailedError" not in shown and "bug in graphpar" not in shown
