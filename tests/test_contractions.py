@@ -10,9 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import graphpar as gp
 from graphpar.cost_models.flops import node_flops
 from graphpar.cost_models.workload import Phase, Product, Works
-from graphpar.ir.program import operator_name
 from graphpar.operators.contractions import contraction
-from graphpar.operators.kinds import MATMULS
+from graphpar.operators.table import record_of
 
 PRODUCTS = {
     "einsum, batched": lambda x, w: torch.einsum("bsk,kn->bsn", x, w),
@@ -56,7 +55,7 @@ def test_work_has_as_many_flops_as_that(name: str) -> None:
 
 
 def _is_product(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and operator_name(node) in MATMULS
+    return node.op == "call_function" and record_of(node).multiplies
 
 
 def test_a_product_is_divided_along_the_sequence() -> None:
