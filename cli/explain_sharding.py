@@ -22,8 +22,9 @@ from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Block, Program, module_path, value_name
+from graphpar.ir.program import Block, Program, module_path
 from graphpar.ir.sharding import Sharding, Types
+from graphpar.operators.naming import value_name
 from graphpar.operators.transitions import moves
 from graphpar.passes.planning.planning import pricing_of
 from graphpar.passes.sharding.costs import Prices, Workload

@@ -32,10 +32,10 @@ from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._library.simple_registry import singleton
 
 from graphpar.codegen.printer import RESERVED
-from graphpar.codegen.spelling import literal
 from graphpar.errors import GraphparError
 from graphpar.ir.program import is_of_torch
 from graphpar.operators.functions import OPERATORS, function_name
+from graphpar.operators.spelling import literal
 
 _INSTALL = (
     "Put its definition into a module that Python can import by name (an installed package), or write it so that it needs "

@@ -18,21 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpar.codegen.spelling import Expression, literal, spell
+from graphpar.codegen.spelling import spell
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
-from graphpar.ir.program import (
-    SAME_ELEMENTS,
-    Helper,
-    Program,
-    batch_coefficients,
-    created_by,
-    operator_name,
-    short_name,
-    user_name,
-    value_of,
-)
+from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
+from graphpar.operators.naming import created_by, short_name, user_name
+from graphpar.operators.spelling import Expression, literal
+from graphpar.operators.table import record_of
 from graphpar.runtime.layout import ExpertRows, R
 
 _INLINE = 88
@@ -186,16 +179,7 @@ class GraphPrinter:
         if user in self.skipped:
             return False
         uses = sum(1 for argument in _leaves((user.args, user.kwargs)) if argument is node)
-        if uses != 1 or operator_name(node) in (
-            "split",
-            "chunk",
-            "unbind",
-            "topk",
-            "sort",
-            "split_with_sizes",
-            "max",
-            "min",
-        ):
+        if uses != 1:
             return False
         if isinstance(value_of(node), int | torch.SymInt):
             return True
@@ -323,7 +307,7 @@ class GraphPrinter:
             # q, k = f(q, k): what is made of k is k; what only moves dims of cos is cos.
             own = self._operand_names(node)
             kept = [name for name in own if name in source.targets]
-            candidates = kept + (own[:1] if operator_name(node) in SAME_ELEMENTS else []) + candidates
+            candidates = kept + (own[:1] if record_of(node).same_elements else []) + candidates
         made = created_by(node)
         if made is not None and not candidates:
             return [_identifier(short_name(made))]

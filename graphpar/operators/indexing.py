@@ -10,10 +10,12 @@ import torch
 from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
+from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
 from graphpar.operators.moves import labelled, uncut
 from graphpar.operators.notation import Factors, Rule
 from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, sizes_of
+from graphpar.operators.record import Kind, Record, each
 from graphpar.runtime.layout import P
 
 
@@ -184,3 +186,26 @@ def bucketize(node: fx.Node) -> Rule:
     labels = labelled(value_of(x).ndim)
     limits = tuple(f"b{i}" for i in range(value_of(boundaries).ndim))
     return Rule((labels, limits), (labels,), frozenset(limits))
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+_UNCUT = Record(Kind.INDEX, uncut)
+
+RECORDS: dict[str, Record] = {
+    "index": Record(Kind.INDEX, index, spelling=(write.indexed,)),
+    "gather": Record(Kind.INDEX, gather, spelling=(write.method,)),
+    "take_along_dim": Record(Kind.INDEX, gather),
+    "index_select": Record(Kind.INDEX, index_select, spelling=(write.method,)),
+    "one_hot": Record(Kind.INDEX, one_hot, spelling=(write.function("F.one_hot", "self num_classes"),)),
+    "bucketize": Record(Kind.INDEX, bucketize),
+    "searchsorted": Record(Kind.INDEX, searchsorted),
+    "isin": Record(Kind.INDEX, membership),
+    **each("scatter scatter_add", Record(Kind.INDEX, scattered, scatter, spelling=(write.method,))),
+    "scatter_reduce": Record(Kind.INDEX, scattered, scatter),
+    **each("index_add index_copy index_fill index_reduce", Record(Kind.INDEX, index_added, index_add)),
+    "index_put": Record(Kind.INDEX, placements=index_put, spelling=(write.method,)),
+    "histc": Record(Kind.INDEX, uncut, spelling=(write.method,)),
+    **each("nonzero masked_select masked_scatter unique _unique2 unique_dim unique_consecutive bincount take put", _UNCUT),
+    **each("expert_rows expert_sums", Record(Kind.INDEX)),
+}  # fmt: skip

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
-from graphpar.operators.elementwise import pointwise_loss
+from graphpar.operators import spelling as write
 from graphpar.operators.moves import uncut
 from graphpar.operators.notation import Rule
-from graphpar.operators.placement import Context, Placement, from_rule, literal, operands_of, sizes_of
-from graphpar.operators.reduce import averaged
+from graphpar.operators.placement import Context, Placement, averaged, from_rule, literal, operands_of, sizes_of
+from graphpar.operators.record import Kind, Record, each
 from graphpar.runtime.layout import I, R, Shard
 
 
@@ -53,13 +53,6 @@ def cross_entropy(node: fx.Node, context: Context) -> list[Placement]:
     return found
 
 
-def pointwise(node: fx.Node, context: Context) -> list[Placement]:
-    """mse_loss and its kin: a mean is the mean of pieces of one size."""
-    mean = literal(node, "reduction") == 1
-    found = from_rule(node, pointwise_loss(node, free=True), context)
-    return averaged(found, "mean_of_pieces") if mean else found
-
-
 def rowwise(node: fx.Node) -> Rule:
     """Losses that compare whole rows: cosine_embedding_loss, triplet_margin_loss, multi_margin_loss, ..."""
     operands = [sizes_of(operand) for operand in operands_of(node)]
@@ -74,3 +67,20 @@ def rowwise(node: fx.Node) -> Rule:
     weighted = any(factors[:1] and factors[0] != "r" for factors in split)
     fixed = frozenset(label for factors in split for label in factors if label != "r" or reduction == 1 or weighted)
     return Rule(tuple(split), (("r",) if value_of(node).ndim else (),), fixed)
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+_CROSS_ENTROPY = write.loss("F.cross_entropy", "weight ignore_index label_smoothing")
+_NLL = write.loss("F.nll_loss", "weight ignore_index label_smoothing")
+
+RECORDS: dict[str, Record] = {
+    "cross_entropy_loss": Record(Kind.CLASS_LOSS, placements=cross_entropy, spelling=(_CROSS_ENTROPY,)),
+    **each("nll_loss nll_loss_nd", Record(Kind.CLASS_LOSS, classified, class_loss, spelling=(_NLL,))),
+    "nll_loss2d": Record(Kind.CLASS_LOSS, classified, class_loss),
+    "vocab_cross_entropy": Record(Kind.CLASS_LOSS),
+    **each(
+        "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss", Record(Kind.LOSS, rowwise)
+    ),
+    "ctc_loss": Record(Kind.LOSS, uncut),
+}

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
+from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import (
@@ -28,8 +30,9 @@ from graphpar.operators.placement import (
     results_of,
     sizes_of,
 )
+from graphpar.operators.record import Kind, PlacementsOf, Reads, Record, RuleOf, each
 from graphpar.operators.shape import normal
-from graphpar.runtime.layout import R, Shard
+from graphpar.runtime.layout import Shard
 
 
 def labelled(rank: int) -> tuple[str, ...]:
@@ -394,12 +397,63 @@ def inside(node: fx.Node) -> Rule:
     return Rule(rows, (labels,), frozenset({labels[dim], "part"}), frozenset(labels), linear=(frozenset({0, 1}),))
 
 
-def fresh(node: fx.Node, context: Context) -> list[Placement]:
-    """new_zeros and its kin: the operand gives dtype and device alone."""
-    (source,) = operands_of(node)
-    shards = [Shard(dim) for dim, size in enumerate(sizes_of(source)) if not size[1]] + list(context.known(source, 0))
-    return [
-        Placement((shard,), tuple(R for _ in results_of(node)))
-        for shard in dict.fromkeys(shards)
-        if can_cut(sizes_of(source)[shard.dim], shard, context.degree, padded=True)
-    ]
+# ---- records ---------------------------------------------------------------------------------------------------
+
+
+def _permuted(*spelling: write.Spelling) -> Record:
+    return Record(Kind.PERMUTE, permuted, reads=Reads.NOTHING, spelling=spelling)
+
+
+def _moved(rule: RuleOf | None, *spelling: write.Spelling, placements: PlacementsOf | None = None) -> Record:
+    return Record(Kind.MOVE, rule, placements, reads=Reads.NOTHING, spelling=spelling)
+
+
+def _view(rule: RuleOf | None, *spelling: write.Spelling, placements: PlacementsOf | None = None) -> Record:
+    return Record(Kind.VIEW, rule, placements, reads=Reads.NOTHING, spelling=spelling)
+
+
+_PARTS = _view(None, write.method, placements=split)
+
+RECORDS: dict[str, Record] = {
+    # dims in another order
+    **each("transpose permute t movedim swapaxes swapdims", _permuted(write.method)),
+    **each("moveaxis adjoint", _permuted()),
+    "mT": _permuted(write.attribute("mT")),
+    "mH": _permuted(write.attribute("mH")),
+    "matrix_H": Record(Kind.PERMUTE, reads=Reads.NOTHING, spelling=(write.attribute("H"),)),
+    "numpy_T": _permuted(write.attribute("T")),
+    # parts
+    **each("split chunk", _PARTS),
+    **each("split_with_sizes tensor_split unsafe_chunk unsafe_split", replace(_PARTS, spelling=())),
+    "unbind": _view(unbind, write.method),
+    "select": _view(selected, write.selected, write.method),
+    "slice": _view(None, write.sliced, placements=sliced),
+    "narrow": _view(None, write.method, placements=sliced),
+    "getitem": _view(None, write.item),
+    "diagonal": _view(diagonal),
+    "unfold": _view(windows, write.method),
+    **each("view_as_complex view_as_real", _view(complex_pairs)),
+    "as_strided": _view(uncut),
+    "broadcast_tensors": Record(Kind.EXPAND, broadcast, reads=Reads.NOTHING),
+    # joined, repeated, filled
+    "cat": replace(_moved(None, placements=cat), adds=True),
+    "stack": replace(_moved(stack), adds=True),
+    **each("repeat tile", _moved(None, write.method, placements=repeated)),
+    "repeat_interleave": Record(Kind.INDEX, placements=interleaved, reads=Reads.NOTHING, spelling=(write.method,)),
+    "pad": _moved(padding, write.function("F.pad", "self pad", "mode value")),
+    "constant_pad_nd": _moved(padding),
+    **each("flip roll", _moved(turned, write.method)),
+    "rot90": _moved(None, write.method),
+    **each("slice_scatter select_scatter", _moved(inside, write.method)),
+    **each("tril triu", _moved(last(2, linear=True), write.method)),
+    "glu": Record(Kind.POINTWISE, placements=halves, functions=True),
+    # transforms
+    **each(
+        "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn "
+        "fft_irfftn fft_fftshift fft_ifftshift",
+        Record(Kind.TRANSFORM, transformed),
+    ),
+    **each("stft istft", Record(Kind.TRANSFORM, windowed)),
+    **each("linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse logdet", Record(Kind.TRANSFORM, matrices)),
+    **each("lstm gru rnn_tanh rnn_relu", Record(Kind.RECURRENT, uncut)),
+}

@@ -241,6 +241,14 @@ def _cut(
     return Placement(tuple(before), tuple(after))
 
 
+def averaged(placements: Iterable[Placement], rewrite: str) -> list[Placement]:
+    """The placements of a mean from those of its sum: what is partial over a sharded dim is rewritten."""
+    return [
+        Placement(p.operands, p.results, rewrite) if p.results[0] is P and p.divides else p
+        for p in placements
+    ]
+
+
 def normalized(placements: Iterable[Placement], node: fx.Node, context: Context) -> list[Placement]:
     """Without duplicates; what has no gradient is R where it is whole, since R and I differ in gradients alone."""
     operands = operands_of(node)

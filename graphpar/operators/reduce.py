@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
-from graphpar.operators.elementwise import aligned
+from graphpar.operators import spelling as write
+from graphpar.operators.elementwise import aligned, elementwise
 from graphpar.operators.moves import along, uncut
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import (
     Context,
     Placement,
     argument_place,
+    averaged,
     from_rule,
     literal,
     operands_of,
@@ -23,6 +24,7 @@ from graphpar.operators.placement import (
     sizes_of,
     sums,
 )
+from graphpar.operators.record import Kind, Reads, Record, each
 from graphpar.runtime.layout import P
 
 
@@ -70,12 +72,9 @@ def mean(node: fx.Node, context: Context) -> list[Placement]:
     return averaged(found, rewrite)
 
 
-def averaged(placements: Iterable[Placement], rewrite: str) -> list[Placement]:
-    """The placements of a mean from those of its sum: what is partial over a sharded dim is rewritten."""
-    return [
-        Placement(p.operands, p.results, rewrite) if p.results[0] is P and p.divides else p
-        for p in placements
-    ]
+def extremum(node: fx.Node) -> Rule | None:
+    """max, min: of one tensor, or of each pair of elements of two."""
+    return reduction(node) if len(operands_of(node)) == 1 else elementwise(node)
 
 
 def reduction(node: fx.Node) -> Rule:
@@ -127,3 +126,33 @@ def weight_norm(node: fx.Node) -> Rule:
     labels = tuple(f"d{i}" for i in range(rank))
     sizes = tuple(labels[i] if i == dim else "1" for i in range(rank))
     return Rule((labels, sizes), (labels,), frozenset(label for i, label in enumerate(labels) if i != dim))
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+_REDUCTION = Record(Kind.REDUCTION, reduction, spelling=(write.method,))
+
+RECORDS: dict[str, Record] = {
+    "sum": Record(Kind.REDUCTION, total, reads=Reads.NOTHING, spelling=(write.method,)),
+    "mean": Record(Kind.REDUCTION, placements=mean, reads=Reads.NOTHING, spelling=(write.method,)),
+    **each("count_nonzero nansum", Record(Kind.REDUCTION, counted)),
+    **each("max min", Record(Kind.REDUCTION, extremum, spelling=(write.method,))),
+    **each("amax amin any all prod var std argmax argmin norm", _REDUCTION),
+    "logsumexp": replace(_REDUCTION, functions=True),
+    **each("aminmax var_mean std_mean linalg_vector_norm nanmean", Record(Kind.REDUCTION, reduction)),
+    **each("median nanmedian mode kthvalue", Record(Kind.SORT, reduction)),
+    **each("cosine_similarity pairwise_distance", Record(Kind.REDUCTION, similarity)),
+    # norms
+    "layer_norm": Record(Kind.NORM, normalization, spelling=(write.layer_norm,)),
+    "rms_norm": Record(Kind.NORM, normalization, spelling=(write.function("F.rms_norm", "input normalized_shape weight", "eps"),)),
+    "native_layer_norm": Record(Kind.NORM, normalization),
+    "_weight_norm": Record(Kind.NORM, weight_norm),
+    "softmax": Record(Kind.NORM, scan, reads=Reads.RESULT, spelling=(write.function("F.softmax", "self", "dim dtype"),)),
+    "log_softmax": Record(Kind.NORM, scan, reads=Reads.RESULT, spelling=(write.function("F.log_softmax", "self", "dim dtype"),)),
+    **each("_softmax _log_softmax _safe_softmax", Record(Kind.NORM, scan, reads=Reads.RESULT)),
+    # along a dim
+    **each("cumsum cumprod", Record(Kind.SCAN, scan, spelling=(write.method,))),
+    **each("cummax cummin logcumsumexp", Record(Kind.SCAN, scan)),
+    **each("sort argsort topk", Record(Kind.SORT, scan, spelling=(write.method,))),
+    "diff": Record(Kind.MOVE, scan, reads=Reads.NOTHING, spelling=(write.method,)),
+}  # fmt: skip

@@ -22,18 +22,12 @@ from torch import fx
 from graphpar.emitted import collectives, random_streams
 from graphpar.ir.program import batch_coefficients, operator_name, value_of
 from graphpar.operators.placement import argument_place, operands_of
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_named
 from graphpar.runtime.layout import Shard, Type, local_size
 
 _aten = torch.ops.aten
 Emit = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_SHAPES = {
-    "view": "size",
-    "_unsafe_view": "size",
-    "reshape": "shape",
-    "unflatten": "sizes",
-    "expand": "size",
-    "broadcast_to": "size",
-}
 _RANDOM = (random_streams.dropout, random_streams.channel_dropout, random_streams.dropout_attention)
 
 
@@ -127,10 +121,11 @@ def _local_shape(call: _Call, cuts: Cuts, emit: Emit) -> None:
         named = list(range(len(whole))) if dims is None else dims if isinstance(dims, list | tuple) else [dims]
         call.replace(_aten.squeeze.dims, dim=[dim for dim in named if whole and whole[dim] == 1])
         return
-    if name not in _SHAPES or call.get(_SHAPES[name]) is None:
+    argument = record_named(name).sizes
+    if not argument or call.get(argument) is None:
         return
     types, coefficients = cuts.results[0], batch_coefficients(call.node)
-    sizes = list(call.get(_SHAPES[name]))
+    sizes = list(call.get(argument))
     first = int(call.get("dim")) % value_of(operands_of(call.node)[0]).ndim if name == "unflatten" else 0
     for place, given in enumerate(sizes):
         own = [(kind, cuts.degrees[axis]) for kind, axis in zip(types, cuts.degrees) if isinstance(kind, Shard)]
@@ -141,13 +136,13 @@ def _local_shape(call: _Call, cuts: Cuts, emit: Emit) -> None:
             for kind, degree in own:
                 given = local_size(int(given), kind, degree)
             sizes[place] = given
-        elif name in ("expand", "broadcast_to") or -1 in [size for size in sizes if isinstance(size, int)]:
+        elif record_named(name).kind is Kind.EXPAND or -1 in [size for size in sizes if isinstance(size, int)]:
             for _, degree in own:
                 given = given // degree if isinstance(given, int) else emit(operator.floordiv, (given, degree), {})
             sizes[place] = given
         else:
             sizes[place] = -1
-    call.set(_SHAPES[name], sizes)
+    call.set(argument, sizes)
 
 
 def _local_sizes(call: _Call, pieces: int) -> None:

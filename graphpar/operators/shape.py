@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from torch import Tensor, fx
 
 from graphpar.ir.program import operator_name, value_of
+from graphpar.operators import spelling as write
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import Context, Placement, Size, can_cut, from_rule, operands_of, sizes_of, sums
+from graphpar.operators.record import Kind, Reads, Record, each
 from graphpar.runtime.layout import P, R, Shard
 
 # ---- reshaping -------------------------------------------------------------------------------------------------
@@ -122,3 +124,27 @@ def expand(node: fx.Node, context: Context) -> list[Placement]:
     own = tuple(labels[offset + dim] if size == after[offset + dim] else "1" for dim, size in enumerate(before))
     rule = Rule((own, *(labels for _ in shape_of)), (labels,), linear=(frozenset({0}),))
     return [Placement(p.operands, p.results, "local_shape") for p in from_rule(node, rule, context)]
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+
+def _reshape(*spelling: write.Spelling, sizes: str = "") -> Record:
+    return Record(Kind.RESHAPE, placements=view, reads=Reads.NOTHING, sizes=sizes, spelling=spelling)
+
+
+def _expand(*spelling: write.Spelling, sizes: str = "") -> Record:
+    return Record(Kind.EXPAND, placements=expand, reads=Reads.NOTHING, sizes=sizes, spelling=spelling)
+
+
+RECORDS: dict[str, Record] = {
+    "view": _reshape(write.flattened, write.method, sizes="size"),
+    "_unsafe_view": _reshape(write.flattened, sizes="size"),
+    "reshape": _reshape(write.flattened, write.method, sizes="shape"),
+    "unflatten": _reshape(write.method, sizes="sizes"),
+    **each("flatten squeeze unsqueeze view_as", _reshape(write.method)),
+    **each("reshape_as ravel atleast_1d atleast_2d atleast_3d", _reshape()),
+    "expand": _expand(write.method, sizes="size"),
+    "broadcast_to": _expand(sizes="size"),
+    "expand_as": _expand(write.method),
+}

@@ -276,7 +276,7 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
     """The number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be cut."""
     rows = batch // mesh.dp_replicate
     reason = coupling_reason(program, pins)
-    if mesh.dp_replicate > 1 and not program.symbolic and program.unsplittable is not None:  # it is traced for all rows
+    if mesh.dp_replicate > 1 and program.unsplittable is not None and not program.couplings:  # the trace is of all rows
         raise GraphparError(_refusal(program, batch, mesh.dp_replicate, program.unsplittable))
     if pins.microbatch_size is not None:
         size = pins.microbatch_size

@@ -24,11 +24,12 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import rank_memory
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
-from graphpar.cost_models.workload import ONE, Attention, Collective, Phase, Product, Size, Traffic, Work, Works
+from graphpar.cost_models.workload import Attention, Collective, Phase, Product, Size, Traffic, Work, Works
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES
 from graphpar.ir.mesh import Mesh
+from graphpar.operators.contractions import ONE
 from graphpar.passes.planning.measured_units import units_of
 from graphpar.passes.planning.planning import pricing_of
 from graphpar.passes.sharding.shard import shard
