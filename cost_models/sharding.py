@@ -74,8 +74,10 @@ def loss_costs(rows: float, degree: int) -> tuple[Cost, ...]:
 
 
 def statistics_costs(channels: float, degree: int, train: bool) -> tuple[Cost, ...]:
-    """The all-reduces of BatchNorm's mean and variance over replicas; its backward has as many."""
-    return (collective_cost("all-reduce", 4 * channels, degree),) * (4 if train else 2)
+    """BatchNorm's mean and variance are gathered from replicas; backward their gradients are summed and scattered."""
+    nbytes = 8 * channels * degree
+    backward = (collective_cost("reduce-scatter", nbytes, degree),) if train else ()
+    return collective_cost("all-gather", nbytes, degree), *backward
 
 
 def costs_for(program: Program, mesh: Mesh, cluster: Cluster | None) -> ShardingCosts:

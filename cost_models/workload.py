@@ -204,14 +204,14 @@ class Works:
         yield Collective(Phase.FORWARD, axis, "all-reduce", 8 * rows)
 
     def _statistics(self, node: fx.Node, scope: str) -> Iterator[Collective]:
-        """Two all-reduces of a number a channel, both ways (see ``emitted.collectives``)."""
+        """A mean and a variance of each channel are gathered, and their gradients scattered (see ``emitted.collectives``)."""
         source, axes = node.args[0], node.args[5]
         assert isinstance(source, fx.Node) and isinstance(axes, tuple)
-        nbytes = 4 * _sizes(source, self.degrees)[1]
-        for axis in axes:
-            for phase in (Phase.FORWARD, Phase.INPUT) if self.has_gradient(source, scope) else (Phase.FORWARD,):
-                yield Collective(phase, str(axis), "all-reduce", nbytes)
-                yield Collective(phase, str(axis), "all-reduce", nbytes)
+        for axis in map(str, axes):
+            nbytes = 8 * self.degrees[axis] * _sizes(source, self.degrees)[1]
+            yield Collective(Phase.FORWARD, axis, "all-gather", nbytes)
+            if self.has_gradient(source, scope):
+                yield Collective(Phase.INPUT, axis, "reduce-scatter", nbytes)
 
     def has_gradient(self, node: fx.Node, scope: str) -> bool:
         """Stages' graphs are copies, so a node is known by its name, or as what another stage sends."""

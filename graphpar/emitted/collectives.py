@@ -180,25 +180,20 @@ def sync_batch_norm(
     if not training and running_mean is not None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training=False, eps=eps)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    dims = [dim for dim in range(x.ndim) if dim != 1]
     columns = [-1] + [1] * (x.ndim - 2)
-    count = x.numel() // x.size(1)
+    var, mean = torch.var_mean(wide, [dim for dim in range(x.ndim) if dim != 1], correction=0)
+    pieces = torch.stack([mean, var]).unsqueeze(0)
     for axis in axes:
-        count = count * size(axis)
-
-    def whole(total: Tensor) -> Tensor:
-        for axis in axes:
-            total = all_reduce_both(total, axis)
-        return total
-
-    mean = whole(wide.sum(dims)) / count
-    centred = wide - mean.view(columns)
-    var = whole(centred.square().sum(dims)) / count
+        pieces = all_gather(pieces, axis, 0)
+    means, variances = pieces.unbind(1)
+    mean = means.mean(0)
+    var = variances.mean(0) + (means - mean).square().mean(0)
     if running_mean is not None and running_var is not None:
+        count = x.numel() // x.size(1) * pieces.size(0)
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
-    result = centred * torch.rsqrt(var + eps).view(columns)
+    result = (wide - mean.view(columns)) * torch.rsqrt(var + eps).view(columns)
     if weight is not None:
         result = result * weight.view(columns)
     if bias is not None:

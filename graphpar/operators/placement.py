@@ -243,10 +243,7 @@ def _cut(
 
 def averaged(placements: Iterable[Placement], rewrite: str) -> list[Placement]:
     """The placements of a mean from those of its sum: what is partial over a sharded dim is rewritten."""
-    return [
-        Placement(p.operands, p.results, rewrite) if p.results[0] is P and p.divides else p
-        for p in placements
-    ]
+    return [Placement(p.operands, p.results, rewrite) if p.results[0] is P and p.divides else p for p in placements]
 
 
 def normalized(placements: Iterable[Placement], node: fx.Node, context: Context) -> list[Placement]:

@@ -364,12 +364,18 @@ def _together(rank: Callable[[int], Any], degree: int) -> list[Any]:
     table: list[Any] = [None] * degree
     found: list[Any] = [None] * degree
 
-    def all_reduce(x: Tensor, axis: str, operation: str = "sum") -> Tensor:
+    def everyones(x: Tensor) -> Tensor:
         table[place.rank] = x
         barrier.wait()
         stacked = torch.stack(list(table))
         barrier.wait()
-        return stacked.sum(0) if operation == "sum" else stacked.amax(0)
+        return stacked
+
+    def all_reduce(x: Tensor, axis: str, operation: str = "sum") -> Tensor:
+        return everyones(x).sum(0) if operation == "sum" else everyones(x).amax(0)
+
+    def reduce_scatter(x: Tensor, axis: str) -> Tensor:
+        return everyones(x).sum(0)[place.rank : place.rank + 1]
 
     def run(index: int) -> None:
         place.rank = index
@@ -381,6 +387,8 @@ def _together(rank: Callable[[int], Any], degree: int) -> list[Any]:
 
     with (
         mock.patch.object(collectives, "_all_reduce", all_reduce),
+        mock.patch.object(collectives, "_all_gather", lambda x, axis: everyones(x).flatten(0, 1)),
+        mock.patch.object(collectives, "_reduce_scatter", reduce_scatter),
         mock.patch.object(collectives, "rank", lambda axis: place.rank),
         mock.patch.object(collectives, "size", lambda axis: degree),
     ):

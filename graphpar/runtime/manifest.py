@@ -214,7 +214,9 @@ def load_manifest(folder: str | Path) -> Manifest:
         ties=ties,
         types=_under_every_name(_types(plan.optional("parameters", dict, {}), str(path)), ties),
         shapes=_under_every_name(shapes, ties),
-        placed=tuple(plan.record("sharding").optional("axes", dict, {})) if plan.optional("sharding", dict, None) else (),
+        placed=tuple(plan.record("sharding").optional("axes", dict, {}))
+        if plan.optional("sharding", dict, None)
+        else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
     )
     _check(manifest, str(path))

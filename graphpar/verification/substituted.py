@@ -27,9 +27,7 @@ class Substituted(TorchFunctionMode):
     ``used``: the ids of parameters in the order of their first use.
     """
 
-    def __init__(
-        self, keys: Tensor | None, microbatches: int, replicas: int, batch: int, batch_dims: set[int]
-    ) -> None:
+    def __init__(self, keys: Tensor | None, microbatches: int, replicas: int, batch: int, batch_dims: set[int]) -> None:
         super().__init__()
         self.keys, self.microbatches, self.replicas = keys, microbatches, replicas
         self.batch, self.batch_dims = batch, batch_dims

@@ -58,9 +58,7 @@ def batch_warning(program: Program, mesh: Mesh, microbatches: int, allowed: bool
     if microbatches > 1:
         if not program.couplings:
             return None
-        return (
-            f"{coupled_text(program.couplings)}: each of {microbatches} microbatches is on its own, which changes the result."
-        )
+        return f"{coupled_text(program.couplings)}: each of {microbatches} microbatches is on its own, which changes the result."
     if mesh.pp == 1 or allowed or not (program.couplings or program.unsplittable):
         return None
     if program.unsplittable is not None:

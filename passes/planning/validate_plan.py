@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from graphpar.errors import GraphparError
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Decision, Sharding

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from graphpar.emitted import collectives
 from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.gradients import block_results
 from graphpar.operators.placement import operands_of

@@ -430,9 +430,7 @@ class _Builder:
 def source_types(program: Program, node: fx.Node, axes: Sequence[str]) -> Types:
     """An input: each replica has its rows of the batch; on other axes every rank has all of it."""
     dim = next((entry.batch_dim for entry in program.inputs if entry.name == str(node.target)), None)
-    return tuple(
-        R if dim is None or not AXIS[axis].replicas else Shard(dim % value_of(node).ndim) for axis in axes
-    )
+    return tuple(R if dim is None or not AXIS[axis].replicas else Shard(dim % value_of(node).ndim) for axis in axes)
 
 
 def result_types(program: Program, node: fx.Node, place: int, differentiable: bool, axes: Sequence[str]) -> Types:

@@ -135,9 +135,9 @@ class Repricing:
         train, axis = self.workload.train and node in self.differentiable, str(axes[0])
         costs = statistics_costs(float(value_of(source).shape[1]), self.degrees[axis], train)
         seconds = sum(self.costs.collective_s(axis, cost) for cost in costs)
-        sent = sum(costs[:2], Cost()).bytes_sent
-        backward = ("2 all-reduces", sent) if train else ("", 0.0)
-        return Sent(axis, "S(0)", "S(0)", "2 all-reduces", backward[0], sent, backward[1], seconds)
+        sent = [cost.bytes_sent for cost in (*costs, Cost())]
+        backward = "reduce-scatter" if train else ""
+        return Sent(axis, "S(0)", "S(0)", "all-gather", backward, sent[0], sent[1], seconds)
 
     def _elements(self, node: fx.Node, types: Mapping[str, Type]) -> float:
         """Elements of a rank's piece, where the tensor lies as ``types``."""

@@ -45,7 +45,9 @@ def _graph(source: fx.Graph, times: int) -> fx.Graph:
 
 def _value(node: fx.Node, value: Any, times: int) -> Any:
     fixed = node.meta.get("batch_coefficients")
-    if isinstance(value, tuple | list):  # of a trace at a fixed batch, the picks among the results say what follows the batch
+    if isinstance(
+        value, tuple | list
+    ):  # of a trace at a fixed batch, the picks among the results say what follows the batch
         return value if fixed is not None else type(value)(_value(node, part, times) for part in value)
     if isinstance(value, Tensor):
         if fixed is None:
