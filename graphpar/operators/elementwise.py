@@ -147,11 +147,10 @@ RECORDS: dict[str, Record] = {
     **each("logical_and logical_or", pointwise(tame=True)),
     "logical_not": pointwise(write.method, tame=True),
     # functions
-    "relu": pointwise(write.function("F.relu", "self"), tame=True, saves=Reads.RESULT),
+    "relu": pointwise(tame=True, saves=Reads.RESULT),
     "leaky_relu": pointwise(write.function("F.leaky_relu", "self", "negative_slope"), tame=True),
     "gelu": pointwise(write.function("F.gelu", "self", "approximate"), tame=True, functions=True),
-    "silu": pointwise(write.function("F.silu", "self"), tame=True, functions=True),
-    **each("softplus elu mish", pointwise(tame=True, functions=True)),
+    **each("silu softplus elu mish", pointwise(tame=True, functions=True)),
     **each("selu celu erfc erfinv log2 log10 log1p asin acos atan atan2 sinh cosh logaddexp", pointwise(functions=True)),
     **each("tanh sigmoid", pointwise(write.method, tame=True, functions=True, saves=Reads.RESULT)),
     **each("sin cos erf", pointwise(write.method, tame=True, functions=True)),

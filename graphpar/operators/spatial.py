@@ -158,9 +158,6 @@ RECORDS: dict[str, Record] = {
     "max_unpool2d": replace(_pool(2), saves=Reads.NOTHING),
     "max_unpool3d": replace(_pool(3), saves=Reads.NOTHING),
     "avg_pool2d": _pool(2, _AVG_POOL, linear=True),
-    "adaptive_avg_pool2d": Record(
-        Kind.PLACES, last(2, linear=True), spelling=(write.function("F.adaptive_avg_pool2d", "self output_size"),)
-    ),
     "adaptive_max_pool2d": _pool(2, write.renamed("F.adaptive_max_pool2d_with_indices")),
     "adaptive_max_pool3d": _pool(3, write.renamed("F.adaptive_max_pool3d_with_indices")),
     "upsample_linear1d": _resized(1, write.interpolated("linear")),
