@@ -24,7 +24,7 @@ from graphpar.ir.program import Block, Program, batch_coefficients, operator_nam
 from graphpar.operators.contractions import Matrices, matrices, product_of
 from graphpar.operators.contractions import Size as Size  # sizes of rows
 from graphpar.operators.gradients import differentiable_nodes
-from graphpar.operators.record import Kind
+from graphpar.operators.record import Kind, Reads
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE
 from graphpar.runtime.layout import ExpertRows
@@ -351,7 +351,7 @@ class _Walk:
             return
         values = [node for node in differentiable if node.op != "get_attr"]
         gradients = [_nbytes(node, self.works.degrees) for node in [*outputs, *values]]
-        if not any(record.reads for record in records):
+        if all(record.reads is Reads.NOTHING for record in records):
             if self.works.fused or not all(record.passes for record in records):
                 yield from _traffic(Phase.INPUT, gradients)
             return

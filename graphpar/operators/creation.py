@@ -7,7 +7,7 @@ from torch import fx
 from graphpar.operators import spelling as write
 from graphpar.operators.moves import uncut
 from graphpar.operators.placement import Context, Placement, can_cut, operands_of, results_of, sizes_of
-from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.operators.record import Kind, Record, each
 from graphpar.runtime.layout import R, Shard
 
 
@@ -33,9 +33,9 @@ RECORDS: dict[str, Record] = {
     ),
     **each(
         "new_zeros new_ones new_full",
-        Record(Kind.FACTORY, placements=fresh, reads=Reads.NOTHING, spelling=(write.method,)),
+        Record(Kind.FACTORY, placements=fresh, spelling=write.METHOD),
     ),
-    "new_empty": Record(Kind.FACTORY, placements=fresh, reads=Reads.NOTHING),
+    "new_empty": Record(Kind.FACTORY, placements=fresh),
     **each("bernoulli multinomial", Record(Kind.RANDOM, uncut)),
     # numbers
     "sym_size": Record(Kind.NUMBER, spelling=(write.size,)),

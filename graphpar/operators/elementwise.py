@@ -128,25 +128,25 @@ def _error(function: str, keywords: str = "", functions: bool = False) -> Record
 _LOSS = Record(Kind.LOSS, pointwise_loss, averaged_loss)
 PLAIN = Record(Kind.POINTWISE, elementwise)
 """Of what torch says is pointwise, and no record knows more of."""
-_SUM: dict[str, Any] = {"linear": TOGETHER, "adds": True, "tame": True, "reads": Reads.NOTHING, "passes": True}
-_COPY = Record(Kind.COPY, elementwise, linear=FIRST, tame=True, reads=Reads.NOTHING)
-_ALIAS = Record(Kind.ALIAS, elementwise, linear=FIRST, tame=True, reads=Reads.NOTHING)
-_LIKE = Record(Kind.FACTORY, elementwise, tame=True, reads=Reads.NOTHING)
+_SUM: dict[str, Any] = {"linear": TOGETHER, "adds": True, "tame": True, "saves": Reads.NOTHING, "passes": True}
+_COPY = Record(Kind.COPY, elementwise, linear=FIRST, tame=True)
+_ALIAS = Record(Kind.ALIAS, elementwise, linear=FIRST, tame=True)
+_LIKE = Record(Kind.FACTORY, elementwise, tame=True)
 _QUOTIENT = pointwise(write.infix("/", write.PRODUCT), linear=FIRST, neutral=1)
 
 RECORDS: dict[str, Record] = {
     "add": pointwise(write.infix("+", write.SUM), neutral=0, **_SUM),
     "sub": pointwise(write.infix("-", write.SUM), neutral=0, **_SUM),
     "subtract": pointwise(neutral=0, **_SUM),
-    "rsub": pointwise(tame=True, adds=True, reads=Reads.NOTHING),
+    "rsub": pointwise(tame=True, adds=True, saves=Reads.NOTHING),
     "mul": pointwise(write.infix("*", write.PRODUCT), linear=EACH, tame=True, neutral=1),
     "multiply": pointwise(linear=EACH, neutral=1),
     **each("div true_divide", _QUOTIENT),
     "divide": pointwise(linear=FIRST, neutral=1),
-    "floor_divide": pointwise(write.infix("//", write.PRODUCT)),
+    "floor_divide": pointwise(write.infix("//", write.PRODUCT), saves=Reads.NOTHING),
     "remainder": pointwise(write.infix("%", write.PRODUCT)),
-    "neg": pointwise(write.negative, linear=FIRST, tame=True, reads=Reads.NOTHING),
-    "negative": pointwise(linear=FIRST, reads=Reads.NOTHING),
+    "neg": pointwise(write.negative, linear=FIRST, tame=True, saves=Reads.NOTHING),
+    "negative": pointwise(linear=FIRST, saves=Reads.NOTHING),
     "pow": pointwise(write.power, write.method),
     # comparisons and bits
     "eq": _compared("=="),
@@ -166,47 +166,48 @@ RECORDS: dict[str, Record] = {
     **each("logical_and logical_or", pointwise(tame=True)),
     "logical_not": pointwise(write.method, tame=True),
     # functions
-    "relu": pointwise(write.function("F.relu", "self"), tame=True, reads=Reads.RESULT),
+    "relu": pointwise(tame=True, saves=Reads.RESULT),
     "leaky_relu": pointwise(write.function("F.leaky_relu", "self", "negative_slope"), tame=True),
     "gelu": pointwise(write.function("F.gelu", "self", "approximate"), tame=True, functions=True),
-    "silu": pointwise(write.function("F.silu", "self"), tame=True, functions=True),
-    **each("softplus elu mish", pointwise(tame=True, functions=True)),
-    **each("selu celu erfc erfinv expm1 log2 log10 log1p tan asin acos atan atan2 sinh cosh logaddexp", pointwise(functions=True)),
-    **each("tanh sigmoid", pointwise(write.method, tame=True, functions=True, reads=Reads.RESULT)),
+    **each("silu softplus elu mish", pointwise(tame=True, functions=True)),
+    **each("selu celu erfc erfinv log2 log10 log1p asin acos atan atan2 sinh cosh logaddexp", pointwise(functions=True)),
+    **each("tanh sigmoid", pointwise(write.method, tame=True, functions=True, saves=Reads.RESULT)),
     **each("sin cos erf", pointwise(write.method, tame=True, functions=True)),
-    "exp": pointwise(write.method, functions=True, reads=Reads.RESULT),
+    "exp": pointwise(write.method, functions=True, saves=Reads.RESULT),
     "log": pointwise(write.method, functions=True),
     "log_sigmoid": pointwise(write.renamed("F.logsigmoid"), tame=True, functions=True),
-    **each("special_expit", pointwise(functions=True, reads=Reads.RESULT)),
+    **each("special_expit expm1 tan", pointwise(functions=True, saves=Reads.RESULT)),
     **each("abs square", pointwise(write.method, tame=True)),
-    **each("sqrt rsqrt", pointwise(write.method, reads=Reads.RESULT)),
-    "round": pointwise(write.method, reads=Reads.NOTHING),
+    **each("sqrt rsqrt", pointwise(write.method, saves=Reads.RESULT)),
+    "round": pointwise(write.method, saves=Reads.NOTHING),
     "clamp": pointwise(write.method, tame=True),
     **each("maximum minimum hardtanh relu6 hardswish", pointwise(tame=True)),
     **each("prelu _prelu_kernel absolute ldexp float_power special_ndtr special_polygamma", PLAIN),
     # choosing
-    "where": pointwise(linear=(frozenset({1, 2}),), tame=True, reads=Reads.NOTHING),
-    "masked_fill": pointwise(write.method, linear=FIRST, tame=True, reads=Reads.NOTHING),
-    "fill": pointwise(reads=Reads.NOTHING),
+    "where": pointwise(linear=(frozenset({1, 2}),), tame=True, saves=Reads.NOTHING),
+    "masked_fill": pointwise(write.method, linear=FIRST, tame=True, saves=Reads.NOTHING),
+    "fill": pointwise(saves=Reads.NOTHING),
     # the same elements
     "to": replace(_COPY, spelling=(write.cast, write.method)),
-    "type_as": replace(_COPY, spelling=(write.method,)),
-    "clone": replace(_COPY, passes=True, spelling=(write.method,)),
+    "type_as": replace(_COPY, spelling=write.METHOD),
+    "clone": replace(_COPY, passes=True, spelling=write.METHOD),
     **each("_to_copy", _COPY),
     "lift_fresh_copy": replace(_COPY, linear=()),
-    **each("contiguous detach", replace(_ALIAS, spelling=(write.method,))),
+    **each("contiguous detach", replace(_ALIAS, spelling=write.METHOD)),
     "alias": _ALIAS,
-    "lift_fresh": Record(Kind.ALIAS, reads=Reads.NOTHING),
-    **each("resolve_conj resolve_neg", pointwise(linear=FIRST, tame=True, reads=Reads.NOTHING)),
-    "real": pointwise(write.attribute("real"), linear=FIRST, tame=True, reads=Reads.NOTHING),
-    "imag": pointwise(write.attribute("imag"), linear=FIRST, tame=True, reads=Reads.NOTHING),
+    "lift_fresh": Record(Kind.ALIAS),
+    **each("resolve_conj resolve_neg", pointwise(linear=FIRST, tame=True, saves=Reads.NOTHING)),
+    "real": Record(Kind.VIEW, elementwise, linear=FIRST, tame=True, spelling=(write.attribute("real"),)),
+    "imag": Record(Kind.VIEW, elementwise, linear=FIRST, tame=True, spelling=(write.attribute("imag"),)),
     "nan_to_num": pointwise(tame=True),
-    **each("complex conj polar chalf", PLAIN),
+    **each("complex conj", PLAIN),
+    "polar": pointwise(saves=Reads.RESULT),
+    "chalf": pointwise(saves=Reads.NOTHING),
     **each("zeros_like ones_like empty_like full_like", _LIKE),
     # random numbers
-    "dropout": Record(Kind.RANDOM, _dropout, linear=FIRST, tame=True, reads=Reads.NOTHING, spelling=(write.stream_function("dropout"),)),
-    "channel_dropout": Record(Kind.RANDOM, _dropout, reads=Reads.NOTHING, spelling=(write.stream_function("channel_dropout"),)),
-    "feature_dropout": Record(Kind.RANDOM, reads=Reads.NOTHING),
+    "dropout": Record(Kind.RANDOM, _dropout, linear=FIRST, tame=True, spelling=(write.stream_function("dropout"),)),
+    "channel_dropout": Record(Kind.RANDOM, _dropout, spelling=(write.stream_function("channel_dropout"),)),
+    "feature_dropout": Record(Kind.RANDOM),
     "stream": Record(Kind.RANDOM, elementwise),
     # losses, element by element
     "mse_loss": _error("F.mse_loss"),

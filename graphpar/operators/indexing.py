@@ -5,6 +5,7 @@ rank picks its own (and what it adds to a shared tensor is partial).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -15,7 +16,7 @@ from graphpar.operators.elementwise import aligned
 from graphpar.operators.moves import labelled, uncut
 from graphpar.operators.notation import Factors, Rule
 from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, sizes_of
-from graphpar.operators.record import Kind, Record, each
+from graphpar.operators.record import Kind, Reads, Record, each
 from graphpar.runtime.layout import P
 
 
@@ -194,18 +195,20 @@ _UNCUT = Record(Kind.INDEX, uncut)
 
 RECORDS: dict[str, Record] = {
     "index": Record(Kind.INDEX, index, spelling=(write.indexed,)),
-    "gather": Record(Kind.INDEX, gather, spelling=(write.method,)),
-    "take_along_dim": Record(Kind.INDEX, gather),
-    "index_select": Record(Kind.INDEX, index_select, spelling=(write.method,)),
+    "gather": Record(Kind.INDEX, gather, saves=Reads.OPERANDS, spelling=write.METHOD),
+    "take_along_dim": Record(Kind.INDEX, gather, saves=Reads.OPERANDS),
+    "index_select": Record(Kind.INDEX, index_select, spelling=write.METHOD),
     "one_hot": Record(Kind.INDEX, one_hot, spelling=(write.function("F.one_hot", "self num_classes"),)),
     "bucketize": Record(Kind.INDEX, bucketize),
     "searchsorted": Record(Kind.INDEX, searchsorted),
     "isin": Record(Kind.INDEX, membership),
-    **each("scatter scatter_add", Record(Kind.INDEX, scattered, scatter, spelling=(write.method,))),
-    "scatter_reduce": Record(Kind.INDEX, scattered, scatter),
-    **each("index_add index_copy index_fill index_reduce", Record(Kind.INDEX, index_added, index_add)),
-    "index_put": Record(Kind.INDEX, placements=index_put, spelling=(write.method,)),
-    "histc": Record(Kind.INDEX, uncut, spelling=(write.method,)),
-    **each("nonzero masked_select masked_scatter unique _unique2 unique_dim unique_consecutive bincount take put", _UNCUT),
+    **each("scatter scatter_add", Record(Kind.INDEX, scattered, scatter, spelling=write.METHOD)),
+    "scatter_reduce": Record(Kind.INDEX, scattered, scatter, saves=Reads.OPERANDS),
+    **each("index_add index_copy index_reduce", Record(Kind.INDEX, index_added, index_add, saves=Reads.OPERANDS)),
+    "index_fill": Record(Kind.INDEX, index_added, index_add),
+    "index_put": Record(Kind.INDEX, placements=index_put, spelling=write.METHOD),
+    "histc": Record(Kind.INDEX, uncut, spelling=write.METHOD),
+    **each("nonzero masked_scatter _unique2 unique_dim unique_consecutive bincount", _UNCUT),
+    **each("masked_select take put", replace(_UNCUT, saves=Reads.OPERANDS)),
     **each("expert_rows expert_sums", Record(Kind.INDEX)),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from graphpar.operators.elementwise import aligned
 from graphpar.operators.moves import uncut
 from graphpar.operators.notation import Rule, parse_rule
 from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, results_of, sizes_of
-from graphpar.operators.record import Kind, Record, each
+from graphpar.operators.record import Kind, Reads, Record, each
 from graphpar.runtime.layout import ExpertRows, P, R, Shard
 
 
@@ -220,6 +220,6 @@ RECORDS: dict[str, Record] = {
     "scaled_dot_product_attention": Record(Kind.ATTENTION, placements=attention, spelling=(_ATTENTION,)),
     "dropout_attention": Record(Kind.ATTENTION, placements=attention, spelling=(write.stream_function("dropout_attention"),)),
     "embedding": Record(Kind.LOOKUP, placements=embedding, spelling=(write.embedding,)),
-    "embedding_bag": Record(Kind.LOOKUP, uncut),
+    "embedding_bag": Record(Kind.LOOKUP, uncut, saves=Reads.OPERANDS),
     "vocab_embedding": Record(Kind.LOOKUP),
 }  # fmt: skip

@@ -30,7 +30,7 @@ from graphpar.operators.placement import (
     results_of,
     sizes_of,
 )
-from graphpar.operators.record import Kind, PlacementsOf, Reads, Record, RuleOf, each
+from graphpar.operators.record import Kind, Reads, Record, each
 from graphpar.operators.shape import normal
 from graphpar.runtime.layout import Shard
 
@@ -400,52 +400,42 @@ def inside(node: fx.Node) -> Rule:
 # ---- records ---------------------------------------------------------------------------------------------------
 
 
-def _permuted(*spelling: write.Spelling) -> Record:
-    return Record(Kind.PERMUTE, permuted, reads=Reads.NOTHING, spelling=spelling)
-
-
-def _moved(rule: RuleOf | None, *spelling: write.Spelling, placements: PlacementsOf | None = None) -> Record:
-    return Record(Kind.MOVE, rule, placements, reads=Reads.NOTHING, spelling=spelling)
-
-
-def _view(rule: RuleOf | None, *spelling: write.Spelling, placements: PlacementsOf | None = None) -> Record:
-    return Record(Kind.VIEW, rule, placements, reads=Reads.NOTHING, spelling=spelling)
-
-
-_PARTS = _view(None, write.method, placements=split)
+_PARTS = Record(Kind.VIEW, placements=split, spelling=write.METHOD)
 
 RECORDS: dict[str, Record] = {
     # dims in another order
-    **each("transpose permute t movedim swapaxes swapdims", _permuted(write.method)),
-    **each("moveaxis adjoint", _permuted()),
-    "mT": _permuted(write.attribute("mT")),
-    "mH": _permuted(write.attribute("mH")),
-    "matrix_H": Record(Kind.PERMUTE, reads=Reads.NOTHING, spelling=(write.attribute("H"),)),
-    "numpy_T": _permuted(write.attribute("T")),
+    **each("transpose permute t movedim swapaxes swapdims", Record(Kind.PERMUTE, permuted, spelling=write.METHOD)),
+    **each("moveaxis adjoint", Record(Kind.PERMUTE, permuted)),
+    "mT": Record(Kind.PERMUTE, permuted, spelling=(write.attribute("mT"),)),
+    "mH": Record(Kind.PERMUTE, permuted, spelling=(write.attribute("mH"),)),
+    "matrix_H": Record(Kind.PERMUTE, spelling=(write.attribute("H"),)),
+    "numpy_T": Record(Kind.PERMUTE, permuted, spelling=(write.attribute("T"),)),
     # parts
     **each("split chunk", _PARTS),
     **each("split_with_sizes tensor_split unsafe_chunk unsafe_split", replace(_PARTS, spelling=())),
-    "unbind": _view(unbind, write.method),
-    "select": _view(selected, write.selected, write.method),
-    "slice": _view(None, write.sliced, placements=sliced),
-    "narrow": _view(None, write.method, placements=sliced),
-    "getitem": _view(None, write.item),
-    "diagonal": _view(diagonal),
-    "unfold": _view(windows, write.method),
-    **each("view_as_complex view_as_real", _view(complex_pairs)),
-    "as_strided": _view(uncut),
-    "broadcast_tensors": Record(Kind.EXPAND, broadcast, reads=Reads.NOTHING),
+    "unbind": Record(Kind.VIEW, unbind, spelling=write.METHOD),
+    "select": Record(Kind.VIEW, selected, spelling=(write.selected, write.method)),
+    "slice": Record(Kind.VIEW, placements=sliced, spelling=(write.sliced,)),
+    "narrow": Record(Kind.VIEW, placements=sliced, spelling=write.METHOD),
+    "getitem": Record(Kind.VIEW, spelling=(write.item,)),
+    "diagonal": Record(Kind.VIEW, diagonal),
+    "unfold": Record(Kind.VIEW, windows, spelling=write.METHOD),
+    **each("view_as_complex view_as_real", Record(Kind.VIEW, complex_pairs)),
+    "as_strided": Record(Kind.VIEW, uncut),
+    "broadcast_tensors": Record(Kind.EXPAND, broadcast),
     # joined, repeated, filled
-    "cat": replace(_moved(None, placements=cat), adds=True),
-    "stack": replace(_moved(stack), adds=True),
-    **each("repeat tile", _moved(None, write.method, placements=repeated)),
-    "repeat_interleave": Record(Kind.INDEX, placements=interleaved, reads=Reads.NOTHING, spelling=(write.method,)),
-    "pad": _moved(padding, write.function("F.pad", "self pad", "mode value")),
-    "constant_pad_nd": _moved(padding),
-    **each("flip roll", _moved(turned, write.method)),
-    "rot90": _moved(None, write.method),
-    **each("slice_scatter select_scatter", _moved(inside, write.method)),
-    **each("tril triu", _moved(last(2, linear=True), write.method)),
+    "cat": replace(Record(Kind.MOVE, placements=cat), adds=True),
+    "stack": replace(Record(Kind.MOVE, stack), adds=True),
+    **each("repeat tile", Record(Kind.MOVE, placements=repeated, spelling=write.METHOD)),
+    "repeat_interleave": Record(Kind.INDEX, placements=interleaved, spelling=write.METHOD),
+    "pad": Record(
+        Kind.MOVE, padding, saves=Reads.OPERANDS, spelling=(write.function("F.pad", "self pad", "mode value"),)
+    ),
+    "constant_pad_nd": Record(Kind.MOVE, padding),
+    **each("flip roll", Record(Kind.MOVE, turned, spelling=write.METHOD)),
+    "rot90": Record(Kind.MOVE, spelling=write.METHOD),
+    **each("slice_scatter select_scatter", Record(Kind.MOVE, inside, spelling=write.METHOD)),
+    **each("tril triu", Record(Kind.MOVE, last(2, linear=True), spelling=write.METHOD)),
     "glu": Record(Kind.POINTWISE, placements=halves, functions=True),
     # transforms
     **each(
@@ -454,6 +444,7 @@ RECORDS: dict[str, Record] = {
         Record(Kind.TRANSFORM, transformed),
     ),
     **each("stft istft", Record(Kind.TRANSFORM, windowed)),
-    **each("linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse logdet", Record(Kind.TRANSFORM, matrices)),
+    **each("linalg_cholesky linalg_cholesky_ex cholesky", Record(Kind.TRANSFORM, matrices, saves=Reads.RESULT)),
+    **each("cholesky_inverse logdet", Record(Kind.TRANSFORM, matrices)),
     **each("lstm gru rnn_tanh rnn_relu", Record(Kind.RECURRENT, uncut)),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum, Flag, auto
+from enum import Enum, auto
 
 from torch import fx
 
@@ -56,16 +56,17 @@ class Kind(Enum):
     OTHER = auto()  # no record says
 
 
-class Reads(Flag):
+class Reads(Enum):
     """What an operator's backward reads of the forward, besides numbers, masks, indices and statistics."""
 
-    NOTHING = 0
-    OPERANDS = auto()
+    NOTHING = auto()
     RESULT = auto()
+    OPERANDS = auto()  # and perhaps the result
 
 
 _MULTIPLIES = {Kind.PRODUCT, Kind.GROUPED, Kind.CONVOLUTION, Kind.ATTENTION}
 _FREE = {Kind.PERMUTE, Kind.RESHAPE, Kind.EXPAND, Kind.VIEW, Kind.ALIAS}
+_MOVES = _FREE | {Kind.COPY, Kind.MOVE, Kind.LOOKUP, Kind.INDEX, Kind.SORT, Kind.FACTORY, Kind.RANDOM}
 _SAME_VALUE = {Kind.ALIAS, Kind.COPY}
 _WHOLE = {Kind.PERMUTE, Kind.RESHAPE, Kind.EXPAND} | _SAME_VALUE
 _FUSIBLE = {Kind.COPY, Kind.MOVE, Kind.POINTWISE, Kind.REDUCTION, Kind.NORM, Kind.LOSS, Kind.FACTORY, Kind.RANDOM}
@@ -92,7 +93,7 @@ class Record:
         tame: pointwise, and finite with finite slopes wherever its operands are: what padding holds stays harmless.
         adds: linear in all operands at once: a sum of them, or one beside the other.
         neutral: the second operand that changes nothing.
-        reads: what its backward reads.
+        saves: what its backward reads, where the kind does not say so: that of what moves elements reads nothing.
         passes: its backward gives the first operand the gradient itself, and so is no kernel.
         functions: it takes longer than the bytes that it moves, where units for functions are slow (a CPU's): exponentials, sorting.
             Norms, scans and sorts do anyway.
@@ -108,7 +109,7 @@ class Record:
     tame: bool = False
     adds: bool = False
     neutral: float | None = None
-    reads: Reads = Reads.OPERANDS
+    saves: Reads | None = None
     passes: bool = False
     functions: bool = False
     sizes: str = ""
@@ -118,6 +119,13 @@ class Record:
     def multiplies(self) -> bool:
         """Whether its work is products of matrices."""
         return self.kind in _MULTIPLIES
+
+    @property
+    def reads(self) -> Reads:
+        """What its backward reads, which autograd therefore keeps."""
+        if self.saves is not None:
+            return self.saves
+        return Reads.NOTHING if self.kind in _MOVES else Reads.OPERANDS
 
     @property
     def free(self) -> bool:

@@ -130,29 +130,31 @@ def weight_norm(node: fx.Node) -> Rule:
 
 # ---- records ---------------------------------------------------------------------------------------------------
 
-_REDUCTION = Record(Kind.REDUCTION, reduction, spelling=(write.method,))
+_REDUCTION = Record(Kind.REDUCTION, reduction, spelling=write.METHOD)
 
 RECORDS: dict[str, Record] = {
-    "sum": Record(Kind.REDUCTION, total, reads=Reads.NOTHING, spelling=(write.method,)),
-    "mean": Record(Kind.REDUCTION, placements=mean, reads=Reads.NOTHING, spelling=(write.method,)),
+    "sum": Record(Kind.REDUCTION, total, saves=Reads.NOTHING, spelling=write.METHOD),
+    "mean": Record(Kind.REDUCTION, placements=mean, saves=Reads.NOTHING, spelling=write.METHOD),
     **each("count_nonzero nansum", Record(Kind.REDUCTION, counted)),
-    **each("max min", Record(Kind.REDUCTION, extremum, spelling=(write.method,))),
+    **each("max min", Record(Kind.REDUCTION, extremum, spelling=write.METHOD)),
     **each("amax amin any all prod var std argmax argmin norm", _REDUCTION),
     "logsumexp": replace(_REDUCTION, functions=True),
     **each("aminmax var_mean std_mean linalg_vector_norm nanmean", Record(Kind.REDUCTION, reduction)),
-    **each("median nanmedian mode kthvalue", Record(Kind.SORT, reduction)),
+    **each("median nanmedian", Record(Kind.SORT, reduction, saves=Reads.OPERANDS)),
+    **each("mode kthvalue", Record(Kind.SORT, reduction)),
     **each("cosine_similarity pairwise_distance", Record(Kind.REDUCTION, similarity)),
     # norms
     "layer_norm": Record(Kind.NORM, normalization, spelling=(write.layer_norm,)),
     "rms_norm": Record(Kind.NORM, normalization, spelling=(write.function("F.rms_norm", "input normalized_shape weight", "eps"),)),
     "native_layer_norm": Record(Kind.NORM, normalization),
     "_weight_norm": Record(Kind.NORM, weight_norm),
-    "softmax": Record(Kind.NORM, scan, reads=Reads.RESULT, spelling=(write.function("F.softmax", "self", "dim dtype"),)),
-    "log_softmax": Record(Kind.NORM, scan, reads=Reads.RESULT, spelling=(write.function("F.log_softmax", "self", "dim dtype"),)),
-    **each("_softmax _log_softmax _safe_softmax", Record(Kind.NORM, scan, reads=Reads.RESULT)),
+    "softmax": Record(Kind.NORM, scan, saves=Reads.RESULT, spelling=(write.function("F.softmax", "self", "dim dtype"),)),
+    "log_softmax": Record(Kind.NORM, scan, saves=Reads.RESULT, spelling=(write.function("F.log_softmax", "self", "dim dtype"),)),
+    **each("_softmax _log_softmax _safe_softmax", Record(Kind.NORM, scan, saves=Reads.RESULT)),
     # along a dim
-    **each("cumsum cumprod", Record(Kind.SCAN, scan, spelling=(write.method,))),
+    "cumsum": Record(Kind.SCAN, scan, saves=Reads.NOTHING, spelling=write.METHOD),
+    "cumprod": Record(Kind.SCAN, scan, spelling=write.METHOD),
     **each("cummax cummin logcumsumexp", Record(Kind.SCAN, scan)),
-    **each("sort argsort topk", Record(Kind.SORT, scan, spelling=(write.method,))),
-    "diff": Record(Kind.MOVE, scan, reads=Reads.NOTHING, spelling=(write.method,)),
+    **each("sort argsort topk", Record(Kind.SORT, scan, spelling=write.METHOD)),
+    "diff": Record(Kind.MOVE, scan, spelling=write.METHOD),
 }  # fmt: skip

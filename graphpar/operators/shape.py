@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, fx
 
@@ -16,7 +17,7 @@ from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import Context, Placement, Size, can_cut, from_rule, operands_of, sizes_of, sums
-from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.operators.record import Kind, Record, each
 from graphpar.runtime.layout import P, R, Shard
 
 # ---- reshaping -------------------------------------------------------------------------------------------------
@@ -129,22 +130,17 @@ def expand(node: fx.Node, context: Context) -> list[Placement]:
 # ---- records ---------------------------------------------------------------------------------------------------
 
 
-def _reshape(*spelling: write.Spelling, sizes: str = "") -> Record:
-    return Record(Kind.RESHAPE, placements=view, reads=Reads.NOTHING, sizes=sizes, spelling=spelling)
-
-
-def _expand(*spelling: write.Spelling, sizes: str = "") -> Record:
-    return Record(Kind.EXPAND, placements=expand, reads=Reads.NOTHING, sizes=sizes, spelling=spelling)
-
+_RESHAPE = Record(Kind.RESHAPE, placements=view)
+_EXPAND = Record(Kind.EXPAND, placements=expand)
 
 RECORDS: dict[str, Record] = {
-    "view": _reshape(write.flattened, write.method, sizes="size"),
-    "_unsafe_view": _reshape(write.flattened, sizes="size"),
-    "reshape": _reshape(write.flattened, write.method, sizes="shape"),
-    "unflatten": _reshape(write.method, sizes="sizes"),
-    **each("flatten squeeze unsqueeze view_as", _reshape(write.method)),
-    **each("reshape_as ravel atleast_1d atleast_2d atleast_3d", _reshape()),
-    "expand": _expand(write.method, sizes="size"),
-    "broadcast_to": _expand(sizes="size"),
-    "expand_as": _expand(write.method),
+    "view": replace(_RESHAPE, sizes="size", spelling=(write.flattened, write.method)),
+    "_unsafe_view": replace(_RESHAPE, sizes="size", spelling=(write.flattened,)),
+    "reshape": replace(_RESHAPE, sizes="shape", spelling=(write.flattened, write.method)),
+    "unflatten": replace(_RESHAPE, sizes="sizes", spelling=write.METHOD),
+    **each("flatten squeeze unsqueeze view_as", replace(_RESHAPE, spelling=write.METHOD)),
+    **each("reshape_as ravel atleast_1d atleast_2d atleast_3d", _RESHAPE),
+    "expand": replace(_EXPAND, sizes="size", spelling=write.METHOD),
+    "broadcast_to": replace(_EXPAND, sizes="size"),
+    "expand_as": replace(_EXPAND, spelling=write.METHOD),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
@@ -134,7 +136,7 @@ def _pool(dims: int, *spelling: write.Spelling, linear: bool = False) -> Record:
 
 
 def _resized(dims: int, *spelling: write.Spelling) -> Record:
-    return Record(Kind.PLACES, last(dims, linear=True), reads=Reads.NOTHING, spelling=spelling)
+    return Record(Kind.PLACES, last(dims, linear=True), saves=Reads.NOTHING, spelling=spelling)
 
 
 def _by_dims(dims: int) -> dict[str, Record]:
@@ -145,7 +147,7 @@ def _by_dims(dims: int) -> dict[str, Record]:
         f"conv{dims}d": _convolution(conv),
         f"conv_transpose{dims}d": _convolution(),
         f"max_pool{dims}d": _pool(dims, pool),
-        **each(f"max_pool{dims}d_with_indices adaptive_max_pool{dims}d max_unpool{dims}d", _pool(dims)),
+        **each(f"max_pool{dims}d_with_indices adaptive_max_pool{dims}d", _pool(dims)),
         f"avg_pool{dims}d": _pool(dims, linear=True),
         f"adaptive_avg_pool{dims}d": Record(Kind.PLACES, last(dims, linear=True)),
         f"upsample_nearest{dims}d": _resized(dims, write.interpolated("nearest")),
@@ -165,10 +167,9 @@ RECORDS: dict[str, Record] = {
     **_by_dims(2),
     **_by_dims(3),
     "convolution": _convolution(),
+    "max_unpool2d": replace(_pool(2), saves=Reads.NOTHING),
+    "max_unpool3d": replace(_pool(3), saves=Reads.NOTHING),
     "avg_pool2d": _pool(2, _AVG_POOL, linear=True),
-    "adaptive_avg_pool2d": Record(
-        Kind.PLACES, last(2, linear=True), spelling=(write.function("F.adaptive_avg_pool2d", "self output_size"),)
-    ),
     "adaptive_max_pool2d": _pool(2, write.renamed("F.adaptive_max_pool2d_with_indices")),
     "adaptive_max_pool3d": _pool(3, write.renamed("F.adaptive_max_pool3d_with_indices")),
     "upsample_linear1d": _resized(1, write.interpolated("linear")),
@@ -177,10 +178,10 @@ RECORDS: dict[str, Record] = {
     "upsample_trilinear3d": _resized(3, write.interpolated("trilinear")),
     "_upsample_bilinear2d_aa": _resized(2, write.interpolated("bilinear", antialias=True)),
     "_upsample_bicubic2d_aa": _resized(2, write.interpolated("bicubic", antialias=True)),
-    **each("pixel_shuffle pixel_unshuffle", Record(Kind.MOVE, shuffled, reads=Reads.NOTHING)),
+    **each("pixel_shuffle pixel_unshuffle", Record(Kind.MOVE, shuffled)),
     **each("grid_sampler grid_sampler_2d grid_sampler_3d", Record(Kind.PLACES, grid_sample)),
-    "im2col": Record(Kind.PLACES, unfolded, reads=Reads.NOTHING, spelling=(write.renamed("F.unfold"),)),
-    "col2im": Record(Kind.PLACES, unfolded, reads=Reads.NOTHING, spelling=(write.renamed("F.fold"),)),
+    "im2col": Record(Kind.PLACES, unfolded, saves=Reads.NOTHING, spelling=(write.renamed("F.unfold"),)),
+    "col2im": Record(Kind.PLACES, unfolded, saves=Reads.NOTHING, spelling=(write.renamed("F.fold"),)),
     "affine_grid_generator": Record(Kind.PLACES, grid),
     "sync_batch_norm": Record(Kind.NORM),
     "batch_norm": Record(Kind.NORM, batch_norm, batch_norm_placements, spelling=(write.batch_norm,)),

@@ -102,6 +102,9 @@ def method(node: fx.Node, shown: Printed) -> Expression | None:
     return called_on(owner, name, [argument.text for argument in arguments], _options(node, shown))
 
 
+METHOD = (method,)
+
+
 def called_on(owner: Expression, name: str, arguments: list[str], options: Mapping[str, str]) -> Expression:
     """``owner.name(arguments)``"""
     return call(f"{owner.at(ATOM)}.{name}", arguments, options)
@@ -339,7 +342,7 @@ def stream_function(function: str) -> Spelling:
         if function != "dropout_attention":
             if len(arguments) > 4:
                 arguments, options["training"] = arguments[:4], "self.training"
-            if arguments[3] == "0":
+            if arguments[3:] == ["0"]:
                 del arguments[3]
         options["training"] = "self.training"
         if "cut" in node.kwargs:

@@ -22,7 +22,7 @@ PRODUCTS = {
     "linear": lambda x, w: F.linear(x, w),
     "matmul": lambda x, w: x @ w,
     "matmul of heads": lambda x, w: (
-        x.unflatten(-1, (2, 4)).transpose(1, 2) @ x.unflatten(-1, (2, 4)).permute(0, 2, 3, 1)
+        (x @ w).unflatten(-1, (2, 4)).transpose(1, 2) @ x.unflatten(-1, (2, 4)).permute(0, 2, 3, 1)
     ),
     "addmm": lambda x, w: torch.addmm(w[0], x.flatten(0, 1), w),
     "conv1d": lambda x, w: F.conv1d(x.mT, w.view(8, 8, 1)),
