@@ -30,7 +30,7 @@ ROWS = 2
 
 @dataclass(frozen=True)
 class Cut:
-    """Degrees inside a replica, and whether the sequence is cut between the products of tp."""
+    """Degrees inside a replica, and whether the sequence is sharded between the products of tp."""
 
     tp: int
     sequence: bool
@@ -51,7 +51,7 @@ class Parts:
 
 
 def pins(cut: Cut, shape: Shape) -> dict[str, Any]:
-    """Column- and row-parallel products, tables over their rows, and norms on parts of the sequence or on all of it."""
+    """Pin column- and row-parallel products, tables over their rows, and norms on shards of the sequence or on all of it."""
     if cut.tp == 1:
         return {}
     between = {"inputs": ["S(1)@tp" if cut.sequence else "I@tp"], "outputs": ["S(1)@tp" if cut.sequence else "I@tp"]}
@@ -75,7 +75,7 @@ def lowered(shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool) -> Pr
     counts = 2 * dense, 2 * others
     loss_fn = LOSSES[
         "plain" if cut.tp > 1 else shape.loss
-    ]  # cut over the vocabulary it is graphpar's own, which is Megatron-LM's
+    ]  # sharded over the vocabulary, the loss is graphpar's own, which is Megatron-LM's
     program = gp.export(
         lambda: GPT(shape, *counts), (ids,), loss_fn=loss_fn, targets=(ids.clone(),), dtype=dtype, mode="train"
     )
@@ -93,7 +93,8 @@ def lowered(shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool) -> Pr
 def with_scores_again(
     shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool, fused: bool, gradient_bytes: int | None
 ) -> Parts:
-    """Units that keep no scores, and make them again in their backward: the memory of a fused attention, with the work of scores."""
+    """Units that keep no attention scores, and compute them again in their backward: the memory of a fused attention,
+    with the work of scores."""
     kept = parts(replace(shape, attention="flash"), cut, dtype, dense, others, fused, gradient_bytes)
     made = parts(shape, cut, dtype, dense, others, fused, gradient_bytes)
     return Parts(*(one and two and _with_work(one, two) for one, two in zip(_units(kept), _units(made))))  # type: ignore[arg-type]

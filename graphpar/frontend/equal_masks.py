@@ -1,11 +1,11 @@
-"""While a model is traced: masks that are computed alike choose as many rows.
+"""Lets masks that are computed by equal expressions choose the same number of rows, while a model is traced.
 
     mse_loss(o[t > 0], t[t > 0])
 
 A trace gives the number of rows that a mask chooses a name, one for each mask tensor, and ``t > 0`` written twice are two
-tensors: the loss would compare two names of which neither is known. Here they get one name. Each keeps its own operator and its own
-tensor, so that writing to one of them changes nothing in the other. No mask is taken to choose nothing, as the program that is made
-of the trace works on all rows (:mod:`graphpar.passes.normalize.unchosen`).
+tensors: the loss would compare two unknown names. Here they get one name. Each keeps its own operator and its own
+tensor, so that writing to one of them changes nothing in the other. No mask is assumed to choose no row, since the program made
+from the trace works on all rows (:mod:`graphpar.passes.normalize.unchosen`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""While a model is traced: what a trace would lose or take for another, said with the user's line or made exact.
+"""Handles, while a model is traced, what a trace would lose or confuse: makes it exact, or refuses it with the user's line.
 
 torch.arange(n, device="meta")   the device that the program runs on: a model on ``meta`` is traced as one on the CPU
 x + table.data                   ``table.detach()``, as long as nothing is written to the table from there on
@@ -29,7 +29,7 @@ COLLECTIVE_MODULES = (
     "torch.distributed._functional_collectives",
     "torch.distributed.nn.functional",
 )
-"""Of torch's functions that call them."""
+"""The modules of torch's functions that call collectives."""
 
 
 # ---- the device meta -------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def _devices(args: Any) -> bool:
 
 
 def off_meta(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of a model with parts on the device ``meta``, which has these as fake tensors on the CPU. The rest is shared.
+    """Copy a model that is partly on the device ``meta``, with these parts as fake tensors on the CPU. The rest is shared.
 
     Raises:
         GraphparError: the values of a tensor belong to the program, but it has none.
@@ -101,7 +101,7 @@ def _on_cpu(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether a parameter or buffer has no values."""
+    """Tell whether a parameter or buffer has no values."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -174,19 +174,21 @@ def masks_as_given() -> Iterator[None]:
 
 
 def check_collectives(exported: ExportedProgram) -> None:
-    """A model is of one device: collectives are what graphpar adds."""
+    """Refuses collectives in a model, which must be written for one device."""
     for module in exported.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             refuse_collective(node)
 
 
 def refuse_collective(node: fx.Node) -> None:
+    """Raise if the node calls a collective, with the user's line."""
     if getattr(node.target, "namespace", None) in _COLLECTIVES:
         source = source_of(node.meta.get("stack_trace") or "")
         raise collective(str(node.target), f"{source.file}:{source.line}" if source else "")
 
 
 def collective(name: str, place: str) -> GraphparError:
+    """Make the error for a model that calls the collective ``name`` at ``place``."""
     return GraphparError(
         f"The model calls the collective {name}{_at(place)}. A model must be written for one device: graphpar adds the collectives. Leave "
         "it out, or make it depend on a flag that is off here."
