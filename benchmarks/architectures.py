@@ -241,7 +241,7 @@ def _page(rows: Sequence[Row], mesh: str) -> str:
         "",
         "*Operators sharded*: the share of operators that each rank runs on shards (views are not counted). *Flops divided*: the share of",
         "floating-point operations that are divided over the ranks. *Weights sharded*: the share of the parameters' bytes. *Collectives a",
-        "layer*: forward + backward, those of embedding and head included (the small all-reduces of a loss over sharded classes are not),",
+        "layer*: forward + backward, those of embedding and head included (the small all-reduces of a vocabulary-parallel loss are not),",
         "divided by the number of blocks that repeat. *Error*: the largest relative one.",
         "",
         f"| {' | '.join(_without_seconds(_HEADINGS))} |",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.published_programs import Cut, Parts, parts, with_scores_again
+from benchmarks.published_programs import Degrees, Parts, parts, with_scores_again
 from benchmarks.published_rows import HALF, Profile, Row, Unpriced
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
@@ -75,7 +75,7 @@ def _parts(row: Row) -> Parts:
     for axis, why in OTHERWISE.items():
         if row.degrees[axis] > 1:
             raise Unpriced(f"{axis}={row.degrees[axis]}: {why}")
-    degrees = Cut(row.degrees["tp"], row.sequence_parallel and row.degrees["tp"] > 1)
+    degrees = Degrees(row.degrees["tp"], row.sequence_parallel and row.degrees["tp"] > 1)
     made = with_scores_again if _makes_scores_again(row) else parts
     kinds = row.experts_after > 0, row.layers > row.experts_after
     return made(row.shape, degrees, row.dtype, *kinds, row.habits.fused, row.habits.gradient_bytes)

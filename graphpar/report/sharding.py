@@ -125,7 +125,7 @@ class _Reader:
         sent = self.prices.sent(node, scope)
         if sent is None:
             return None
-        name = "loss over sharded classes"
+        name = "vocabulary-parallel loss"
         if "transition" in node.meta:
             name = str(node.meta["name"]) if "name" in node.meta else value_name(node.meta["origin"])
         return {
@@ -167,9 +167,9 @@ class _Reader:
         elif literal(node, "label_smoothing"):
             why = "label smoothing needs every class's logit"
         elif self.plan.sharding.points:
-            why = "the shard plan, or the price at this size, is against a loss over sharded classes"
+            why = "the shard plan, or the price at this size, is against a vocabulary-parallel loss"
         else:
-            why = "at this size that is priced below the all-reduces of a loss over sharded classes"
+            why = "at this size that is priced below the all-reduces of a vocabulary-parallel loss"
         return f"The logits are sharded over {axis}, but gathered before the loss: {why}."
 
 

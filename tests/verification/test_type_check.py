@@ -215,9 +215,9 @@ FAULTS = {
         [("F.linear(x, self.down.weight)", "F.linear(x, self.down.weight).tanh()")],
         "Partial type on axis tp cannot propagate through non-linear ops",
     ),
-    "a table that is not cut": (
+    "a table that is not sharded": (
         [("vocab_embedding(ids, self.table.weight", "vocab_embedding(ids, self.gain.expand(4, 6)")],
-        "vocab_embedding takes a table that is cut over tp, not R@dp_replicate, R@tp",
+        "vocab_embedding takes a table that is sharded over tp, not R@dp_replicate, R@tp",
     ),
     "logits that are not cut": (
         [("self.head.weight)\n", 'self.head.weight)\n        logits = all_reduce_both(logits, "tp")\n')],
