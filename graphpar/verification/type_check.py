@@ -3,20 +3,17 @@
     plan.json ──types of inputs, parameters, boundaries──┐
     out/stage_0.py ... ──run on meta tensors, rank 0 of a fake process group──► a type of every value ──► the loss's type
 
-``spmd_types`` knows four types on an axis: R, I, P, and V ("varying", sharded along any dim). A program that it accepts
-has gradients that are complete where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its
-rules, not ours.
+``spmd_types`` knows four types on an axis: R, I, P, and V ("varying", any cut). A program that it accepts has gradients that are
+complete where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its rules, not ours.
 
-Taken as given: that the functions of ``collectives.py`` are the transitions of their docstrings (the tests compare them
-with whole tensors); that the runtime finishes the gradients of R parameters; that a loss which varies over dp_replicate
-is a share of a sum.
+Taken as given: that the functions of ``collectives.py`` are the transitions of their docstrings (the tests compare them with whole
+tensors); that the runtime finishes the gradients of R parameters; that a loss which varies over dp_replicate is a share of a sum.
 
-What it can't see: V has no dim. A tensor that is sharded along the wrong dim shows only as a wrong shape, so a wrong
-split of the batch, or other ``parts``, pass; and so does a partial sum that is taken for a shard, except after a linear
-operator, a product with a matrix or a convolution: there two sharded operands are sharded along the dim that is summed,
-so this module says P. A branch on the rank, a factor in the value, and a denominator that each replica counts for
-itself have no type either. Dims, parts and placements are proven before the text is printed
-(``passes.sharding.check_types``), values by ``verify``. The check of a stage ends at its first problem.
+What it can't see: V has no dim. A cut of the wrong dim shows only as a wrong shape, so a wrong cut of the batch, or of other
+``parts``, passes; and so does a pending sum that is taken for a cut, except after a linear operator, a product with a matrix or a
+convolution: there two cut operands are cut in the dim that is summed, so this module says P. A branch on the rank, a factor in the
+value, and a denominator that each replica counts for itself have no type either. Dims, parts and placements are proven before the
+text is printed (``passes.sharding.check_types``), values by ``verify``. A stage is left at its first problem.
 """
 
 from __future__ import annotations
@@ -61,14 +58,14 @@ _LINEAR = (
     torch.Tensor.to, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double, torch.Tensor.type_as,
     torch.Tensor.__getitem__, F.pad, torch.Tensor.diff, torch.diff,
 )  # fmt: skip
-"""Linear in the first operand, which ``spmd_types`` does not know: a partial sum passes through them unchecked."""
+"""Linear in the first operand, which ``spmd_types`` does not say: a pending sum is taken through them unchecked."""
 _SUMS = (
     torch.add,
     torch.sub,
     *(getattr(torch.Tensor, name) for name in ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__")),
 )
 _NEW = (torch.Tensor.new_empty, torch.Tensor.new_full, torch.Tensor.new_ones, torch.Tensor.new_zeros)
-"""They take only the dtype and the device of their operand."""
+"""They take a dtype and a device alone from their operand."""
 
 
 @dataclass
@@ -153,7 +150,7 @@ def _give(value: Tensor, kinds: Kinds, axes: Axes) -> Tensor:
 
 
 def _pending(x: Any, group: dist.ProcessGroup) -> Any:
-    """A sum of sharded operands is V where no rule says P; reducing it says that it is P."""
+    """A sum of cut operands is V where no rule says P; to reduce it says that it is one."""
     return spmd.V if spmd.maybe_get_axis_local_type(x, group) is spmd.V else spmd.P
 
 
@@ -171,7 +168,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "expert_sums": lambda x, on: rules.reinterpret(x, on, src=spmd.V, dst=spmd.P),
     "all_to_all": lambda x, on, from_dim, to_dim: rules.all_to_all(x, on, src=spmd.S(from_dim), dst=spmd.S(to_dim)),
 }
-"""Types each redistribution by the rules of ``spmd_types``, which refuses those that its type system does not have."""
+"""Each transition in the rules of ``spmd_types``, which refuses those that its type system does not have."""
 
 
 def _declare_collectives(module: ModuleType, axes: Axes) -> None:
@@ -185,7 +182,7 @@ def _declare_collectives(module: ModuleType, axes: Axes) -> None:
     piece, losses_of = module._piece, module._vocab_losses
 
     def own_rank(axis: str) -> Any:
-        """A number that differs between ranks."""
+        """A number that is another one on each rank."""
         kinds: Kinds = {axes[name]: spmd.V if name == axis else spmd.R for name in axes}
         return spmd.Scalar(rank(axis), kinds) if spmd.is_type_checking() and axis in axes else rank(axis)
 
@@ -205,7 +202,7 @@ def _declare_collectives(module: ModuleType, axes: Axes) -> None:
             return value
         if spmd.maybe_get_axis_local_type(weight, axes[axis]) is not spmd.V:
             raise spmd.SpmdTypeError(
-                f"vocab_embedding takes a table that is sharded over {axis}, not {_text(weight, axes)}"
+                f"vocab_embedding takes a table that is cut over {axis}, not {_text(weight, axes)}"
             )
         rules.reinterpret(value, axes[axis], src=spmd.V, dst=spmd.P, out=value)
         return value
@@ -215,13 +212,13 @@ def _declare_collectives(module: ModuleType, axes: Axes) -> None:
         kinds = [_kinds(operand, axes) for operand in (logits, target)]
         if axis in axes and not (kinds[0].get(axis) is spmd.V and kinds[1].get(axis) in (spmd.R, spmd.I)):
             raise spmd.SpmdTypeError(
-                f"vocab_cross_entropy takes logits that are sharded over {axis} and labels that are not, "
+                f"vocab_cross_entropy takes logits that are cut over {axis} and labels that are not, "
                 f"not {_text(logits, axes)} and {_text(target, axes)}"
             )
         own: Kinds = {axis: spmd.I} if axis in axes else {}
         with _untyped():
             value: Tensor = losses_of(logits, target, axis, vocab)
-            whole = logits.detach().clone(), torch.zeros_like(target)  # any class of the shard
+            whole = logits.detach().clone(), torch.zeros_like(target)  # any class that the piece has
         for operand, given in zip(whole, kinds):
             _give(operand, given | dict.fromkeys(own, spmd.R), axes)
         return _give(value, _kinds(F.cross_entropy(*whole, reduction="none"), axes) | own, axes)
@@ -257,7 +254,7 @@ def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes:
         with _untyped():
             value = function(x, axis, *arguments, **options)
             value = value.view_as(value) if value is x else value
-            alias = x.view_as(x)  # a rule notes the dim on its operand, which another axis may shard along another dim
+            alias = x.view_as(x)  # a rule notes the dim on its operand, which may be cut in another dim by another axis
         kinds = _kinds(x, axes)
         if kinds.get(axis) is spmd.I and not x.is_floating_point():  # without a gradient I is R
             kinds[axis] = spmd.R
@@ -273,7 +270,7 @@ def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes:
 
 
 class _Operators(TorchFunctionMode):
-    """Counts the operators that the checker typed, and types those that it has no rule for, with a note."""
+    """Counts what the checker typed; does for it what it has no rule for, and notes that."""
 
     def __init__(self, axes: Axes, result: CheckResult) -> None:
         super().__init__()
@@ -297,7 +294,7 @@ class _Operators(TorchFunctionMode):
         return self._typed(func, args, kwargs)
 
     def _affine(self, product: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """By the checker's rules for a product and a sum: a bias that every rank adds to a partial sum is an error."""
+        """By the checker's rules for a product and a sum: a bias that every rank adds to a pending sum is an error."""
         value = self._product(product, x, weight, summed=weight.ndim == 2)
         return value if bias is None else self._sum(value, bias)
 
@@ -316,7 +313,7 @@ class _Operators(TorchFunctionMode):
         return result
 
     def _summands(self, operands: Sequence[Any]) -> list[Any]:
-        """A scalar that varies is no shard of anything: added to a partial sum, it is a summand."""
+        """A scalar that varies is no piece of anything: added to a pending sum, it is a summand."""
         kinds = [_kinds(operand, self.axes) if isinstance(operand, Tensor) else {} for operand in operands]
         pending = {axis for own in kinds for axis, kind in own.items() if kind is spmd.P}
         summands = list(operands)
@@ -329,7 +326,7 @@ class _Operators(TorchFunctionMode):
         return summands
 
     def _product(self, func: Any, x: Tensor, weight: Tensor, *rest: Any, summed: bool, **options: Any) -> Tensor:
-        """A matrix and its operand that are both sharded are so along the dim that is summed."""
+        """Where a matrix and what it is applied to are both cut, it is in the dim that is summed."""
         value: Tensor = self._typed(func, (x, weight, *rest), options)
         both = [axis for axis in self.axes if axis != DATA and _kinds(x, self.axes).get(axis) is spmd.V]
         for axis in both if summed else ():
@@ -371,12 +368,12 @@ class _Operators(TorchFunctionMode):
         return value
 
     def _added(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor]) -> Any:
-        """``index_add`` to a partial sum: each rank adds a partial sum too, or its own shard by its own indices."""
+        """``index_add`` to a pending sum: each rank adds what is pending too, or its own piece by its own indices."""
         own, index, source = (_kinds(operand, self.axes) for operand in operands)
         for axis, kind in own.items():
             added = index.get(axis), source.get(axis)
             if kind is spmd.P and added not in ((spmd.R, spmd.P), (spmd.I, spmd.P), (spmd.V, spmd.V)):
-                raise spmd.SpmdTypeError(f"index_add of {added[1]} by indices {added[0]} to a partial sum on {axis}")
+                raise spmd.SpmdTypeError(f"index_add of {added[1]} by indices {added[0]} to a pending sum on {axis}")
         return self._unchecked(func, args, kwargs, operands, "spmd_types does not know that it is linear")
 
     def _unchecked(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor], reason: str) -> Any:
