@@ -10,14 +10,15 @@ from the trace works on all rows (:mod:`graphpar.passes.normalize.unchosen`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from graphpar.frontend.modes import FunctionMode
 
 # What masks are computed with, by the names of torch's functions and methods.
 _PLAIN = {
@@ -28,7 +29,7 @@ _PLAIN = {
 _CHOOSES = {"getitem", "masked_select", "nonzero", "where", "index_put", "setitem"}
 
 
-class EqualMasks(TorchFunctionMode):
+class EqualMasks(FunctionMode):
     """Gives masks of equal expressions one number of chosen rows."""
 
     def __init__(self) -> None:
@@ -38,14 +39,7 @@ class EqualMasks(TorchFunctionMode):
         ] = {}  # by identity: the tensor, its version then, its expression
         self.chosen: dict[Hashable, Any] = {}
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        options = dict(kwargs or {})
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", "").strip("_")
         masks = [leaf for leaf in tree_leaves((args, options)) if _is_mask(leaf)] if name in _CHOOSES else []
         for mask in masks:

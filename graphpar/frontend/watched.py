@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.nn.modules import transformer
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar.errors import GraphparError
+from graphpar.frontend.modes import FunctionMode
 from graphpar.ir.source import source_of, stack_line
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
@@ -35,21 +35,14 @@ COLLECTIVE_MODULES = (
 # ---- the device meta -------------------------------------------------------------------------------------------
 
 
-class OffMeta(TorchFunctionMode):
+class OffMeta(FunctionMode):
     """``device="meta"`` means the CPU, whether a function or ``torch.device`` says so."""
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        options = dict(kwargs or {})
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if str(options.get("device")) == "meta":
             options["device"] = torch.device("cpu")
         args = (
-            tree_map(lambda leaf: torch.device("cpu") if leaf == torch.device("meta") else leaf, tuple(args))
+            tree_map(lambda leaf: torch.device("cpu") if leaf == torch.device("meta") else leaf, args)
             if _devices(args)
             else args
         )
@@ -108,21 +101,14 @@ def is_on_meta(model: nn.Module) -> bool:
 # ---- tensor.data -----------------------------------------------------------------------------------------------
 
 
-class DataAsDetached(TorchFunctionMode):
+class DataAsDetached(FunctionMode):
     """``x.data`` is ``x.detach()``, as long as nothing is written to either."""
 
     def __init__(self) -> None:
         super().__init__()
         self.taken: dict[int, tuple[Tensor, str]] = {}  # by memory: the tensor whose data was taken, and where
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        options = dict(kwargs or {})
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", "")
         if name == "__set__" and function == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise GraphparError(

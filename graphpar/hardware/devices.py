@@ -304,8 +304,15 @@ def _of_kind(figures: Mapping[str, _Figure], name: str) -> _Figure | None:
 
 _AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
 _HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989, "fp16": 989, "fp8": 1979}
+_BLACKWELL_NVL72 = {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000}
+_BLACKWELL_SOURCE = f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}"
 _AS_A100, _AS_H100 = "as A100-SXM-80GB, the same chip", "as H100-SXM-80GB, the same chip"
 _SPEC_SOURCES = {"flops": _SPEC, "memory": _SPEC, "links": _NETWORK}
+_NVL72_SOURCES = {
+    **_SPEC_SOURCES,
+    "flops": _BLACKWELL_SOURCE,
+    "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
+}
 _VOLTA_SOURCES = {
     "flops": f"fp16: bigscience experiments/gpt2.md; fp32: {_VENDOR}",
     "memory": _VENDOR,
@@ -370,28 +377,19 @@ _ROWS = (
         _SPEC_SOURCES,
     ),
     _gpu(
-        "GB200-NVL72", {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000}, usable(186), 8.0, 900, 50,
-        {
-            **_SPEC_SOURCES,
-            "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
-            "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
-        },
+        "GB200-NVL72", _BLACKWELL_NVL72, usable(186), 8.0, 900, 50,
+        _NVL72_SOURCES,
         per_node=72,
     ),
     _gpu(
-        "GB300-NVL72", {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000}, usable(288, 10**9), 8.0, 900, 100,
-        {
-            **_SPEC_SOURCES,
-            "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
-            "memory": f"{_SPEC}; taken as decimal GB, as B300-SXM-288GB",
-            "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
-        },
+        "GB300-NVL72", _BLACKWELL_NVL72, usable(288, 10**9), 8.0, 900, 100,
+        {**_NVL72_SOURCES, "memory": f"{_SPEC}; taken as decimal GB, as B300-SXM-288GB"},
         per_node=72,
     ),
     _gpu(
         "B300-SXM-288GB", {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500}, usable(288, 10**9), 8.0, 900, 100,
         {
-            "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
+            "flops": _BLACKWELL_SOURCE,
             "memory": f"{_SPEC}; taken as decimal GB, as systems of this device report no more",
             "links": f"inside: {_SPEC}; between: {_VENDOR}",
         },
@@ -464,7 +462,7 @@ def figures_of(device: Device) -> str:
     """Where the figures of a device are from: ``published figures; launch assumed``, or its own where the table has others."""
     known = DEVICES.get(device.name)
     if known != device:
-        return "figures of one's own"
+        return "user-defined figures"
     groups: dict[str, list[str]] = {}
     for group, source in known.sources.items():
         origin = (
