@@ -2,10 +2,10 @@
 
     python -m benchmarks.architectures [--mesh tp=2] [--only PATTERN] [--json] [--write]
 
-The models are those of ``tests/architectures.py``: toy sizes, random weights. Each is planned and compiled in this process; several
-programs are verified in one launch of processes: steps of SGD with momentum against the model on one device, in fp32, and in fp64 where
-rounding leaves a doubt.
-``--write`` puts the table into ``docs/architectures.md``.
+The models are those of ``tests/architectures.py``: toy sizes, random weights. Each is planned and compiled in this
+process; several programs are verified in one launch of processes: steps of SGD with momentum against the model on one
+device, in fp32, and in fp64 where an error could be rounding. ``--write`` puts the table into
+``docs/architectures.md``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Row:
     """One architecture. Shares and collectives are of the whole model, collectives divided by the blocks that repeat.
 
     Attributes:
-        operators: share of the operators that each rank runs on pieces (views are not counted).
+        operators: share of the operators that each rank runs on shards (views are not counted).
         flops: share of the floating-point operations that are divided.
         weights: share of the parameters' bytes that are sharded.
         error: the largest relative error of losses, gradients, parameters and buffers, or None where it does not run.
@@ -66,6 +66,7 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(prog="benchmarks.architectures", description=__doc__.split("\n")[0])
     parser.add_argument("--mesh", default="tp=2", help="degrees of axes, e.g. tp=2 or cp=2 (default: tp=2)")
     parser.add_argument("--only", default="*", help="names of architectures, e.g. 'qwen*'")
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measured(names: Sequence[str], mesh: Mapping[str, int]) -> Iterator[Row]:
-    """A row for each of ``names``, as they are done."""
+    """Yield a row for each of ``names``, as they are done."""
     waiting: list[tuple[Row, gp.Parts]] = []
     for index, name in enumerate(names):
         row, parts = compiled(name, mesh)
@@ -103,7 +104,7 @@ def measured(names: Sequence[str], mesh: Mapping[str, int]) -> Iterator[Row]:
 
 
 def compiled(name: str, mesh: Mapping[str, int]) -> tuple[Row, gp.Parts | None]:
-    """``name`` planned for ``mesh`` and printed, with what was sharded; no parts where it is refused."""
+    """Plan ``name`` for ``mesh`` and print it, with the shares that are sharded; no parts where it is refused."""
     try:
         program = program_of(name)
         began = time.perf_counter()
@@ -135,7 +136,7 @@ def verified(row: Row, found: Verification) -> Row:
 
 
 def _above(found: Verification) -> list[str]:
-    """What is further off than allowed."""
+    """The kinds of values with errors above their tolerance."""
     above = [kind for kind, error in found.max_error.items() if error > found.tolerance[kind]]
     return [f"the {kind} of {found.worst[kind]}" if found.worst.get(kind) else f"the {kind}" for kind in above]
 
@@ -239,7 +240,7 @@ def _page(rows: Sequence[Row], mesh: str) -> str:
         "",
         "*Operators sharded*: the share of operators that each rank runs on shards (views are not counted). *Flops divided*: the share of",
         "floating-point operations that are divided over the ranks. *Weights sharded*: the share of the parameters' bytes. *Collectives a",
-        "layer*: forward + backward, those of embedding and head included (the small all-reduces of a loss over sharded classes are not),",
+        "layer*: forward + backward, those of embedding and head included (the small all-reduces of a vocabulary-parallel loss are not),",
         "divided by the number of blocks that repeat. *Error*: the largest relative one.",
         "",
         f"| {' | '.join(_without_seconds(_HEADINGS))} |",

@@ -1,6 +1,6 @@
 """The benchmark's GPT in tensor parallelism by torch's DTensor: ``parallelize_module`` with sequence and loss parallelism.
 
-parallelized(mesh, weights) -> model                  every parameter is a DTensor, cut as the emitted program cuts it
+parallelized(mesh, weights) -> model                  every parameter is a DTensor, sharded as in the emitted program
 loss_and_backward(model, ids, labels) -> loss
 """
 
@@ -25,35 +25,35 @@ from benchmarks import gpt
 
 
 def parallelized(mesh: DeviceMesh, weights: Mapping[str, Tensor]) -> gpt.GPT:
-    """The model with its parameters cut over ``mesh``."""
+    """Make the model with its parameters sharded over ``mesh``."""
     model = gpt.GPT()
     model.load_state_dict({name: _by_rank(name, value, mesh.size()) for name, value in weights.items()})
-    whole, cut = Replicate(), Shard(1)
+    whole, sharded = Replicate(), Shard(1)
     plan: dict[str, ParallelStyle] = {
-        "tokens": RowwiseParallel(input_layouts=whole, output_layouts=cut),
+        "tokens": RowwiseParallel(input_layouts=whole, output_layouts=sharded),
         "positions": RowwiseParallel(input_layouts=whole, output_layouts=Shard(0)),
         "blocks.*.norm1": SequenceParallel(),
-        "blocks.*.qkv": ColwiseParallel(input_layouts=cut),
-        "blocks.*.proj": RowwiseParallel(output_layouts=cut),
+        "blocks.*.qkv": ColwiseParallel(input_layouts=sharded),
+        "blocks.*.proj": RowwiseParallel(output_layouts=sharded),
         "blocks.*.norm2": SequenceParallel(),
-        "blocks.*.up": ColwiseParallel(input_layouts=cut),
-        "blocks.*.down": RowwiseParallel(output_layouts=cut),
+        "blocks.*.up": ColwiseParallel(input_layouts=sharded),
+        "blocks.*.down": RowwiseParallel(output_layouts=sharded),
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=cut, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(input_layouts=sharded, output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh, plan)
     return model
 
 
 def _by_rank(name: str, value: Tensor, ranks: int) -> Tensor:
-    """The rows of q, k and v, reordered so that a rank's piece has its heads of each."""
+    """The rows of q, k and v, reordered so that a rank's shard has its heads of each."""
     if ".qkv." not in name:
         return value
     return torch.cat(list(value.unflatten(0, (3, ranks, -1)).unbind(1))).flatten(0, 1)
 
 
 def loss_and_backward(model: gpt.GPT, ids: Tensor, labels: Tensor) -> Tensor:
-    """One forward and backward; the loss, whole on every rank."""
+    """Run one forward and backward; returns the loss, whole on every rank."""
     with loss_parallel():
         loss = gpt.loss_fn(model(ids), labels)
         loss.backward()  # type: ignore[no-untyped-call]

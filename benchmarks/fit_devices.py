@@ -1,11 +1,13 @@
-"""What training programs reach of a device's peaks: the figures of ``graphpar/hardware/devices.py`` that are fitted, from published runs.
+"""What training programs reach of a device's peaks: the figures of ``graphpar/hardware/devices.py`` that are fitted,
+from published runs.
 
     python -m benchmarks.fit_devices DATA.jsonl --device A100 [--every 8]
 
     rows that are not held out ──price──► logarithms of predicted over measured ──least squares──► four figures, the last of the host
 
-A source weighs as the root of its rows; errors beyond ``--scale`` count as their size, not as its square; what no row speaks of stays
-where it is. Attention's rates are not fitted: they are those of its kernels (FlashAttention-2, arXiv 2307.08691).
+A source weighs as the root of its rows; errors beyond ``--scale`` count as their size, not as its square; a figure on
+which no row depends stays as it is. Attention's rates are not fitted: they are those of its kernels (FlashAttention-2,
+arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ SHARES = ("matrix_efficiency", "memory_efficiency")
 
 @dataclass(frozen=True)
 class Sample:
+    """A measured row with the pricing and layout that predict it for any figures of the device."""
+
     row: Row
     pricing: Pricing
     layout: Layout
 
     def error(self, change: Callable[[Device], Device]) -> float:
-        """The logarithm of the predicted over the measured time, on a device with other figures."""
+        """Compute the logarithm of the predicted over the measured time, on a device with other figures."""
         made = self.pricing
         cluster = replace(made.cluster, device=change(made.cluster.device))
         execution = replace(made.execution, dispatch_s=None)  # it is one of the figures
@@ -51,6 +55,7 @@ class Sample:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Fit and print the figures of one device."""
     parser = argparse.ArgumentParser(prog="benchmarks.fit_devices", description=__doc__.split("\n")[0])
     parser.add_argument("data", type=Path, metavar="DATA.jsonl")
     parser.add_argument(
@@ -119,6 +124,7 @@ def figures(start: Sequence[float], steps: Array) -> list[float]:
 
 
 def changed(start: Sequence[float], steps: Array) -> Callable[[Device], Device]:
+    """Make the change of a device: ``start`` moved by ``steps`` in place of its figures."""
     values = dict(zip(FIGURES, figures(start, steps)))
     return lambda device: replace(device, **values)  # type: ignore[arg-type]
 

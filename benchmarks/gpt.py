@@ -1,7 +1,7 @@
 """The model of the runtime benchmark, and its two-stage split as an engineer would write it by hand.
 
     GPT(ids)                          tokens + positions -> blocks -> norm -> head: what graphpar is given
-    FirstStage(gpt), LastStage(gpt)   the same modules, cut in the middle: what torch's PipelineStage is given
+    FirstStage(gpt), LastStage(gpt)   the same modules, split in the middle: what torch's PipelineStage is given
 
 The head has a weight of its own: torch's ``PipelineStage`` alone gets tied weights wrong.
 """
@@ -17,6 +17,8 @@ IGNORED = -100
 
 
 class Block(nn.Module):
+    """A transformer layer with norms before attention and MLP."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -24,17 +26,21 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def attention(self, x: Tensor) -> Tensor:
+        """Causal attention: [b, s, width] -> [b, s, width]"""
         q, k, v = (part.unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         projected: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
         return projected
 
     def forward(self, x: Tensor) -> Tensor:
+        """[b, s, width] -> [b, s, width]"""
         x = x + self.attention(self.norm1(x))
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
+    """The whole model."""
+
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
@@ -42,6 +48,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [b, s] -> logits [b, s, vocabulary]"""
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
@@ -50,6 +57,7 @@ class GPT(nn.Module):
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy over labels that are not ignored."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
@@ -62,6 +70,7 @@ class FirstStage(nn.Module):
         self.blocks = nn.ModuleList(list(gpt.blocks)[: LAYERS // 2])
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [b, s] -> hidden states [b, s, width]"""
         x: Tensor = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
@@ -77,6 +86,7 @@ class LastStage(nn.Module):
         self.norm, self.head = gpt.norm, gpt.head
 
     def forward(self, x: Tensor) -> Tensor:
+        """Hidden states [b, s, width] -> logits [b, s, vocabulary]"""
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
@@ -84,7 +94,7 @@ class LastStage(nn.Module):
 
 
 def example_batch(rows: int) -> dict[str, Tensor]:
-    """Random tokens; labels are ignored after a length that differs from row to row."""
+    """Make random tokens; labels are ignored after a length that differs from row to row."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (rows, LENGTH), generator=generator)
     labels = torch.randint(VOCAB, (rows, LENGTH), generator=generator)

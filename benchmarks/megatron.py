@@ -1,12 +1,13 @@
-"""The benchmark's GPT in tensor parallelism by hand, as Megatron-LM does it (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022).
+"""The benchmark's GPT in tensor parallelism by hand, as Megatron-LM does it (Shoeybi et al. 2019, section 3;
+Korthikanti et al. 2022).
 
     MegatronGPT(group, sequence)(ids, labels) -> loss        of one rank, sequence first inside: hidden is [s, b, width]
-    load(model, weights)                                      this rank's pieces of the whole weights
-    finish_gradients(model)                                   once a step: what is partial where the sequence is cut
+    load(model, weights)                                      this rank's shards of the whole weights
+    finish_gradients(model)                                   once a step: all-reduces partial gradients where the sequence is sharded
 
             before a column-parallel linear        after a row-parallel linear
     whole   copy: backward all-reduce              all-reduce: backward copy
-    cut     all-gather: backward reduce-scatter    reduce-scatter: backward all-gather
+    shard   all-gather: backward reduce-scatter    reduce-scatter: backward all-gather
 
 ``sequence``: between the linears each rank has a part of the sequence (the second row); else all of it.
 """
@@ -119,7 +120,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 class _Parallel(nn.Module):
-    """What the layers share: the group, and how a column-parallel linear begins and a row-parallel one ends."""
+    """The base of the layers: the group, the input of a column-parallel linear and the output of a row-parallel one."""
 
     def __init__(self, group: Group, sequence: bool) -> None:
         super().__init__()
@@ -135,6 +136,8 @@ class _Parallel(nn.Module):
 
 
 class Block(_Parallel):
+    """One rank's share of a transformer layer."""
+
     def __init__(self, group: Group, sequence: bool) -> None:
         super().__init__(group, sequence)
         width, local = gpt.WIDTH, gpt.WIDTH // self.ranks
@@ -148,6 +151,7 @@ class Block(_Parallel):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[s, b, width] -> [s, b, width], where s is this rank's part of the sequence with ``sequence``."""
         mixed = self.attention(self.enter(self.norm1(x)))
         x = x + (self.leave(F.linear(mixed, self.proj.weight)) + self.proj.bias)
         hidden = F.gelu(self.up(self.enter(self.norm2(x))))
@@ -165,6 +169,7 @@ class MegatronGPT(_Parallel):
         self.norm, self.head = nn.LayerNorm(gpt.WIDTH), nn.Linear(gpt.WIDTH, self.rows, bias=False)
 
     def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [s, b] -> hidden states [s, b, width]: a vocabulary-parallel embedding."""
         local = ids - self.group.rank() * self.rows
         elsewhere = (local < 0) | (local >= self.rows)
         partial = self.tokens(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
@@ -183,20 +188,20 @@ class MegatronGPT(_Parallel):
 
 
 def load(model: MegatronGPT, weights: Mapping[str, Tensor]) -> None:
-    """Each rank its pieces: columns of proj and down, heads of q, k and v, and rows of what else is cut."""
+    """Copy each rank's shards: columns of proj and down, heads of q, k and v, and rows of the other sharded weights."""
     rank, own = model.group.rank(), {}
     for name, parameter in model.named_parameters():
         whole = weights[name]
         if ".qkv." in name:  # this rank's heads of each of the three
             own[name] = whole.unflatten(0, (3, model.ranks, -1))[:, rank].flatten(0, 1)
             continue
-        cut = [dim for dim, size in enumerate(parameter.shape) if size != whole.size(dim)]
-        own[name] = whole.chunk(model.ranks, cut[0])[rank] if cut else whole
+        sharded = [dim for dim, size in enumerate(parameter.shape) if size != whole.size(dim)]
+        own[name] = whole.chunk(model.ranks, sharded[0])[rank] if sharded else whole
     model.load_state_dict(own)
 
 
 def finish_gradients(model: MegatronGPT) -> None:
-    """Norms, and the biases after row-parallel linears, saw only a part of the sequence."""
+    """All-reduce the gradients of norms and of biases after row-parallel linears, which saw only a part of the sequence."""
     if not model.sequence:
         return
     ends = (".proj.bias", ".down.bias")

@@ -1,11 +1,12 @@
-"""Seconds and peak memory of ``graphpar compile``, each model in a process of its own; then seconds of one price, and of the search
-for shardings.
+"""Seconds and peak memory of ``graphpar compile``, each model in a process of its own; then seconds of one price, and
+of the search for placements.
 
     python -m benchmarks.planning [--json] [--only 'compile gpt2'] [--only 'search*'] [--repetitions 7]
 
 No weight is allocated: the models are built under fake tensors. "process" is the whole command, imports included; peak
-memory is that process's largest resident set, as the operating system counts it. Nothing is pinned: meshes, schedules, microbatches and
-stages are searched. For prices see :mod:`benchmarks.pricing_times`, for shardings :mod:`benchmarks.search_times`.
+memory is that process's largest resident set, as the operating system counts it. Nothing is pinned: meshes, schedules,
+microbatches and stages are searched. For prices see :mod:`benchmarks.pricing_times`, for placements
+:mod:`benchmarks.search_times`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one command took. ``emit_s`` is the splitting alone where nothing is written."""
+    """Time and memory of one command. ``emit_s`` is the splitting alone where nothing is written."""
 
     model: str
     cluster: str
@@ -72,6 +73,7 @@ class Measurement:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(prog="benchmarks.planning", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     names = [f"compile {case.model}" for case in CASES] + [f"price {case.model}" for case in pricing_times.CASES]

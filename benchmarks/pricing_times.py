@@ -1,4 +1,4 @@
-"""Seconds of one plan's price, for a program that is captured: the first of a tensor-parallel degree, and every other.
+"""Measures the seconds of one plan's price for a captured program: the first of a tensor-parallel degree, and every other.
 
 program ──sharding, lowering, units──► Pricing ──estimate──► first, with what its units keep measured on fake tensors
                    once_s                       plan_s: the median over layouts that were not priced before
@@ -38,7 +38,8 @@ CASES = (
 
 @dataclass(frozen=True)
 class PricingTime:
-    """``once_s``: from the captured program to the first price; ``plan_s``: of each layout after that, with its schedule's table."""
+    """``once_s``: from the captured program to the first price; ``plan_s``: of each layout after that, with its
+    schedule's table."""
 
     model: str
     cluster: str
@@ -49,6 +50,7 @@ class PricingTime:
 
 
 def measure(cases: Sequence[Priced]) -> list[PricingTime]:
+    """Measure all cases, one after the other."""
     return [_measure(case) for case in cases]
 
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.published DATA.jsonl [--json] [--source NAME ...] [--limit N] [--details]
 
-Each row of the file is priced with its own plan on its own cluster. Sources with a star are held out: no figure of a device was fitted to
-them. "all" has every row that has a price; "counted" leaves out toys, slips and repetitions (:data:`benchmarks.published_rows.APART`).
+Each row of the file is priced with its own plan on its own cluster. Sources with a star are held out: no figure of a
+device was fitted to them. "all" has every row that has a price; "counted" leaves out toys, slips and repetitions
+(:data:`benchmarks.published_rows.APART`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ NEW = ("H100", "H200", "H800", "B200", "B300", "GB200", "GB300")
 
 @dataclass(frozen=True)
 class Priced:
+    """A row with its prediction, None where only its bubble was predicted, and both beside the measurement."""
+
     row: Row
     outcome: Outcome
     prediction: Prediction | None
@@ -47,6 +50,7 @@ class Missing:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(prog="benchmarks.published", description=__doc__.split("\n")[0])
     parser.add_argument("data", type=Path, metavar="DATA.jsonl")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -67,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def chosen(
     rows: Iterator[Mapping[str, Any]], sources: Sequence[str] | None, limit: int | None
 ) -> Iterator[Mapping[str, Any]]:
+    """Select rows: those of ``sources`` (default: all), at most ``limit`` of each, evenly spaced."""
     wanted = [row for row in rows if not sources or row["source"] in sources]
     if not limit:
         yield from wanted
@@ -77,7 +82,7 @@ def chosen(
 
 
 def _watched(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The rows, with a word on stderr now and then."""
+    """Yield the rows, with progress on stderr every ten seconds."""
     last = time.monotonic()
     for number, row in enumerate(rows):
         if time.monotonic() - last > 10:
@@ -87,6 +92,7 @@ def _watched(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 
 
 def priced(raw: Mapping[str, Any]) -> Priced | Missing:
+    """Price a row, or say why it can't be priced."""
     try:
         row = read(raw)
         known = row.measured
@@ -102,6 +108,7 @@ def priced(raw: Mapping[str, Any]) -> Priced | Missing:
 
 
 def outcome(row: Row, prediction: Prediction | None, times: tuple[float, float] | None) -> Outcome:
+    """Pair a row's predictions with its measurements. ``times``: predicted and measured bubble."""
     known = row.measured
     return Outcome(
         id=row.id,
@@ -136,6 +143,7 @@ def selections(found: Sequence[Priced]) -> dict[str, list[Priced]]:
 
 
 def tables(found: Sequence[Priced]) -> dict[str, dict[str, Scores]]:
+    """Score every selection of rows, once with all rows and once with those that the headline counts."""
     lines = selections(found)
     return {
         "all": {name: score([result.outcome for result in results]) for name, results in lines.items()},
@@ -147,6 +155,7 @@ def tables(found: Sequence[Priced]) -> dict[str, dict[str, Scores]]:
 
 
 def as_json(found: Sequence[Priced], missing: Sequence[Missing], details: bool) -> dict[str, Any]:
+    """Convert scores and reasons to the object that ``--json`` prints."""
     shown: dict[str, Any] = {
         kind: {name: asdict(scores) | {"held_out": held_out(name)} for name, scores in lines.items()}
         for kind, lines in tables(found).items()
@@ -158,6 +167,7 @@ def as_json(found: Sequence[Priced], missing: Sequence[Missing], details: bool) 
 
 
 def print_report(found: Sequence[Priced], missing: Sequence[Missing], details: bool) -> None:
+    """Print the tables, why rows have no price, what was assumed, and with ``details`` every row."""
     console = Console(width=150)
     for kind, lines in tables(found).items():
         console.print(table(kind, lines))
@@ -168,7 +178,7 @@ def print_report(found: Sequence[Priced], missing: Sequence[Missing], details: b
         console.print(f"  {count:4} {source}: {why}", markup=False, highlight=False)
     assumed = Counter((result.row.source, fact) for result in found for fact in result.row.assumed)
     if assumed:
-        console.print("Taken for granted:")
+        console.print("Assumed:")
     for (source, fact), count in assumed.items():
         console.print(f"  {count:4} {source}: {fact}", markup=False, highlight=False)
     if details:
@@ -182,6 +192,7 @@ _COLUMNS = (
 
 
 def table(kind: str, lines: Mapping[str, Scores]) -> Table:
+    """Make one table of scores, a line for each selection."""
     made = Table("source", title=f"{kind} rows", title_justify="left")
     for column in _COLUMNS:
         made.add_column(column, justify="right")
@@ -192,6 +203,7 @@ def table(kind: str, lines: Mapping[str, Scores]) -> Table:
 
 
 def cells(scores: Scores) -> list[str]:
+    """Format the numbers of one line of a table."""
     percent = [
         _percent(value)
         for value in (scores.mape, scores.bias, scores.regret, scores.oom_accuracy, scores.false_fit, scores.memory)
@@ -209,7 +221,7 @@ def _percent(value: float | None) -> str:
 
 
 def line_of(result: Priced) -> str:
-    """A row as a line: its plan, and what was predicted and measured."""
+    """Write a row on one line: its plan, predictions and measurements."""
     row, seen = result.row, result.outcome
     degrees = " ".join(f"{axis}{degree}" for axis, degree in row.degrees.items() if degree > 1)
     plan = f"{degrees} dp{row.replicas} {row.schedule}/{row.stages_per_rank} mb{row.microbatch_size}x{row.microbatches} zero{row.zero}"

@@ -1,9 +1,9 @@
-"""Functions as the frameworks' kernels compute them, for what they keep and what they move.
+"""Functions as the frameworks' kernels compute them, with the same kept tensors and memory traffic.
 
 Cross entropy of logits [n, v] and labels [n]:
 
-    plain      torch's: logits, their logarithms of shares and two gradients, in 32 bits
-    megatron   a copy in 32 bits becomes the shares, which become the gradient (Megatron-LM, core/tensor_parallel/cross_entropy.py)
+    plain      torch's: logits, log-softmax and two gradients, in 32 bits
+    megatron   a copy in 32 bits becomes the softmax, which becomes the gradient (Megatron-LM, core/tensor_parallel/cross_entropy.py)
     kernel     the logits become the gradient, in their own dtype (flash-attention, csrc/xentropy, in place)
 """
 
@@ -17,10 +17,11 @@ from torch import Tensor
 
 
 class Dropped(torch.autograd.Function):
-    """Dropout in one kernel, which keeps a byte an element. It stands for one: nothing is drawn, as no price depends on what is."""
+    """Dropout in one kernel, which keeps a byte an element. Nothing is drawn at random, since prices don't depend on it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        """Scale x by its mask; keeps a byte an element."""
         kept = torch.ones_like(x, dtype=torch.bool)
         ctx.save_for_backward(kept)
         ctx.share = share
@@ -28,19 +29,23 @@ class Dropped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Scale the gradient by the mask that was kept."""
         (kept,) = ctx.saved_tensors
         return (gradient * kept).div_(1 - ctx.share), None
 
 
 def dropped(x: Tensor, share: float) -> Tensor:
-    """x, as it is where nothing is dropped"""
+    """Apply dropout with the share ``share``; x itself where that is 0"""
     result: Tensor = Dropped.apply(x, share) if share else x
     return result
 
 
 class MegatronLoss(torch.autograd.Function):
+    """Cross entropy as Megatron-LM computes it."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        """Logits [n, v], labels [n] -> losses [n]; keeps the softmax in 32 bits."""
         shares = logits.float()
         shares.sub_(shares.amax(-1, keepdim=True))
         picked = shares.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -51,20 +56,25 @@ class MegatronLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Turn the softmax into the gradient of the logits, in place, in 32 bits."""
         shares, labels = ctx.saved_tensors
         shares.scatter_add_(-1, labels.unsqueeze(-1), -torch.ones_like(gradient).unsqueeze(-1))
         return shares.mul_(gradient.unsqueeze(-1)).to(ctx.dtype), None
 
 
 class KernelLoss(torch.autograd.Function):
+    """Cross entropy as flash-attention's kernel computes it."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        """Logits [n, v], labels [n] -> losses [n]; keeps the logits."""
         sums = torch.logsumexp(logits, -1)
         ctx.save_for_backward(logits, sums, labels)
         return (sums - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)).float()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Turn the logits into their gradient, in place, in their own dtype."""
         logits, sums, labels = ctx.saved_tensors
         shares = logits.detach().sub_(sums.unsqueeze(-1)).exp_()
         shares.scatter_add_(-1, labels.unsqueeze(-1), -torch.ones_like(sums).unsqueeze(-1))
@@ -72,15 +82,18 @@ class KernelLoss(torch.autograd.Function):
 
 
 def plain(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy by torch: logits [b, s, v], labels [b, s] -> scalar"""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def megatron(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy by :class:`MegatronLoss`: logits [b, s, v], labels [b, s] -> scalar"""
     losses: Tensor = MegatronLoss.apply(logits.flatten(0, 1), labels.flatten())
     return losses.mean()
 
 
 def kernel(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy by :class:`KernelLoss`: logits [b, s, v], labels [b, s] -> scalar"""
     losses: Tensor = KernelLoss.apply(logits.flatten(0, 1), labels.flatten())
     return losses.mean()
 

@@ -3,7 +3,7 @@
     Shape(hidden, heads, ...) ──GPT(shape, layers)──► tokens -> blocks -> norm -> head
 
 Products are merged as in Megatron-LM: one for q, k and v, one for the gate and the feed-forward part. Attention is one kernel
-(``flash``), or its scores are there as a tensor: scaled, masked and made to shares by one kernel (``softmax``), or by three
+(``flash``), or its scores are a tensor: scaled, masked and normalised by one kernel (``softmax``), or by three
 (``composed``).
 """
 
@@ -51,7 +51,7 @@ class Shape:
         rms: the norms are RMSNorm, else LayerNorm; ``composed_norm``: of plain operators, not one kernel.
         biases: of the products of a block.
         attention: of :data:`ATTENTIONS`.
-        dropout: of the shares (where they are there), of what a block adds, and of the embedding.
+        dropout: of attention's softmax (where it is a tensor), of what a block adds, and of the embedding.
         loss: of :data:`benchmarks.published_kernels.LOSSES`.
     """
 
@@ -83,6 +83,7 @@ class ComposedNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]"""
         wide = x.float()
         normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
         return normal.to(x.dtype) * self.weight
@@ -110,6 +111,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
+    """Attention with one product for q, k and v."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
@@ -129,7 +132,8 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """DeepSeek-V2 (arXiv 2405.04434, section 2.1): q, and k with v, come of low-rank products; one rotary key serves all heads."""
+    """DeepSeek-V2 (arXiv 2405.04434, section 2.1): q, and k with v, come from low-rank products; one rotary key serves
+    all heads."""
 
     def __init__(self, shape: Shape, latent: Latent) -> None:
         super().__init__()
@@ -143,6 +147,7 @@ class LatentAttention(nn.Module):
         self.out = nn.Linear(shape.heads * latent.value, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        """[b, s, hidden] -> [b, s, hidden]"""
         latent, heads = self.latent, (-1, self.shape.heads)
         q = self.q_up(self.q_norm(self.q_down(x))).unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
         joint, key = self.kv_down(x).split([latent.kv_rank, latent.rotary], -1)
@@ -162,7 +167,7 @@ def mixed(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: q [b, h, s, d], k [b, g, s, d], v [b, g, s, e] -> [b, h, s, e]"""
     if shape.attention == "flash":
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.size(1) < q.size(1))
-    scores = q @ k.transpose(2, 3)  # the kernel that makes shares of them scales and masks them too
+    scores = q @ k.transpose(2, 3)  # the softmax kernel scales and masks them too
     if shape.attention == "composed":
         future = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).triu(1)
         scores = (scores * q.size(-1) ** -0.5).masked_fill(future, -10000.0)
@@ -170,6 +175,8 @@ def mixed(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
+    """The feed-forward part, gated or not."""
+
     def __init__(self, shape: Shape, ffn: int) -> None:
         super().__init__()
         self.gated = shape.gated
@@ -177,11 +184,13 @@ class MLP(nn.Module):
         self.down = nn.Linear(ffn, shape.hidden, bias=shape.biases)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]"""
         result: Tensor = self.down(activated(self.up(x), self.gated))
         return result
 
 
 def activated(x: Tensor, gated: bool) -> Tensor:
+    """[..., ffn] -> [..., ffn] by GELU, or gated [..., 2 ffn] -> [..., ffn] by SiLU"""
     if not gated:
         return F.gelu(x)
     gate, value = x.chunk(2, dim=-1)
@@ -201,6 +210,7 @@ class Mixture(nn.Module):
         self.shared = MLP(shape, experts.ffn * experts.shared) if experts.shared else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """[b, s, hidden] -> [b, s, hidden]"""
         count, topk = self.experts.count, self.experts.topk
         rows = x.flatten(0, 1)
         weights, chosen = self.router(rows).float().softmax(-1).topk(topk, dim=-1)
@@ -216,6 +226,8 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer: attention, then an MLP or a mixture of experts."""
+
     def __init__(self, shape: Shape, dense: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = _norm(shape), _norm(shape)
@@ -224,6 +236,7 @@ class Block(nn.Module):
         self.dropout = shape.dropout
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        """[b, s, hidden] -> [b, s, hidden]"""
         x = x + dropped(self.attention(self.norm1(x), cos, sin), self.dropout)
         return x + dropped(self.mlp(self.norm2(x)), self.dropout)
 
@@ -242,6 +255,7 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [b, s] -> logits [b, s, vocabulary]"""
         x, shape = self.tokens(ids), self.shape
         if self.positions is not None:
             x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.published_programs import Cut, Parts, parts, with_scores_again
+from benchmarks.published_programs import Degrees, Parts, parts, with_scores_again
 from benchmarks.published_rows import HALF, Profile, Row, Unpriced
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
@@ -23,10 +23,10 @@ AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}
 """Schedules that are made for given costs, by how often the memory of 1F1B they may take."""
 
 OTHERWISE = {
-    "cp": "graphpar keeps the queries of causal attention whole, where a ring of pieces ran",
+    "cp": "graphpar keeps the queries of causal attention whole, where ring attention ran",
     "ep": "graphpar gathers all tokens of a replica, where an all-to-all of the rows that move ran",
 }
-"""Axes on which graphpar's program is another than the one that was measured."""
+"""Axes on which graphpar's program differs from the one that was measured."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def price_row(row: Row) -> Prediction:
 
 
 def pricing_of(row: Row) -> Pricing:
+    """Make the pricing of a row's model on the row's cluster."""
     units = _parts(row).chain(row.experts_after, row.layers - row.experts_after)
     return Pricing(units, mesh_of(row), _cluster(row), execution_of(row), dtype=row.products)
 
@@ -74,10 +75,10 @@ def _parts(row: Row) -> Parts:
     for axis, why in OTHERWISE.items():
         if row.degrees[axis] > 1:
             raise Unpriced(f"{axis}={row.degrees[axis]}: {why}")
-    cut = Cut(row.degrees["tp"], row.sequence_parallel and row.degrees["tp"] > 1)
+    degrees = Degrees(row.degrees["tp"], row.sequence_parallel and row.degrees["tp"] > 1)
     made = with_scores_again if _makes_scores_again(row) else parts
     kinds = row.experts_after > 0, row.layers > row.experts_after
-    return made(row.shape, cut, row.dtype, *kinds, row.habits.fused, row.habits.gradient_bytes)
+    return made(row.shape, degrees, row.dtype, *kinds, row.habits.fused, row.habits.gradient_bytes)
 
 
 def _makes_scores_again(row: Row) -> bool:
@@ -85,6 +86,7 @@ def _makes_scores_again(row: Row) -> bool:
 
 
 def mesh_of(row: Row) -> Mesh:
+    """Read the mesh of a row."""
     degrees = row.degrees
     return Mesh(
         pp=degrees["pp"],
@@ -102,6 +104,7 @@ DISPATCH_S = 57e-6
 
 
 def execution_of(row: Row) -> Execution:
+    """Read how a row's program runs: kernels, overlap, recomputation, dtypes."""
     habits = row.habits
     return Execution(
         main_copies=True,
@@ -120,7 +123,7 @@ def execution_of(row: Row) -> Execution:
 
 
 def _cluster(row: Row) -> Cluster:
-    """With the rates of the attention that ran."""
+    """The row's cluster with the rates of the attention kernel that ran."""
     device = row.cluster.device
     rate = next((rate for part, rate in row.habits.attention_rates.items() if part in device.name), 1.0)
     forward, backward = (min(1.0, rate * share) for share in device.attention_efficiency)
@@ -131,8 +134,8 @@ def _cluster(row: Row) -> Cluster:
 
 
 def starts(layers: int, stages: int) -> tuple[int, ...]:
-    """The first unit of each stage. Layers are divided evenly; where that can't be, the embedding and the head count as layers,
-    and first stages have one more."""
+    """List the first unit of each stage. Layers are divided evenly; where that can't be, the embedding and the head
+    count as layers, and first stages have one more."""
     if layers % stages == 0:
         return (0, *(1 + stage * (layers // stages) for stage in range(1, stages)))
     each, more = divmod(layers + 2, stages)
@@ -140,6 +143,11 @@ def starts(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def layout_of(row: Row) -> Layout:
+    """Make the layout of a row for the estimate: its stages, schedule and microbatches.
+
+    Raises:
+        Unpriced: there are fewer layers than stages.
+    """
     pp = row.degrees["pp"]
     count = pp * row.stages_per_rank
     if row.layers + 2 < count:

@@ -1,6 +1,6 @@
 """A row's model as the program of one rank, with Megatron-LM's placement pinned.
 
-    Shape + Cut ──export a few blocks, plan with pins, shard──► units: embedding, block, ..., norm + head     once for each
+    Shape + Degrees ──export a few blocks, plan with pins, shard──► units: embedding, block, ..., norm + head     once for each
 
 A model has two blocks of each kind at most: all others are the same, so the same unit is taken for them.
 """
@@ -29,8 +29,8 @@ ROWS = 2
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Degrees inside a replica, and whether the sequence is cut between the products of tp."""
+class Degrees:
+    """Degrees inside a replica, and whether the sequence is sharded between the products of tp."""
 
     tp: int
     sequence: bool
@@ -50,11 +50,14 @@ class Parts:
         return [self.first, *([self.dense] * dense), *([self.other] * others), self.last]  # type: ignore[list-item]
 
 
-def pins(cut: Cut, shape: Shape) -> dict[str, Any]:
-    """Column- and row-parallel products, tables over their rows, and norms on parts of the sequence or on all of it."""
-    if cut.tp == 1:
+def pins(degrees: Degrees, shape: Shape) -> dict[str, Any]:
+    """Pin column- and row-parallel products, tables over their rows, and norms on shards of the sequence or on all of it."""
+    if degrees.tp == 1:
         return {}
-    between = {"inputs": ["S(1)@tp" if cut.sequence else "I@tp"], "outputs": ["S(1)@tp" if cut.sequence else "I@tp"]}
+    between = {
+        "inputs": ["S(1)@tp" if degrees.sequence else "I@tp"],
+        "outputs": ["S(1)@tp" if degrees.sequence else "I@tp"],
+    }
     found: dict[str, Any] = {
         "blocks.*.attention.qkv": "colwise",
         "blocks.*.attention.out": "rowwise",
@@ -69,33 +72,34 @@ def pins(cut: Cut, shape: Shape) -> dict[str, Any]:
 
 
 @functools.cache
-def lowered(shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool) -> Program:
+def lowered(shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: bool) -> Program:
     """The program of a rank with two blocks of each kind that is asked for."""
     ids = torch.zeros(ROWS, shape.seq, dtype=torch.long)
     counts = 2 * dense, 2 * others
     loss_fn = LOSSES[
-        "plain" if cut.tp > 1 else shape.loss
-    ]  # cut over the vocabulary it is graphpar's own, which is Megatron-LM's
+        "plain" if degrees.tp > 1 else shape.loss
+    ]  # sharded over the vocabulary, the loss is graphpar's own, which is Megatron-LM's
     program = gp.export(
         lambda: GPT(shape, *counts), (ids,), loss_fn=loss_fn, targets=(ids.clone(),), dtype=dtype, mode="train"
     )
     plan = gp.plan(
         program,
-        mesh={"tp": cut.tp},
+        mesh={"tp": degrees.tp},
         global_batch=ROWS,
         microbatch_size=ROWS,
-        shard_plan=pins(cut, shape) or None,
+        shard_plan=pins(degrees, shape) or None,
         dtype=dtype,
     )
     return shard(program.at_batch(ROWS), plan.sharding)
 
 
 def with_scores_again(
-    shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool, fused: bool, gradient_bytes: int | None
+    shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: bool, fused: bool, gradient_bytes: int | None
 ) -> Parts:
-    """Units that keep no scores, and make them again in their backward: the memory of a fused attention, with the work of scores."""
-    kept = parts(replace(shape, attention="flash"), cut, dtype, dense, others, fused, gradient_bytes)
-    made = parts(shape, cut, dtype, dense, others, fused, gradient_bytes)
+    """Units that keep no attention scores, and compute them again in their backward: the memory of a fused attention,
+    with the work of scores."""
+    kept = parts(replace(shape, attention="flash"), degrees, dtype, dense, others, fused, gradient_bytes)
+    made = parts(shape, degrees, dtype, dense, others, fused, gradient_bytes)
     return Parts(*(one and two and _with_work(one, two) for one, two in zip(_units(kept), _units(made))))  # type: ignore[arg-type]
 
 
@@ -111,11 +115,11 @@ def _with_work(kept: Unit, made: Unit) -> Unit:
 
 @functools.cache
 def parts(
-    shape: Shape, cut: Cut, dtype: str, dense: bool, others: bool, fused: bool, gradient_bytes: int | None
+    shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: bool, fused: bool, gradient_bytes: int | None
 ) -> Parts:
     """The units of :func:`lowered`: of two blocks of a kind the second, which is like all that follow."""
     execution = Execution(fused=fused, gradient_bytes=gradient_bytes)
-    units = units_of(lowered(shape, cut, dtype, dense, others), {"tp": cut.tp}, execution, device="cuda")
+    units = units_of(lowered(shape, degrees, dtype, dense, others), {"tp": degrees.tp}, execution, device="cuda")
     first, *blocks, last = units
     assert len(blocks) == 2 * (dense + others)
     return Parts(first, blocks[1] if dense else None, blocks[-1] if others else None, last)

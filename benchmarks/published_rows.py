@@ -2,8 +2,7 @@
 
     {"model": {...}, "batch": {...}, "parallel": {...}, "measured": {...}}  ──read──► Row | Unpriced(why)
 
-A field that a source does not print and that a price needs makes the row unpriced; what is taken for granted instead is in
-``Row.assumed``.
+A field that a source does not print and that a price needs makes the row unpriced; other assumptions are in ``Row.assumed``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from graphpar.hardware.devices import Link, device_named
 
 GIB, GB = 2**30, 10**9
 APART = frozenset({"tiny_model", "suspect", "repeat", "memory_only", "per_layer", "schedule_sim_only", "ranking_only"})
-"""Tags of rows that the headline leaves out: launch-bound toys, slips, repetitions, and rows without a step time of a whole run."""
+"""Tags of rows that the headline leaves out: launch-bound toys, slips, repetitions, and rows without a step time of a
+whole run."""
 
 
 HALF = "half"
@@ -31,7 +31,7 @@ HALF = "half"
 
 
 class Unpriced(Exception):
-    """The row says too little, or of something that has no price; the message says what."""
+    """A row that says too little, or has something without a price; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """One run. ``experts_after``: layers at the model's beginning that have no experts. ``memory_of``: the pp rank that was measured
-    (-1: the last; None: the most of all)."""
+    """One run. ``experts_after``: layers at the model's beginning that have no experts. ``memory_of``: the pp rank that
+    was measured (-1: the last; None: the most of all)."""
 
     id: str
     source: str
@@ -88,6 +88,7 @@ class Row:
 
     @property
     def microbatches(self) -> int:
+        """Microbatches of a replica in a step."""
         return self.global_batch // (self.replicas * self.microbatch_size)
 
     @property
@@ -97,13 +98,15 @@ class Row:
 
 
 def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a JSON Lines file."""
     for line in file.read_text().splitlines():
         if line.strip():
             yield json.loads(line)
 
 
 def read(row: Mapping[str, Any]) -> Row:
-    """
+    """Read a row of the file.
+
     Raises:
         Unpriced: it can't be priced.
     """
@@ -156,6 +159,7 @@ def read(row: Mapping[str, Any]) -> Row:
 
 
 def measured(row: Mapping[str, Any]) -> Measured:
+    """Read what was measured in a row: printed, or derived from what was printed."""
     found, derived = row["measured"], row.get("derived") or {}
     times = (found.get("step_time_s"), derived.get("step_time_s"), derived.get("step_time_s_from_flops"))
     memory = (
@@ -237,7 +241,7 @@ def _shape(row: Mapping[str, Any], habits: Habits) -> Shape:
 
 
 def _with_options(habits: Habits, options: Mapping[str, Any]) -> Habits:
-    """What the options of the row say of kernels and overlap."""
+    """What the options of the row say about kernels and overlap."""
     kernel = options.get("kernel")
     if kernel is not None:
         attention = {"torch": "composed", "fused": "softmax"}.get(kernel, "flash")

@@ -19,7 +19,7 @@ LEAST_GROUP = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was predicted of a row and what was measured; None where either says nothing.
+    """Predictions of a row and its measurements; None where either is missing.
 
     ``fits`` and ``ran``: predicted and measured. ``bubble``: shares.
     """
@@ -37,7 +37,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Scores:
-    """``rows`` have a step time; ``groups`` and ``grouped`` are rank groups and the rows in them; ``false_fit`` is of all outcomes."""
+    """``rows`` have a step time; ``groups`` and ``grouped`` are rank groups and the rows in them; ``false_fit`` is of
+    all outcomes."""
 
     rows: int
     mape: float | None
@@ -56,6 +57,7 @@ class Scores:
 
 
 def score(outcomes: Sequence[Outcome]) -> Scores:
+    """Score a selection of outcomes; a score without anything to count is None."""
     times = [relative(outcome.step_time_s) for outcome in outcomes if outcome.step_time_s]
     memories = [abs(relative(outcome.memory_bytes)) for outcome in outcomes if outcome.memory_bytes]
     bubbles = [100 * abs(outcome.bubble[0] - outcome.bubble[1]) for outcome in outcomes if outcome.bubble]
@@ -83,11 +85,12 @@ def score(outcomes: Sequence[Outcome]) -> Scores:
 
 
 def relative(pair: tuple[float, float]) -> float:
-    """The signed error of (predicted, measured) as a part of what was measured."""
+    """Compute the error of (predicted, measured) relative to the measurement, with its sign."""
     return pair[0] / pair[1] - 1
 
 
 def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float | None:
+    """Compute the (weighted) mean; None of no values."""
     if not values:
         return None
     weights = weights or [1.0] * len(values)
@@ -104,7 +107,7 @@ def grouped(outcomes: Iterable[Outcome]) -> list[list[tuple[float, float]]]:
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau-b of predictions and measurements; 0 where either is the same everywhere."""
+    """Compute Kendall's tau-b of predictions and measurements; 0 where either is the same everywhere."""
     agree = untied = other = 0
     for (first, one), (second, two) in itertools.combinations(pairs, 2):
         left, right = _sign(first - second), _sign(one - two)
@@ -119,7 +122,8 @@ def _sign(value: float) -> int:
 
 
 def regret(pairs: Sequence[tuple[float, float]]) -> float:
-    """How much longer the row with the least prediction took than the fastest; of equal predictions the slowest counts."""
+    """Compute how much longer the row with the least prediction took than the fastest; of equal predictions the slowest
+    counts."""
     least = min(predicted for predicted, _ in pairs)
     chosen = max(measured for predicted, measured in pairs if predicted == least)
     return chosen / min(measured for _, measured in pairs) - 1

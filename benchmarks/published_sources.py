@@ -1,9 +1,9 @@
-"""What a source's rows do not say of themselves: the program that was run, and the links of its cluster.
+"""What a source's rows do not say themselves: the program that was run, and the links of its cluster.
 
     row ──its source──► Habits: framework, kernels, dtypes, overlap, GB/s between nodes      each a fact, with where it is from
 
-No number here is fitted to a time. Facts are from the notes of the rows and from the frameworks' code of the time; where those say nothing,
-a comment says what of the rows a fact was inferred from.
+No number here is fitted to a time. Facts are from the notes of the rows and from the frameworks' code of the time;
+where those say nothing, a comment says what of the rows a fact was inferred from.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Habits:
         tied: the head is the embedding's weight.
         vocab: where the row has none.
         fused: elementwise chains are one kernel each.
-        gradient_bytes: of an element in which gradients are summed; None: 2 with fp16, 4 with bf16, as Megatron-LM and DeepSpeed do.
+        gradient_bytes: of an element in which gradients are summed; None: 2 with fp16, 4 with bf16, as Megatron-LM and
+            DeepSpeed do.
         overlap_gradients: their sums run beside the backward.
         prefetch: divided parameters are gathered ahead.
         wait_for_sends: a stage waits until what it sends has arrived.
-        overlap_tp: collectives of tp are cut into as many pieces as there are ranks, of which all but the first are hidden.
+        overlap_tp: collectives of tp are divided into as many chunks as there are ranks, of which all but the first are hidden.
         node_gbps: GB/s between nodes of one whole node in one direction, where it is not the device's usual.
         per_node: devices of a node, by a part of the hardware's name.
     """

@@ -5,13 +5,13 @@
     calibrate ──► Cluster ──Planner: every mesh x schedule x microbatch size──► predicted seconds ─┐
                      └─────── partition, save ──► steps on local processes ──► measured seconds ───┴─► rank correlation, regret
 
-Rank correlation is Spearman's, of predicted and measured step times of all plans of a model. Regret is the measured time of the plan that
-is predicted to be the fastest over that of the fastest measured one.
+Rank correlation is Spearman's, of predicted and measured step times of all plans of a model. Regret is the measured
+time of the plan that is predicted to be the fastest over that of the fastest measured one.
 
-A step in which others used the machine is taken again, as long as patience lasts. What they do all the same falls on some plan, so plans
-take steps in turn, a chunk at a time with one plan that is in every chunk: a plan's time is its median over that plan's in the same
-chunk. The few fastest and the predicted one are measured again, together and for longer; regret is of that. The machine is calibrated
-in the same run.
+A step in which others used the machine is taken again, as long as patience lasts. What they do all the same falls on
+some plan, so plans take steps in turn, a chunk at a time with one plan that is in every chunk: a plan's time is its
+median over that plan's in the same chunk. The few fastest and the predicted one are measured again, together and for
+longer; regret is of that. The machine is calibrated in the same run.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Score:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(prog="benchmarks.regret", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
@@ -207,7 +208,8 @@ def _chunks(plans: Sequence[str]) -> list[list[str]]:
 def _timed(
     folder: Path, processes: int, chunks: Sequence[Sequence[str]], rounds: int, patience_s: float
 ) -> tuple[dict[str, float], float]:
-    """Seconds of a step by plan: relative to the plan that all chunks have, times what that took on the whole; the share disturbed."""
+    """Seconds of a step by plan: relative to the plan that all chunks have, times what that took on the whole; the
+    share disturbed."""
     (folder / "request.json").write_text(json.dumps({"chunks": chunks, "rounds": rounds, "patience_s": patience_s}))
     torchrun("benchmarks.regret", ["--rank", str(folder)], nproc=processes, timeout_s=TIMEOUT_S, module=True)
     found = json.loads((folder / "steps.json").read_text())

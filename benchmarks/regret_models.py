@@ -1,4 +1,5 @@
-"""Small models of three kinds for the benchmark of regret: sized so that products are most of a step of a few tenths of a second."""
+"""Small models of three kinds for the benchmark of regret: sized so that products are most of a step of a few tenths of
+a second."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ LENGTH = 64
 
 
 class RMSNorm(nn.Module):
+    """Normalise by the root mean square over the last dim."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]"""
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
@@ -39,6 +43,7 @@ class LlamaLayer(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[b, s, width] -> [b, s, width]"""
         normed = self.input_norm(x)
         q, k, v = (
             proj(normed).unflatten(-1, (-1, self.head)).transpose(1, 2)
@@ -59,6 +64,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
+    """A Llama of a few layers, without a mask: attention is causal."""
+
     def __init__(
         self, vocab: int = 2048, width: int = 256, head: int = 32, groups: int = 4, hidden: int = 704, layers: int = 6
     ) -> None:
@@ -69,6 +76,7 @@ class Llama(nn.Module):
         self.norm, self.lm_head = RMSNorm(width), nn.Linear(width, vocab, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [b, s] -> logits [b, s, vocabulary]"""
         frequencies = 10000.0 ** (-torch.arange(0, self.head, 2, device=ids.device) / self.head)
         angles = torch.outer(torch.arange(ids.shape[1], device=ids.device), frequencies)
         cos, sin = (torch.cat((part, part), dim=-1) for part in (angles.cos(), angles.sin()))
@@ -80,16 +88,21 @@ class Llama(nn.Module):
 
 
 class Residual(nn.Module):
+    """A norm and two linear layers, added to the input."""
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[b, width] -> [b, width]"""
         added: Tensor = self.down(F.relu(self.up(self.norm(x))))
         return x + added
 
 
 class MLP(nn.Module):
+    """Residual blocks between a stem and a head."""
+
     def __init__(
         self, inputs: int = 256, width: int = 512, hidden: int = 1024, layers: int = 10, classes: int = 100
     ) -> None:
@@ -99,6 +112,7 @@ class MLP(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[b, inputs] -> [b, classes]"""
         x = self.stem(x)
         for layer in self.layers:
             x = layer(x)
@@ -117,6 +131,7 @@ class Model:
     loss: Callable[[Tensor, Tensor], Tensor]
 
     def program(self) -> tuple[nn.Module, Program]:
+        """Build the module and export it with its loss; returns both."""
         torch.manual_seed(0)
         module, batch = self.make(), self.batch()
         return module, gp.export(module, args=(batch[self.input],), loss_fn=self.loss, targets=(batch[self.target],))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.runtime [--json] [--rounds 20] [--only PATTERN]
 
-    pipeline 1F1B, GPipe     against torch's PipelineStage: the same cut, schedule and microbatches
-    tensor                   against Megatron-style layers with the sequence cut between them (benchmarks.megatron)
+    pipeline 1F1B, GPipe     against torch's PipelineStage: the same split points, schedule and microbatches
+    tensor                   against Megatron-style layers with the sequence sharded between them (benchmarks.megatron)
     tensor, whole sequence   against the same with all-reduces
     tensor                   against torch's DTensor and parallelize_module (benchmarks.dtensor)
 
@@ -71,6 +71,7 @@ class Case:
 
     @property
     def label(self) -> str:
+        """Its name in the table."""
         return f"{self.name} / {self.against}"
 
 
@@ -112,6 +113,7 @@ class Comparison:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(prog="benchmarks.runtime", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each (default: 20)")

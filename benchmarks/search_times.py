@@ -40,6 +40,7 @@ class Model:
 
     @property
     def label(self) -> str:
+        """Its name in the table."""
         return self.name if self.layers is None else f"{self.name}, {self.layers} layers"
 
 

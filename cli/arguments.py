@@ -15,7 +15,7 @@ from graphpar.errors import near_match
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are written out, an empty value is none, and what is wrong is said in one line with what is meant instead."""
+    """A parser that takes no abbreviated options and no empty values; its errors are one line with the nearest name."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
@@ -23,6 +23,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as argparse does, but refuse unknown options with a near match, and empty values."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown))
@@ -49,6 +50,7 @@ class Parser(argparse.ArgumentParser):
             raise _Refused(f"{what}; it is one of {', '.join(known)}.{near_match(str(value), known)}")
 
     def error(self, message: str) -> NoReturn:
+        """Print a message for the user and exit with status 2."""
         self.exit(USER_ERROR, f"error: {message.removeprefix('argument ')}\n({self.prog} --help says what there is.)\n")
 
 

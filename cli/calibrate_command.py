@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def json_text(data: dict[str, Any]) -> str:
-    """A profile as text: figures on lines of their own, one row a line."""
+    """Write a profile as JSON text with one measurement a line."""
     rows = ",\n  ".join(json.dumps(row) for row in data["measured"])
     head = json.dumps({name: value for name, value in data.items() if name != "measured"}, indent=1)
     return f'{head[:-2]},\n "measured": [\n  {rows}\n ]\n}}\n'
@@ -73,7 +73,8 @@ def json_text(data: dict[str, Any]) -> str:
 
 
 def show(profile: Profile, out: str | None, console: Console) -> None:
-    """The machine, measured and fitted rates by class of shape, the figures, the errors of the fit, and where it is or why nowhere."""
+    """Print the machine, measured and fitted rates by class of shape, the figures, the errors of the fit, and where the
+    profile was written or why it was not."""
     machine = profile.machine
     threads = f", {plural(machine['threads'], 'thread')} a process" if machine["threads"] else ""
     console.print(f"\n {machine['name']}, {plural(machine['cores'], 'core')}{threads}, torch {machine['torch']}\n")
@@ -84,7 +85,7 @@ def show(profile: Profile, out: str | None, console: Console) -> None:
             f" fit of {kind}: {error.rows} times, median error {error.median:.0%}, worst {error.worst:.0%} ({error.worst_row})"
         )
     if profile.doubts:
-        console.print("\n Prices should not rest on this:\n" + "\n".join(f"   {doubt}" for doubt in profile.doubts))
+        console.print("\n This profile is not reliable:\n" + "\n".join(f"   {doubt}" for doubt in profile.doubts))
     if out is None:
         console.print(
             "\n NOT WRITTEN. Measure again while nothing else runs (--patience S waits longer for that), or write it as it is with --force."
@@ -123,7 +124,7 @@ def _rates(profile: Profile) -> Any:
 
 
 def _classes(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by what they are and how large: a class has one line."""
+    """Group rows by kind and size; each group has one line."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(_class(row), []).append(row)

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    """What was checked, what was not and why, what is wrong, and the verdict."""
+    """Print what was checked, what was not and why, the problems, and the verdict."""
     lines = [
         f" {plural(data['stages'], 'stage')} for {plural(data['devices'], 'device')} under spmd_types: "
         f"{plural(data['checked'], 'operator')} checked, {len(data['unchecked'])} kinds unchecked"

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SMALL_BYTES = 2**30
-"""Initial weights up to this size are written without being asked for."""
+"""Initial weights up to this size are written by default."""
 
 _DUMPED = ("plan", "shard", "split")
-"""Steps after the passes whose results can be printed."""
+"""Steps after the passes whose results ``--dump-after`` can print."""
 _PLAN_DECIDES = (
     "devices",
     "cluster",
@@ -66,7 +66,7 @@ _PLAN_DECIDES = (
 
 @dataclass(frozen=True)
 class _Request:
-    """What the options and the model file ask for; what can be wrong with it before a trace is checked."""
+    """What the options and the model file ask for, checked as far as possible before the trace."""
 
     file: ModelFile
     given: Plan | None
@@ -77,7 +77,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """What the planning part of the command gives."""
+    """The result of planning and printing."""
 
     program: Program  # for one microbatch
     plan: Plan
@@ -164,7 +164,7 @@ def _request(options: argparse.Namespace) -> _Request:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """What is wrong with the options themselves, found before anything takes time."""
+    """Refuse what is wrong with the options themselves, before anything takes time."""
     if options.no_emit:
         for flag in ("out", "weights", "run"):
             if getattr(options, flag):
@@ -223,7 +223,7 @@ def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None) ->
 
 
 def _dump(options: argparse.Namespace, step: str, what: str, value: object) -> None:
-    """Print what a step gave, if that is asked for."""
+    """Print the result of a step, if ``--dump-after`` asks for it."""
     if options.dump_after in (step, "all"):
         print(f"# after {step}: {what}\n{value}\n", file=sys.stderr)
 
@@ -295,7 +295,7 @@ def _may_be_pipelined(asked: Asked) -> bool:
 
 
 def _on_one_device(program: Program, plan: Plan) -> Alone | None:
-    """None where it can't be priced, which the report says of the plan itself."""
+    """Price the batch on one device; None where it can't be priced, which the report says."""
     try:
         return on_one_device(program, plan, plan.cluster or Cluster.of_this_machine(plan.mesh.size))
     except GraphparError:
@@ -303,7 +303,7 @@ def _on_one_device(program: Program, plan: Plan) -> Alone | None:
 
 
 def _compiled(file: ModelFile, program: Program, plan: Plan, folder: Path | None) -> _Compiled:
-    """The stages, and unless ``folder`` is None the package that is to go there, in memory."""
+    """Split the program into stages, and unless ``folder`` is None print the package, in memory."""
     if folder is None:
         with progress("splitting"):
             sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
@@ -332,7 +332,9 @@ def _save(compiled: _Compiled, file: ModelFile, folder: Path, options: argparse.
     size = _state_bytes(compiled.program)
     state, said = None, "none; train.py takes a file of them with --weights"
     if wanted is None and size > SMALL_BYTES:
-        said += f". The initial ones, {bytes_text(size)}, are more than compile writes unasked; --weights writes them"
+        said += (
+            f". The initial ones, {bytes_text(size)}, are more than compile writes by default; --weights writes them"
+        )
     elif wanted is not False:
         try:
             with progress("building the initial weights"):
@@ -348,7 +350,7 @@ def _save(compiled: _Compiled, file: ModelFile, folder: Path, options: argparse.
 
 
 def _state_bytes(program: Program) -> int:
-    """Of the model's ``state_dict``, a tied parameter once."""
+    """Bytes of the model's ``state_dict``, a tied parameter counted once."""
     again = {name for names in program.ties for name in names[1:]}
     held = [
         info

@@ -82,7 +82,7 @@ def _export(file: ModelFile, plan: Plan) -> Program:
 
 
 def _grown(record: dict[str, Any], parameters: int) -> list[str]:
-    """A word about a plan that was made when the model had another size, which is legal."""
+    """Warn of a plan that was made when the model had another size, which is legal."""
     before = record.get("report", record).get("model", {})
     count = before.get("parameters") if isinstance(before, dict) else None
     if count in (None, parameters):
@@ -94,7 +94,7 @@ def _grown(record: dict[str, Any], parameters: int) -> list[str]:
 
 
 def formula_data(file: ModelFile, program: Program, plan: Plan, in_batch: Sequence[Formulas]) -> dict[str, Any]:
-    """The formulas of stages as text, in s too where that can be had, and what is to be said about them."""
+    """Write the formulas of stages as text, in s too where that is possible, with notes on them."""
     stages: list[dict[str, str]]
     variables = {"b": "rows of a microbatch"}
     try:
@@ -105,7 +105,7 @@ def formula_data(file: ModelFile, program: Program, plan: Plan, in_batch: Sequen
     stages = [{name: str(both.get(name, stage[name])) for name in stage} for stage, both in zip(in_batch, in_both)]
     left = sorted({name for stage, both in zip(in_batch, in_both) for name in stage if name not in both})
     notes = (
-        [f"{', '.join(left)}: at s = {length}, as no polynomial of degree 2 in s gives what other lengths have."]
+        [f"{', '.join(left)}: at s = {length}, because no polynomial of degree 2 in s fits the other lengths."]
         if left
         else []
     )
@@ -119,10 +119,10 @@ def formula_data(file: ModelFile, program: Program, plan: Plan, in_batch: Sequen
 def _in_sequence(
     file: ModelFile, program: Program, plan: Plan, in_batch: Sequence[Formulas]
 ) -> tuple[int, Sequence[Formulas]]:
-    """The example's length, and formulas from traces of the example at parts of it.
+    """The example's sequence length, and formulas from traces of the example at parts of it.
 
     Raises:
-        GraphparError: the example has no sequence that can be cut, or the model changes with it.
+        GraphparError: the example has no sequence that can be shortened, or the model changes with it.
     """
     length = _length(file, program)
     samples: dict[int, Sequence[Formulas]] = {}
@@ -131,19 +131,19 @@ def _in_sequence(
         samples[short] = in_batch if short == length else _at(file, program, plan, length, short)
     found = in_sequence(samples)
     if found is None:
-        raise GraphparError("the model does other work at other lengths.")
+        raise GraphparError("the model runs other operators at other lengths.")
     return length, found
 
 
 def _length(file: ModelFile, program: Program) -> int:
-    """The size of the first dim beside the batch of the first input that has one."""
+    """The size of the first dim besides the batch of the first input that has one."""
     for entry in program.inputs:
         if entry.role == "input" and entry.batch_dim is not None and len(entry.shape) > 1:
             length = int(entry.shape[1 if entry.batch_dim == 0 else 0])
             if length % PARTS[0].denominator or length < 2 * PARTS[0].denominator:
-                raise GraphparError(f"{entry.name} has {length} places, which can't be cut into quarters.")
+                raise GraphparError(f"{entry.name} has {length} places, which can't be divided into quarters.")
             return length
-    raise GraphparError("no input has a dim beside the batch.")
+    raise GraphparError("no input has a dim besides the batch.")
 
 
 def _at(file: ModelFile, program: Program, plan: Plan, length: int, short: int) -> Sequence[Formulas]:
@@ -154,7 +154,7 @@ def _at(file: ModelFile, program: Program, plan: Plan, length: int, short: int) 
         raise GraphparError("the model does not take all of the example's tensors.")
     batch_dims = {id(leaf): dim for leaf, dim in zip(leaves, dims)}
 
-    def cut(leaf: Any) -> Any:
+    def shortened(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         own = batch_dims[id(leaf)]
@@ -162,7 +162,7 @@ def _at(file: ModelFile, program: Program, plan: Plan, length: int, short: int) 
             tuple(slice(short if size == length and dim != own else None) for dim, size in enumerate(leaf.shape))
         ]
 
-    args, kwargs, targets = tree_map(cut, (file.args, file.kwargs, file.targets))
+    args, kwargs, targets = tree_map(shortened, (file.args, file.kwargs, file.targets))
     again = _export(replace(file, args=args, kwargs=kwargs, targets=targets), plan)
     return formulas(
         *pricing_of(again, validate_plan(again, plan), plan.cluster or Cluster.of_this_machine(plan.mesh.size))
@@ -170,7 +170,7 @@ def _at(file: ModelFile, program: Program, plan: Plan, length: int, short: int) 
 
 
 def formula_text(data: dict[str, Any]) -> list[str]:
-    """The formulas of each stage; those that several stages have are printed once."""
+    """Print the formulas of each stage, once for all stages that have the same."""
     lines = [
         " A microbatch, forward and backward: "
         + "; ".join(f"{name} = {text}" for name, text in data["variables"].items())

@@ -1,4 +1,4 @@
-"""``--explain PATTERN``: for matching modules and values, which stage has them, why there, and what crosses."""
+"""``--explain PATTERN``: for matching modules and values, the stage that has them, why, and what is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def explain(
     pattern: str,
     more: Callable[[str], list[str]] | None = None,
 ) -> list[str]:
-    """Lines about everything whose name matches ``pattern``: ``*`` within one level, ``**`` over levels.
+    """Explain everything whose name matches ``pattern``: ``*`` within one level, ``**`` over levels.
 
     Args:
         more: further lines about a name.
@@ -61,17 +61,17 @@ def _modules(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str,
         elif found:
             about[path] = f"a module on stages {indices_text(found)} ({word}s {ranks})"
         else:
-            about[path] = "a module without parameters in use; its operators are where their inputs are"
+            about[path] = "a module without used parameters; its operators are on the stages of their inputs"
     return about
 
 
 def _related(one: str, other: str) -> bool:
-    """Whether one module holds the other, or they are the same."""
+    """Tell whether one module contains the other, or they are the same."""
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
 def _why(plan: Plan, stage: int) -> str:
-    """Between which split points a stage lies."""
+    """Say between which split points a stage is."""
 
     def described(index: int) -> str:
         cut = plan.cuts[index]
@@ -102,14 +102,14 @@ def _inputs(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
     about: dict[str, str] = {}
     for entry in program.inputs:
         found = [stage.index for stage in stages if entry.name in stage.inputs]
-        cut = "whole" if entry.batch_dim is None else f"cut into microbatches on dim {entry.batch_dim}"
+        split = "whole" if entry.batch_dim is None else f"split into microbatches on dim {entry.batch_dim}"
         where = f"goes to stage {indices_text(found)} directly" if found else "is read by no stage"
-        about[entry.name] = f"an input, {cut}, {where}"
+        about[entry.name] = f"an input, {split}, {where}"
     return about
 
 
 def _crossing(plan: Plan, stages: Sequence[Stage]) -> list[tuple[str, str]]:
-    """What is sent, by the stage that makes it; a name may stand for another value on a later boundary."""
+    """What is sent, by the stage that computes it; a name may stand for another value on a later boundary."""
     about: list[tuple[str, str]] = []
     for stage in stages:
         for boundary in stage.sends:
@@ -139,6 +139,6 @@ def _recomputed(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
             for target in source.targets:
                 text = indices_text(found[node.name])
                 about[target] = (
-                    f"a value computed again on stages {text}: no parameter is in it, so nothing has to be sent"
+                    f"a value computed again on stages {text}: it depends on no parameter, so it need not be sent"
                 )
     return about

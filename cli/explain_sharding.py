@@ -1,8 +1,8 @@
-"""``--explain`` of a program that is cut: how each tensor around a module lies, what that costs, and what the next best would.
+"""``--explain`` of a sharded program: the spec of each tensor around a module, its cost, and the cost of the next best spec.
 
 tensor ──its type forbidden, searched again──► next best type ──priced as a step is──► what a step would take then
 
-Seconds are those of the report: of the step's prices, which are not what the search minimises.
+Seconds are those of the report: of a priced step, and not of the simpler costs that the search minimises.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from graphpar.runtime.layout import R, Shard, Type
 from graphpar.text import seconds_text
 
 MOST = 12
-"""So many tensors are searched again, each once for every axis; a pattern may match more."""
+"""How many tensors are searched again, each once for every axis; a pattern may match more."""
 
 
 class ShardingExplainer:
-    """Explains tensors of ``program`` (before it is cut, for one microbatch) under the sharding of ``plan``.
+    """Explains tensors of ``program`` (not sharded yet, for one microbatch) under the sharding of ``plan``.
 
     ``shard_plan``: the user's, whose pins hold in every alternative; None where it is not known.
     """
@@ -61,10 +61,12 @@ class ShardingExplainer:
         self.sent = SentPrices(self.program, plan.mesh, plan.microbatch_size, self.cluster)
         self.parameters = dict(self._parameters())
         self._next: dict[Operator, str] = {}
-        self._told: dict[tuple[str, str], str] = {}  # of what several instances share, the name under which it was said
+        self._told: dict[
+            tuple[str, str], str
+        ] = {}  # what several instances share, by the name under which it was explained
 
     def lines(self, name: str) -> list[str]:
-        """What there is to say of the parameter or the module ``name``; nothing of anything else."""
+        """Explain the parameter or the module ``name``; empty for anything else."""
         if name in self.parameters:
             operator = self.parameters[name]
             told = self._told.setdefault((operator.scope, str(operator.node.target)), name)
@@ -89,7 +91,7 @@ class ShardingExplainer:
         return [f"{path}." for path in self.program.blocks[scope].instances] if scope else [""]
 
     def _place(self, path: str) -> tuple[Block | None, str]:
-        """The block that a module lies in, and the module's path in the instance that the block's graph was made of."""
+        """The block that contains a module, and the module's path in the instance that the block's graph was made of."""
         for block in self.program.blocks.values():
             for instance in block.instances:
                 if _within(path, instance):
@@ -97,7 +99,7 @@ class ShardingExplainer:
         return None, path
 
     def _around(self, block: Block | None, own: str) -> list[tuple[str, str, Operator]]:
-        """What comes into a module, the parameters that it uses, and what goes out of it."""
+        """The inputs of a module, the parameters that it uses, and its outputs."""
         scope = "" if block is None else block.name
         region = {
             operator.node: operator
@@ -122,10 +124,10 @@ class ShardingExplainer:
             return str(operator.node.target)
         return f"{value_name(operator.node)} {describe_shape(operator.node)}".rstrip()
 
-    # ---- what is said of one ----
+    # ---- one tensor ----
 
     def _tensor(self, operator: Operator) -> str:
-        """Its types, what it is turned into and for how much, and the next best."""
+        """Its spec, its redistributions and their cost, and the next best spec."""
         types = self._chosen(operator)
         turned = "".join(f", turned into {text}" for text in self._turned(operator, types))
         return f"{self._spec(types)}{turned}; {self._alternative(operator, types)}"
@@ -137,7 +139,7 @@ class ShardingExplainer:
         return ", ".join(f"{kind}@{axis}" for axis, kind in zip(self.axes, types))
 
     def _turned(self, operator: Operator, types: Types) -> list[str]:
-        """The transitions of a value, for one instance and microbatch."""
+        """The redistributions of a value, for one instance and microbatch."""
         found: dict[Types, str] = {}
         for value in self.problem.values:
             if value.maker is not operator or value.index:
@@ -151,7 +153,7 @@ class ShardingExplainer:
         return list(found.values())
 
     def _path_s(self, value: Value, source: Types, target: Types) -> float | None:
-        """Seconds of the transitions from one to the other, forward and backward; None where there is no path."""
+        """Seconds of the redistribution from one to the other, forward and backward; None where there is no path."""
         steps = moves(source, target, value.differentiable)
         if steps is None:
             return None
@@ -195,17 +197,23 @@ class ShardingExplainer:
             possible = True
             try:
                 solution = search(self.problem, self.workload, self.costs, self._with(operator, axis, others))
-            except GraphparError:  # nothing else goes with the rest
+            except GraphparError:  # no other type is possible with the rest
                 continue
             if best is None or solution.seconds < best.seconds:
                 best = solution
         if best is None:
             if pinned:
                 return f"pinned by the shard plan: {', '.join(map(repr, self._origins(operator)))}"
-            return "no rule lets it lie otherwise" if not possible else "nothing else goes with the rest of the program"
+            return (
+                "no rule allows another spec"
+                if not possible
+                else "no other spec is possible with the rest of the program"
+            )
         seconds = self._step_s(sharding_of(best))
         change = seconds / self.step - 1
-        cheaper = ", but more by the prices of the search for placements, or with more memory" if change < -5e-4 else ""
+        cheaper = (
+            ", but slower by the prices of the search for placements, or with more memory" if change < -5e-4 else ""
+        )
         return (
             f"next best {self._spec(best.types(operator))}: {seconds_text(seconds)} a step instead of "
             f"{seconds_text(self.step)} ({change:+.1%}{cheaper})"
@@ -239,7 +247,7 @@ def _within(name: str, path: str) -> bool:
 
 
 def _alike(one: Type, other: Type) -> bool:
-    """Whether two types are the same but for parts, which a pin does not tell apart."""
+    """Tell whether two types are the same except for parts, which a pin does not distinguish."""
     if isinstance(one, Shard) and isinstance(other, Shard):
         return one.dim == other.dim
     return one == other

@@ -60,7 +60,7 @@ class _Ended(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM, and SIGHUP of a terminal that is closed, end a command as Ctrl-C does: it takes its processes and folders with it."""
+    """Let SIGTERM, and SIGHUP of a closed terminal, end a command as Ctrl-C does, with its processes and temporary folders."""
 
     def end(number: int, frame: object) -> None:
         raise _Ended(number)
@@ -79,7 +79,8 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Graphs are many objects that live as long as a command does; to look through them for garbage again and again takes long."""
+    """Collect garbage rarely: graphs are many objects that live as long as a command, and scanning them again and again
+    is slow."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:
@@ -89,7 +90,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 def _finite(data: Any) -> Any:
-    """``data`` with infinities and NaN, which JSON has no numbers for, as words."""
+    """``data`` with infinities and NaN as words, since JSON has no such numbers."""
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -98,7 +99,7 @@ def _finite(data: Any) -> Any:
 
 
 def _failed(error: Exception) -> int:
-    """Print what went wrong; whose fault it is decides how."""
+    """Print an error: a message if the user can act on it, else a traceback. Returns the exit code."""
     if _is_for_user(error):
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -111,7 +112,7 @@ def _failed(error: Exception) -> int:
 
 
 def _is_for_user(error: Exception) -> bool:
-    """Our own errors for users, also those of the runtime, which is imported with torch or not at all."""
+    """Tell whether an error is a message for users; the runtime's errors are known only once it is imported."""
     if isinstance(error, GraphparError | PermissionError | NotADirectoryError | FileExistsError):
         return True
     runtime = sys.modules.get("graphpar.runtime.errors")

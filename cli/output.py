@@ -23,7 +23,7 @@ DONE, CHECK_FAILED, USER_ERROR, OUR_BUG = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class Result:
-    """What a command gives: the object that ``--json`` prints, how to print it for people, and the exit code."""
+    """The result of a command: the object that ``--json`` prints, how to print it for people, and the exit code."""
 
     data: dict[str, Any]
     show: Callable[[Console], None]
@@ -31,7 +31,7 @@ class Result:
 
 
 def stdout_console() -> Console:
-    """Standard output: as wide as the terminal or as COLUMNS says, or 100 columns where there is neither."""
+    """Make a console on standard output: as wide as the terminal or as COLUMNS says, or 100 columns where there is neither."""
     from rich.console import Console
 
     return Console(
@@ -43,7 +43,7 @@ def stdout_console() -> Console:
 
 
 def print_wrapped(console: Console, lines: Iterable[str]) -> None:
-    """Lines as they are where they fit; else wrapped under their own beginnings, with no name or price broken."""
+    """Print lines unchanged where they fit; else wrapped and indented, with no name or price broken."""
     for line in lines:
         margin = " " * (len(line) - len(line.lstrip()) + 4)
         console.out("\n".join(wrapped(line, console.width, then=margin)), highlight=False)
@@ -51,7 +51,7 @@ def print_wrapped(console: Console, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[None]:
-    """A line on the terminal while something takes long; nothing where standard error is no terminal."""
+    """Show a line on the terminal while the block runs; nothing where standard error is no terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -63,7 +63,7 @@ def progress(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Whatever is printed meanwhile, by Python, by libraries or by child processes, goes to standard error."""
+    """Send everything that the block prints, from Python, libraries or child processes, to standard error."""
     sys.stdout.flush()
     saved = None
     with contextlib.suppress(OSError, ValueError):  # a stream without a file, as under tests
@@ -79,7 +79,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file that the user asked for; a folder that does not exist is theirs to make."""
+    """Write a file that the user asked for; its folder must exist."""
     check_writable(path)
     try:
         Path(path).write_text(text)
@@ -88,7 +88,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Whether a file can be written, before what goes into it takes time.
+    """Check that a file can be written, before its content is computed.
 
     Raises:
         GraphparError: it can't; the message says why.
@@ -108,7 +108,11 @@ def check_writable(path: str | Path) -> None:
 
 
 def program_folder(path: str | Path) -> Path:
-    """The folder of an emitted program, or an error that says what is there instead."""
+    """Check that ``path`` is the folder of an emitted program.
+
+    Raises:
+        GraphparError: it is not; the message says what is there instead.
+    """
     folder = Path(path)
     if (folder / "plan.json").is_file():
         return folder

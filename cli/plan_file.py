@@ -12,7 +12,7 @@ from graphpar.ir.plan import Plan
 
 
 def read_record(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The file that ``path`` names, and the JSON object in it."""
+    """Find the file that ``path`` names, and read the JSON object in it."""
     file = Path(path)
     if file.is_dir() or not (file.suffix or file.exists()):
         file = program_folder(file) / "plan.json"
@@ -29,7 +29,7 @@ def read_record(path: str | Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_plan(file: Path, record: dict[str, Any]) -> Plan:
-    """The plan in a record; whatever is wrong with it is a message that names the file."""
+    """Read the plan in a record; errors name the file."""
     inner = record.get("plan", record)
     try:
         return Plan.from_json(inner)

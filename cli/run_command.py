@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 STEP = "step "
-"""How the lines of ``train.py`` begin that tell of a step."""
+"""How the lines of ``train.py`` about a step begin."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -47,8 +47,8 @@ def run(options: argparse.Namespace) -> Result:
 def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
     """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did.
 
-    Each line that a rank prints goes to standard output at once; a step's has what was predicted for it, where that was for
-    devices of the kind that is here.
+    Each line that a rank prints goes to standard output at once; the line of a step also has its prediction, if that was for
+    devices of this machine's kind.
     """
     from graphpar.runtime.errors import LaunchError
     from graphpar.runtime.launch import torchrun
@@ -99,11 +99,12 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
     return {**data, **{key: [record.get(name) for record in written] for name, key in names.items()}}
 
 
-# ---- what was predicted ----------------------------------------------------------------------------------------
+# ---- the prediction --------------------------------------------------------------------------------------------
 
 
 def prediction(plan: Mapping[str, Any], devices: int) -> dict[str, Any] | None:
-    """Seconds of a step as ``plan.json`` predicts them, for which devices, and whether such devices are ``here``."""
+    """Read the predicted seconds of a step from ``plan.json``, for which devices, and whether this machine has such
+    (``here``)."""
     from graphpar.hardware.cluster import Cluster
 
     predicted = plan.get("report", {}).get("predicted")
@@ -123,12 +124,12 @@ def _predicted_text(predicted: Mapping[str, Any] | None, plan: Mapping[str, Any]
     if predicted is None:
         return ""
     what = f"{seconds_text(predicted['step_time_s'])} {'a step' if plan['mode'] == 'train' else 'a batch'}"
-    other = "" if predicted["here"] else ", which are not here: their times are no measure for these"
+    other = "" if predicted["here"] else ", which this machine does not have: the times below do not compare"
     return f"; predicted {what} for {predicted['cluster']} ({predicted['figures']}){other}"
 
 
 def _memory_text(plan: Mapping[str, Any]) -> str:
-    """What the plan needs beside what this machine has."""
+    """Compare the memory that the plan needs with that of this machine."""
     predicted = plan.get("report", {}).get("predicted")
     if predicted is None:
         return ""
@@ -136,7 +137,8 @@ def _memory_text(plan: Mapping[str, Any]) -> str:
     ranks = math.prod(plan["mesh"].values())
     together = sum(peaks) * ranks // len(peaks)
     here = bytes_text(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return f" By the plan its {plural(ranks, 'process', 'processes')} need {bytes_text(together)} together; this machine has {here}."
+    needed = f"its {plural(ranks, 'process', 'processes')} need {bytes_text(together)} together"
+    return f" According to the plan, {needed}; this machine has {here}."
 
 
 # ---- weights and a batch ---------------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ def prepare(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    """The shapes of the outputs, and how long a step took beside what was predicted; the steps themselves have been printed."""
+    """Print shapes of outputs, and the median step time beside the prediction; the steps themselves have been printed."""
     lines = [f" {name} {shape}" for name, shape in data.get("outputs", {}).items()]
     lines.append(f" {plural(data['steps'], 'step')} in {data['seconds']:.1f} s, with the start of the processes")
     taken = [seconds for seconds in data.get("step_seconds", ()) if seconds is not None]

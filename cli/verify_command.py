@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LISTED = 10
-"""How many problems are printed before the rest is counted."""
+"""How many problems are printed; the rest is counted."""
 
 WIDTH = 100
-"""How long lines of prose are."""
+"""Width of prose in characters."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    """Losses side by side, the largest errors with their names, how it was decided, and the verdict."""
+    """Print losses side by side, the largest errors with their tensors, how it was decided, and the verdict."""
     lines = [f" {plural(data['devices'], 'process', 'processes')} against the unpartitioned model, {_what_ran(data)}"]
     if data["data"]:
         lines += textwrap.wrap(data["data"], WIDTH, initial_indent=" ", subsequent_indent=" ")

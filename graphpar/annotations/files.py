@@ -1,4 +1,4 @@
-"""Shard plans as things: merging those of submodules into one, and loading one from a file.
+"""Merging the shard plans of submodules into one, and loading a plan from a file.
 
 {"": {"head": "colwise"}, "encoder": {"q": "colwise"}}  ──merge_plans──►  {"head": "colwise", "encoder.q": "colwise"}
 plan.json | plan.toml | plan.py with ``shard_plan``     ──load_shard_plan──►  the same kind of mapping
@@ -19,7 +19,7 @@ from graphpar.frontend.modelfile import import_file
 
 
 def merge_plans(plans: Mapping[str, ShardPlan]) -> dict[str, Any]:
-    """One plan of the plans of submodules, each under its path: ``{"": a, "encoder": b}``.
+    """Merge the plans of submodules into one, each under its path: ``{"": a, "encoder": b}``.
 
     The order is that of the inputs, which are not changed nor shared with the result. A merged plan can be merged again.
 
@@ -54,7 +54,7 @@ def _copied(value: Any) -> Any:
 
 
 def load_shard_plan(path: str | Path) -> dict[str, Any]:
-    """The plan in a JSON or TOML file (patterns as its keys), or ``shard_plan`` of a Python file.
+    """Load the plan in a JSON or TOML file (patterns as its keys), or ``shard_plan`` of a Python file.
 
     Raises:
         GraphparError: the file is missing, can't be read, or a value in it is malformed; the file is named.

@@ -4,8 +4,8 @@
        + ModelNames, mesh degrees       what the model has
        ──resolve──► ShardConstraints           {"layers.0.q_proj.weight": {"tp": {S(0)}}, "layers.0.q_proj.bias": ...}
 
-A plan is right or wrong whatever the mesh is (but that ``parts`` must be divisible): every pattern and value is checked, then
-the axes of degree 1 are dropped.
+A plan is checked in full whatever the mesh is (except that ``parts`` must be divisible): every pattern and value, then the axes
+of degree 1 are dropped.
 Styles act on tp, and ``expert`` on ep where the mesh has it.
 
 What a style pins       weight                                          bias      activations
@@ -14,7 +14,7 @@ What a style pins       weight                                          bias    
     sequence            R, every parameter below                                  first input and output S(1)
     replicate           whole on tp and ep, every parameter below
     expert              S(0), every parameter below: stacked experts
-torch's style objects pin their inputs and outputs too, as ``parallelize_module`` would lay them out.
+torch's style objects pin their inputs and outputs too, as ``parallelize_module`` would place them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class ModelNames:
     aliases: tuple[tuple[str, ...], ...] | None = None
 
     def below(self, path: str) -> list[str]:
-        """The parameters of a module and its submodules."""
+        """List the parameters of a module and its submodules."""
         return [name for name in self.parameters if not path or name.startswith(f"{path}.")]
 
     def paths(self) -> list[str]:
+        """List all that a pattern can match: modules, then parameters."""
         return [*self.modules, *self.parameters]
 
 
@@ -63,11 +64,11 @@ class ModelNames:
 class ShardConstraints:
     """A shard plan as constraints, under every name that a tensor or module has. Axes of degree 1 are left out.
 
-    ``parameters``: per axis the types allowed; check one with :func:`graphpar.annotations.values.allows`.
-    ``inputs``, ``keyword_inputs``, ``outputs``: of a module's tensors in the order of its arguments and results, ``None`` (or a
+    ``parameters``: per axis the types allowed; check one with :func:`graphpar.annotations.values.allows`. ``inputs``,
+    ``keyword_inputs``, ``outputs``: of a module's tensors in the order of its arguments and results, ``None`` (or a
     tuple that ends early) for one that is free; a dim may count from the end. An input is pinned as the module uses it,
-    after any transition. ``styles``: of each module or parameter that was given any. ``origins``: for each name in the others,
-    the patterns that pinned it, in the plan's order.
+    after any redistribution. ``styles``: of each module or parameter that was given any. ``origins``: for each name in
+    the others, the patterns that pinned it, in the plan's order.
     """
 
     parameters: Mapping[str, Spec] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class ShardConstraints:
 
 
 def names_of(program: Program) -> ModelNames:
-    """The names of a program. Modules registered twice are known by identity where the user's model is at hand."""
+    """Collect the names of a program. Modules registered twice are known by identity where the user's model is at hand."""
     model = program.source.model if program.source else None
     owners: dict[int, list[str]] = {}
     if isinstance(model, nn.Module):
@@ -93,7 +94,7 @@ def names_of(program: Program) -> ModelNames:
 
 
 def resolve(plan: ShardPlan, names: ModelNames, degrees: Mapping[str, int]) -> ShardConstraints:
-    """The pins of a plan on a model; ``degrees`` of mesh axes, 1 for an axis that is not listed.
+    """Resolve a shard plan on a model into pins; ``degrees`` of mesh axes, 1 for an axis that is not listed.
 
     Raises:
         GraphparError: a malformed value; a pattern that matches nothing; a style that does not fit what it matches; a
@@ -113,7 +114,7 @@ def resolve(plan: ShardPlan, names: ModelNames, degrees: Mapping[str, int]) -> S
 
 
 def read_entry(pattern: Any, value: Any) -> tuple[Wish, ...]:
-    """The wishes of one entry of a plan.
+    """Parse one entry of a plan into wishes.
 
     Raises:
         GraphparError: the key is no text, or the value is malformed.
@@ -129,7 +130,7 @@ def read_entry(pattern: Any, value: Any) -> tuple[Wish, ...]:
 
 
 def matching(pattern: str, paths: Iterable[str]) -> list[str]:
-    """The paths that a pattern matches, in their order.
+    """List the paths that a pattern matches, in their order.
 
     Dots separate levels. Within a level ``*``, ``?`` and ``[...]`` are as in ``fnmatch``; a level ``**`` stands for any number
     of levels, none included. A pattern that is itself one of the paths matches only that one.
@@ -275,7 +276,7 @@ def _apply(sheet: _Sheet, wish: Wish, pattern: str, matched: Sequence[str]) -> N
         if wish.style:
             sheet.add_style(path, wish.style, pattern)
     if not pinned and (wish.spec or wish.style in ("replicate", "expert")):
-        raise GraphparError(f"Shard plan, {pattern!r}: {_listed(matched)} has no parameters to lay out.")
+        raise GraphparError(f"Shard plan, {pattern!r}: {_listed(matched)} has no parameters to place.")
 
 
 def _specs_for_module(sheet: _Sheet, wish: Wish, pattern: str, path: str) -> Iterator[tuple[str, Spec]]:
@@ -314,7 +315,7 @@ def _uniform_spec(sheet: _Sheet, wish: Wish) -> Spec:
 
 
 def _specs_for_parameter(sheet: _Sheet, wish: Wish, pattern: str, name: str) -> dict[str, Spec]:
-    """A style given to one parameter lays out that one as it would within its module, and nothing else."""
+    """A style given to one parameter places it as it would within its module, and nothing else."""
     if wish.style == "sequence" or wish.inputs or wish.keyword_inputs or wish.outputs:
         what = "a torch style object" if wish.computes else repr(wish.style or "inputs and outputs")
         raise GraphparError(
@@ -354,7 +355,7 @@ _Claim = tuple[str, Choice]  # the pattern and what it says of one axis
 
 
 class _Sheet:
-    """Pins so far, each with the patterns that made it. One tensor or module is kept under the first of its names."""
+    """Collects pins, each with the patterns that made it. One tensor or module is kept under the first of its names."""
 
     def __init__(self, names: ModelNames, degrees: Mapping[str, int]) -> None:
         self.names = names
@@ -428,7 +429,7 @@ class _Sheet:
         where = f"Shard plan, {pattern!r}: {kind}@{axis} does not fit {name!r}, whose shape is {list(shape)}"
         if kind == P:
             raise GraphparError(
-                f"Shard plan, {pattern!r}: {name!r} is a parameter and can't be a pending sum (P@{axis})."
+                f"Shard plan, {pattern!r}: {name!r} is a parameter and can't be a partial sum (P@{axis})."
             )
         kind = from_the_front(kind, len(shape))
         if not isinstance(kind, Shard):

@@ -5,7 +5,7 @@
     {"style": "rowwise", "outputs": ["S(1)@tp"]}    Wish(style="rowwise"), Wish(outputs=({"tp": {S(1)}},))
     ColwiseParallel(output_layouts=Replicate())     Wish(style="colwise", outputs=({"tp": {R, I}},), computes=True)
 
-A wish says nothing about a model; :mod:`graphpar.annotations.patterns` applies it to what a pattern matches.
+A wish does not depend on a model; :mod:`graphpar.annotations.patterns` applies it to what a pattern matches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type, parse_type
 Choice = frozenset[Type]
 """The types that a pin leaves to the search. A ``Shard`` without parts leaves the parts open, see :func:`allows`."""
 Spec = Mapping[str, Choice]
-"""One tensor's pinned axes; an axis that is not listed is free."""
+"""The pinned types of one tensor by axis; an axis that is not listed is free."""
 
 WHOLE: Choice = frozenset({R, I})
 """Every rank holds the whole value; whether its gradient is partial (R) or complete (I) is left to the search."""
@@ -55,7 +55,7 @@ class Wish:
 
 
 def read_value(value: Any, pattern: str) -> tuple[Wish, ...]:
-    """The wishes in a plan's value; ``pattern``, its key, is named in errors.
+    """Parse a plan's value into wishes; ``pattern``, its key, is named in errors.
 
     Raises:
         GraphparError: the value has none of the forms above, or names an unknown style, type or axis.
@@ -70,35 +70,35 @@ def read_value(value: Any, pattern: str) -> tuple[Wish, ...]:
         return tuple(wish for entry in value for wish in read_value(entry, pattern))
     if _from_torch(value):
         return _read_torch_style(value, pattern)
-    raise GraphparError(f"{_at(pattern)} {value!r} is no value of a plan. A value is {_FORMS}.")
+    raise GraphparError(f"{_at(pattern)} {value!r} is not a value of a shard plan. A value is {_FORMS}.")
 
 
 def allows(choice: Choice, kind: Type, rank: int) -> bool:
-    """Whether a pin lets a tensor of ``rank`` dims have the type ``kind``.
+    """Tell whether a pin lets a tensor of ``rank`` dims have the type ``kind``.
 
     A pinned ``S(-1)`` counts from the end, and a pinned ``S(d)`` without parts allows any parts of that dim: ``colwise`` on
-    a fused projection may be cut part by part.
+    a fused projection may be sharded part by part.
     """
     return any(meet(from_the_front(option, rank), kind) == kind for option in choice)
 
 
 def meet(one: Type, other: Type) -> Type | None:
-    """The narrower of two pinned types, ``None`` where they exclude each other."""
+    """Return the narrower of two pinned types, ``None`` where they exclude each other."""
     if one == other:
         return one
-    cuts = isinstance(one, Shard) and isinstance(other, Shard) and type(one) is type(other)
-    if cuts and one.dim == other.dim and not (one.parts and other.parts):  # type: ignore[union-attr]
+    both = isinstance(one, Shard) and isinstance(other, Shard) and type(one) is type(other)
+    if both and one.dim == other.dim and not (one.parts and other.parts):  # type: ignore[union-attr]
         return one if one.parts else other  # type: ignore[union-attr]
     return None
 
 
 def from_the_front(kind: Type, rank: int) -> Type:
-    """``S(-1)`` as ``S(rank - 1)``; any other type as it is."""
+    """Count a dim from the front: ``S(-1)`` becomes ``S(rank - 1)``; any other type stays."""
     return Shard(kind.dim + rank, kind.parts) if isinstance(kind, Shard) and kind.dim < 0 else kind
 
 
 def spec_text(spec: Spec | None) -> str:
-    """``S(0)@tp, R|I@ep``; ``free`` for no pin."""
+    """Write a spec as ``S(0)@tp, R|I@ep``; ``free`` for no pin."""
     shown = [f"{'|'.join(sorted(map(str, spec[axis]), reverse=True))}@{axis}" for axis in AXES if spec and axis in spec]
     return ", ".join(shown) or "free"
 
@@ -129,7 +129,7 @@ def _read_text(text: str, pattern: str) -> Wish:
 
 
 def sequence_wish(dim: int) -> Wish:
-    """Sequence parallelism: the activations' ``dim`` is cut, the parameters are used on different rows on each rank (R)."""
+    """Sequence parallelism: the activations' ``dim`` is sharded; each rank uses the parameters on other rows (R)."""
     activation = {"tp": frozenset[Type]({Shard(dim)})}
     return Wish(style="sequence", inputs=(activation,), outputs=(activation,))
 
@@ -149,7 +149,7 @@ def _read_spec(text: str, pattern: str) -> Spec:
         if not at:
             raise GraphparError(f"{_at(pattern)} {piece.strip()!r} in {text!r} is no type@axis such as 'S(0)@tp'.")
         if axis == "pp":
-            raise GraphparError(f"{_at(pattern)} {text!r}: no tensor is cut over pp; give split points instead.")
+            raise GraphparError(f"{_at(pattern)} {text!r}: no tensor is sharded over pp; give split points instead.")
         if axis not in SHARD_AXES:
             raise GraphparError(
                 f"{_at(pattern)} {text!r}: there is no axis {axis!r}; the axes are {', '.join(SHARD_AXES)}."
@@ -237,7 +237,7 @@ def _read_torch_style(style: Any, pattern: str) -> tuple[Wish, ...]:
     if isinstance(style, parallel.PrepareModuleOutput):
         return (Wish(outputs=_of_placements(style.desired_output_layouts, pattern)),)
     raise GraphparError(
-        f"{_at(pattern)} {type(style).__name__} is none of torch's styles that can be read: ColwiseParallel, RowwiseParallel, "
+        f"{_at(pattern)} {type(style).__name__} is not one of torch's styles that graphpar reads: ColwiseParallel, RowwiseParallel, "
         "SequenceParallel, PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput. Write it as specs, such as 'S(0)@tp'."
     )
 

@@ -2,13 +2,13 @@
 
     R      the same value on every rank, used differently on each      its gradient is P
     I      the same value on every rank, used the same way on each     its gradient is I
-    S(d)   dim d is cut over the ranks                                 its gradient is S(d)
-    P      a pending sum over the ranks                                its gradient is R
+    S(d)   dim d is sharded over the ranks                             its gradient is S(d)
+    P      partial: the value is the sum over the ranks                its gradient is R
     E      rows sorted by expert: each rank has those of its experts   its gradient is E
 
-A dim of n elements is cut over k ranks into pieces of ceil(n / k), the last ones padded with zeros. With ``parts``, the
-dim is a run of periods of ``sum(parts)`` elements, and each part of each period is cut by itself: ``parts=(q, k, v)``
-for the rows of a fused projection. ``dim`` counts from 0, and an axis of one rank makes every function the identity.
+A dim of n elements is sharded over k ranks by ceil(n / k), the last shards padded with zeros. With ``parts``, the dim
+consists of runs of ``sum(parts)`` elements, and each part of each run is sharded by itself: ``parts=(q, k, v)`` for the
+rows of a fused projection. ``dim`` counts from 0, and an axis of one rank makes every function the identity.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def size(axis: str) -> int:
 
 
 def rank(axis: str) -> int:
-    """The place of this rank on an axis."""
+    """The index of this rank on an axis."""
     return _axes[axis][2]
 
 
-# Transitions: forward, backward.
+# Redistributions: forward, backward.
 
 
 def all_reduce(x: Tensor, axis: str) -> Tensor:
@@ -64,28 +64,28 @@ def sum_gradient(x: Tensor, axis: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int, parts: Sequence[int] = ()) -> Tensor:
-    """P -> S(dim): this rank's piece of the sum; backward gathers. [.., n, ..] -> [.., ceil(n / k), ..]"""
+    """P -> S(dim): this rank's shard of the sum; backward gathers. [.., n, ..] -> [.., ceil(n / k), ..]"""
     whole = x.size(dim)
     return _apply(x, lambda x: _sum_piece(x, axis, dim, parts), lambda g: _gather(g, axis, dim, parts, whole))
 
 
 def all_gather(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), size: int | None = None) -> Tensor:
-    """S(dim) -> R: all pieces; backward sums and keeps its piece. [.., n, ..] -> [.., size or n * k, ..]"""
+    """S(dim) -> R: the whole; backward sums and keeps its shard. [.., n, ..] -> [.., size or n * k, ..]"""
     return _apply(x, lambda x: _gather(x, axis, dim, parts, size), lambda g: _sum_piece(g, axis, dim, parts))
 
 
 def all_gather_invariant(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), size: int | None = None) -> Tensor:
-    """S(dim) -> I: all pieces; backward keeps its piece. [.., n, ..] -> [.., size or n * k, ..]"""
+    """S(dim) -> I: the whole; backward keeps its shard. [.., n, ..] -> [.., size or n * k, ..]"""
     return _apply(x, lambda x: _gather(x, axis, dim, parts, size), lambda g: _piece(g, axis, dim, parts))
 
 
 def shard(x: Tensor, axis: str, dim: int, parts: Sequence[int] = ()) -> Tensor:
-    """R -> S(dim): this rank's piece; backward pads with zeros. [.., n, ..] -> [.., ceil(n / k), ..]"""
+    """R -> S(dim): this rank's shard; backward pads with zeros. [.., n, ..] -> [.., ceil(n / k), ..]"""
     return _piece(x, axis, dim, parts)
 
 
 def shard_invariant(x: Tensor, axis: str, dim: int, parts: Sequence[int] = ()) -> Tensor:
-    """I -> S(dim): this rank's piece; backward gathers. [.., n, ..] -> [.., ceil(n / k), ..]"""
+    """I -> S(dim): this rank's shard; backward gathers. [.., n, ..] -> [.., ceil(n / k), ..]"""
     whole = x.size(dim)
     return _apply(x, lambda x: _piece(x, axis, dim, parts), lambda g: _gather(g, axis, dim, parts, whole))
 
@@ -117,7 +117,7 @@ def first_only(x: Tensor, axis: str) -> Tensor:
     return x.masked_fill(torch.full((), rank(axis) != 0, device=x.device), 0)
 
 
-# Operators whose vocabulary is cut.
+# Operators whose vocabulary is sharded.
 
 
 def vocab_embedding(ids: Tensor, weight: Tensor, axis: str, padding_idx: int | None = None) -> Tensor:
@@ -208,7 +208,7 @@ def sync_batch_norm(
 def rank_ends(offs: Tensor, axis: str) -> list[int]:
     """Where the rows of each rank's experts end. [experts] -> k
 
-    Waits for the device, so it is called once for all that is cut so.
+    Waits for the device, so it is called once for all tensors with these rows.
     """
     own = offs.size(0) // size(axis)
     ends: list[int] = offs[own - 1 :: own].tolist()
@@ -239,11 +239,11 @@ def own_offsets(offs: Tensor, axis: str) -> Tensor:
 
 
 def global_index(size: int, axis: str, parts: Sequence[int] = (), device: torch.device | None = None) -> Tensor:
-    """Where the ``size`` elements of this rank's piece are in the whole dim: int64 [size]."""
+    """The indices in the whole dim of the ``size`` elements of this rank's shard: int64 [size]."""
     return _piece(torch.arange(size * _axes[axis][1], device=device), axis, 0, parts)
 
 
-# How they work: a whole tensor is cut into stacked pieces [k, *piece], which the operators of torch send.
+# How they work: a whole tensor is split into stacked shards [k, *shard], which the operators of torch send.
 
 
 class _Transition(torch.autograd.Function):
@@ -370,7 +370,7 @@ def _pieces(x: Tensor, dim: int, parts: Sequence[int], count: int) -> Tensor:
 
 
 def _cut(x: Tensor, dim: int, parts: Sequence[int], count: int) -> list[Tensor]:
-    """[.., n, ..] -> a view of each part: [count, .., periods, what a rank has of the part, ..]"""
+    """[.., n, ..] -> a view of each part: [count, .., periods, a rank's share of the part, ..]"""
     periods = x.size(dim) // sum(parts) if parts else 1
     if not parts:
         parts = [-(-x.size(dim) // count) * count]
@@ -381,7 +381,7 @@ def _cut(x: Tensor, dim: int, parts: Sequence[int], count: int) -> list[Tensor]:
 
 
 def _joined(pieces: Tensor, dim: int, parts: Sequence[int], size: int | None) -> Tensor:
-    """The pieces together, without their padding: [k, .., n, ..] -> [.., size or n * k, ..]"""
+    """The shards joined, without their padding: [k, .., n, ..] -> [.., size or n * k, ..]"""
     local = [part // pieces.size(0) for part in parts] or [pieces.size(dim + 1)]
     periods = pieces.size(dim + 1) // sum(local) if parts else 1
     columns = pieces.unflatten(dim + 1, (periods, sum(local))).split(local, dim + 2)

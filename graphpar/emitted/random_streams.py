@@ -28,13 +28,13 @@ def _hash(counter: Tensor) -> Tensor:
 
 
 Cut = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]]
-"""A dim that is cut: (dim, this rank, ranks), and the parts of a period that are cut each by itself."""
+"""A sharded dim: (dim, this rank, ranks), and the parts of each run of elements that are sharded by themselves."""
 
 
 def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int, cut: Sequence[Cut] = ()) -> Tensor:
     """True with probability ``1 - p``, for a tensor of ``shape`` whose dim ``batch_dim`` has the examples of ``keys``.
 
-    ``cut``: the dims of which this is a rank's piece; every element's number is that of the whole tensor.
+    ``cut``: the sharded dims, where the tensor is a rank's shard; every element is numbered as in the whole tensor.
     """
     position = torch.zeros([1] * len(shape), dtype=torch.int64, device=keys.device)
     stride = 1
@@ -53,7 +53,7 @@ def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int, cut: Seq
 
 
 def _whole_index(index: Tensor, size: int, rank: int, ranks: int, parts: tuple[int, ...]) -> Tensor:
-    """Where the elements ``index`` of a piece of ``size`` lie in the whole dim, a run of periods of ``parts``."""
+    """The indices in the whole dim, which consists of runs of ``parts``, of the elements ``index`` of a shard of ``size``."""
     if not parts:
         return index + rank * size
     begins = [sum(parts[:number]) for number in range(len(parts))]

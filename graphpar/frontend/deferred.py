@@ -1,4 +1,4 @@
-"""Values of tensors that were made under fake tensors, by replaying only what made them.
+"""Computes values of tensors that were made under fake tensors, by replaying only the operators that made them.
 
 A model of any size is built under ``FakeTensorMode``, where nothing has a value; but the values of its
 non-persistent buffers (rotary tables, masks) belong to the program. The tape records what the constructor
@@ -46,7 +46,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def materialize(self, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """Real values of the fake tensors ``wanted``, in order. Raises ``KeyError`` for one that the tape never saw."""
+        """Compute real values of the fake tensors ``wanted``, in order. Raises ``KeyError`` for one that is not on the tape."""
         storages = {_storage(tensor) for tensor in wanted}
         needed = []
         for entry in reversed(self.entries):
@@ -85,5 +85,5 @@ class Tape(TorchDispatchMode):
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """What makes two tensor objects the same view of the same memory."""
+    """A key that is equal for two tensor objects that are the same view of the same memory."""
     return (_storage(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)

@@ -1,24 +1,24 @@
-"""While a model is traced: masks that are computed alike choose as many rows.
+"""Lets masks that are computed by equal expressions choose the same number of rows, while a model is traced.
 
     mse_loss(o[t > 0], t[t > 0])
 
 A trace gives the number of rows that a mask chooses a name, one for each mask tensor, and ``t > 0`` written twice are two
-tensors: the loss would compare two names of which neither is known. Here they get one name. Each keeps its own operator and its own
-tensor, so that writing to one of them changes nothing in the other. No mask is taken to choose nothing, as the program that is made
-of the trace works on all rows (:mod:`graphpar.passes.normalize.unchosen`).
+tensors: the loss would compare two unknown names. Here they get one name. Each keeps its own operator and its own
+tensor, so that writing to one of them changes nothing in the other. No mask is assumed to choose no row, since the program made
+from the trace works on all rows (:mod:`graphpar.passes.normalize.unchosen`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from graphpar.frontend.modes import FunctionMode
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_named
 
@@ -26,7 +26,7 @@ _CASTS = ("bool", "int", "long")
 """Methods of tensors that no operator is called like."""
 
 
-class EqualMasks(TorchFunctionMode):
+class EqualMasks(FunctionMode):
     """Gives masks of equal expressions one number of chosen rows."""
 
     def __init__(self) -> None:
@@ -36,14 +36,7 @@ class EqualMasks(TorchFunctionMode):
         ] = {}  # by identity: the tensor, its version then, its expression
         self.chosen: dict[Hashable, Any] = {}
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        options = dict(kwargs or {})
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", "").strip("_")
         masks = [leaf for leaf in tree_leaves((args, options)) if _is_mask(leaf)] if _chooses(name) else []
         for mask in masks:

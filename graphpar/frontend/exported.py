@@ -34,6 +34,12 @@ def to_program(
     symbolic: bool,
     size: int | None = None,
 ) -> Program:
+    """Make a :class:`Program` of a trace, with the user's names.
+
+    Args:
+        notes: what the trace erased, for warnings.
+        symbolic: the batch size is a symbol in the trace; else it is the number ``size``.
+    """
     model = request.model
     parameters, ties = _parameters(model)
     buffers = _buffers(model)
@@ -80,7 +86,7 @@ def to_program(
 
 
 def _value_range(leaf: Tensor) -> tuple[int, int]:
-    """Smallest and largest value of an integer example, for random batches of its kind."""
+    """Find the smallest and largest value of an integer example, for random batches of its kind."""
     known = not isinstance(leaf, FakeTensor) and leaf.device.type != "meta" and leaf.numel() > 0
     if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool or not known:
         return (0, 1)
@@ -130,7 +136,7 @@ def _buffers(model: nn.Module) -> dict[str, TensorInfo]:
 
 
 def _lifted(exported: ExportedProgram) -> tuple[dict[str, tuple[InputKind, str]], dict[str, Any]]:
-    """What each placeholder stands for, and the constants that the trace lifted, by a readable name."""
+    """What each placeholder is, and the constants that the trace lifted, by a readable name."""
     placeholders: dict[str, tuple[InputKind, str]] = {}
     constants: dict[str, Any] = {}
     count: dict[str, int] = {}
@@ -141,7 +147,7 @@ def _lifted(exported: ExportedProgram) -> tuple[dict[str, tuple[InputKind, str]]
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             value = exported.constants[target]
             prefix, dot, name = target.removeprefix("model.").rpartition(".")
-            if name.startswith("lifted_tensor"):  # numbered within its module, so that layers stay alike
+            if name.startswith("lifted_tensor"):  # numbered within its module, so that layers stay equal
                 count[prefix] = count.get(prefix, -1) + 1
                 name = f"constant_{count[prefix]}"
             target = prefix + dot + name
@@ -228,7 +234,7 @@ def _batch_number(
 def _inserted_after_inputs(
     graph: fx.Graph, attributes: dict[str, fx.Node], env: dict[fx.Node, fx.Node]
 ) -> Iterator[None]:
-    """Parameters stand before all operators, in the order of their first use."""
+    """Move parameters before all operators, in the order of their first use."""
     last = next(reversed(attributes.values()), None)
     if last is None:
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -238,7 +244,7 @@ def _inserted_after_inputs(
 
 
 def alias_used_in(stack: tuple[tuple[str, str, str], ...], names: tuple[str, ...]) -> str:
-    """The one of a tied parameter's names that lies in the module which uses it: the innermost of ``stack`` that has one."""
+    """Of a tied parameter's names, that in the module which uses it: the innermost of ``stack`` that has one."""
     for path, _, _ in reversed(stack):
         for name in names:
             if path and name.startswith(path + "."):

@@ -1,4 +1,4 @@
-"""A trace at a fixed batch size: what in it follows the batch, found by comparing it with a trace at another size.
+"""Traces at a fixed batch size: finds what depends on the batch by comparing with a trace at another size.
 
 6 rows:  view(x, [6, 4, 8])   div(s, 6)          7 rows:  view(x, [7, 4, 8])   div(s, 7)
          dim 0 is 1 * batch   the number is 1 * batch
@@ -23,13 +23,15 @@ TWIN = "twin"  # node metadata: the node's value in the other trace, from which 
 
 @dataclass(frozen=True)
 class Twin:
+    """A node's value in the trace at the other batch size, with both sizes."""
+
     value: Tensor
     size: int
     other_size: int
 
 
 def mark_batch(exported: ExportedProgram, other: ExportedProgram, size: int, other_size: int) -> str | None:
-    """Sets ``batch_coefficients`` (and ``NUMBERS``) on ``exported``'s nodes; says why the batch can't be cut, if it can't."""
+    """Set ``batch_coefficients`` (and ``NUMBERS``) on ``exported``'s nodes; return why the batch can't be split, if it can't."""
     nodes, others = list(_nodes(exported.graph_module)), list(_nodes(other.graph_module))
     if [str(n.target) for n in nodes if n.op == "call_function"] != [
         str(n.target) for n in others if n.op == "call_function"
@@ -51,7 +53,7 @@ def mark_batch(exported: ExportedProgram, other: ExportedProgram, size: int, oth
 
 
 def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """All nodes, those of no_grad and autocast regions too."""
+    """Yield all nodes, with those of no_grad and autocast regions."""
     yield from module.graph.nodes
     for _, child in module.named_children():
         if isinstance(child, fx.GraphModule):

@@ -1,4 +1,4 @@
-"""A trace's inputs: the leaves of the user's arguments and targets, their names, and where the batch lies in each."""
+"""A trace's inputs: the leaves of the user's arguments and targets, their names, and the batch dim of each."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ def make_request(
     targets: tuple[Any, ...],
     batch_dims: Mapping[str, int | None],
 ) -> Request:
+    """Flatten example arguments and targets into named leaves, and find the batch size and each leaf's batch dim.
+
+    Raises:
+        GraphparError: arguments don't fit the model or the loss, or no batch can be found.
+    """
     _check_targets(loss_fn, targets)
     named = _bind(model, args, kwargs)
     leaves, spec = tree_flatten((args, kwargs, targets))
@@ -154,7 +159,7 @@ def leaf_paths(name: str, value: Any) -> list[str]:
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]) -> int | None:
-    """Rows of an example without ``batch_dims``; None where it has no batch, which :func:`make_request` refuses."""
+    """Count the rows of an example without ``batch_dims``; None where it has no batch, which :func:`make_request` refuses."""
     leaves = tree_flatten((args, dict(kwargs), targets))[0]
     try:
         return _batch_size([""] * len(leaves), leaves, {})
@@ -173,7 +178,7 @@ def _batch_size(names: list[str], leaves: list[Any], batch_dims: Mapping[str, in
             return int(leaf.shape[0])
     raise GraphparError(
         "There is no batch to split: each example input is a number, a tensor without dims, or has None in batch_dims. "
-        "Give batch_dims the dim of an input along which its rows lie."
+        "Give batch_dims the dim of an input that counts its rows."
     )
 
 
@@ -184,6 +189,11 @@ def _checked_dim(name: str, leaf: Tensor, dim: int) -> int:
 
 
 def check_batch(request: Request) -> None:
+    """Check that every input with a batch dim has as many rows as the batch.
+
+    Raises:
+        GraphparError: one has not; the message names it.
+    """
     for name, leaf, dim in zip(request.names, request.leaves, request.batch_dims):
         if dim is not None and leaf.shape[dim] != request.batch:
             raise GraphparError(

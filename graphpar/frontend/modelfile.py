@@ -54,7 +54,7 @@ _loaded: dict[tuple[Path, int], ModuleType] = {}  # a file is executed once a pr
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What a model file says. ``reference`` is how it was named, if by a dotted module name."""
+    """The content of a model file. ``reference`` is its dotted module name, if it was named so."""
 
     model: ModelLike
     args: tuple[Any, ...]
@@ -90,7 +90,7 @@ def load_model_file(path_or_module: str | Path) -> ModelFile:
 
 
 def find_model_file(folder: Path, reference: str) -> Path | str:
-    """What ``model_file`` in a ``plan.json`` names: a path relative to ``folder``, or a dotted module name."""
+    """Find what ``model_file`` in a ``plan.json`` names: a path relative to ``folder``, or a dotted module name."""
     path = Path(os.path.normpath(folder.resolve() / reference))
     if path.is_file():
         return path
@@ -162,7 +162,7 @@ def _import_dotted(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Modules beside the file can be imported meanwhile."""
+    """Let modules beside the file be imported within the block."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -173,7 +173,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _users_errors(what: str, file: Path) -> Iterator[None]:
-    """Whatever the user's code raises, as one sentence with the line of their file."""
+    """Raise whatever the user's code raises as one sentence with the line of their file."""
     try:
         yield
     except (GraphparError, KeyboardInterrupt):
@@ -298,7 +298,7 @@ def _targets(value: Any) -> tuple[Any, ...]:
 
 
 def initial_weights(file: ModelFile, dtype: torch.dtype | None = None, seed: int = 0) -> dict[str, Tensor]:
-    """The ``state_dict`` of the model, built for real after ``torch.manual_seed(seed)``; an instance's as it is."""
+    """Make the ``state_dict`` of the model, built for real after ``torch.manual_seed(seed)``; an instance's as it is."""
     model = file.model
     if not isinstance(model, nn.Module):
         with torch.random.fork_rng(devices=[]), default_dtype(dtype):
@@ -317,7 +317,7 @@ def initial_weights(file: ModelFile, dtype: torch.dtype | None = None, seed: int
 
 
 def example_batch(file: ModelFile, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """A global batch made of the example's rows, repeated or cut to size.
+    """Make a global batch of the example's rows, repeated or shortened to its size.
 
     Args:
         inputs: the ``inputs`` of a plan's ``interface``: names, shapes and batch dims in the order of the example's

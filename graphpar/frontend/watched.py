@@ -1,4 +1,4 @@
-"""While a model is traced: what a trace would lose or take for another, said with the user's line or made exact.
+"""Handles, while a model is traced, what a trace would lose or confuse: makes it exact, or refuses it with the user's line.
 
 torch.arange(n, device="meta")   the device that the program runs on: a model on ``meta`` is traced as one on the CPU
 x + table.data                   ``table.detach()``, as long as nothing is written to the table from there on
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.nn.modules import transformer
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar.errors import GraphparError
+from graphpar.frontend.modes import FunctionMode
 from graphpar.ir.source import source_of, stack_line
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
@@ -29,27 +29,20 @@ COLLECTIVE_MODULES = (
     "torch.distributed._functional_collectives",
     "torch.distributed.nn.functional",
 )
-"""Of torch's functions that call them."""
+"""The modules of torch's functions that call collectives."""
 
 
 # ---- the device meta -------------------------------------------------------------------------------------------
 
 
-class OffMeta(TorchFunctionMode):
+class OffMeta(FunctionMode):
     """``device="meta"`` means the CPU, whether a function or ``torch.device`` says so."""
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        options = dict(kwargs or {})
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if str(options.get("device")) == "meta":
             options["device"] = torch.device("cpu")
         args = (
-            tree_map(lambda leaf: torch.device("cpu") if leaf == torch.device("meta") else leaf, tuple(args))
+            tree_map(lambda leaf: torch.device("cpu") if leaf == torch.device("meta") else leaf, args)
             if _devices(args)
             else args
         )
@@ -63,7 +56,7 @@ def _devices(args: Any) -> bool:
 
 
 def off_meta(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of a model with parts on the device ``meta``, which has these as fake tensors on the CPU. The rest is shared.
+    """Copy a model that is partly on the device ``meta``, with these parts as fake tensors on the CPU. The rest is shared.
 
     Raises:
         GraphparError: the values of a tensor belong to the program, but it has none.
@@ -101,28 +94,21 @@ def _on_cpu(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether a parameter or buffer has no values."""
+    """Tell whether a parameter or buffer has no values."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 # ---- tensor.data -----------------------------------------------------------------------------------------------
 
 
-class DataAsDetached(TorchFunctionMode):
+class DataAsDetached(FunctionMode):
     """``x.data`` is ``x.detach()``, as long as nothing is written to either."""
 
     def __init__(self) -> None:
         super().__init__()
         self.taken: dict[int, tuple[Tensor, str]] = {}  # by memory: the tensor whose data was taken, and where
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        options = dict(kwargs or {})
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", "")
         if name == "__set__" and function == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise GraphparError(
@@ -174,19 +160,21 @@ def masks_as_given() -> Iterator[None]:
 
 
 def check_collectives(exported: ExportedProgram) -> None:
-    """A model is of one device: collectives are what graphpar adds."""
+    """Refuses collectives in a model, which must be written for one device."""
     for module in exported.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             refuse_collective(node)
 
 
 def refuse_collective(node: fx.Node) -> None:
+    """Raise if the node calls a collective, with the user's line."""
     if getattr(node.target, "namespace", None) in _COLLECTIVES:
         source = source_of(node.meta.get("stack_trace") or "")
         raise collective(str(node.target), f"{source.file}:{source.line}" if source else "")
 
 
 def collective(name: str, place: str) -> GraphparError:
+    """Make the error for a model that calls the collective ``name`` at ``place``."""
     return GraphparError(
         f"The model calls the collective {name}{_at(place)}. A model must be written for one device: graphpar adds the collectives. Leave "
         "it out, or make it depend on a flag that is off here."

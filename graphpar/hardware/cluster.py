@@ -2,8 +2,8 @@
 
     "2x8xH100-SXM-80GB" or a file ──parse──► Cluster ──graphpar.cost_models.collectives.Network──► seconds of collectives
 
-Ranks fill the nodes in order, so the inner axes of a mesh stay inside a node where they fit. A link's bandwidth is that of one device:
-between nodes, the adapters of a node divided by its devices.
+Ranks fill the nodes in order, so the inner axes of a mesh stay inside a node where they fit. A link's bandwidth is that
+of one device: between nodes, the adapters of a node divided by its devices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graphpar.hardware.devices import DEVICES, Device, Link, check_number, devic
 _TEXT = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<device>[a-z][\w -]*)", re.IGNORECASE)
 _FILE = re.compile(r"(?:(?P<first>\d+)x)?(?:(?P<second>\d+)x)?(?P<file>.+\.(?:json|toml))", re.IGNORECASE)
 _PROFILE = ("graphpar", "machine", "disturbed", "error", "measured")
-"""What a profile of ``graphpar calibrate`` holds besides a cluster."""
+"""Fields of a profile of ``graphpar calibrate`` besides those of a cluster."""
 _LINKS = ("intra_node", "inter_node")
 _WIRES = ("pair_bytes_per_s", "in_switch", "send_latency_s")
 _Record = TypeVar("_Record", Device, Link)
@@ -33,7 +33,7 @@ _Record = TypeVar("_Record", Device, Link)
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; the cost models know what is reached of them."""
+    """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; the cost models say what share of them is reached."""
 
     nodes: int
     devices_per_node: int
@@ -52,9 +52,11 @@ class Cluster:
 
     @staticmethod
     def parse(source: str | Path) -> Cluster:
-        """``8xH100-SXM-80GB`` (devices), ``16x8xA100-SXM-80GB`` (nodes x devices), ``H100`` (one), or a file: TOML, or a profile.
+        """Read ``8xH100-SXM-80GB`` (devices), ``16x8xA100-SXM-80GB`` (nodes x devices), ``H100`` (one), or a file:
+        TOML, or a profile.
 
-        More devices than a node usually has are taken as full nodes: ``16xH100`` is ``2x8xH100``. ``4xprofile.json`` is one node of
+        More devices than a node usually has are taken as full nodes: ``16xH100`` is ``2x8xH100``. ``4xprofile.json`` is
+            one node of
         four devices of the file, ``2x4xcluster.toml`` two.
 
         Raises:
@@ -83,11 +85,11 @@ class Cluster:
 
     @staticmethod
     def of(device: Device, nodes: int, devices_per_node: int) -> Cluster:
-        """Nodes of ``device`` with its usual links."""
+        """Make a cluster of ``device`` with its usual links."""
         return Cluster(nodes, devices_per_node, device, device.intra_node, device.inter_node)
 
     def grown(self, times: int) -> Cluster:
-        """With so many times the devices: full nodes first, where the device has a usual number, then more nodes."""
+        """Multiply the number of devices: full nodes first, where the device has a usual number, then more nodes."""
         usual = self.device.devices_per_node
         if self.nodes == 1 and (usual is None or self.devices_per_node * times <= usual):
             return replace(self, devices_per_node=self.devices_per_node * times)
@@ -95,7 +97,8 @@ class Cluster:
 
     @staticmethod
     def of_this_machine(devices: int) -> Cluster:
-        """``devices`` of the kind that is here: the GPU that torch sees, where the table has it, else processes on the CPU."""
+        """Make a cluster of ``devices`` of this machine's kind: the GPU that torch sees, where the table has it, else
+        processes on the CPU."""
         import torch
 
         if torch.cuda.is_available():
@@ -107,7 +110,7 @@ class Cluster:
         return Cluster.of(DEVICES["CPU"], 1, devices)
 
     def __str__(self) -> str:
-        """As :meth:`parse` reads it, for a known device with its usual links."""
+        """Write it as :meth:`parse` reads it, for a known device with its usual links."""
         count = f"{self.devices_per_node}x" if self.size > 1 else ""
         usual = self.device.devices_per_node
         explicit = self.nodes > 1 or (usual is not None and self.devices_per_node > usual)
@@ -121,7 +124,7 @@ class Cluster:
     # ---- as data ----
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data with every figure, so that it means the same when the table of devices has changed."""
+        """Convert to plain data with every figure, which means the same when the table of devices has changed."""
         links = {name: _figures(getattr(self, name)) for name in _LINKS}
         device = _figures(self.device)
         for name in _LINKS:
@@ -131,7 +134,7 @@ class Cluster:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Cluster:
-        """The inverse of :meth:`to_json`; also what a TOML file holds.
+        """Read what :meth:`to_json` returns; also the content of a TOML file.
 
         ``device`` may be a name. Links that are left out are the device's, and the other way round for a device with its own
         figures; a cluster of one node needs no ``inter_node``.
@@ -146,7 +149,7 @@ class Cluster:
 
 
 def _otherwise(text: str) -> str | None:
-    """What a cluster that is written in other ways means: ``h100x8``, ``8 H100``, ``8*h100``, ``H100:8`` are all ``8xH100``."""
+    """Guess what another spelling of a cluster means: ``h100x8``, ``8 H100``, ``8*h100``, ``H100:8`` are all ``8xH100``."""
     if _TEXT.fullmatch(text.strip()) and not re.search(r"x\s*\d+\s*$", text):
         return None
     kinds: list[str] = []
@@ -225,7 +228,8 @@ def _device(data: Mapping[str, Any]) -> Device:
 
 
 def _link(data: Any, where: str, usual: Link | None = None) -> Link:
-    """A link of its figures; those that are left out are of ``usual``, but for those of its wires where the bandwidth is another's."""
+    """A link of its figures; those that are left out are of ``usual``, but for those of its wires where the bandwidth
+    is another's."""
     if not isinstance(data, Mapping):
         raise GraphparError(f"{where} is {data!r}; it must be a table with latency_s and bytes_per_s.")
     known = _figures(usual) if usual is not None else {}

@@ -1,8 +1,9 @@
-"""Devices and links: what the vendors promise and what others measured, with sources, as one table.
+"""Devices and links: figures of the vendors and measurements of others, with sources, in one table.
 
 name or alias ──device_named──► Device: flop/s by dtype, memory, bandwidth, links ──► graphpar.hardware.cluster.Cluster
 
-Figures are peaks. What a program reaches of them (``matrix_efficiency`` here, shares of bandwidths in the cost models) is kept apart.
+Figures are peaks. What a program reaches of them (``matrix_efficiency`` here, shares of bandwidths in the cost models)
+is kept apart.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _Figure = TypeVar("_Figure")
 
 
 def check_number(name: str, value: Any, *, whole: bool = False, zero: bool = False) -> None:
-    """Whether ``value`` is a positive number (or zero, where that is meaningful).
+    """Check that ``value`` is a positive number (or zero, where that is meaningful).
 
     Raises:
         GraphparError: it is not; the message names the field.
@@ -36,7 +37,7 @@ def check_number(name: str, value: Any, *, whole: bool = False, zero: bool = Fal
 
 
 def check_share(name: str, value: Any) -> None:
-    """Whether ``value`` is above 0 and at most 1.
+    """Check that ``value`` is above 0 and at most 1.
 
     Raises:
         GraphparError: it is not; the message names the field.
@@ -55,7 +56,7 @@ class Link:
     ``efficiency``: the share of ``bytes_per_s`` that rings reach with large messages.
     ``in_switch``: the share that reductions reach which the switch computes; None: it does not.
     ``send_latency_s``: seconds a message that is sent to one other, where such messages were measured: they reach all of
-    ``bytes_per_s``, and are not cut into pieces.
+    ``bytes_per_s``, and are not divided into chunks.
     """
 
     latency_s: float
@@ -77,7 +78,7 @@ class Link:
             check_number("send_latency_s", self.send_latency_s, zero=True)
 
     def among(self, devices: int) -> Link:
-        """The link as a group of ``devices`` sees it: without a switch, wires to devices outside of the group are of no use."""
+        """Return the link for a group of ``devices``: without a switch, the group can't use wires to other devices."""
         if self.pair_bytes_per_s is None:
             return self
         rate = min(self.bytes_per_s, self.pair_bytes_per_s * max(1, devices - 1))
@@ -90,13 +91,13 @@ class Device:
 
     Attributes:
         flops: peak flop/s of dense products, by dtype of the operands.
-        memory_bytes: what a program can get, which is less than what the vendor prints.
+        memory_bytes: what a program can get, which is less than the vendor's figure.
         memory_bytes_per_s: peak bandwidth of that memory.
         launch_s: seconds that an operator costs however small it is.
         matrix_efficiency: the share of ``flops`` that large products reach.
         half_reduction: the length of a product's reduction at which starting and ending a tile takes as long as computing it.
-        operand_bytes_per_s: of a core that packs what it multiplies before it does: at what rate. None: products are as long as the
-            longer of their flops and their bytes.
+        operand_bytes_per_s: of a core that packs what it multiplies before it does: at what rate. None: products are as
+            long as the longer of their flops and their bytes.
         compute_units: streaming multiprocessors (compute units), which take the tiles of a product in waves; None: no waves.
         attention_efficiency: the shares of ``flops`` that fused attention reaches forward and backward.
         memory_efficiency: the share of ``memory_bytes_per_s`` that elementwise operators reach.
@@ -171,7 +172,8 @@ class Device:
                 check_number(name, count, whole=True)
 
     def peak(self, dtype: str) -> float:
-        """Flop/s of dense products of ``dtype``; a 16-bit dtype (or tf32) that the device has no units for runs at fp32's rate.
+        """Return flop/s of dense products of ``dtype``; a 16-bit dtype (or tf32) that the device has no units for runs
+        at fp32's rate.
 
         Raises:
             GraphparError: there is no such rate.
@@ -228,10 +230,12 @@ _REACHED = {
 _UNKNOWN = _Reached(0.8, 150.0, 0.7, (0.5, 0.4), "assumed")
 _RING = 0.8  # assumed where nobody measured
 _RINGS = {"A": 0.78, "H800": 0.8, "H": 0.82, "B": 0.76, "GB": 0.76, "MI300X": 0.7}
-"""What rings reach inside a node: all-reduces of 8 A100, 8 H200, 4 B200 and 4 GB300, 8 MI300X; 160 of 200 GB/s on H800 (DeepSeek-V3)."""
+"""What rings reach inside a node: all-reduces of 8 A100, 8 H200, 4 B200 and 4 GB300, 8 MI300X; 160 of 200 GB/s on H800
+(DeepSeek-V3)."""
 _IN_SWITCH = {"H": 0.69, "B": 0.6, "GB": 0.6}
-"""What reductions in the switch reach, which third and later NVSwitches do: 4 to 8 H200 have 363, 414, 436, 460 and 473 GB/s of bus
-bandwidth with 8 GiB, which is 2 (n-1) / (n+1) times 0.67 of 450 for n of 5 and more; 8 B200 have 838 GB/s."""
+"""What reductions in the switch reach, which third and later NVSwitches do: 4 to 8 H200 have 363, 414, 436, 460 and 473
+GB/s of bus bandwidth with 8 GiB, which is 2 (n-1) / (n+1) times 0.67 of 450 for n of 5 and more; 8 B200 have 838
+GB/s."""
 _ADAPTERS = (
     0.95  # what rings reach between nodes: 382 (32 B200), 376 (16 B200), 357 (8 GB300) GB/s where adapters have 400
 )
@@ -240,8 +244,8 @@ _BETWEEN_S = 14e-6  # InfiniBand and RoCE: NVIDIA/nccl src/graph/tuning.cc, and 
 
 
 def usable(vendor_gb: float, unit: int = 2**30) -> int:
-    """Bytes that a program can get of ``vendor_gb``, which are GiB on most data sheets: 3 % go to the driver, to page tables, to the
-    context, and to the buffers of the communication library."""
+    """Bytes that a program can get of ``vendor_gb``, which are GiB on most data sheets: 3 % go to the driver, to page
+    tables, to the context, and to the buffers of the communication library."""
     return int(0.97 * vendor_gb * unit)
 
 
@@ -300,8 +304,15 @@ def _of_kind(figures: Mapping[str, _Figure], name: str) -> _Figure | None:
 
 _AMPERE = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
 _HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989, "fp16": 989, "fp8": 1979}
+_BLACKWELL_NVL72 = {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000}
+_BLACKWELL_SOURCE = f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}"
 _AS_A100, _AS_H100 = "as A100-SXM-80GB, the same chip", "as H100-SXM-80GB, the same chip"
 _SPEC_SOURCES = {"flops": _SPEC, "memory": _SPEC, "links": _NETWORK}
+_NVL72_SOURCES = {
+    **_SPEC_SOURCES,
+    "flops": _BLACKWELL_SOURCE,
+    "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
+}
 _VOLTA_SOURCES = {
     "flops": f"fp16: bigscience experiments/gpt2.md; fp32: {_VENDOR}",
     "memory": _VENDOR,
@@ -366,28 +377,19 @@ _ROWS = (
         _SPEC_SOURCES,
     ),
     _gpu(
-        "GB200-NVL72", {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000}, usable(186), 8.0, 900, 50,
-        {
-            **_SPEC_SOURCES,
-            "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
-            "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
-        },
+        "GB200-NVL72", _BLACKWELL_NVL72, usable(186), 8.0, 900, 50,
+        _NVL72_SOURCES,
         per_node=72,
     ),
     _gpu(
-        "GB300-NVL72", {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000}, usable(288, 10**9), 8.0, 900, 100,
-        {
-            **_SPEC_SOURCES,
-            "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
-            "memory": f"{_SPEC}; taken as decimal GB, as B300-SXM-288GB",
-            "links": f"inside: {_NETWORK}; between: {_VENDOR}; the 72 devices of an NVLink domain count as a node",
-        },
+        "GB300-NVL72", _BLACKWELL_NVL72, usable(288, 10**9), 8.0, 900, 100,
+        {**_NVL72_SOURCES, "memory": f"{_SPEC}; taken as decimal GB, as B300-SXM-288GB"},
         per_node=72,
     ),
     _gpu(
         "B300-SXM-288GB", {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500}, usable(288, 10**9), 8.0, 900, 100,
         {
-            "flops": f"{_SPEC}; fp32, tf32, fp16: {_VENDOR}",
+            "flops": _BLACKWELL_SOURCE,
             "memory": f"{_SPEC}; taken as decimal GB, as systems of this device report no more",
             "links": f"inside: {_SPEC}; between: {_VENDOR}",
         },
@@ -460,7 +462,7 @@ def figures_of(device: Device) -> str:
     """Where the figures of a device are from: ``published figures; launch assumed``, or its own where the table has others."""
     known = DEVICES.get(device.name)
     if known != device:
-        return "figures of one's own"
+        return "user-defined figures"
     groups: dict[str, list[str]] = {}
     for group, source in known.sources.items():
         origin = (

@@ -12,7 +12,7 @@ from graphpar.text import bytes_text, seconds_text
 
 COLORS = {"F": "#3b82c4", "B": "#e08a3c", "I": "#c9a227", "W": "#5a9e6f", "gradients": "#a05195", "optimizer": "#7f8c9a",
           "parameters": "#6b6ecf", "collectives": "#1c2733"}  # fmt: skip
-"""Of actions by kind, of what comes after them, and of the collectives inside of actions."""
+"""Colors of actions by kind, of what follows them, and of the collectives inside of actions."""
 PARTS = {
     "parameters": "#3b82c4",
     "gradients": "#e08a3c",
@@ -37,7 +37,8 @@ _LETTER = 6.1
 def timeline_svg(
     timeline: Timeline, names: Sequence[str], several: bool, seconds: bool, height: int = 22, gap: int = 5
 ) -> str:
-    """A row a pp rank with its name; ``several`` stages on one are named, and with ``seconds`` there is an axis of time."""
+    """Draw a row for each pp rank with its name; ``several`` stages on one are named, and with ``seconds`` there is an
+    axis of time."""
     count = sum(len(row) for row in timeline.spans)
     longest = max(len(row) for row in timeline.spans)
     left = _left(names)
@@ -88,7 +89,7 @@ def _round_step(wanted: float) -> float:
 
 
 def _box(span: Span, left: float, top: int, scale: float, height: int, several: bool) -> str:
-    """An action; the share of it that collectives take is a strip at its foot, at its end."""
+    """An action; collectives' share of it is a strip below its end."""
     x, wide = left + span.start * scale, max((span.end - span.start) * scale - 1, 0.5)
     action = span.action
     label = f"{action.stage}{action.kind}{action.microbatch}" if several else f"{action.kind}{action.microbatch}"
@@ -111,7 +112,7 @@ def _box(span: Span, left: float, top: int, scale: float, height: int, several: 
 
 
 def _closing(segment: Segment, left: float, top: int, scale: float, height: int) -> str:
-    """What comes after the actions."""
+    """Gradient all-reduces, the optimizer and gathers, after the actions."""
     x, wide = left + segment.start * scale, max((segment.end - segment.start) * scale - 1, 0.5)
     letter, what = CLOSINGS[segment.kind]
     text = (
@@ -141,7 +142,7 @@ def _paths(row: Sequence[Span], left: float, top: int, scale: float, height: int
 def memory_chart(
     predicted: Mapping[str, Any], names: Sequence[str], width: int = 900, height: int = 18, gap: int = 5
 ) -> str:
-    """A bar a pp rank with its name, of the parts of its memory at the peak; a line where the device's ends, if that is near."""
+    """Draw a bar for each pp rank: the parts of its memory at the peak, and a line at the device's memory if that is near."""
     peaks, capacity = predicted["peak_memory_bytes"], predicted["memory_bytes"]
     longest = max(max(peaks), 1)
     near, left = longest > capacity / 3, _left(names)

@@ -1,7 +1,8 @@
-"""What a report says, as plain data: sizes, flops, what crosses, what is computed twice, and the schedule.
+"""What a report says, as plain data: sizes, flops, what stages send, what is computed twice, and the schedule.
 
-The schedule is kept as a table of actions; its timeline and bubble come from the simulator, with the predicted seconds of stages and
-transfers. Where nothing could be predicted, a stage costs its forward flops, twice as much backward, and transfers are free.
+The schedule is kept as a table of actions; its timeline and bubble come from the simulator, with the predicted seconds
+of stages and transfers. Where nothing could be predicted, a stage costs its forward flops, twice as much backward, and
+transfers are free.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from graphpar.ir.stage import Boundary, Stage
 
 _WORTH_IT = 0.9
-"""A dtype is advised where it makes a step at most so long as it is."""
+"""A dtype is advised where a step takes at most this share of its time."""
 BACKWARD = 2.0
 """Cost of a backward as a multiple of its forward: two matrix products for each one."""
 
@@ -40,7 +41,7 @@ def report_data(
     """Everything that the report shows but for the search, as plain JSON data; the same inputs give the same data.
 
     Args:
-        program: the program for one microbatch (``program.at_batch(plan.microbatch_size)``), which the stages are of.
+        program: the program for one microbatch (``program.at_batch(plan.microbatch_size)``), which the stages were split from.
         cluster: what it is priced for; by default the plan's own, or as many devices of this machine's kind.
         predicted: what the plan takes there, where that is known.
     """
@@ -84,7 +85,7 @@ def report_data(
 
 
 def _place(plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
-    """What it is priced for, where that is said, and what the plan was made for, where that is another."""
+    """The cluster of the prices, where it is known, and that of the plan, where it is another."""
     if cluster is None:
         return {}
     elsewhere = plan.cluster is not None and plan.cluster != cluster
@@ -92,7 +93,7 @@ def _place(plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
 
 
 def _prediction(program: Program, plan: Plan, cluster: Cluster, predicted: Estimate | None) -> dict[str, Any]:
-    """What a step takes, or why that can't be said."""
+    """The prediction of a step, or why there is none."""
     from graphpar.passes.planning.planning import lowered_pricing  # imports torch; a report is read without it
 
     try:
@@ -105,7 +106,7 @@ def _prediction(program: Program, plan: Plan, cluster: Cluster, predicted: Estim
 
 
 def _dtype_warning(program: Program, plan: Plan, cluster: Cluster, predicted: Mapping[str, Any]) -> list[str]:
-    """That the device does 16 bits much faster, where the program is in 32."""
+    """Advise bf16 where the program is in fp32 and the device is much faster in 16 bits."""
     from graphpar.passes.planning.planning import in_bf16_s
 
     seconds, step = in_bf16_s(program, plan, cluster), predicted["step_time_s"]
@@ -120,7 +121,7 @@ def _dtype_warning(program: Program, plan: Plan, cluster: Cluster, predicted: Ma
 
 
 def with_alone(data: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A report's data with what one device takes for the same batch, and a warning where that is no longer."""
+    """Add what one device takes for the same batch, and a warning where that is not longer."""
     if alone is None or not data.get("predicted"):
         return dict(data)
     step, single = data["predicted"]["step_time_s"], alone["step_time_s"]
@@ -134,7 +135,7 @@ def with_alone(data: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict
 
 
 def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
-    """An estimate, what it takes for granted, and by how much it does not fit."""
+    """An estimate, its assumptions, and by how much it does not fit in memory."""
     from graphpar.passes.planning.why_not import misfit
 
     data: dict[str, Any] = {
@@ -156,7 +157,7 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
 
 
 def _whole_count(program: Program) -> int:
-    """Parameters of the user's model, each tied one once, whatever piece of it a rank holds."""
+    """Parameters of the user's model, each tied one once, in their whole size."""
     skipped = {name for group in program.ties for name in group[1:]}
     infos = [info for name, info in program.parameters.items() if name not in skipped]
     return sum(math.prod(info.shape if info.whole is None else info.whole) for info in infos)
@@ -186,6 +187,7 @@ def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def decisions(plan: Plan) -> dict[str, Any]:
+    """Collect the plan's decisions as plain data: mesh, schedule, batch, split points."""
     return {
         "mode": plan.mode,
         "dtype": plan.dtype,
@@ -233,7 +235,7 @@ def _boundary_data(boundary: Boundary, plan: Plan, relayed: bool) -> dict[str, A
 
 
 def stage_parameters(program: Program, stage: Stage) -> list[str]:
-    """The parameters that ``stage`` holds, by their first name; tied names are one parameter."""
+    """Parameters of ``stage`` by their first name; tied names are one parameter."""
     found: dict[str, None] = {}
     for node in stage.graph.nodes:
         if node.op == "get_attr":
@@ -305,7 +307,7 @@ NO_SEARCH: Mapping[str, Any] = {
     "alternatives": [],
     "refused": [],
 }
-"""Of a plan that was given, or whose mesh was."""
+"""The ``search`` entry where nothing was searched: the plan or its mesh was given."""
 
 
 def compile_json(data: Mapping[str, Any], plan: Plan, seconds: Mapping[str, float], out: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How tensors lie, as text: the part of the printed report that is about cut operators.
+"""Specs of tensors, as text: the part of the printed report that is about sharded operators.
 
 LlamaDecoderLayer x 8   in S(1)@tp   out S(1)@tp
   input_layernorm       R@tp
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from graphpar.ir.plan import Plan
 
 _MODULE = 26
-"""Columns of names, where they need no more."""
+"""Width of the column of names, unless they are wider."""
 _LEAST = 16
-"""A name is not shortened to fewer."""
+"""A name is not shortened below this width."""
 _SHOWN = 12
 
 
@@ -31,12 +31,12 @@ TYPES = {
     "P": ("P", "partial: each rank has a summand of it"),
     "E": ("E", "each rank has the rows of its own experts"),
 }
-"""What the types of tensors mean, in the order of a legend."""
+"""The meaning of each type, in the order of the legend."""
 _LETTER = re.compile(r"([RISPE])(?:\([^)]*\))?@")
 
 
 def legend_of(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """The types that are in ``texts``, such as ``S(0)@tp, R@cp``, and what they mean."""
+    """Explain the types that occur in ``texts``, such as ``S(0)@tp, R@cp``."""
     letters = {letter for text in texts for letter in _LETTER.findall(text)}
     return [row for letter, row in TYPES.items() if letter in letters]
 
@@ -56,7 +56,7 @@ def legend_lines(legend: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 def sharding_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What all transitions of a microbatch send and take, how good the choice is, and what is worth knowing about it."""
+    """Say what all redistributions of a microbatch send and take, how close to the best the placement is, and its notes."""
     sharding = data["sharding"]
     lines = [("Sharding", transitions_text(data)), ("Placement", gap_text(sharding["gap"]))]
     for operator, rules in sharding["discovered"].items():
@@ -68,14 +68,15 @@ def sharding_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def transitions_text(data: Mapping[str, Any]) -> str:
-    """``35 transitions a microbatch, forward and backward 43.4 ms; a rank sends tp 1.11 MiB``, and what the step has of it."""
+    """``35 redistributions a microbatch, forward and backward 43.4 ms; a rank sends tp 1.11 MiB``, and their share of
+    the step."""
     sharding, predicted = data["sharding"], data.get("predicted")
     sent = " · ".join(f"{axis} {bytes_text(amount)}" for axis, amount in sharding["bytes"].items() if amount)
     passes = ", forward and backward" if data["mode"] == "train" else ","
     seconds = "" if sharding["transitions_s"] is None else f"{passes} {seconds_text(sharding['transitions_s'])}"
     stages = " in all stages" if len(data["stages"]) > 1 else ""
     sends = f"{'they send' if stages else 'a rank sends'} {sent or 'nothing'}"
-    text = f"{plural(sharding['transitions'], 'transition')} a microbatch{stages}{seconds}; {sends}"
+    text = f"{plural(sharding['transitions'], 'redistribution')} a microbatch{stages}{seconds}; {sends}"
     if predicted is None or (not stages and data["microbatches"] == 1):
         return text
     step = " · ".join(f"{axis} {seconds_text(predicted['parts_s'].get(axis, 0.0))}" for axis in sharding["axes"])
@@ -84,13 +85,13 @@ def transitions_text(data: Mapping[str, Any]) -> str:
 
 
 def gap_text(gap: float) -> str:
-    """How far from the best the placement of tensors may be."""
+    """Say how far from the best the placement of tensors may be."""
     best = "the best there is" if gap < 5e-5 else f"within {gap:.2%} of the best there is"
     return f"{best} by the prices of the search for placements, which are simpler than those of the step"
 
 
 def sharding_sections(sharding: Mapping[str, Any] | None, width: int) -> list[list[str]]:
-    """A section a distinct block, and one of the root's own operators; the columns of all are alike."""
+    """Print a section for each distinct block and one for the operators outside of blocks, with the same columns."""
     if sharding is None:
         return []
     scopes = [scope for scope in sharding["scopes"] if scope["rows"]]
@@ -113,7 +114,7 @@ def _section(scope: Mapping[str, Any], several: bool, columns: Sequence[int], wi
 
 
 def _beside(left: str, right: str, width: int) -> list[str]:
-    """A name and what is said of it in the column of types: below the name, where that is too long."""
+    """A name, and its specs in the column of types; below the name, where that is too long."""
     start = 3 + _MODULE + 1
     if len(left) < start and start + len(right) <= width:
         return [f"{left:<{start}}{right}".rstrip()]
@@ -129,7 +130,8 @@ def _cells(entry: Mapping[str, Any], several: bool) -> tuple[str, str, str, str,
 
 
 def _transition(cells: Sequence[str], columns: Sequence[int], width: int) -> list[str]:
-    """One transition: on a line where there is room (a long name is shortened), else what is sent is below it. The price stays whole."""
+    """One redistribution: on a line where there is room (a long name is shortened), else its collectives are below it.
+    The price stays whole."""
     name, turned, *sent, price = cells
     fixed = f"{turned:<{columns[1]}}  {sent[0]:<{columns[2]}}  {sent[1]:<{columns[3]}}  {price:>{columns[4]}}"
     room = width - 6 - len(fixed)
@@ -142,18 +144,19 @@ def _transition(cells: Sequence[str], columns: Sequence[int], width: int) -> lis
 
 
 def turn_text(entry: Mapping[str, Any], several: bool) -> str:
+    """Write a redistribution as ``S(1) -> R``, with its axis where there are several."""
     axis = f" @{entry['axis']}" if several else ""
     return f"{entry['from']} -> {entry['to']}{axis}"
 
 
 def sent_text(entry: Mapping[str, Any], way: str) -> str:
-    """``all-gather 2.00 KiB``, or what is done without sending."""
+    """``all-gather 2.00 KiB``, or the local operation where nothing is sent."""
     amount = entry[f"{way}_bytes"]
     return f"{entry[way]} {bytes_text(amount)}" if amount else entry[way]
 
 
 def layout_text(plan: Plan) -> list[tuple[str, str]]:
-    """How parameters lie, from the plan alone: names that differ in a layer's number are one."""
+    """List the specs of parameters, from the plan alone; names that differ in a layer's number are one."""
     if not plan.sharding.degrees:
         return []
     specs: dict[str, dict[str, list[str]]] = {}

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def report_frame(data: Mapping[str, Any]) -> str:
-    """The page of a report's data."""
+    """Show the page of a report's data."""
     return _frame(html(data))
 
 
 def plan_frame(plan: Plan) -> str:
-    """The decisions of a plan and what is predicted of it."""
+    """Show the decisions of a plan and its prediction."""
     degrees = " · ".join(f"{axis} {degree}" for axis, degree in plan.mesh.degrees().items() if degree > 1) or "1 device"
     pairs: list[tuple[object, str]] = [] if plan.predicted is None else _step_facts(plan.predicted)
     pairs += [
@@ -38,7 +38,7 @@ def plan_frame(plan: Plan) -> str:
 
 
 def estimate_frame(estimate: Estimate) -> str:
-    """What a step takes, what it is made of, and the stages."""
+    """Show what a step takes, its parts, and the stages."""
     whole = estimate.step_time_s
     parts = [(name, seconds_text(took), share_text(took / whole)) for name, took in estimate.parts_s.items() if took]
     stages = [
@@ -49,7 +49,7 @@ def estimate_frame(estimate: Estimate) -> str:
     body = [
         f"<h1>{escape(estimate.cluster)}</h1>",
         facts(_step_facts(estimate)),
-        "<h2>What a step is made of</h2>",
+        "<h2>Parts of a step</h2>",
         _table(("Part", "Takes", "Share"), parts),
         "<h2>Stages, a microbatch</h2>",
         _table(("Stage", "Pipeline rank", "Forward", "Backward"), stages),

@@ -57,7 +57,7 @@ svg text { font: 10px ui-monospace, monospace; } .axis { fill: var(--soft); }
 
 
 def html(data: Mapping[str, Any]) -> str:
-    """The page for what :func:`graphpar.report.report.report_data` gave."""
+    """Make the page of a report's data (:func:`graphpar.report.report.report_data`)."""
     name = escape(data["model"]["name"])
     body = [
         f"<h1>{name}</h1>",
@@ -77,7 +77,7 @@ def html(data: Mapping[str, Any]) -> str:
 
 
 def page(title: str, body: Sequence[str]) -> str:
-    """A self-contained page of parts that are HTML already."""
+    """Join parts that are HTML already into a self-contained page."""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)} · graphpar</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
@@ -85,7 +85,7 @@ def page(title: str, body: Sequence[str]) -> str:
 
 
 def facts(pairs: Sequence[tuple[object, str]]) -> str:
-    """Figures in a row, each with what it is."""
+    """Show figures in a row, each with its meaning."""
     cells = "".join(
         f'<div class="fact"><b>{escape(str(value))}</b><span>{escape(what)}</span></div>' for value, what in pairs
     )
@@ -147,7 +147,7 @@ def _sent(value: Mapping[str, Any]) -> str:
     return f'<code>{escape(value["name"])}</code> {shape} {value["dtype"]} <span class="soft">{", ".join(notes)}</span>'
 
 
-# ---- what was predicted, and what was not taken ----------------------------------------------------------------
+# ---- predictions, and alternatives ----------------------------------------------------------------
 
 
 def _predicted(data: Mapping[str, Any]) -> list[str]:
@@ -186,11 +186,11 @@ def _runners_up(data: Mapping[str, Any]) -> list[str]:
     return ["<h2>Runners-up</h2>", f'<p class="soft">{escape(searched_text(search))}.</p>', table]
 
 
-# ---- cut operators ---------------------------------------------------------------------------------------------
+# ---- sharded operators -----------------------------------------------------------------------------------------
 
 
 def _sharding(data: Mapping[str, Any]) -> list[str]:
-    """A table a distinct block, and one of the root's own operators."""
+    """A table for each distinct block, and one for the operators outside of blocks."""
     sharding = data.get("sharding")
     if sharding is None:
         return []
@@ -206,7 +206,7 @@ def _sharding(data: Mapping[str, Any]) -> list[str]:
     legend = "; ".join(f"<code>{name}</code> {what}" for name, what in sharding_legend(sharding))
     tables = [_scope(scope, len(sharding["axes"]) > 1) for scope in sharding["scopes"] if scope["rows"]]
     said = [*map(escape, lines), f"{legend}."]
-    return ["<h2>How tensors are cut</h2>", *(f'<p class="soft">{line}</p>' for line in said), *tables]
+    return ["<h2>How tensors are sharded</h2>", *(f'<p class="soft">{line}</p>' for line in said), *tables]
 
 
 def _scope(scope: Mapping[str, Any], several: bool) -> str:

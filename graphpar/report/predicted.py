@@ -13,11 +13,11 @@ from graphpar.schedules.table import KINDS
 from graphpar.text import bytes_text, indices_text, kept, plural, seconds_text, share_text, wrapped
 
 _LEAST = 1e-3
-"""Parts of a step below this share of it are not named."""
+"""Parts of a step below this share of it are not shown."""
 
 
 def predicted_lines(data: Mapping[str, Any], seconds: float | None = None) -> list[tuple[str, str]]:
-    """The step, what it is made of, and what else was looked at (in so many ``seconds``)."""
+    """Say what a step takes, its parts, and what was searched (in so many ``seconds``)."""
     predicted = data.get("predicted")
     lines = []
     if predicted is None and data.get("unpriced"):
@@ -65,7 +65,7 @@ def peak_text(predicted: Mapping[str, Any]) -> str:
 
 
 def parts_text(predicted: Mapping[str, Any]) -> str:
-    """What the step is made of, without what is next to nothing."""
+    """List the parts of the step that are not negligible."""
     names = {"host": "waits for the host", "pp": "transfers"}
     least = _LEAST * predicted["step_time_s"]
     parts = [
@@ -77,7 +77,7 @@ def parts_text(predicted: Mapping[str, Any]) -> str:
 
 
 def searched_text(search: Mapping[str, Any], seconds: float | None = None) -> str:
-    """How many plans were looked at."""
+    """Say how many plans were considered and priced."""
     took = "" if seconds is None else f" in {seconds:.1f} s"
     infeasible = f", {search['infeasible']:,} not possible" if search["infeasible"] else ""
     return f"{plural(search['considered'], 'plan')}{took}, {search['priced']:,} priced{infeasible}; none faster under this cost model"
@@ -91,7 +91,7 @@ def communication_lines(data: Mapping[str, Any], width: int) -> list[str]:
 
 
 def communication_text(predicted: Mapping[str, Any]) -> str:
-    """What the busiest rank sends in a step, by axis, and what of it nothing hides."""
+    """Say by axis how long the busiest rank communicates in a step, and how much of it no computation hides."""
     exposed = predicted["exposed_s"]
     return " · ".join(
         f"{axis} {seconds_text(seconds)} ({seconds_text(exposed.get(axis, 0.0))} exposed)"
@@ -100,7 +100,7 @@ def communication_text(predicted: Mapping[str, Any]) -> str:
 
 
 def runners_up(data: Mapping[str, Any], width: int) -> list[str]:
-    """What each is, how long its step takes, and what it loses: on the same line where there is room."""
+    """Yield each runner-up, its step time, and where it loses time: on the same line where there is room."""
     others = (data.get("search") or {}).get("alternatives", ())
     rows = [(*named(other), *_beside(other, data["predicted"]), str(other["why_not"])) for other in others]
     columns = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
@@ -118,7 +118,7 @@ def runners_up(data: Mapping[str, Any], width: int) -> list[str]:
 
 
 def rank_names(data: Mapping[str, Any]) -> list[str]:
-    """What the rows of a chart are: pipeline ranks, with the devices that each is."""
+    """Name the rows of a chart: pipeline ranks, with their devices."""
     stages = data["mesh"]["pp"]
     together = data["devices"] // stages
     if together == 1:
@@ -129,7 +129,7 @@ def rank_names(data: Mapping[str, Any]) -> list[str]:
 
 
 def timeline_legend(data: Mapping[str, Any], timeline: Timeline) -> str:
-    """What the letters of a drawn timeline mean, how long it is, and what of it collectives inside of actions take."""
+    """Explain the letters of a drawn timeline, its length, and the share of collectives inside of actions."""
     kinds = [kind for kind in KINDS if any(span.action.kind == kind for row in timeline.spans for span in row)]
     closing = [kind for kind in CLOSINGS if any(segment.kind == kind for row in timeline.closing for segment in row)]
     letters = [f"{kind} {KINDS[kind][1]}" for kind in kinds] + [" ".join(CLOSINGS[kind]) for kind in closing]
@@ -158,13 +158,13 @@ def named(other: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _beside(other: Mapping[str, Any], predicted: Mapping[str, Any]) -> tuple[str, str]:
-    """Its seconds, and how much more than the plan's that is."""
+    """Its seconds, and the difference to the plan's in percent."""
     seconds = other["step_time_s"]
     return seconds_text(seconds), f"({seconds / predicted['step_time_s'] - 1:+.1%})"
 
 
 def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the prediction takes for granted."""
+    """List the assumptions of the prediction."""
     assumed = data.get("assumed")
     if assumed is None:
         return []
@@ -180,7 +180,8 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def stage_columns(predicted: Mapping[str, Any]) -> list[tuple[str, str, str, float]]:
-    """Of each stage: forward, backward, and its rank's peak (beside the rank's first stage alone) as text and as a share."""
+    """For each stage: forward, backward, and its rank's peak memory (beside the rank's first stage alone) as text and
+    as a share."""
     seen: set[int] = set()
     columns = []
     for stage in predicted["stages"]:

@@ -50,7 +50,7 @@ WIDTH = 100
 
 
 def beside(data: Mapping[str, Any], plan: Plan) -> dict[str, str]:
-    """The files that tell of a program, and of the plans that were not taken, by name.
+    """Make the report's files, by name.
 
     ``search.json`` is there where the plan was searched, ``alone.json`` where one device was priced.
     """
@@ -69,9 +69,9 @@ def render(data: Mapping[str, Any], console: Console, out: str | None = None, se
     """Print the report.
 
     Args:
-        data: of :func:`report_data`; with ``search``, also what else was found.
+        data: of :func:`report_data`; with ``search``, also the alternatives.
         out: the emitted folder, for the commands to run next.
-        seconds: that the search took.
+        seconds: duration of the search.
     """
     width = min(console.width, WIDTH)
     closing = [*assumed_lines(data), *(("Warning", line) for line in data["warnings"])]
@@ -92,7 +92,7 @@ def render(data: Mapping[str, Any], console: Console, out: str | None = None, se
 
 
 def timeline_lines(data: Mapping[str, Any], width: int) -> list[str]:
-    """The step in time, a line a pp rank, and what its letters mean."""
+    """The step in time, one line for each pp rank, and a legend."""
     timeline = timeline_of(data)
     names = (
         rank_names(data)
@@ -105,11 +105,13 @@ def timeline_lines(data: Mapping[str, Any], width: int) -> list[str]:
 
 
 def trace(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The simulated step as a Chrome trace, a row a pp rank; without a prediction its times are relative, from flops."""
+    """Make a Chrome trace of the simulated step, a row for each pp rank; without a prediction its times are relative,
+    from flops."""
     return chrome_trace(timeline_of(data), rank_names(data), 1e6 if data.get("predicted") else None)
 
 
 def next_commands(out: str, mode: str) -> list[str]:
+    """List the commands to run next on an emitted folder."""
     verify = [f"graphpar verify {out}"] if mode == "train" else []
     return [f"graphpar run {out} --steps 3", *verify, f"graphpar report {out} --html report.html"]
 
@@ -187,7 +189,7 @@ def _sent(value: Mapping[str, Any]) -> str:
 
 
 def _notes(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What crosses, tied parameters, recomputed values and who reads the inputs."""
+    """What stages send, tied parameters, recomputed values, and which stages read the inputs."""
     lines: list[tuple[str, str]] = []
     sent: dict[str, list[int]] = {}
     for stage in data["stages"]:
@@ -233,7 +235,7 @@ def _fields(lines: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan alone, without what only the program knows: sizes, and what crosses."""
+    """Print the plan alone, without sizes and transfers, which only the program knows."""
     modules = compressed([list(stage.modules) for stage in plan.stages])
     data = {
         **decisions(plan),

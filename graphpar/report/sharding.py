@@ -1,9 +1,10 @@
-"""What a report says of a program that is cut: how weights lie, and what each transition sends and costs.
+"""What a report says of a sharded program: specs of weights, and what each redistribution sends and costs.
 
     lowered program, plan ──sharding_data──► scopes: {name, count, in, out, rows: [{modules, spec, transitions}]}, totals, notes
 
-Prices are those of the step, so the lines add up to what the step says of an axis: a line counts for every instance of its block and
-every microbatch, and the step tells of the busiest rank alone, which has the lines of its own stages.
+Prices are those of the step, so the lines add up to what the step says of an axis: a line counts for every instance of
+its block and every microbatch, and the step's figure is that of the busiest rank, which has the lines of its own
+stages.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def sharding_data(program: Program, plan: Plan, cluster: Cluster | None) -> dict[str, Any] | None:
-    """How the lowered ``program`` lies on the compute axes, as plain data; ``None`` where there is none.
+    """Describe the sharding of the lowered ``program`` on the compute axes, as plain data; ``None`` where there is none.
 
-    ``cluster``: what the step is priced for; None where it has no price, and then transitions have none either.
+    ``cluster``: what the step is priced for; None where it has no price, and then redistributions have none either.
     """
     if not plan.sharding.degrees:
         return None
@@ -76,7 +77,7 @@ class _Reader:
         ]
 
     def _ends(self, graph: fx.Graph, op: str) -> str:
-        """How what a gradient flows through comes in or goes out."""
+        """Specs of a block's differentiable inputs or outputs."""
         nodes = [node for node in graph.nodes if node.op == op]
         nodes = nodes[0].all_input_nodes if op == "output" else nodes
         specs = [
@@ -89,7 +90,7 @@ class _Reader:
     # ---- rows ----
 
     def _rows(self, graph: fx.Graph, scope: str, base: str) -> list[dict[str, Any]]:
-        """A row a module that owns parameters or whose result is turned, in order of execution."""
+        """A row for each module that has parameters or whose result is redistributed, in order of execution."""
         rows: dict[str, dict[str, Any]] = {}
 
         def row(module: str) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class _Reader:
         sent = self.prices.sent(node, scope)
         if sent is None:
             return None
-        name = "loss over cut classes"
+        name = "vocabulary-parallel loss"
         if "transition" in node.meta:
             name = str(node.meta["name"]) if "name" in node.meta else value_name(node.meta["origin"])
         return {
@@ -142,7 +143,7 @@ class _Reader:
     # ---- notes ----
 
     def notes(self) -> list[str]:
-        """Losses whose logits are cut, but gathered before the loss."""
+        """Losses whose logits are sharded, but gathered before the loss."""
         found = []
         for _, graph, _, _ in self.graphs():
             for node in graph.nodes:
@@ -166,10 +167,10 @@ class _Reader:
         elif literal(node, "label_smoothing"):
             why = "label smoothing needs every class's logit"
         elif self.plan.sharding.points:
-            why = "the shard plan, or the price at this size, is against a loss over cut classes"
+            why = "the shard plan, or the price at this size, is against a vocabulary-parallel loss"
         else:
-            why = "at this size that is priced below the all-reduces of a loss over cut classes"
-        return f"The logits are cut over {axis}, but gathered before the loss: {why}."
+            why = "at this size that is priced below the all-reduces of a vocabulary-parallel loss"
+        return f"The logits are sharded over {axis}, but gathered before the loss: {why}."
 
 
 def _spec(types: Mapping[str, Any]) -> str:
@@ -177,7 +178,7 @@ def _spec(types: Mapping[str, Any]) -> str:
 
 
 def _gathered(node: Any) -> fx.Node | None:
-    """The transition out of a cut last dim that ``node`` is made of, through operators on one tensor."""
+    """The gather of a sharded last dim from which ``node`` is computed, through operators on one tensor."""
     while getattr(node, "op", "") == "call_function":
         if "transition" in node.meta:
             source = node.meta["transition"][0]
@@ -197,7 +198,7 @@ def _with_spec(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(rows: Sequence[dict[str, Any]], whole: str) -> list[dict[str, Any]]:
-    """Modules that follow each other, lie alike and whose results stay as they are, are one row."""
+    """Join the rows of consecutive modules with equal specs whose results are not redistributed."""
     merged: list[dict[str, Any]] = []
     for row in rows:
         last = merged[-1] if merged else None

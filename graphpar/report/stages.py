@@ -1,4 +1,4 @@
-"""The table of stages in a printed report: a row a stage, names whole however narrow the terminal is.
+"""The table of stages in a printed report: a row for each stage, with names whole however narrow the terminal is.
 
 Stage  ranks  modules             params     fwd     bwd  memory
     0    0-1  embed, layers.0-3   62.2 M  229 ms  428 ms  █▏            1.09 GiB
@@ -18,7 +18,8 @@ _LEAST = 20
 
 
 def stage_table(data: Mapping[str, Any], width: int) -> list[str]:
-    """With what is predicted a stage's times and its rank's memory beside the device's, else its share of the flops."""
+    """Make the table: with a prediction, each stage's times and its rank's memory beside the device's; else its share
+    of the flops."""
     stages, predicted = data["stages"], data.get("predicted")
     together = data["devices"] // data["mesh"]["pp"]  # ranks that hold a stage, each its pieces
     places = [indices_text(range(stage["rank"] * together, (stage["rank"] + 1) * together)) for stage in stages]

@@ -1,8 +1,9 @@
 """A timeline as a Chrome trace, for chrome://tracing and ui.perfetto.dev.
 
-One row a rank with a slice an action, and an arrow from an action to the one on another rank that uses what it sent
-(Trace Event Format: complete events ``X``, flow events ``s`` and ``f``, metadata ``M``; times in microseconds). Collectives inside of an
-action are slices below its end, one an axis, though they are spread over it. After the actions come sums of gradients and the optimizer.
+One row for each rank with a slice for each action, and an arrow from an action to the one on another rank that uses its
+result (Trace Event Format: complete events ``X``, flow events ``s`` and ``f``, metadata ``M``; times in microseconds).
+Collectives inside of an action are slices below its end, one an axis, though they are spread over it. After the actions
+come all-reduces of gradients and the optimizer.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from graphpar.schedules.table import KINDS
 
 
 def chrome_trace(timeline: Timeline, names: Sequence[str] | None = None, scale: float | None = None) -> dict[str, Any]:
-    """``timeline`` in the Trace Event Format, for ``json.dump``.
+    """Convert ``timeline`` to the Trace Event Format, for ``json.dump``.
 
     Args:
-        names: of the ranks' rows; ``rank 0`` and so on when not given.
+        names: of the ranks' rows; ``rank 0`` and so on by default.
         scale: microseconds a unit of the timeline's times, so 1e6 for seconds. Without it the times are only relative:
             the step is drawn as one second long, and the metadata say so.
     """

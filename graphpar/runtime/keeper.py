@@ -43,6 +43,7 @@ class _Stop:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run ``FOLDER ... -- COMMAND ...`` as the keeper; returns the command's exit status."""
     split = arguments.index("--")
     folders, command = arguments[:split], arguments[split + 1 :]
     stop = _Stop()
@@ -79,7 +80,8 @@ def _watch(process: subprocess.Popen[bytes], stop: _Stop) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the command by SIGTERM, then kill every process still below this one (or once below it, where orphans are not adopted)."""
+    """End the command by SIGTERM, then kill every process still below this one (or once below it, where orphans are not
+    adopted)."""
     family = set() if sys.platform == "linux" else set(descendants(os.getpid()))
     if process.poll() is None:
         process.terminate()

@@ -39,7 +39,7 @@ R = Whole("R")
 I = Whole("I")  # noqa: E741 (the type's name)
 """Invariant: the same value on every rank, used the same way on each. Its gradient is I."""
 P = Whole("P")
-"""Partial: a pending sum over the axis. Its gradient is R."""
+"""Partial: a partial sum over the axis. Its gradient is R."""
 
 
 @dataclass(frozen=True)

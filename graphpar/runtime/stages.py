@@ -126,6 +126,7 @@ class StageAdapter(nn.Module):
         self.names = interface.inputs + interface.counts
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
+        """Run the stage on what it received and on its keyword inputs; returns what it sends, checked, or its result."""
         outputs = self.stage(*received, **{name: inputs[KEYWORD + name] for name in self.names})
         if not self.interface.sends:
             return tuple(map(sendable, outputs)) if isinstance(outputs, tuple) else sendable(outputs)

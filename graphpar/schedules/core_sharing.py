@@ -1,8 +1,8 @@
-"""Ranks that take turns on the cores of a machine, which has fewer of them than ranks that compute.
+"""Ranks that share the cores of a machine with fewer cores than ranks.
 
-    work of each node ──fluid: all that compute at once share the cores evenly──► when each node ends
+    work of each node ──all ranks that compute at the same time share the cores evenly──► when each node ends
 
-The scheduler of an operating system does so on the whole: nobody waits while a core is free, and slices are short beside an action.
+That is what the scheduler of an operating system does: no process waits while a core is free, and time slices are short.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Turns:
-    """``cores`` are shared by the ranks that compute; a rank of the simulation stands for ``ranks`` that do the same at once.
+    """``cores`` shared by the ranks that compute; a rank of the simulation stands for ``ranks`` that do the same at the
+    same time.
 
-    ``shares``: by stage, of an action's time, what is spent computing; the rest (collectives) takes no core.
+    ``shares``: for each stage, the share of an action's time that takes a core; the rest (collectives) takes none.
     """
 
     cores: float
@@ -23,17 +24,18 @@ class Turns:
     shares: Sequence[float]
 
     def speed(self, computing: int) -> float:
-        """Of each rank, where so many ranks of the simulation compute at once."""
+        """Return the speed of each rank, at most 1, when ``ranks`` of the simulation compute at the same time."""
         return min(1.0, self.cores / (self.ranks * computing)) if computing else 1.0
 
 
 def ends_in_turns(
     durations: Sequence[float], shares: Sequence[float], before: Sequence[int], needs: Sequence[int], turns: Turns
 ) -> list[float]:
-    """When each node ends. Node 0 is the start; a node starts when the nodes ``before`` it and what it ``needs`` have ended.
+    """Compute when each node ends. Node 0 is the start; a node starts when the nodes ``before`` it and those that it
+    ``needs`` have ended.
 
     Args:
-        durations: alone on the machine.
+        durations: of each node, alone on the machine.
         shares: of a node's duration that takes a core; it comes first.
     """
     count = len(durations)

@@ -1,4 +1,4 @@
-"""In which order a table can run: what each action waits for, once for any number of simulations.
+"""The order of a table: what each action waits for, found once for any number of simulations.
 
 ::
 
@@ -6,10 +6,10 @@
               └─transfer─┐                        └─►  a result goes to the rank of the next stage
     rank 1               F0 ──────► ...
 
-A table becomes a list of nodes, each after all that it needs: actions, the transfers between ranks, and gates, which
+A table becomes a list of nodes, each behind the nodes that it needs: actions, the transfers between ranks, and gates, which
 take no time and only let a pair wait for two transfers. A node starts when its ``previous`` and its ``needs`` have
 ended. Stages on one rank pass their results without a transfer. Pairs are as in torch's runtime: both parts can run
-when it starts, and what they leave is sent when the whole pair has ended.
+when it starts, and their results are sent when the whole pair has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from graphpar.errors import GraphparError
 from graphpar.schedules.table import Action, ActionTable, Pair
 
-# What an action leaves behind for others: an activation ("F") or the gradient of its stage's input ("B", from B or I).
+# What an action sends to other stages: an activation ("F") or the gradient of its stage's input ("B", from B or I).
 _Result: TypeAlias = tuple[int, Literal["F", "B"], int]
 
 Nodes: TypeAlias = NDArray[np.int64]
@@ -51,31 +51,34 @@ class Order:
     sent: Nodes
     second_sent: dict[int, int]
     price: Nodes
-    rank: Nodes  # whose time a node takes; -1 for a transfer, and for the start
+    rank: Nodes  # the rank whose time a node takes; -1 for a transfer, and for the start
     actions_of: tuple[Nodes, ...]  # the nodes of each rank's actions
     steps_of: tuple[list[int], ...]
-    carried: tuple[Action, ...]  # for each transfer, in the order of the nodes, the action that left what it carries
+    carried: tuple[Action, ...]  # for each transfer, in the order of the nodes, the action whose result it carries
 
     @property
     def stages(self) -> int:
+        """The number of stages."""
         return len(self.homes)
 
     @property
     def first_transfer_price(self) -> int:
+        """The price number of the first transfer, after those of all actions."""
         return len(KIND_ORDER) * self.stages
 
     @property
     def gate_price(self) -> int:
+        """The price number of a gate, the last one."""
         return (len(KIND_ORDER) + 2) * self.stages
 
 
 def check_deadlock(table: ActionTable) -> None:
-    """Raise if some rank waits for ever: for its own later action, or in a circle of ranks."""
+    """Raise if a rank waits forever: for a later action of its own, or in a circle of ranks."""
     order_of(table)
 
 
 def order_of(table: ActionTable) -> Order:
-    """The nodes of ``table``; raises if some rank waits for ever."""
+    """Order the actions of ``table`` and their transfers; raises if a rank waits forever."""
     builder = _Builder(table, _homes(table))
     queue = deque(range(table.ranks))
     while queue:
@@ -86,7 +89,7 @@ def order_of(table: ActionTable) -> Order:
 
 
 def _homes(table: ActionTable) -> list[int]:
-    """The rank of each stage; -1 for a stage that no rank runs."""
+    """Find the rank of each stage; -1 for a stage that no rank runs."""
     found: dict[int, int] = {}
     for rank, row in enumerate(table.rows):
         for stage in {action.stage for cell in row if cell is not None for action in cell.parts}:
@@ -96,7 +99,7 @@ def _homes(table: ActionTable) -> list[int]:
 
 
 class _Builder:
-    """Runs every rank's actions in order, each as soon as what it needs is there, and notes the nodes."""
+    """Runs every rank's actions in order, each as soon as its inputs are there, and notes the nodes."""
 
     def __init__(self, table: ActionTable, homes: list[int]) -> None:
         self.table, self.homes, self.stages = table, homes, len(homes)
@@ -206,10 +209,10 @@ class _Builder:
 
 
 def needs_of(cell: Action | Pair, last_stage: int) -> list[_Result]:
-    """What must exist before ``cell`` runs.
+    """List the results that must exist before ``cell`` runs.
 
-    A pair starts when both parts can: torch posts its sends after the whole pair, so a part can use what another
-    part of its own stage left, but not what the pair would have to send.
+    A pair starts when both parts can: torch posts its sends after the whole pair, so a part can use the result of the other
+    part within its own stage, but not one that the pair would have to send.
     """
     if isinstance(cell, Action):
         return _needs(cell, last_stage)

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name: what torch has, when each is legal, where its stages lie, and what it runs.
+"""Pipeline schedules by name: when each is legal, on which ranks its stages are, and what every rank runs.
 
 ::
 
@@ -7,7 +7,7 @@
                                 └─stage_ranks: stage -> rank         └─action_table ─► validate, simulate, draw
 
 The tables come from torch's own schedule classes, so what is checked and drawn is what runs; schedules that torch lacks
-(:mod:`graphpar.schedules.zero_bubble`) are for comparing prices. Tables of one's own
+(:mod:`graphpar.schedules.zero_bubble`) run as tables. The user's own tables
 are in :mod:`graphpar.schedules.table`, what they cost in :mod:`graphpar.schedules.simulation`; both are exported here too.
 """
 
@@ -94,7 +94,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRule:
-    """Which microbatch counts a schedule can run, from (pp, stages, microbatches), and why."""
+    """A rule for microbatch counts, from (pp, stages, microbatches), with its reason."""
 
     accepts: Callable[[int, int, int], bool]
     reason: Callable[[int, int, int], str]
@@ -125,7 +125,7 @@ WHOLE_ROUNDS = MicrobatchRule(
 class Schedule:
     """One schedule. ``name`` is also what torch's ``get_schedule_class`` takes, where torch has the schedule.
 
-    One without a class of torch's runs there as a table, which the plan holds.
+    A schedule without a class in torch runs as a table, which the plan stores.
 
     ``placement``: ``loop`` gives rank r the stages r, r + pp, ...; ``v`` gives it r and 2 pp - 1 - r.
     ``splits_backward``: whether some backwards run as input part and weight part.
@@ -140,7 +140,7 @@ class Schedule:
     splits_backward: bool
     microbatches: MicrobatchRule
     aliases: tuple[str, ...] = ()
-    lead: int | None = None  # of a table of ours: by how many forwards a rank runs ahead of the next
+    lead: int | None = None  # for our own tables: how many forwards a rank runs ahead of the next
 
 
 # fmt: off
@@ -172,7 +172,7 @@ _SPELLINGS: dict[str, str] = {
 
 
 def canonical_name(name: str) -> str:
-    """The name as in :data:`SCHEDULES`, from any case, with or without ``-``, ``_`` and spaces, or an alias."""
+    """Return the name as in :data:`SCHEDULES`, from any case, with or without ``-``, ``_`` and spaces, or an alias."""
     folded = _fold(name)
     if folded in _SPELLINGS:
         return _SPELLINGS[folded]
@@ -184,6 +184,11 @@ def canonical_name(name: str) -> str:
 
 
 def get_schedule(name: str) -> Schedule:
+    """Find a schedule by any of its names.
+
+    Raises:
+        GraphparError: there is none; the message has the nearest name.
+    """
     return SCHEDULES[canonical_name(name)]
 
 
@@ -191,7 +196,7 @@ def get_schedule(name: str) -> Schedule:
 
 
 def check_legal(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> None:
-    """Raise, with a legal proposal, what torch's constructor would raise once all ranks run (or would not see)."""
+    """Raise, with a legal proposal, what torch's constructor would raise (or overlook) once all ranks run."""
     row = _check_stages(schedule, pp, stages_per_rank)
     _check_count("microbatches", microbatches)
     stages = pp * stages_per_rank
@@ -204,7 +209,7 @@ def check_legal(schedule: str, pp: int, stages_per_rank: int, microbatches: int)
 
 
 def legal_microbatches(schedule: str, pp: int, stages_per_rank: int, batch: int) -> list[int]:
-    """The microbatch counts that the schedule can run and that cut ``batch`` rows evenly, in rising order."""
+    """List the microbatch counts that the schedule can run and that divide ``batch`` rows evenly, in rising order."""
     row = _check_stages(schedule, pp, stages_per_rank)
     _check_count("batch", batch)
     stages = pp * stages_per_rank
@@ -216,11 +221,11 @@ def legal_microbatches(schedule: str, pp: int, stages_per_rank: int, batch: int)
 def bubble_warning(
     schedule: str, pp: int, stages_per_rank: int, microbatches: int, rows: int | None = None
 ) -> str | None:
-    """A sentence when a legal choice has fewer microbatches than stages, which cannot fill the pipeline.
+    """Advise where a legal choice has fewer microbatches than stages, which cannot fill the pipeline; else ``None``.
 
     Args:
-        rows: that may be cut into microbatches; only a number that they and the schedule allow is advised. Where that is not known,
-            nothing is.
+        rows: that may be split into microbatches; only a count that divides them and that the schedule allows is
+            advised. None: no count is.
     """
     stages = pp * stages_per_rank
     if microbatches >= stages:
@@ -233,7 +238,7 @@ def bubble_warning(
 
 
 def stage_ranks(schedule: str, pp: int, stages_per_rank: int) -> list[int]:
-    """The rank of each stage, in the order of the stages."""
+    """List the rank of each stage, in the order of the stages."""
     row = _check_stages(schedule, pp, stages_per_rank)
     if row.placement == "loop":
         return [stage % pp for stage in range(pp * stages_per_rank)]
@@ -280,7 +285,8 @@ def _nearest_counts(row: Schedule, pp: int, stages: int, microbatches: int) -> l
 
 
 def action_table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> ActionTable:
-    """What every rank runs; torch's schedules come from torch's classes (no process group is needed), which imports it."""
+    """Make the table of what every rank runs. Schedules of torch come from torch's classes (without a process group),
+    which imports torch."""
     check_legal(schedule, pp, stages_per_rank, microbatches)
     return _action_table(canonical_name(schedule), pp, stages_per_rank, microbatches)
 
@@ -309,7 +315,7 @@ def _action_table(name: str, pp: int, stages_per_rank: int, microbatches: int) -
 
 
 def action_order(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> Order:
-    """The order of :func:`action_table`, kept: for those who price one schedule many times."""
+    """Return the order of :func:`action_table`, cached for callers that price one schedule many times."""
     check_legal(schedule, pp, stages_per_rank, microbatches)
     return _action_order(canonical_name(schedule), pp, stages_per_rank, microbatches)
 
@@ -333,8 +339,8 @@ def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Cel
 def _listed_by_torch(name: str, pp: int, microbatches: int, stages_per_rank: int) -> list[list[_Action | None]]:
     """The actions of each rank, from the constructor of torch's class.
 
-    It asks stages for their number and place alone. (``torch.distributed.pipelining._schedule_visualizer`` does the same with mocks
-    of whole stages and with the sends and receives added, which takes ten times as long.)
+    It asks stages for their number and place alone. (``torch.distributed.pipelining._schedule_visualizer`` does the
+    same with mocks of whole stages and with the sends and receives added, which takes ten times as long.)
     """
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 

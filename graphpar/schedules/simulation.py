@@ -1,11 +1,11 @@
-"""A schedule in time: when each action and transfer runs, what each rank waits for, and what it holds in memory.
+"""Simulates a schedule: when each action and transfer runs, what each rank waits for, and what it holds in memory.
 
 ::
 
     table ──order_of──► Order ──simulate(costs, transfers)──► Timeline ──► draw, chrome_trace
                           └─────in_flight(bytes a stage)────► Memory of each rank
 
-The order of a table doesn't depend on costs: who prices one table many times keeps its :class:`Order`. Times are in
+The order of a table doesn't depend on costs: callers that price one table many times keep its :class:`Order`. Times are in
 the unit of the costs. Every stage is one action after another on its rank: the result of an action is there for
 others when the action has ended, and crosses ranks as :class:`Transfers` says.
 """
@@ -30,7 +30,7 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """What it costs to pass a result on to a stage of another rank; between stages of one rank it is free.
+    """The time of sending a result to a stage on another rank; between stages of one rank it is free.
 
     ``forward[i]`` is the time of stage i's activations to stage i + 1, ``backward[i]`` that of the gradients from stage
     i + 1 back to stage i: one less than there are stages. The receiver waits for them; the sender goes on, unless
@@ -48,7 +48,7 @@ class Transfers:
 class Span:
     """When one action runs, in the unit of the costs. The parts of a pair run one after the other.
 
-    ``collectives``: of its time, what collectives inside of it take, by axis. They are spread over it.
+    ``collectives``: by axis, the part of its time that collectives inside of it take, spread over it.
     """
 
     action: Action
@@ -60,7 +60,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a rank does after its last action: ``gradients`` are summed, the ``optimizer`` runs, ``parameters`` are gathered."""
+    """What a rank does after its last action: ``gradients`` are all-reduced, the ``optimizer`` runs, ``parameters`` are
+    gathered."""
 
     kind: str
     start: float
@@ -69,7 +70,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What ``action`` left, on its way from rank to rank; it may wait for its link before ``start``."""
+    """The transfer of the result of ``action`` to another rank; it may wait for its link before ``start``."""
 
     action: Action
     sender: int
@@ -82,10 +83,10 @@ class Transfer:
 class Timeline:
     """A schedule in time.
 
-    Each rank's ``busy``, ``waiting`` and ``idle`` time add up to ``makespan``: ``waiting`` is time in which it only
-    misses what is on its way to it (or what it is sending, where senders wait), ``idle`` is the rest. ``bubble`` is
+    Each rank's ``busy``, ``waiting`` and ``idle`` time add up to ``makespan``: ``waiting`` is time in which its next
+    input is on its way (or its last result, where senders wait), ``idle`` is the rest. ``bubble`` is
     the share of ranks x makespan in which a rank computes nothing: waiting and idle. ``period`` is the longest time
-    from a rank's first start to its last end: what a step takes where no rank waits for the others between steps.
+    from a rank's first start to its last end: the time of a step where ranks don't wait for each other between steps.
     ``ends`` is when each rank has done its last action.
     ``peak_in_flight`` counts, for each rank, the (stage, microbatch) pairs whose activations are alive at once: from F
     to the end of B, or of W where the backward is split. Without spans, ``spans`` and ``transfers`` are empty.
@@ -107,7 +108,7 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """From the first action to the end of all that is drawn."""
+        """The time from the first action to the end of everything that is drawn."""
         return max((segment.end for row in self.closing for segment in row), default=self.makespan)
 
 
@@ -122,7 +123,7 @@ def simulate(
     turns: Turns | None = None,
     spans: bool = True,
 ) -> Timeline:
-    """Run the table with these costs per stage; transfers are free unless given.
+    """Simulate the table with these costs per stage; transfers are free unless given.
 
     ``backward`` is the whole backward, the cost of ``B``. ``weight`` is the cost of ``W`` (half of the backward, when
     not given), ``input_backward`` that of ``I`` (what ``weight`` leaves of the backward). Any unit of time. With
@@ -157,7 +158,7 @@ def simulate_actions(
     transfers: Transfers | None = None,
     spans: bool = True,
 ) -> Timeline:
-    """As :func:`simulate`, with a cost for each action, for those that differ by microbatch; slower than arrays."""
+    """Simulate as :func:`simulate` does, with a cost for each action, which may differ by microbatch; slower."""
     order = table if isinstance(table, Order) else order_of(table)
     durations = np.zeros(len(order.price))
     for nodes, actions in zip(order.actions_of, _actions(order)):
@@ -169,7 +170,7 @@ def simulate_actions(
 
 
 def with_ends(costs: Sequence[float], first: float = 0.0, last: float = 0.0) -> list[float]:
-    """``costs`` of stages with what the first (embedding) and the last (loss) do beside the others."""
+    """Add to ``costs`` of stages what the first (embedding) and the last (loss) do besides."""
     added = list(costs)
     added[0] += first
     added[-1] += last
@@ -210,7 +211,7 @@ def _timeline(
     if turns is not None:
         durations = end - start
     busy = np.bincount(order.rank[~is_transfer], durations[~is_transfer], order.table.ranks)
-    # What a rank waited for was on its way from when both its maker and the rank had ended what they did.
+    # A rank's input was on its way from the time when both the action that computes it and the rank's last action had ended.
     ready = np.maximum(end[order.previous], end[order.needs][order.needs])
     waiting = np.bincount(order.rank[~is_transfer], (start - ready)[~is_transfer], order.table.ranks)
     makespan = float(end.max(initial=0.0, where=~is_transfer))
@@ -275,7 +276,7 @@ def _transfer_nodes(order: Order) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a rank holds of its microbatches after each of its actions, and the most, first reached at number ``at``."""
+    """What a rank keeps of its microbatches after each of its actions, and the peak, first reached at number ``at``."""
 
     after: tuple[float, ...]
     peak: float
@@ -285,7 +286,7 @@ class Memory:
 def in_flight(
     table: ActionTable | Order, saved: Sequence[float] | None = None, for_weight: Sequence[float] | None = None
 ) -> tuple[Memory, ...]:
-    """Per rank, what forwards saved for backwards that have yet to come: bytes, or a count without ``saved``.
+    """Compute for each rank what its forwards keep for backwards that have yet to run: bytes, or a count without ``saved``.
 
     ``saved[stage]`` is what a forward leaves, freed by B. Where the backward is split, ``for_weight[stage]`` of it stay
     from I to the end of W: all, when not given; more than ``saved`` where I keeps gradients for W besides. Depends on
@@ -306,7 +307,8 @@ def in_flight(
 
 
 def peak_in_flight(table: ActionTable | Order, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Per rank, the most activations alive at once: (stage, microbatch) pairs, or bytes with ``sizes`` a stage.
+    """Compute for each rank the most activations kept at the same time: (stage, microbatch) pairs, or bytes with
+    ``sizes`` a stage.
 
     Split backwards hold their activations until W.
     """
@@ -321,20 +323,20 @@ CLOSINGS = {
     "optimizer": ("O", "optimizer"),
     "parameters": ("A", "gather of parameters"),
 }
-"""Of each kind of :class:`Segment`: its letter in a drawing, and what it is."""
+"""For each kind of :class:`Segment`, its letter in a drawing and its description."""
 _MOST = 4
-"""Columns that a segment of a closing is drawn in at most: it says what comes, the report's figures say how long it is."""
+"""The most columns of a segment after the actions: the drawing shows its order, the report's figures its length."""
 
 
 def draw(timeline: Timeline, width: int = 100, names: Sequence[str] | None = None) -> list[str]:
-    """A line a rank, time from left to right: ``rank 0  F0 F1 .. .. B0 -- B1 -- G O --``.
+    """Draw one line for each rank, time from left to right: ``rank 0  F0 F1 .. .. B0 -- B1 -- G O --``.
 
-    ``..`` is idle, ``--`` the rest of a longer action; after the actions ``G`` is the sum of gradients, ``O`` the optimizer's step, ``A``
-    the gather of parameters. Columns are as long as the shortest action, or a quarter of the longest if that is more, so that times are
-    approximate and the order is exact; what comes after the actions has four at most. Of columns in which all ranks
-    wait, one after the other, the first alone is drawn. The stage is named where a rank has more than one. Wider
-    than ``width``, the middle is left out (``…``), at the same time on every rank; the first and last column always
-    stay. ``names``: of the lines, instead of ``rank 0`` and so on.
+    ``..`` is idle, ``--`` the rest of a longer action; after the actions ``G`` is the all-reduce of gradients, ``O``
+    the optimizer's step, ``A`` the all-gather of parameters. Columns are as long as the shortest action, or a quarter
+    of the longest if that is more, so that times are approximate and the order is exact; what follows the actions has
+    four at most. Of columns in which all ranks wait, one after the other, the first alone is drawn. The stage is named
+    where a rank has more than one. Wider than ``width``, the middle is left out (``…``), at the same time on every
+    rank; the first and last column always stay. ``names``: of the lines, instead of ``rank 0`` and so on.
     """
     assert timeline.spans or timeline.makespan == 0, "a timeline without spans can't be drawn"
     lengths = [span.end - span.start for row in timeline.spans for span in row if span.end > span.start]
@@ -348,17 +350,18 @@ def draw(timeline: Timeline, width: int = 100, names: Sequence[str] | None = Non
     margin = max((len(name) for name in names), default=0) + 1
 
     room = max(3, (width - margin) // (column + 1))
-    cut = total > room
-    head, tail = (room // 2, (room - 1) // 2) if cut else (total, 0)
+    shortened = total > room
+    head, tail = (room // 2, (room - 1) // 2) if shortened else (total, 0)
     drawing = []
     for name, line in zip(names, lines):
-        shown = line[:head] + (["…", *line[total - tail :]] if cut else [])
+        shown = line[:head] + (["…", *line[total - tail :]] if shortened else [])
         drawing.append((name.ljust(margin) + "".join(" " + label.ljust(column) for label in shown)).rstrip())
     return drawing
 
 
 def _with_closings(lines: Sequence[Sequence[str]], timeline: Timeline, quantum: float) -> list[list[str]]:
-    """What ranks do after their actions: the sum of gradients as soon as each can, the rest when all have summed."""
+    """Draw what ranks do after their actions: the gradients' all-reduce as soon as each can, the rest when all have
+    ended theirs."""
     drawn = [list(line) for line in lines]
     if not any(timeline.closing):
         return drawn

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a table: a row a rank, a cell a step, and in each cell what the rank computes.
+"""A pipeline schedule as a table: a row for each rank, a cell for each step, and in each cell what the rank computes.
 
 ::
 
@@ -50,6 +50,7 @@ class Action:
 
     @property
     def parts(self) -> tuple[Action, ...]:
+        """The action alone, as a pair has two."""
         return (self,)
 
     def __str__(self) -> str:
@@ -71,24 +72,27 @@ Cell: TypeAlias = Action | Pair | None
 
 @dataclass(frozen=True, slots=True)
 class ActionTable:
-    """What each rank does at each step; ``rows[rank][step]`` is None where the rank idles. Rows differ in length."""
+    """What each rank runs at each step; ``rows[rank][step]`` is None where the rank idles. Rows differ in length."""
 
     rows: tuple[tuple[Cell, ...], ...]
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return len(self.rows)
 
     @property
     def stages(self) -> int:
+        """The number of stages: one more than the highest that an action names."""
         return 1 + max((action.stage for _, _, _, action in self.actions()), default=-1)
 
     @property
     def microbatches(self) -> int:
+        """The number of microbatches: one more than the highest that an action names."""
         return 1 + max((action.microbatch for _, _, _, action in self.actions()), default=-1)
 
     def actions(self) -> Iterator[tuple[int, int, Action | Pair, Action]]:
-        """(rank, step, cell, action) of every action, in each rank's order; a pair gives its parts one by one."""
+        """Yield (rank, step, cell, action) of every action, in each rank's order; a pair yields its parts one by one."""
         for rank, row in enumerate(self.rows):
             for step, cell in enumerate(row):
                 for action in cell.parts if cell is not None else ():
@@ -100,7 +104,7 @@ class ActionTable:
 
 
 def make_table(rows: Sequence[Sequence[Cell]]) -> ActionTable:
-    """A table without the idle cells at the end of a row, which mean nothing."""
+    """Remove the idle cells at the end of rows, which mean nothing."""
     trimmed = []
     for row in rows:
         cells = list(row)
@@ -111,7 +115,7 @@ def make_table(rows: Sequence[Sequence[Cell]]) -> ActionTable:
 
 
 def forwards(table: ActionTable) -> ActionTable:
-    """The forwards alone, as inference runs them."""
+    """Keep the forwards alone, as inference runs them."""
     return make_table([[cell for cell in row if isinstance(cell, Action) and cell.kind == "F"] for row in table.rows])
 
 
@@ -119,12 +123,12 @@ def forwards(table: ActionTable) -> ActionTable:
 
 
 def format_table(table: ActionTable) -> str:
-    """CSV, a line a rank, as torch's ``_PipelineScheduleRuntime._load_csv`` reads it."""
+    """Write the table as CSV, a line for each rank, as torch's ``_PipelineScheduleRuntime._load_csv`` reads it."""
     return "".join(",".join("" if cell is None else str(cell) for cell in row) + "\n" for row in table.rows)
 
 
 def parse_table(text: str) -> ActionTable:
-    """The inverse of :func:`format_table`; spaces around a token and blank lines at the end are allowed."""
+    """Read what :func:`format_table` writes; spaces around a token and blank lines at the end are allowed."""
     rows = [
         [parse_cell(token, rank, step) for step, token in enumerate(line)]
         for rank, line in enumerate(csv.reader(io.StringIO(text.rstrip() + "\n"), strict=False))
@@ -169,7 +173,7 @@ def _parse_action(text: str, token: str, rank: int, step: int) -> Action:
 
 
 def load_table(path: str | Path) -> ActionTable:
-    """The table in a CSV file, parsed but not validated: see :func:`validate_table` and
+    """Read the table in a CSV file; it is not validated: see :func:`validate_table` and
     :func:`~graphpar.schedules.order.check_deadlock`.
     """
     path = Path(path)
@@ -190,10 +194,10 @@ def load_table(path: str | Path) -> ActionTable:
 
 
 def validate_table(table: ActionTable, stages: int, microbatches: int) -> None:
-    """Every stage on one rank; each microbatch forward once and backward once, in an order that a rank can run.
+    """Check that each stage is on one rank and runs each microbatch forward once and backward once, in a possible order.
 
     The same rules as torch's ``_validate_schedule``, and those it leaves out (repeats, B beside I and W). Whether
-    ranks wait for one another for ever is :func:`~graphpar.schedules.order.check_deadlock`'s question.
+    ranks wait for one another forever is checked by :func:`~graphpar.schedules.order.check_deadlock`.
     """
     rank_of: dict[int, int] = {}
     seen: set[Action] = set()

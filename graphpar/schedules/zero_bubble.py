@@ -1,7 +1,7 @@
-"""Zero-bubble schedules with one stage a rank, which torch's runtime lacks: to be priced, not run.
+"""Zero-bubble schedules with one stage a rank, which torch lacks; they run as tables.
 
-A backward is split into ``I`` (the gradient of the stage's input, which the rank before waits for) and ``W`` (the
-gradients of its weights, which nobody waits for), so that W fills what would be bubble (Qi et al., Zero Bubble
+A backward is split into ``I`` (the gradient of the stage's input, for which the rank before waits) and ``W`` (the
+gradients of its weights, for which no rank waits), so that W runs where the rank would wait (Qi et al., Zero Bubble
 Pipeline Parallelism, arXiv 2401.10241).
 
 ::
@@ -9,7 +9,7 @@ Pipeline Parallelism, arXiv 2401.10241).
     ZB-H1, 3 ranks    rank 0   F0 F1 F2 .. .. I0 W0 F3 I1 W1 ...       rank r: 3 - r forwards ahead, W is r behind I
                       rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 ...
 
-H1 holds as many activations as 1F1B, H2 up to twice as many. :func:`automatic` places all actions by their costs
+H1 keeps as many activations as 1F1B, H2 up to twice as many. :func:`automatic` places all actions by their costs
 under a limit of memory; the paper's ZB-1p and ZB-2p are its results at 1 and 2 times the memory of 1F1B.
 """
 
@@ -28,7 +28,7 @@ from graphpar.schedules.table import Action, ActionTable, Cell, make_table
 
 
 def handcrafted(pp: int, microbatches: int, lead: int) -> ActionTable:
-    """ZB-H1 (``lead`` 1) and ZB-H2 (``lead`` 2): section 2.3 of the paper.
+    """Make the tables of ZB-H1 (``lead`` 1) and ZB-H2 (``lead`` 2): section 2.3 of the paper.
 
     Rank r runs ahead by 1 + lead (p - 1 - r) forwards; then an input backward and a forward take turns, and the W of
     a microbatch comes lead r input backwards after its own, so that every rank holds at most 1 + lead (p - 1)
@@ -56,7 +56,7 @@ def _handcrafted_rank(rank: int, pp: int, microbatches: int, lead: int) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """What the actions of every stage take, in one unit of time, and the transfers between stages, one less."""
+    """The time of every stage's actions, and of the transfers between stages (one fewer), in one unit."""
 
     forward: Sequence[float]
     input_backward: Sequence[float]
@@ -64,6 +64,7 @@ class StageCosts:
     transfers: Transfers
 
     def simulated(self, table: ActionTable, *, spans: bool = False) -> Timeline:
+        """Simulate a table with these costs."""
         whole = [split + weight for split, weight in zip(self.input_backward, self.weight)]
         return simulate(
             table,
@@ -77,11 +78,11 @@ class StageCosts:
 
 
 def automatic(microbatches: int, costs: StageCosts, limit: float, for_weight: float = 1.0) -> ActionTable:
-    """The table of the shortest period that is found for these costs; no rank holds more than ``limit`` activations.
+    """Search the table of the shortest period for these costs in which no rank keeps more than ``limit`` activations.
 
-    ``for_weight`` is the part of a microbatch's activations that stays between I and W, at most 1. Ranks take actions greedily, by
-    a few rules that differ in how far forwards run ahead, in what goes first, and in how large a gap W fills (section
-    3.1 of the paper); the best of the results and of the handcrafted schedules is taken. Not an optimum.
+    ``for_weight`` is the part of a microbatch's activations that stays between I and W, at most 1. Ranks take actions
+    greedily, by a few rules that differ in how far forwards run ahead, in what goes first, and in how large a gap W
+    fills (section 3.1 of the paper); the best of the results and of the handcrafted schedules is taken. Not an optimum.
 
     Raises:
         GraphparError: no rank could hold even one microbatch, or costs are wrong.

@@ -2,10 +2,10 @@
 
     example ──► batches      a batch a step; the first is the example's
     model, batches ──► reference    eager, one process ──► losses, gradients, parameters, buffers ─┐
-    out/,  batches ──► every rank, gloo processes      ──► the same, pieces joined, every replica  ┴─ comparison
-                                                                                in doubt ──► both again in float64
+    out/,  batches ──► every rank, gloo processes      ──► the same, shards joined, every replica  ┴─ comparison
+                                                                                unclear ──► both again in float64
 
-SGD with momentum, because Adam hides a gradient that is off by a factor. The last optimizer step takes the gradients of two
+SGD with momentum, because Adam hides a gradient that is wrong by a factor. The last optimizer step takes the gradients of two
 batches, added up and clipped.
 """
 

@@ -1,13 +1,14 @@
-"""The batches of the steps: the first is the example, each later one has data of its own, made of the example's.
+"""The batches of the steps: the first is the example, each later one has other data, made from the example's.
 
-    rows      every batch draws rows of the example again, whole and the same of every input, so that what belongs together stays so
-    values    and then what an input's own values show to be safe:
+    rows      every batch draws rows of the example again, the same of every input, so that rows that belong together stay together
+    values    and then changes values in ways that the input's own values show to be safe:
                   integers          each place takes its value from any row (ids of a column stay below what the column allows)
-                  ... with one      -100 and its like: ignored places vary in position and number, one row is ignored wholly
+                  ... with one      -100 and its like: ignored places vary in position and number, one row is ignored entirely
                   negative value
-                  zeros and ones    a mask keeps its form: ones up to some length, or from there on, or as many as there were
+                  zeros and ones    a mask keeps its form: ones up to some length, or from there on, or as many as before
                   real numbers      a mixture of two rows: sums to one, order, signs and ranges hold
-              not: what rises along each row (offsets, positions), two other values (an additive mask), infinities, inputs given whole
+              unchanged: what rises along each row (offsets, positions), two other values (an additive mask),
+                  infinities, inputs without a batch
 
 A model may take only what the example shows. Then ``values`` raises or gives nan, and the reference goes on with ``rows``.
 """
@@ -23,14 +24,14 @@ from torch import Generator, Tensor
 from graphpar.ir.program import Input
 
 IGNORED = -100
-"""What torch's losses ignore unless they are told otherwise."""
+"""The label that torch's losses ignore by default."""
 
 
 @dataclass(frozen=True)
 class Variation:
     """How the later batches are made.
 
-    ``ignored``: one row is ignored wholly, and integers that the loss counts get ignored places even if the example has none.
+    ``ignored``: one row is ignored entirely, and integers that the loss counts get ignored places even if the example has none.
     """
 
     rows: bool
@@ -50,7 +51,7 @@ VARIATIONS = (
 
 @dataclass(frozen=True)
 class _Ignored:
-    """How many places of an integer input are ignored in a step. ``counted``: the loss's denominators depend on it."""
+    """How many places of an integer input are ignored in a step. ``counted``: the loss denominators depend on it."""
 
     step: int
     bold: bool
@@ -69,10 +70,11 @@ def step_batches(
     counted: Collection[str],
     seed: int,
 ) -> list[dict[str, Tensor]]:
-    """``count`` batches of ``rows`` rows by input name; the first is the example, its rows repeated in order where there are more.
+    """Make ``count`` batches of ``rows`` rows by input name; the first is the example, its rows repeated in order where
+    there are more.
 
     Args:
-        counted: names of the inputs that the loss's denominators depend on.
+        counted: names of the inputs that the loss denominators depend on.
     """
     batches = [{entry.name: resized(value, entry.batch_dim, rows) for entry, value in examples}]
     for step in range(1, count):
@@ -96,7 +98,7 @@ def step_batches(
 
 
 def constant_inputs(batches: Sequence[dict[str, Tensor]], inputs: Sequence[Input]) -> list[str]:
-    """The inputs with a batch dim that have the same values in all batches."""
+    """List the inputs with a batch dim that have the same values in all batches."""
     names = [entry.name for entry in inputs if entry.batch_dim is not None and entry.name in batches[0]]
     if len(batches) < 2:
         return []

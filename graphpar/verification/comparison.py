@@ -1,7 +1,8 @@
-"""The comparison: every loss, gradient, parameter, buffer and output of the ranks against the reference's, and copies with each other.
+"""Compares every loss, gradient, parameter, buffer and output of the ranks with the reference's, and copies with each other.
 
-Errors are relative to the largest magnitude of the reference tensor, or to 1e-3 of the model's largest gradient (parameter) where that
-is larger: some gradients are zero but for rounding. What is allowed follows from each tensor's own dtype.
+Errors are relative to the largest magnitude of the reference tensor, or to 1e-3 of the model's largest gradient
+(parameter) where that is larger: some gradients are zero except for rounding. The tolerance follows from each tensor's
+own dtype.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from graphpar.verification.tolerances import Precision, precision
 _FLOOR = 1e-3
 _PIECE = 1 << 22  # elements that are compared at a time, since float64 takes room
 ACCUMULATED = "accumulated"
-"""In the place of a step's number: the gradients of two batches, clipped."""
+"""Stands for a step's number: the accumulated gradients of two batches, clipped."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that is further off than its dtype allows; ``step`` is None for what is compared after the last one."""
+    """A value whose error is above its dtype's tolerance; ``step`` is None for what is compared after the last one."""
 
     step: int | str | None
     kind: str
@@ -41,6 +42,7 @@ class Difference:
         return f"{self.kind}{f' of {self.name}' if self.name else ''}, {when} ({self.error:.1e})"
 
     def to_json(self) -> dict[str, Any]:
+        """Convert to plain data."""
         return {
             "step": self.step,
             "kind": self.kind,
@@ -54,8 +56,8 @@ class Difference:
 class Verification:
     """The comparison's result; ``ok`` says whether all of it is within ``tolerance``.
 
-    Of each kind ``worst`` is the tensor that is nearest to what is allowed for it, or furthest beyond; ``max_error`` and ``tolerance`` are
-    that tensor's.
+    For each kind, ``worst`` is the tensor whose error is the largest relative to its tolerance; ``max_error`` and
+    ``tolerance`` are that tensor's.
     """
 
     devices: int
@@ -66,7 +68,7 @@ class Verification:
     worst: dict[str, str]
     tolerance: dict[str, float]
     problems: list[str] = field(default_factory=list)
-    ran: bool = True  # whether the parallel program came to its end, so that there are figures at all
+    ran: bool = True  # whether the parallel program ended without an error, so that there are figures
     accumulated: dict[str, tuple[float, float]] = field(default_factory=dict)  # of the clipped step: loss, norm
     decided_in: str = "fp32"
     first_difference: Difference | None = None
@@ -76,6 +78,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
+        """Whether every error is within its tolerance and there is no other problem."""
         within = all(self.max_error[kind] <= self.tolerance[kind] for kind in self.max_error)
         return within and not self.problems
 
@@ -86,10 +89,11 @@ class Verification:
 
     @property
     def finite(self) -> bool:
-        """Whether every error is a number."""
+        """Tell whether every error is finite."""
         return all(map(math.isfinite, self.max_error.values()))
 
     def to_json(self) -> dict[str, Any]:
+        """Convert to the object that ``graphpar verify --json`` prints."""
         return {
             "ok": self.ok,
             "devices": self.devices,
@@ -124,10 +128,10 @@ def _finite(error: float) -> float | str:
 def compare(
     reference: Reference, result: JobResult, plan: Plan, steps: int, program: Manifest | None = None
 ) -> Verification:
-    """What the ranks of ``result`` wrote against ``reference``.
+    """Compare what the ranks of ``result`` wrote with ``reference``.
 
     Args:
-        program: says how tensors are cut; without it none is.
+        program: says how tensors are sharded; without it none is.
     """
     comparison = _Comparison(reference, plan, steps, result)
     outcome = comparison.outcome
@@ -147,7 +151,7 @@ def compare(
 
 
 class _Comparison:
-    """Fills ``outcome``; ``differences`` are what is further off than allowed."""
+    """Fills ``outcome``; ``differences`` are values with errors above their tolerance."""
 
     written: GatheredTensors
 
@@ -190,7 +194,8 @@ class _Comparison:
                 self.whole(None, "buffer", f"buffer/{name}", name, expected, 0.0)
 
     def parameters(self) -> None:
-        """After the last step. All copies of one parameter, under whatever name and on whatever rank, must be equal to the bit."""
+        """After the last step. All copies of one parameter, under whatever name and on whatever rank, must be equal to
+        the bit."""
         expected = self.reference.parameters
         largest = _largest(expected)
         tied = {name for group in self.reference.ties for name in group}
@@ -279,7 +284,8 @@ class _Comparison:
             outcome.max_error[kind], outcome.tolerance[kind] = error, allowed
 
     def first(self) -> Difference | None:
-        """Where it begins: in the first step that differs the loss, else the gradient that the backward comes to first."""
+        """Find the first difference: in the first step that differs the loss, else the gradient that the backward
+        computes first."""
 
         def moment(difference: Difference) -> tuple[int, int, int]:
             step = difference.step
@@ -291,7 +297,7 @@ class _Comparison:
 
 
 def _share(error: float, allowed: float) -> float:
-    """How much of what is allowed an error takes."""
+    """An error relative to its tolerance."""
     return error / allowed if allowed else math.inf if error else 0.0
 
 
@@ -300,7 +306,8 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 
 
 def relative_error(expected: Tensor, found: Tensor, largest: float = 0.0) -> float:
-    """The largest difference over the largest magnitude of ``expected``, or over 1e-3 of ``largest`` where that is larger."""
+    """Compute the largest difference over the largest magnitude of ``expected``, or over 1e-3 of ``largest`` where that
+    is larger."""
     if not expected.numel():
         return 0.0
     if expected.is_complex():

@@ -1,9 +1,9 @@
-"""The reference: what the unpartitioned model does on the batches of the steps, eagerly, in one process.
+"""The reference: runs the unpartitioned model on the batches of the steps, eagerly, in one process.
 
 batch 0, 1, ..  ──► loss, gradients, a step of SGD with momentum
-the last batch  ──► once more without a step between, so that its gradients add up; clipped to half of their norm; a step
+the last batch  ──► once more without a step between, so that its gradients accumulate; clipped to half of their norm; a step
 
-What each step gives is written to files at once: a model's gradients fit into memory, those of several steps may not.
+The results of each step are written to files at once: a model's gradients fit into memory, those of several steps may not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEARNING_RATE, MOMENTUM, SEED = 0.05, 0.9, 0
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What the batch after the last step's left: gradients of both, clipped to ``max_norm``."""
+    """The accumulated gradients of the last two batches, clipped to ``max_norm``."""
 
     loss: float
     norm: float
@@ -47,11 +47,11 @@ class Accumulated:
 
 @dataclass
 class Reference:
-    """What the unpartitioned model did. Tensors lie in files, and are read when they are asked for."""
+    """The results of the unpartitioned model. Tensors are in files, and are read when they are asked for."""
 
     losses: list[float]
     ties: list[tuple[str, ...]]
-    dtype: torch.dtype  # the least precise that is computed in
+    dtype: torch.dtype  # the least precise dtype of the computation
     persistent: frozenset[str]  # names of buffers in the state_dict
     batches: list[dict[str, Tensor]]
     gradients: list[Mapping[str, Tensor]] = field(default_factory=list)  # a step
@@ -71,16 +71,16 @@ class Reference:
 
     @property
     def folder(self) -> Path:
-        """The files; they go with this object."""
+        """The temporary folder of the files; it is removed with this object."""
         return Path(self.scratch.name)
 
     @property
     def weights(self) -> Path:
-        """The state_dict before the first step; every name of a tie has a copy of its own."""
+        """Read the state_dict before the first step; every name of a tie has a copy of its own."""
         return self.folder / "weights.safetensors"
 
     def batch_file(self, step: int) -> Path:
-        """The inputs and targets of a step."""
+        """Read the inputs and targets of a step."""
         return self.folder / f"batch_{step}.safetensors"
 
     def keep(self, file: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -90,7 +90,7 @@ class Reference:
 
     @cached_property
     def in_double(self) -> Reference:
-        """The same run in float64, on the same batches from the same weights."""
+        """Run the same in float64, on the same batches from the same weights."""
         assert self.again is not None
         return self.again()
 
@@ -143,7 +143,7 @@ def run_reference(
 
     Args:
         microbatched: BatchNorm takes the statistics of each microbatch (what ``allow_batch_coupling`` accepts).
-        counted: names of the inputs that the loss's denominators depend on.
+        counted: names of the inputs that the loss denominators depend on.
     """
     leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
     setting = _Setting(source, plan, tuple(inputs), steps, microbatched, leaves, spec)
@@ -308,7 +308,7 @@ def _clipped(loss: float, model: nn.Module, named: Mapping[str, nn.Parameter], r
 
 
 def _stable_rate(squares: float) -> float:
-    """A learning rate with which a loss of any scale stays where it is smooth: rounding must not be amplified by divergence.
+    """A learning rate small enough for a loss of any scale to stay smooth: training that diverges would amplify rounding.
 
     Args:
         squares: the sum of the gradients' squares.

@@ -1,4 +1,4 @@
-"""The eager model made to do what the emitted program does by agreement: dropout masks by example, statistics by microbatch.
+"""Makes the eager model do what the emitted program does on purpose: dropout masks by example, statistics by microbatch.
 
 Both are calls of torch's functions in the order of execution, so a mode over these functions replaces them, and no model is
 changed. The mode also sees which dtypes the model computes in, and in which order its parameters are used.
@@ -38,7 +38,7 @@ class Substituted(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (
             (*args, *(kwargs or {}).values()) if getattr(func, "__name__", "") != "__get__" else ()
-        )  # .shape is no use
+        )  # .shape is of no use
         for argument in given:
             for value in argument if isinstance(argument, list | tuple) else (argument,):
                 if type(value) is nn.Parameter:

@@ -1,4 +1,4 @@
-"""How far two runs may be apart: by the dtype of each tensor, in one table.
+"""Tolerances of the comparison: by the dtype of each tensor, in one table.
 
 Errors are relative: see :func:`graphpar.verification.comparison.relative_error`. A run whose errors are all within ``clear`` is
 right as far as its dtype can show. Above that, rounding and a small fault look alike, so both sides are run again in float64.
@@ -16,7 +16,7 @@ KINDS = ("loss", "gradient", "norm", "parameter", "buffer", "output")
 
 @dataclass(frozen=True)
 class Precision:
-    """What a dtype can show. ``allowed``: the largest error of each kind; ``clear``: up to which nothing is in doubt."""
+    """The tolerances of a dtype. ``allowed``: the largest error of each kind; ``clear``: errors up to this can't hide a fault."""
 
     name: str
     allowed: Mapping[str, float]
@@ -27,7 +27,7 @@ def _alike(error: float) -> dict[str, float]:
     return dict.fromkeys(KINDS, error)
 
 
-# A gradient that is nothing but rounding in float32, where it passes for as large as a thousandth of the largest one, is off by some 1e-9
+# A gradient that is nothing but rounding in float32, where it passes for as large as a thousandth of the largest one, is wrong by some 1e-9
 # in float64. Rounding of honest programs in float32 is 1e-7 to 1e-6; an eps that is off by 1e-6 gives 1e-5 and less. In 16 bits a fault of
 # a percent is like rounding, so nothing is clear there.
 PRECISIONS: dict[torch.dtype, Precision] = {

@@ -1,9 +1,9 @@
-"""Verifying programs: run them and their references, compare, and where rounding leaves a doubt decide in float64.
+"""Verifies programs: runs them and their references, compares, and decides in float64 where an error could be rounding.
 
     every program ──► reference, ranks, comparison in its own dtypes ──► clear ──────────────────────────► the outcome
-                                                                     └─► in doubt ──► all of it in float64 ─┘
+                                                                     └─► unclear ───► all of it in float64 ─┘
 
-A fault shows in float64 as in float32; rounding does not. What is compared there is the same text of the program: see
+A fault shows in float64 as in float32; rounding does not. The text of the program is the same: see
 :mod:`graphpar.runtime.double`.
 """
 
@@ -33,13 +33,13 @@ from graphpar.verification.tolerances import PRECISIONS, precision
 
 STEPS = 4
 _ROUNDINGS, _ULPS = 100.0, 16.0
-"""How many times its own rounding, and at least how many of its last places, a model's first result may be off before the program is said
-to compute something in fewer bits."""
+"""By how many times the model's own rounding (and at least how many units in the last place) the first result may
+differ before the program counts as computing in fewer bits."""
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """A program to be verified, its plan, and what it is held against."""
+    """A program to be verified, its plan, and its reference."""
 
     folder: Path
     plan: Plan
@@ -52,7 +52,7 @@ def verify_parts(
     """Verify one program: in memory, or emitted to a folder.
 
     Args:
-        fp64: decide in float64 even where nothing is in doubt.
+        fp64: decide in float64 in any case.
     """
     (result,) = verify_all([parts], steps, fp64=fp64, timeout_s=timeout_s)
     return result
@@ -68,7 +68,7 @@ def verify_all(
 ) -> list[Verification]:
     """Verify several programs, those of one world size in one launch. ``references`` saves running the same model again."""
     if steps < 1:
-        raise GraphparError(f"--steps is {steps}; at least one step is needed to compare anything.")
+        raise GraphparError(f"--steps is {steps}; at least one step is needed.")
     shared: dict[Any, Reference] = {}
     known = references or [None] * len(programs)
     subjects = [_subject(program, steps, given, shared) for program, given in zip(programs, known, strict=True)]
@@ -88,7 +88,7 @@ def verify_all(
 
 
 def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
-    """The reference of ``parts``' model, to be shared by several plans of the same global batch."""
+    """Run the reference of ``parts``' model, to be shared by several plans of the same global batch."""
     assert parts.program.source is not None
     coupled = bool(parts.program.couplings) and parts.plan.microbatches > 1
     return run_reference(
@@ -150,7 +150,7 @@ def _interface(folder: Path) -> dict[str, Any]:
 
 
 def _counted(folder: Path) -> tuple[str, ...]:
-    """The inputs that the loss's denominators depend on."""
+    """The inputs that the loss denominators depend on."""
     return tuple(_interface(folder).get("counts", {}).get("inputs", ()))
 
 
@@ -226,7 +226,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _in_doubt(outcome: Verification, always: bool) -> bool:
-    """Whether rounding might have made a difference, or hidden one. What is missing or not a number is no rounding."""
+    """Tell whether rounding may have caused an error, or hidden one. A missing or infinite value is not rounding."""
     if outcome.problems or not outcome.finite or outcome.decided_in == "fp64":
         return False
     clear = {row.name: row.clear for row in PRECISIONS.values()}[outcome.decided_in]
@@ -258,7 +258,7 @@ def _largest(outcome: Verification) -> str:
 
 
 def _too_coarse(native: Verification, reference: Reference, double: Reference) -> str | None:
-    """Where the program agrees in float64, but computes in fewer bits than the model does: its first result shows it.
+    """Find a program that agrees in float64 but computes in fewer bits than the model: its first result shows it.
 
     A forward depends on rounding smoothly, unlike a backward through ReLU, so a model's own distance from float64 is a measure.
     """
@@ -276,14 +276,14 @@ def _too_coarse(native: Verification, reference: Reference, double: Reference) -
     if off <= max(places, _ROUNDINGS * own):
         return None
     return (
-        f"in fp64 the program is the model, but in {native.decided_in} its first {what} is off by {off:.1e}, where the model's own "
+        f"in fp64 the program is the model, but in {native.decided_in} its first {what} differs by {off:.1e}, where the model's own "
         f"rounding is {own:.1e}: it computes something in fewer bits than the model"
     )
 
 
 def _without_double(native: Verification, reference: Reference, why: str) -> Verification:
-    """The verdict where float64 is no way out: by the least precise dtype that the model computes in."""
+    """The verdict where float64 can't be run: by the least precise dtype that the model computes in."""
     allowed = precision(reference.dtype).allowed
     native.tolerance = {kind: max(tolerance, allowed[kind]) for kind, tolerance in native.tolerance.items()}
-    native.notes.append(f"rounding leaves a doubt that fp64 can't settle, since it can't be run there ({why})")
+    native.notes.append(f"an error could be rounding, and fp64 can't decide, since it can't be run ({why})")
     return native

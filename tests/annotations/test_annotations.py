@@ -225,7 +225,7 @@ def test_a_subclass_of_a_torch_style_is_that_style_and_an_unrelated_one_is_refus
             return module
 
     assert read_value(Float8Colwise(), "a") == read_value(ColwiseParallel(), "a")
-    with pytest.raises(GraphparError, match=r"'output'.*Mine is none of torch's styles"):
+    with pytest.raises(GraphparError, match=r"'output'.*Mine is not one of torch's styles"):
         pins({"output": Mine()})
 
 
@@ -280,8 +280,8 @@ ERRORS: list[tuple[Any, str]] = [
     ({"output": "S(0)@tp, R@tp"}, r"names the axis tp twice"),
     ({"output": "S(0)@tp, R"}, r"'R' in .* is no type@axis"),
     ({"output": ""}, r"no style ''"),
-    ({"output": 3}, r"'output': 3 is no value of a plan"),
-    ({"output": None}, r"None is no value"),
+    ({"output": 3}, r"'output': 3 is not a value of a shard plan"),
+    ({"output": None}, r"None is not a value"),
     ({"output": []}, r"the list is empty"),
     ({"output": {}}, r"the mapping is empty"),
     ({"output": {"input": ["R@tp"]}}, r"no key 'input'.*Did you mean 'inputs'"),
@@ -295,7 +295,7 @@ ERRORS: list[tuple[Any, str]] = [
     ({"layers.0.attention.wq": "S(1)@tp"}, r"does not fit 'layers\.0\.attention\.wq\.bias'"),
     ({"c_attn.weight": "S(1:7)@tp"}, r"24 is no multiple of the parts' sum 7"),
     ({"c_attn.weight": "S(1:3+5)@tp"}, r"tp=2 does not divide every part"),
-    ({"output.weight": "P@tp"}, r"can't be a pending sum"),
+    ({"output.weight": "P@tp"}, r"can't be a partial sum"),
     ({"layers.0.mlp": "colwise"},
      r"'layers\.0\.mlp' is a Sequential without a weight\. Below it are 0 \(Linear\), 1 \(GELU\), 2 \(Linear\)"),
     ({"norm": "rowwise"}, r"'norm' is a RMSNorm with weight \[8\]"),

@@ -16,7 +16,7 @@ from benchmarks import published
 from benchmarks.fit_devices import FIGURES, Array, changed, least_squares, samples
 from benchmarks.published_models import Shape
 from benchmarks.published_prices import few, price_row, pricing_of, starts
-from benchmarks.published_programs import Cut, lowered, parts, with_scores_again
+from benchmarks.published_programs import Degrees, lowered, parts, with_scores_again
 from benchmarks.published_rows import Unpriced, read, rows_of
 from benchmarks.published_scores import Outcome, kendall, mean, regret, score
 from benchmarks.published_sources import SOURCES, held_out
@@ -135,7 +135,7 @@ def test_about_a_third_of_all_names_is_held_out() -> None:
 # ---- programs --------------------------------------------------------------------------------------------------
 
 
-def moved(cut: Cut, shape: Shape = SMALL) -> Counter[str]:
+def moved(cut: Degrees, shape: Shape = SMALL) -> Counter[str]:
     """How often each transition stands in a block."""
     (block,) = lowered(shape, cut, "bf16", False, True).blocks.values()
     return Counter(operator_name(node) for node in block.graph.nodes if operator_name(node) in MOVES)
@@ -151,13 +151,13 @@ def moved(cut: Cut, shape: Shape = SMALL) -> Counter[str]:
     ids=["gpt", "llama", "scores"],
 )
 def test_the_placement_is_megatrons(shape: Shape) -> None:
-    assert moved(Cut(1, False), shape) == {}
-    assert moved(Cut(2, False), shape) == {"all_reduce": 2, "sum_gradient": 2}
-    assert moved(Cut(2, True), shape) == {"all_gather": 2, "reduce_scatter": 2}
+    assert moved(Degrees(1, False), shape) == {}
+    assert moved(Degrees(2, False), shape) == {"all_reduce": 2, "sum_gradient": 2}
+    assert moved(Degrees(2, True), shape) == {"all_gather": 2, "reduce_scatter": 2}
 
 
 def test_scores_that_are_made_again_are_not_kept() -> None:
-    shape, cut = replace(SMALL, attention="softmax"), Cut(1, False)
+    shape, cut = replace(SMALL, attention="softmax"), Degrees(1, False)
     kept = parts(shape, cut, "bf16", False, True, True, 4).other
     again = with_scores_again(shape, cut, "bf16", False, True, True, 4).other
     assert kept is not None and again is not None

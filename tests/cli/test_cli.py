@@ -645,7 +645,7 @@ def test_weights_are_written_where_they_are_small_or_asked_for(
         printed = output(capsys, "compile", HEAD_FIRST, "-o", "out", *options)
         assert weights.exists() is written, options
         if limit == 100 and not written:
-            assert "more than compile writes unasked; --weights writes them" in printed
+            assert "more than compile writes by default; --weights writes them" in printed
     missing = no_weights(load_manifest("out"))
     assert "there are no weights in out: name a safetensors file" in missing
     typed = shlex.split(missing.partition(": graphpar ")[2])
@@ -667,7 +667,7 @@ def test_a_prediction_for_other_devices_is_said_to_be_one(
 
     monkeypatch.setattr("graphpar.runtime.launch.torchrun", torchrun)
     printed = output(capsys, "run", "out", "--steps", "1")
-    assert "for 2x1xL40S-48GB" in printed and "which are not here" in printed
+    assert "for 2x1xL40S-48GB" in printed and "which this machine does not have" in printed
     assert " step    0   loss 1.0   0.100 s\n" in printed
 
 

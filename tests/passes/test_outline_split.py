@@ -262,14 +262,6 @@ def test_a_parameter_used_on_two_stages_and_a_head_registered_first() -> None:
     assert stages[1].counts and not stages[0].counts
 
 
-def test_the_end_of_a_module_is_the_beginning_of_the_next() -> None:
-    program = case_of(Chain([Layer() for _ in range(3)])).export()
-
-    texts = [[str(stage.graph) for stage in stages_of(program, cut)] for cut in ("layers.1", ("layers.0", "end"))]
-
-    assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize(
     ("cuts", "why"),
     [

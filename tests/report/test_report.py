@@ -306,7 +306,7 @@ def test_text_of_a_cut_program(llama: gp.Parts) -> None:
     for letter in ("R", "I", "S(d)"):
         assert re.search(rf"^   {re.escape(letter)} +\w+: ", text, re.MULTILINE), letter
     page = html(data)
-    assert "How tensors are cut" in page and "S(1) -&gt; R" in page and "<code>S(d)</code> sharded" in page
+    assert "How tensors are sharded" in page and "S(1) -&gt; R" in page and "<code>S(d)</code> sharded" in page
     assert "pp 0: devices 0-3" in page and "rank 0" not in page.replace("pipeline rank", "")
     assert f"{spec}@tp:" in str(llama.plan) and "model.layers.*.self_attn.q_proj.weight" in str(llama.plan)
 
@@ -330,7 +330,7 @@ def test_logits_that_are_gathered_are_noted() -> None:
         return report_data(parts.program, plan, parts.stages)["sharding"]["notes"]  # type: ignore[no-any-return]
 
     why = "label smoothing needs every class's logit"
-    assert notes(label_smoothing=0.1) == [f"The logits are cut over tp, but gathered before the loss: {why}."]
+    assert notes(label_smoothing=0.1) == [f"The logits are sharded over tp, but gathered before the loss: {why}."]
     assert all("priced" in note for note in notes())
 
 

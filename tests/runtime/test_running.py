@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(
     assert message.startswith(
         "error: rank 1 was ended by SIGKILL. Most often the system kills a process because memory runs out"
     )
-    assert re.search(r"By the plan its 2 processes need \S+ \wi?B together; this machine has ", message)
+    assert re.search(r"According to the plan, its 2 processes need \S+ \wi?B together; this machine has ", message)
 
 
 def test_a_rank_that_raises_shows_its_own_error_once(

@@ -166,7 +166,7 @@ class _Tampered(JobResult):
         (3, "param/block.1.up.weight", 0, "parameter block.1.up.weight: its copies on ranks 0 and 2 differ by 0.001"),
         (1, "param/block.0.down.bias", 2, "parameter block.0.down.bias: its copies on ranks 0 and 1 differ by 0.001"),
         (1, "param/block.0.up.bias", 3, "parameter block.0.up.bias: the padding of rank 1's shard is not zero"),
-        (3, "grad/1/block.0.up.bias", 3, "gradient block.0.up.bias: the padding of rank 3's piece is not zero"),
+        (3, "grad/1/block.0.up.bias", 3, "gradient block.0.up.bias: the padding of rank 3's shard is not zero"),
     ],
 )
 def test_verify_sees_a_replica_that_drifts_and_padding_that_is_not_zero(

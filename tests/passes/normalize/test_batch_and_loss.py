@@ -63,6 +63,8 @@ def each(o: Tensor, y: Tensor) -> Tensor:
 EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
     "cross-entropy, uneven ignored labels": (XS, ce, (YS,)),
     "cross-entropy, classes on dim 1": (XS, lambda o, y: F.cross_entropy(o.transpose(1, 2), y), (YS,)),
+    "label smoothing": (XS, lambda o, y: ce(o, y, label_smoothing=0.1), (YS,)),
+    "sum, not divided": (XS, lambda o, y: ce(o, y, reduction="sum"), (YS,)),
     "class weights": (XS, lambda o, y: ce(o, y, weight=W), (YS,)),
     "class weights and label smoothing": (XS, lambda o, y: ce(o, y, weight=W, label_smoothing=0.1), (YS,)),
     "another ignore_index": (XS, lambda o, y: ce(o, y.clamp(min=0), ignore_index=0), (YS,)),
@@ -105,6 +107,9 @@ EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
     "picked by row number": (X, lambda o, y: -F.log_softmax(o, -1)[torch.arange(o.size(0)), y].mean(), (Y,)),
     "repeated rows": (X, lambda o, t: (o.repeat_interleave(2, 0).view(-1, 2, 5) * t[:, None]).mean(), (T,)),
     "einsum": (X, lambda o, t: torch.einsum("bi,bi->", o, t), (T,)),
+    "shapes of another tensor": (
+        XS, lambda o, t: ((o.flatten(1).reshape_as(o) + o[:, :1].broadcast_to(o.shape)) * t).mean(), (TS,),
+    ),
     "one row squeezed": (X, lambda o, t: (o[:, None].squeeze().softmax(1) * t).sum(1).mean(), (T,)),
     "no term with examples": (X, lambda o, t: o.sum() * 0 + 1.0, (T,)),
 }  # fmt: skip
@@ -142,6 +147,10 @@ MIXING: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...], str]] = {
     "median of all": (X, lambda o, t: (o - t).median(), (T,), "median"),
     "norm of all": (X, lambda o, t: (o - t).norm(), (T,), "norm"),
     "softmax over the batch": (X, lambda o, t: (o.softmax(0) * t).sum(), (T,), "softmax"),
+    "attention over the batch": (
+        XS, lambda o: F.scaled_dot_product_attention(*[o.transpose(0, 1)] * 3).mean(), (), "scaled_dot_product_attention",
+    ),
+    "centred over the batch": (X, lambda o, t: ((o - o.mean(0)) * t).mean(), (T,), "sub"),
     "cumsum over the batch": (X, lambda o, t: (o.cumsum(0) * t).mean(), (T,), "cumsum"),
     "flip of the batch": (X, lambda o, t: (o.flip(0) * t).mean(), (T,), "flip"),
     "roll of everything": (X, lambda o, t: (o.roll(1) * t).mean(), (T,), "roll"),
@@ -166,6 +175,14 @@ def test_mixed_examples_are_refused_by_name(name: str) -> None:
     reason = refusal(Case(Net(), (x,), {}, loss_fn, targets).export())
 
     assert reason and why in reason
+
+
+def test_what_mixes_examples_is_planned_with_the_batch_whole() -> None:
+    program = Case(Net(), (X,), {}, *MIXING["contrastive"][1:3]).export()
+
+    assert gp.plan(program, 1).microbatches == 1
+    with pytest.raises(gp.GraphparError, match="can't be cut"):
+        gp.plan(program, 1, microbatch_size=1)
 
 
 def test_coupling_names_module_and_line() -> None:
@@ -342,7 +359,7 @@ def test_dropout_that_drops_nothing_or_everything_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [torch.rand_like, lambda h: h.new_empty(h.shape).bernoulli_(0.5), F.gumbel_softmax]
+    "function", [torch.rand_like, torch.randn_like, lambda h: h.new_empty(h.shape).bernoulli_(0.5), F.gumbel_softmax]
 )
 def test_other_random_numbers_are_refused(function: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(gp.GraphparError, match="draws random numbers"):

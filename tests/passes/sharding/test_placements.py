@@ -71,7 +71,7 @@ def test_llama_3_8b(degree: int) -> None:
     assert str(plan.parameters()["lm_head.weight"]["tp"]) == "S(0)"
     moved = moved_in(program, plan)
     assert moved["LlamaDecoderLayer"] == {"all_gather": 2, "reduce_scatter": 2}
-    assert moved[""] == {"all_gather": 1, "reduce_scatter": 1}  # and the loss over cut classes
+    assert moved[""] == {"all_gather": 1, "reduce_scatter": 1}  # and the vocabulary-parallel loss
     assert plan.sharding.gap <= 1e-6
 
 

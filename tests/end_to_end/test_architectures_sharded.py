@@ -1,4 +1,4 @@
-"""Public architectures over two tensor-parallel ranks against themselves on one device, and how much of each is cut.
+"""Public architectures over two tensor-parallel ranks against themselves on one device, and how much of each is sharded.
 
 Fast: one of each way to write attention that was once left whole. Slow: all, in batches of programs a launch.
 """
@@ -46,7 +46,7 @@ def _check(row: Row) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_architecture_is_cut_and_exact(name: str, fast: dict[str, tuple[Row, gp.Parts]]) -> None:
+def test_architecture_is_sharded_and_exact(name: str, fast: dict[str, tuple[Row, gp.Parts]]) -> None:
     row, parts = fast[name]
 
     _check(row)

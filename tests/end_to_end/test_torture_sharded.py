@@ -1,4 +1,4 @@
-"""Slow: the zoo of odd models with its tensors cut over tp and over cp, against the unpartitioned models."""
+"""Slow: the zoo of odd models with its tensors sharded over tp and over cp, against the unpartitioned models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.zoo_programs import WHOLE, check, program_of, verified
 
 
 @functools.cache
-def cut_over(axis: str) -> dict[str, Verification | Exception]:
+def sharded_over(axis: str) -> dict[str, Verification | Exception]:
     """Every model of the zoo over two ranks of an axis, its batch whole."""
     made: dict[str, gp.Parts | Exception] = {}
     for name in WHOLE:
@@ -28,5 +28,5 @@ def cut_over(axis: str) -> dict[str, Verification | Exception]:
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 @pytest.mark.parametrize("name", WHOLE)
-def test_model_is_exact_when_tensors_are_cut(name: str, axis: str) -> None:
-    check(cut_over(axis)[name])
+def test_model_is_exact_when_tensors_are_sharded(name: str, axis: str) -> None:
+    check(sharded_over(axis)[name])

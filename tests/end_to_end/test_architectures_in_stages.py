@@ -1,4 +1,4 @@
-"""Slow: public architectures, cut into stages, against the unpartitioned models; what can't be split is refused by name."""
+"""Slow: public architectures, split into stages, against the unpartitioned models; what can't be split is refused by name."""
 
 from __future__ import annotations
 
