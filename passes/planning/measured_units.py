@@ -20,6 +20,7 @@ from graphpar.ir.plan import Cut, SplitPoint
 from graphpar.ir.program import Program, batch_coefficients, value_of
 from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.applications import first_applications
+from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import cut_candidates, positions_of, split
 from graphpar.runtime.layout import R
 
@@ -65,6 +66,19 @@ def _can_split(program: Program, positions: Sequence[int]) -> bool:
     return True
 
 
+def units_of_ranks(
+    sharded: Sharded, execution: Execution | None = None, *, device: str = "cpu", wanted: Sequence[Cut] = ()
+) -> list[Unit]:
+    """:func:`units_of` what a rank runs; those that were asked for before are the same ones, with what was measured of them."""
+    run = execution or Execution()
+    cuts = unit_cuts(sharded.local, wanted)
+    key = device, run.fused, run.gradient_bytes, tuple(cuts)
+    if key not in sharded.units:
+        sharded.units[key] = _units(sharded.local, sharded.sharding.degrees, run, device, cuts)
+    found: list[Unit] = sharded.units[key]
+    return found
+
+
 def units_of(
     program: Program,
     degrees: Mapping[str, int],
@@ -82,8 +96,12 @@ def units_of(
         device: ``cpu`` or ``cuda``, as :class:`Activations` takes it.
         wanted: split points at which a unit is to begin besides.
     """
-    execution = execution or Execution()
-    cuts = unit_cuts(program, wanted)
+    return _units(program, degrees, execution or Execution(), device, unit_cuts(program, wanted))
+
+
+def _units(
+    program: Program, degrees: Mapping[str, int], execution: Execution, device: str, cuts: Sequence[tuple[int, Cut]]
+) -> list[Unit]:
     positions = [position for position, _ in cuts]
     stages = split(program, positions)
     works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)

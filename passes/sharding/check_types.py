@@ -17,7 +17,7 @@ from graphpar.emitted import collectives
 from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.gradients import block_results
 from graphpar.operators.placement import operands_of
-from graphpar.passes.sharding.problem import Operator, Problem, build_problem, is_operator
+from graphpar.passes.sharding.problem import Operator, Problem, is_operator
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 Types = tuple[Type, ...]
@@ -36,16 +36,14 @@ _FROM_TO: dict[str, tuple[Type | None, Type | None]] = {  # None: the cut that t
 }
 
 
-def check_types(program: Program, local: Program, degrees: Mapping[str, int]) -> list[str]:
-    """What is wrong with ``local``, the lowered form of ``program``; empty if nothing is."""
-    return _Checker(program, local, degrees).check()
+def check_types(problem: Problem, local: Program) -> list[str]:
+    """What is wrong with ``local``, the lowered form of the program of ``problem``; empty if nothing is."""
+    return _Checker(problem, local).check()
 
 
 class _Checker:
-    def __init__(self, program: Program, local: Program, degrees: Mapping[str, int]) -> None:
-        self.program, self.local, self.degrees = program, local, degrees
-        self.axes = tuple(degrees)
-        self.problem: Problem = build_problem(program, degrees)
+    def __init__(self, problem: Problem, local: Program) -> None:
+        self.problem, self.local, self.axes = problem, local, problem.axes
         self.problems: list[str] = []
         self.results: dict[str, list[Types]] = {}  # of each block
         self.inputs: dict[str, list[Types]] = {}
