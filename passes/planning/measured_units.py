@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -107,6 +108,7 @@ def _units(
     works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
     activations = Activations(program, degrees, device=device, even_experts=True)
     kinds: dict[Any, UnitClass] = {}
+    memories: dict[Any, Callable[[], UnitMemory]] = {}
     shared: set[str] = set()
     holders = Counter(
         name for stage in stages for name in {program.tie_of(name)[0] for name in attributes(program, stage)}
@@ -115,11 +117,11 @@ def _units(
     units = []
     for stage, position, cut in zip(stages, [0, *positions], [None, *(cut for _, cut in cuts)]):
         again = shared & set(stage.recomputed)
-        key = _signature(program, stage), frozenset(again)
+        signature = _signature(program, stage)
+        key = signature, frozenset(again)
         if key not in kinds:
-            kinds[key] = UnitClass(
-                works.of(stage.graph, without=again), _sends(program, stage), partial(_memory, activations, stage)
-            )
+            measure = memories.setdefault(signature, functools.cache(partial(_memory, activations, stage)))
+            kinds[key] = UnitClass(works.of(stage.graph, without=again), _sends(program, stage), measure)
         shared |= set(stage.recomputed)
         held, buffers = _held(program, degrees, stage, several)
         units.append(Unit(cut, position, stage.modules, kinds[key], held, buffers, _inputs(program, stage), stage))
@@ -151,9 +153,8 @@ def _is_trained(program: Program, name: str) -> bool:
 
 def _memory(activations: Activations, stage: Stage) -> UnitMemory:
     program = activations.program
-    sizes = ROWS if program.symbolic else (program.batch, program.batch)
-    first = activations.reach(stage, sizes[0])
-    second = activations.reach(stage, sizes[1]) if program.symbolic else first
+    found = activations.reaches(stage, ROWS if program.symbolic else [program.batch])
+    first, second = found[0], found[-1]
     line = {
         name: Bytes.through(getattr(first, name), getattr(second, name))
         if program.symbolic

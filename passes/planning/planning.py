@@ -14,7 +14,6 @@ from graphpar.cost_models.estimates import Alone, Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import dominant_dtype
 from graphpar.cost_models.halved import halved
-from graphpar.cost_models.memory import table_of
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -35,7 +34,7 @@ from graphpar.passes.planning.planner import SHOWN, Planner, PlannerConstraints,
 from graphpar.passes.planning.split_points import marked_cuts
 from graphpar.passes.sharding.shard import Sharded, sharded_as
 from graphpar.passes.split import positions_of
-from graphpar.schedules.registry import canonical_name, order_of
+from graphpar.schedules.registry import ActionTable, action_table, canonical_name, order_of, parse_table
 from graphpar.text import bytes_text
 
 GROWTH = (2, 4, 8, 16)
@@ -151,6 +150,15 @@ def in_bf16_s(program: Program, plan: Plan, cluster: Cluster) -> float | None:
     return Pricing(
         halved(pricing.units), plan.mesh, cluster, pricing.execution, dtype="bf16", train=pricing.train
     ).step_s(layout)
+
+
+def table_of(plan: Plan) -> ActionTable:
+    """The actions of the plan's ranks: its own, those of its schedule, or without a pipeline one microbatch after the other."""
+    if plan.actions is not None:
+        return parse_table("\n".join(",".join(row) for row in plan.actions))
+    if plan.mesh.pp == 1:
+        return parse_table(",".join(f"0F{number},0B{number}" for number in range(plan.microbatches)))
+    return action_table(plan.schedule, plan.mesh.pp, plan.stages_per_rank, plan.microbatches)
 
 
 # ---- one device ------------------------------------------------------------------------------------------------

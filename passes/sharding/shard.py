@@ -112,6 +112,7 @@ class _Lowering:
         self.axes = tuple(sharding.degrees)
         self.degrees = sharding.degrees
         self.gradients = differentiable_nodes(program)
+        self.pieces: dict[object, Tensor] = {}
         self._ends: dict[str, tuple[list[Types | None], list[Types]]] = {}
 
     def info(self, name: str, info: TensorInfo) -> TensorInfo:
@@ -163,7 +164,6 @@ class _Scope:
         self.made: dict[fx.Node, fx.Node] = {}
         self.types: dict[fx.Node, Types] = {}
         self.turned: dict[tuple[fx.Node, Types], fx.Node] = {}
-        self.pieces: dict[object, Tensor] = {}
         self.whole: Types = (R,) * len(self.axes)
 
     def lower(self) -> fx.Graph:
@@ -347,27 +347,24 @@ class _Scope:
         """The fake value of a rank's piece."""
         value = value_of(node)
         shape, coefficients = self.lowering.local(node, types, value)
-        copy.meta["val"] = value if tuple(shape) == tuple(value.shape) else self._piece(node, value, shape)
+        copy.meta["val"] = value if tuple(shape) == tuple(value.shape) else self._piece(value, shape)
         copy.meta.pop("twin", None)
         if "batch_coefficients" in node.meta:
             copy.meta["batch_coefficients"] = coefficients
 
-    def _piece(self, node: fx.Node, value: Tensor, shape: tuple[Any, ...]) -> Tensor:
-        """A fake value of ``shape``; all instances of a block have one for each shape, since they give the same."""
-        source = node.args[0] if operator_name(node) == "getitem" else node
-        if not isinstance(source, fx.Node) or source.op != "call_module":
-            return value.new_empty(shape)
-        key = (str(source.meta["block"]), 0 if source is node else node.args[1], str(shape))
-        if key not in self.pieces:
-            self.pieces[key] = value.new_empty(shape)
-        return self.pieces[key]
+    def _piece(self, value: Tensor, shape: tuple[Any, ...]) -> Tensor:
+        """A fake value of ``shape``; pieces that are alike are one."""
+        key = value.dtype, str(shape)
+        if key not in self.lowering.pieces:
+            self.lowering.pieces[key] = value.new_empty(shape)
+        return self.lowering.pieces[key]
 
     def _empty(self, node: fx.Node, types: Types, value: Tensor, index: int) -> Tensor:
         user = next((u for u in node.users if operator_name(u) == "getitem" and u.args[1] == index), None)
         if user is None:
             return value
         shape, _ = self.lowering.local(user, types, value)
-        return value if tuple(shape) == tuple(value.shape) else value.new_empty(shape)
+        return value if tuple(shape) == tuple(value.shape) else self._piece(value, shape)
 
 
 def _type_of(decisions: Mapping[str, Decision], node: fx.Node) -> Types:
