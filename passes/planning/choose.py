@@ -7,6 +7,7 @@ Whatever the user pinned is taken as it is, or refused with the reason.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.search import SearchConstraints, search, sharding_of, undivided_work
+from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.split import positions_of, split
 from graphpar.schedules.registry import (
     ActionTable,
@@ -62,7 +64,7 @@ class PlanConstraints:
     edge_layers: tuple[int, int] | None = None  # what comes before and after the layers, counted in layers
     shard_plan: Mapping[str, Any] | None = None
     cluster: Cluster | None = None  # of as many devices as the mesh
-    sharding: Sharding | None = None  # found before, for the mesh's compute axes
+    sharded: Sharded | None = None  # found before, for the mesh's compute axes
 
     @property
     def by_layers(self) -> bool:
@@ -207,7 +209,7 @@ def _plan(
     stages = split(program, positions_of(program, cuts))
     size = batch // (microbatches * mesh.dp_replicate)
     coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
-    sharding = pins.sharding or choose_sharding(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
+    found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
     return Plan(
         model=program.name,
         mode=program.mode,
@@ -220,44 +222,53 @@ def _plan(
         dtype=pins.dtype,
         actions=actions,
         allow_batch_coupling=pins.allow_batch_coupling,
-        sharding=sharding,
+        sharding=found.sharding,
         cluster=pins.cluster,
-        warnings=(*program.warnings, *([] if coupled is None else [coupled]), *sharding.undivided),
+        warnings=(*program.warnings, *([] if coupled is None else [coupled]), *found.sharding.undivided),
+        sharded=found,
     )
 
 
-def choose_sharding(
+def solve(
     program: Program,
     mesh: Mesh,
     microbatch: int,
     microbatches: int,
     shard_plan: Mapping[str, Any] | None = None,
     cluster: Cluster | None = None,
-) -> Sharding:
-    """How every tensor is placed on the axes of ``mesh`` that operators are placed on, at the prices of ``cluster``; nothing is
-    decided where there are none.
+) -> Sharded:
+    """How every tensor is placed on the axes of ``mesh`` that operators are placed on, at the prices of ``cluster``, and the program of
+    a rank that follows.
+
+    Raises:
+        GraphparError: the shard plan is wrong, or can't be fulfilled.
     """
+    started = time.perf_counter()
     pins = resolve(shard_plan or {}, names_of(program), mesh.compute)  # what is wrong in it is wrong on any mesh
+    annotated = time.perf_counter() - started
     axes = placed_axes(program, mesh)
     if not axes:
-        return Sharding()
-    variants, points = variants_of(program, pins), points_of(pins)
-    ready = prepared(program, variants, points, axes)
-    problem = build_problem(ready, axes)
+        return sharded(program, Sharding(), microbatch, None)
+    sized = program.at_batch(microbatch)
+    variants, points = variants_of(sized, pins), points_of(pins)
+    problem = build_problem(prepared(sized, variants, points, axes), axes)
     workload = Workload(microbatch, microbatches, program.mode == "train")
-    costs = costs_for(program, mesh, cluster)
-    solution = search(problem, workload, costs, SearchConstraints(pins.parameters, pin_nodes(ready, pins, points)))
-    undivided = undivided_work(solution, workload)
+    costs = costs_for(sized, mesh, cluster)
+    given = SearchConstraints(pins.parameters, pin_nodes(problem.program, pins, points))
+    solution = search(problem, workload, costs, given)
     unknown = [
         operator.node for operator in problem.operators if operator.kind == "operator" and not has_rule(operator.node)
     ]
-    return replace(
+    sharding = replace(
         sharding_of(solution),
         variants=variants,
         points=tuple(points),
-        undivided=undivided,
+        undivided=undivided_work(solution, workload),
         discovered=discovered(unknown),
     )
+    found = sharded(program, sharding, microbatch, problem)
+    found.seconds["annotate"] = annotated
+    return found
 
 
 def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[Cut] | None) -> int:

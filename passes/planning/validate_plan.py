@@ -22,8 +22,8 @@ from graphpar.passes.planning.choose import (
     check_pipelined,
     choose,
 )
-from graphpar.passes.sharding.pins import prepared
-from graphpar.passes.sharding.problem import Operator, Problem, Value, build_problem
+from graphpar.passes.sharding.problem import Operator, Problem, Value
+from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
 from graphpar.passes.split import split
 from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import Type
@@ -54,7 +54,6 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         allow_batch_coupling=given.allow_batch_coupling,
         dtype=given.dtype,
         cluster=given.cluster,
-        sharding=given.sharding,
     )
     axes = placed_axes(program, given.mesh)
     if dict(given.sharding.degrees) != axes:
@@ -62,8 +61,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
             f"The plan contradicts itself, or the model has changed: its sharding is for {dict(given.sharding.degrees)}, but its "
             f"operators are placed on {axes or 'no axis'}."
         )
-    plan = choose(program, given.mesh, pins)
-    _check_sharding(program, plan)
+    plan = choose(program, given.mesh, replace(pins, sharded=_checked(program, given)))
     if plan != given:
         ours, theirs = plan.to_json(), given.to_json()
         name = next(key for key in ours if ours[key] != theirs[key])
@@ -71,7 +69,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
             f"The plan contradicts itself, or the model has changed: {name} is {theirs[name]}, but its other decisions "
             f"give {ours[name]}."
         )
-    return replace(plan, predicted=given.predicted, found=given.found)
+    return replace(plan, predicted=given.predicted, found=given.found, alone=given.alone)
 
 
 def check_alone(plan: Plan) -> None:
@@ -143,22 +141,24 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def _check_sharding(program: Program, plan: Plan) -> None:
-    """Whether the sharding in a plan is legal for ``program``, operator by operator.
+def _checked(program: Program, plan: Plan) -> Sharded:
+    """What a rank runs, where the sharding in the plan is legal for ``program``, operator by operator.
 
     Raises:
         GraphparError: it is not; the message names the decision.
     """
-    sharding = plan.sharding
-    if not sharding.degrees:
-        return
-    problem = build_problem(prepared(program, sharding.variants, sharding.points, sharding.degrees), sharding.degrees)
-    for operator in problem.operators:
-        _check_decision(operator, sharding)
-        if operator.kind == "parameter":
-            _check_parameter(problem, operator, sharding)
-    for value in problem.values:
-        _check_transitions(problem, value, sharding)
+    sharding, rows = plan.sharding, plan.microbatch_size
+    if plan.sharded is not None and plan.sharded.serves(program, sharding, rows):
+        return plan.sharded
+    problem = problem_of(program, sharding, rows)
+    if problem is not None:
+        for operator in problem.operators:
+            _check_decision(operator, sharding)
+            if operator.kind == "parameter":
+                _check_parameter(problem, operator, sharding)
+        for value in problem.values:
+            _check_transitions(problem, value, sharding)
+    return sharded(program, sharding, rows, problem)
 
 
 def _named(operator: Operator) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.gradients import block_results
 from graphpar.operators.placement import operands_of
-from graphpar.passes.sharding.problem import Operator, Problem, build_problem, is_operator, result_types, source_types
+from graphpar.passes.sharding.problem import Operator, Problem, is_operator, result_types, source_types
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 Types = tuple[Type, ...]
@@ -35,16 +35,14 @@ _FROM_TO: dict[str, tuple[Type | None, Type | None]] = {  # None: the cut that t
 }
 
 
-def check_types(program: Program, local: Program, degrees: Mapping[str, int]) -> list[str]:
-    """What is wrong with ``local``, the lowered form of ``program``; empty if nothing is."""
-    return _Checker(program, local, degrees).check()
+def check_types(problem: Problem, local: Program) -> list[str]:
+    """What is wrong with ``local``, the lowered form of the program of ``problem``; empty if nothing is."""
+    return _Checker(problem, local).check()
 
 
 class _Checker:
-    def __init__(self, program: Program, local: Program, degrees: Mapping[str, int]) -> None:
-        self.program, self.local, self.degrees = program, local, degrees
-        self.axes = tuple(degrees)
-        self.problem: Problem = build_problem(program, degrees)
+    def __init__(self, problem: Problem, local: Program) -> None:
+        self.problem, self.local, self.axes = problem, local, problem.axes
         self.problems: list[str] = []
         self.results: dict[str, list[Types]] = {}  # of each block
         self.inputs: dict[str, list[Types]] = {}
@@ -62,7 +60,7 @@ class _Checker:
         results = [node for node in output.all_input_nodes if isinstance(value_of(node), Tensor)]
         for place, node in enumerate(results):
             origin = node.meta["origin"]
-            wanted = result_types(self.program, origin, place, origin in self.problem.differentiable, self.axes)
+            wanted = result_types(self.problem.program, origin, place, origin in self.problem.differentiable, self.axes)
             if types[node] != wanted:
                 must = _text(wanted) if P in wanted else "whole"
                 self.problems.append(f"the program returns {node.name} as {_text(types[node])}, but it must be {must}")
@@ -80,7 +78,7 @@ class _Checker:
         if node.op == "placeholder":
             declared = tuple(node.meta["types"].values()) if "types" in node.meta else ()
             if not scope and isinstance(value_of(node), Tensor):
-                return source_types(self.program, node, self.axes)
+                return source_types(self.problem.program, node, self.axes)
             return declared if scope else ()
         if node.op == "get_attr":
             return self._parameter(node, scope)
