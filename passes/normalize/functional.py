@@ -326,15 +326,15 @@ class _Functionalizer:
     def _inverse(self, maker: fx.Node, parent: fx.Node, result: fx.Node, cause: fx.Node) -> fx.Node:
         name, record, rest = operator_name(maker), record_of(maker), tuple(maker.args[1:])
         same = value_of(parent).dtype == value_of(result).dtype
-        scatter = (
-            getattr(_aten, f"{name}_scatter", None) if name != "as_strided" else None
-        )  # by another memory's strides
-        if record.kind is Kind.VIEW and scatter is not None:
+        scatter = getattr(_aten, f"{name}_scatter", None)
+        if (
+            record.kind is Kind.VIEW and scatter is not None and name != "as_strided"
+        ):  # the strides are another memory's
             return self._call(cause, scatter.default, (parent, result, *rest), dict(maker.kwargs))
         if record.kind is Kind.PERMUTE and (rule := rule_of(maker)) is not None:
             order = [rule.results[0].index(factor) for factor in rule.operands[0]]
             if order == [rule.operands[0].index(factor) for factor in rule.results[0]]:  # its own inverse
-                return self._call(cause, maker.target, (result, *rest))
+                return self._call(cause, maker.target, (result, *rest), dict(maker.kwargs))
             return self._call(cause, _aten.permute.default, (result, order))
         if record.kind is Kind.RESHAPE and same:
             return self._call(cause, _aten.view_as.default, (result, parent))
