@@ -53,7 +53,7 @@ def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int, cut: Seq
 
 
 def _whole_index(index: Tensor, size: int, rank: int, ranks: int, parts: tuple[int, ...]) -> Tensor:
-    """The indices in the whole dim, which consists of runs of ``parts``, of the elements ``index`` of a shard of ``size``."""
+    """The indices in the whole dim (runs of ``parts``) of the elements ``index`` of a shard of ``size``."""
     if not parts:
         return index + rank * size
     begins = [sum(parts[:number]) for number in range(len(parts))]
