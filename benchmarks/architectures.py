@@ -28,9 +28,8 @@ from torch import fx
 import graphpar as gp
 from graphpar.cost_models.flops import operator_flops
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.program import operator_name
 from graphpar.ir.sharding import Decision
-from graphpar.operators.kinds import FREE
+from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE
 from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import is_operator
@@ -153,7 +152,7 @@ def _operators_sharded(program: gp.Program, plan: gp.Plan) -> tuple[float, float
     count = own = all_flops = own_flops = 0.0
     for scope, graph, instances in scopes:
         for node in graph.nodes:
-            if not is_operator(node) or operator_name(node) in FREE or not node.all_input_nodes:
+            if not is_operator(node) or record_of(node).free or not node.all_input_nodes:
                 continue
             flops = operator_flops(node, plan.microbatch_size) * instances
             divided = _divided(plan.sharding.decisions[scope][node.name])

@@ -30,13 +30,10 @@ from graphpar.frontend.modelfile import ModelFile, initial_weights, load_model_f
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
-from graphpar.ir.stage import Stage
-from graphpar.parts import Parts
+from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.planning.asked import Asked, ask, check_batch, planned
 from graphpar.passes.planning.planning import on_one_device
 from graphpar.passes.planning.validate_plan import check_alone, validate_plan
-from graphpar.passes.sharding.shard import shard
-from graphpar.passes.split import positions_of, split
 from graphpar.passes.table import PASSES, PassList, Step, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
 from graphpar.schedules.registry import load_table
@@ -76,17 +73,6 @@ class _Request:
     kept: PeoplesFiles  # in the folder
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """The result of planning and printing."""
-
-    program: Program  # for one microbatch
-    plan: Plan
-    stages: list[Stage]
-    report: dict[str, Any]
-    parts: Parts | None
-
-
 def compile_model(options: argparse.Namespace) -> Result:
     """Do what ``graphpar compile`` was asked for; the result prints the report."""
     clock = Clock()
@@ -101,16 +87,18 @@ def compile_model(options: argparse.Namespace) -> Result:
             plan = replace(plan, alone=_on_one_device(program, plan))
     clock.phase("plan")
     _dump(options, "plan", "what was decided", plan)
-    compiled = _compiled(file, program, plan, folder)
-    _dump(options, "shard", "the program of one rank", compiled.program)
-    for stage in compiled.stages:
+    with progress("splitting"):
+        compilation = compiled(program, plan)
+    _dump(options, "shard", "the program of one rank", compilation.sharded.local)
+    for stage in compilation.stages:
         _dump(options, "split", f"stage {stage.index}", print_graph(stage.graph))
+    report = report_data(compilation)
     shard_plan = asked.pins.shard_plan if given is None else None
-    explanation = _explanation(compiled, program, options.explain, shard_plan) if options.explain else []
-    written = "" if folder is None else _save(compiled, file, folder, options)
+    explanation = _explanation(compilation, options.explain, shard_plan) if options.explain else []
+    written = "" if folder is None else _write(compilation, report, file, folder, options)
     clock.phase("emit")
     out = None if folder is None else str(folder)
-    report = with_alone(compiled.report, None if plan.alone is None else plan.alone.to_json())
+    report = with_alone(report, None if plan.alone is None else plan.alone.to_json())
     report |= {} if plan.found is None else {"search": plan.found.to_json()}
     data = compile_json(report, plan, clock.seconds, out)
     if options.explain:
@@ -297,34 +285,21 @@ def _on_one_device(program: Program, plan: Plan) -> Alone | None:
         return None
 
 
-def _compiled(file: ModelFile, program: Program, plan: Plan, folder: Path | None) -> _Compiled:
-    """Split the program into stages, and unless ``folder`` is None print the package, in memory."""
-    if folder is None:
-        with progress("splitting"):
-            sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
-            stages = split(sized, positions_of(sized, plan.cuts))
-            return _Compiled(sized, plan, stages, report_data(sized, plan, stages), None)
+def _explanation(compilation: Compilation, pattern: str, shard_plan: Mapping[str, Any] | None) -> list[str]:
+    plan, sharded = compilation.plan, compilation.sharded
+    explainer = ShardingExplainer(compilation, shard_plan) if plan.sharding.degrees else None
+    return explain(sharded.local, plan, compilation.stages, pattern, explainer.lines if explainer else None)
+
+
+def _write(
+    compilation: Compilation, report: dict[str, Any], file: ModelFile, folder: Path, options: argparse.Namespace
+) -> str:
+    """Write the program, with weights where they are asked for or small; returns what became of them, in words."""
     reference = file.reference or os.path.relpath(file.path.resolve(), folder.resolve())
     with progress("printing the stages"):
-        parts = api.partition(program, plan, model_file=reference)
-    return _Compiled(parts.program, plan, parts.stages, parts.report, parts)
-
-
-def _explanation(
-    compiled: _Compiled, program: Program, pattern: str, shard_plan: Mapping[str, Any] | None
-) -> list[str]:
-    plan = compiled.plan
-    explainer = None
-    if plan.sharding.degrees:
-        explainer = ShardingExplainer(program.at_batch(plan.microbatch_size), plan, shard_plan)
-    return explain(compiled.program, plan, compiled.stages, pattern, explainer.lines if explainer else None)
-
-
-def _save(compiled: _Compiled, file: ModelFile, folder: Path, options: argparse.Namespace) -> str:
-    """Write the program, with weights where they are asked for or small; returns what became of them, in words."""
-    assert compiled.parts is not None
+        parts = api.printed(compilation, report, reference)
     wanted = options.weights if options.weights is not None else options.run or None
-    size = _state_bytes(compiled.program)
+    size = _state_bytes(parts.program)
     state, said = None, "none; train.py takes a file of them with --weights"
     if wanted is None and size > SMALL_BYTES:
         said += (
@@ -333,14 +308,14 @@ def _save(compiled: _Compiled, file: ModelFile, folder: Path, options: argparse.
     elif wanted is not False:
         try:
             with progress("building the initial weights"):
-                state = initial_weights(file, DTYPES[compiled.plan.dtype])
+                state = initial_weights(file, DTYPES[parts.plan.dtype])
             said = f"initial values, {bytes_text(size)}, in {folder / 'weights'}"
         except GraphparError as error:
             if wanted:
                 raise
             said += f". The initial ones can't be built: {error}"
     with progress(f"writing {folder}"):
-        compiled.parts.save(folder, state, options.force)
+        parts.save(folder, state, options.force)
     return said
 
 

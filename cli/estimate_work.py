@@ -19,11 +19,10 @@ from graphpar.frontend.modelfile import ModelFile, load_model_file
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
+from graphpar.passes.compilation import compiled
 from graphpar.passes.planning.formulas import PARTS, Formulas, formulas, in_sequence
-from graphpar.passes.planning.planning import lowered_pricing, on_one_device, pricing_of
+from graphpar.passes.planning.planning import on_one_device, pricing_of
 from graphpar.passes.planning.validate_plan import check_alone, validate_plan
-from graphpar.passes.sharding.shard import shard
-from graphpar.passes.split import positions_of, split
 from graphpar.report.report import compile_json, render, report_data, with_alone
 from graphpar.text import count_text, indices_text
 
@@ -44,20 +43,21 @@ def estimate_plan(options: argparse.Namespace) -> Result:
     clock.phase("capture")
     with progress("pricing the plan"):
         plan = validate_plan(program, given)
-        sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
-        pricing, layout = lowered_pricing(sized, plan, cluster or Cluster.of_this_machine(plan.mesh.size))
-        report = report_data(
-            sized, plan, split(sized, positions_of(sized, plan.cuts)), cluster, pricing.estimate(layout)
-        )
+        compilation = compiled(program, plan, cluster)
+        if compilation.unpriced is not None:
+            raise GraphparError(compilation.unpriced)
+        report = report_data(compilation, cluster)
         if plan.mesh.size > 1:
-            report = with_alone(report, on_one_device(program, plan, pricing.cluster).to_json())
+            report = with_alone(report, on_one_device(program, plan, compilation.cluster).to_json())
     clock.phase("plan")
     report["warnings"] += _grown(record, report["model"]["parameters"])
     data = compile_json(report, plan, clock.seconds, None)
     del data["search"]
     if options.formula:
         with progress("tracing the model at other lengths"):
-            data["formula"] = formula_data(file, program, plan, formulas(pricing, layout))
+            data["formula"] = formula_data(
+                file, program, plan, formulas(*pricing_of(program, plan, compilation.cluster))
+            )
 
     def show(console: Console) -> None:
         render(report, console)

@@ -20,15 +20,15 @@ from graphpar.codegen.printer import describe_shape
 from graphpar.cost_models.sent import SentPrices
 from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
-from graphpar.hardware.cluster import Cluster
-from graphpar.ir.plan import Plan
-from graphpar.ir.program import Block, Program, module_path, value_name
+from graphpar.ir.program import Block, module_path
 from graphpar.ir.sharding import Sharding, Types
+from graphpar.operators.naming import value_name
 from graphpar.operators.transitions import moves
+from graphpar.passes.compilation import Compilation
 from graphpar.passes.planning.planning import pricing_of
 from graphpar.passes.sharding.costs import Prices, Workload
-from graphpar.passes.sharding.pins import pin_nodes, prepared
-from graphpar.passes.sharding.problem import Operator, Value, build_problem
+from graphpar.passes.sharding.pins import pin_nodes
+from graphpar.passes.sharding.problem import Operator, Value
 from graphpar.passes.sharding.search import SearchConstraints, Solution, search, sharding_of
 from graphpar.runtime.layout import R, Shard, Type
 from graphpar.text import seconds_text
@@ -38,17 +38,16 @@ MOST = 12
 
 
 class ShardingExplainer:
-    """Explains tensors of ``program`` (not sharded yet, for one microbatch) under the sharding of ``plan``.
+    """Explains the tensors of ``compilation`` under the sharding of its plan.
 
     ``shard_plan``: the user's, whose pins hold in every alternative; None where it is not known.
     """
 
-    def __init__(self, program: Program, plan: Plan, shard_plan: Mapping[str, Any] | None) -> None:
-        self.plan, self.sharding, self.whole = plan, plan.sharding, program
-        self.cluster = plan.cluster or Cluster.of_this_machine(plan.mesh.size)
-        self.program = prepared(program, plan.sharding.variants, plan.sharding.points)
-        self.problem = build_problem(self.program, plan.sharding.degrees)
-        self.axes = self.problem.axes
+    def __init__(self, compilation: Compilation, shard_plan: Mapping[str, Any] | None) -> None:
+        problem, plan, program = compilation.sharded.problem, compilation.plan, compilation.program
+        assert problem is not None, "nothing is sharded"
+        self.plan, self.sharding, self.whole, self.cluster = plan, plan.sharding, program, compilation.cluster
+        self.problem, self.program, self.axes = problem, problem.program, problem.axes
         self.pins = (
             resolve(shard_plan or {}, names_of(program), plan.sharding.degrees) if shard_plan else ShardConstraints()
         )

@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from graphpar.cost_models.collectives import Group, Network
 from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.measure import DTYPES, STAGES, Row
-from graphpar.cost_models.workload import ONE, Attention, Phase, Product, Size, Traffic, Work
+from graphpar.cost_models.workload import Attention, Phase, Product, Size, Traffic, Work
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Device, Link
+from graphpar.operators.contractions import ONE
 from graphpar.schedules.registry import action_table, order_of
 from graphpar.schedules.simulation import Transfers, simulate
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from graphpar.emitted import random_streams
-from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of
-from graphpar.operators.contractions import contraction
+from graphpar.ir.program import Program, batch_coefficients, value_of
+from graphpar.operators.contractions import Size, matrices
+from graphpar.operators.placement import operands_of
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
 
 
 def node_flops(program: Program, batch: int) -> dict[fx.Node, float]:
@@ -51,7 +52,7 @@ def _flops_by_dtype(graph: fx.Graph, batch: int) -> dict[str, float]:
     return found
 
 
-def _shape(node: Any, batch: int) -> list[int]:
+def _shape(node: fx.Node, batch: int) -> list[int]:
     value = value_of(node)
     assert isinstance(value, Tensor)
     return [
@@ -61,35 +62,15 @@ def _shape(node: Any, batch: int) -> list[int]:
 
 
 def operator_flops(node: fx.Node, batch: int) -> float:
-    """Flops of one operator: matrix products and convolutions exactly, the rest one an element."""
-    if node.op != "call_function":
-        return 0.0
-    value = value_of(node)
-    name = operator_name(node)
-    if not isinstance(value, Tensor):
+    """Flops of one operator: products of matrices, convolutions and attention exactly, the rest one an element."""
+    if node.op != "call_function" or not isinstance(value_of(node), Tensor):
         return 0.0
     out = _shape(node, batch)
-    elements = float(math.prod(out))
-    operands = [a for a in node.args if isinstance(a, fx.Node) and isinstance(value_of(a), Tensor)]
-    if name == "linear" or (name in ("matmul", "mm", "bmm") and len(operands) >= 2):
-        return 2.0 * elements * _shape(operands[0], batch)[-1]
-    if (product := contraction(node)) is not None:
-        return 2.0 * math.prod(number * (batch if power else 1) for number, power in product.sizes)
-    if name == "addbmm":
-        return 2.0 * math.prod(_shape(operands[1], batch)) * out[-1]
-    if name in ("addmm", "baddbmm"):
-        return 2.0 * elements * _shape(operands[1], batch)[-1]
-    if name.startswith("conv_transpose"):
-        return 2.0 * math.prod(_shape(operands[0], batch)) * math.prod(_shape(operands[1], batch)[1:])
-    if name.startswith("conv"):
-        weight = _shape(operands[1], batch)
-        return 2.0 * elements * math.prod(weight[1:])
-    if name == "scaled_dot_product_attention" or node.target is random_streams.dropout_attention:
-        query, key = _shape(operands[0], batch), _shape(operands[1], batch)
+    if record_of(node).kind is Kind.ATTENTION:
+        query, key = (_shape(operand, batch) for operand in operands_of(node)[:2])
         return 2.0 * math.prod(query[:-1]) * key[-2] * (query[-1] + out[-1])
-    if "grouped_mm" in name:
-        return 2.0 * elements * _shape(operands[0], batch)[-1]
-    return elements
+    products = matrices(node, lambda value: [Size(float(size)) for size in _shape(value, batch)])
+    return sum(product.flops.number for product in products) if products else float(math.prod(out))
 
 
 def tensor_bytes(node: fx.Node, batch: int) -> int:

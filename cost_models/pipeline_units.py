@@ -21,7 +21,7 @@ from graphpar.ir.plan import Cut
 from graphpar.ir.stage import Stage
 
 ROWS = (2, 3)
-"""Microbatch sizes that lines are drawn through; see :data:`graphpar.cost_models.activation_memory._SIZES`."""
+"""Microbatch sizes that lines are drawn through. 1 is off the lines: torch makes fewer copies where a dim has one element."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ is priced for the slowest rank of each stage; ranks of one stage do the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from graphpar.cost_models.collectives import Network
@@ -20,6 +20,7 @@ from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
+from graphpar.cost_models.step_costs import StageSeconds, StepCosts, UnitSeconds, continued, summed, summed_by_axis
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
 from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.cost_models.workload import Collective, Phase
@@ -32,65 +33,6 @@ from graphpar.runtime.gradients import BUCKET_BYTES
 from graphpar.schedules.core_sharing import Turns
 from graphpar.schedules.registry import Order, action_order, forwards, in_flight, order_of, peak_in_flight, stage_ranks
 from graphpar.schedules.simulation import Timeline
-
-
-@dataclass(frozen=True)
-class UnitSeconds:
-    """One microbatch of a unit: device and host, and its collectives by axis, in each phase."""
-
-    phases: tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]
-    sent: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, float]]
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """One microbatch of a stage. ``backward`` has both halves, and the forward again where it is recomputed.
-
-    ``sent``: seconds of collectives by axis, forward and backward; of each, ``forward_exposed`` and ``backward_exposed`` are what of
-    them nothing hides.
-    """
-
-    forward: float
-    backward: float
-    weight: float
-    sent: Mapping[str, float]
-    forward_exposed: Mapping[str, float]
-    backward_exposed: Mapping[str, float]
-    compute: float
-
-    @property
-    def exposed(self) -> dict[str, float]:
-        return _sum_by_axis([self.forward_exposed, self.backward_exposed])
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A step in time: its stages, their costs, the stages of each pp rank, the pipeline, and what each rank does after it."""
-
-    staged: tuple[StageEstimate, ...]
-    costs: Sequence[StageSeconds]
-    own: Sequence[Sequence[int]]
-    conditions: Conditions
-    timeline: Timeline
-    closings: tuple[StepEnd, ...]
-
-    @property
-    def pipeline(self) -> float:
-        return max(self.timeline.ends)
-
-    @property
-    def summed(self) -> float:
-        """When all gradients are."""
-        return max(end + closing.exposed for end, closing in zip(self.timeline.ends, self.closings))
-
-    @property
-    def after(self) -> float:
-        """What the slowest optimizer takes, with the gathers that it leaves."""
-        return max(closing.optimizer + closing.gather_exposed for closing in self.closings)
-
-    @property
-    def seconds(self) -> float:
-        return self.summed + self.after
 
 
 class Pricing:
@@ -155,22 +97,22 @@ class Pricing:
 
     def _stage_seconds(self, first: int, after: int, rows: int) -> StageSeconds:
         units = [self.unit_seconds(unit.kind, rows) for unit in self.units[first:after]]
-        busy = [_sum([unit.phases[phase] for unit in units]) for phase in Phase]
-        sent = [_sum_by_axis([unit.sent[phase] for unit in units]) for phase in Phase]
+        busy = [summed([unit.phases[phase] for unit in units]) for phase in Phase]
+        sent = [summed_by_axis([unit.sent[phase] for unit in units]) for phase in Phase]
         shown = 1.0 - self.execution.overlap_tp
         seconds = [self.compute.phase_s(busy[phase]) + shown * sum(sent[phase].values()) for phase in Phase]
         again = self._again(busy[Phase.FORWARD], seconds[Phase.FORWARD])
         times = 2 if self.execution.recompute == "full" else 1
-        there, back = sent[0], _sum_by_axis([sent[0]] * (times - 1) + sent[1:])
-        everything = _sum_by_axis([there, back])
+        there, back = sent[0], summed_by_axis([sent[0]] * (times - 1) + sent[1:])
+        everything = summed_by_axis([there, back])
         forward, backward = seconds[0], again + seconds[1] + seconds[2]
         exposed = [{axis: shown * value for axis, value in way.items()} for way in (there, back)]
         if self.execution.zero == 3 and self.mesh.dp_shard > 1:
             plain = forward, backward
             forward, backward, gathered = self._gathered(first, after, rows, forward, backward)
-            everything = _sum_by_axis([everything, {"dp_shard": gathered}])
+            everything = summed_by_axis([everything, {"dp_shard": gathered}])
             longer = forward - plain[0], backward - plain[1]
-            exposed = [_sum_by_axis([way, {"dp_shard": more}]) for way, more in zip(exposed, longer)]
+            exposed = [summed_by_axis([way, {"dp_shard": more}]) for way, more in zip(exposed, longer)]
         compute = sum(phase.busy for phase in busy) + (again if times == 1 else busy[0].busy)
         return StageSeconds(forward, backward, seconds[2], everything, exposed[0], exposed[1], compute)
 
@@ -242,7 +184,7 @@ class Pricing:
         """The seconds of :meth:`estimate` alone, for which no memory is measured."""
         return self._step(layout, exact=True).seconds
 
-    def _step(self, layout: Layout, exact: bool) -> _Step:
+    def _step(self, layout: Layout, exact: bool) -> StepCosts:
         stages = self.stages_of(layout)
         ranks = self._ranks(layout, len(stages))
         costs = [self.stage_seconds(first, after, layout.microbatch_size) for first, after in stages]
@@ -260,17 +202,17 @@ class Pricing:
         closings = tuple(
             self._closing([stages[place] for place in places], [costs[place] for place in places]) for places in own
         )
-        return _Step(staged, costs, own, conditions, timeline, closings)
+        return StepCosts(staged, costs, own, conditions, timeline, closings)
 
     def _parts(
-        self, layout: Layout, step: _Step, rank: int
+        self, layout: Layout, step: StepCosts, rank: int
     ) -> tuple[float, dict[str, float], dict[str, float], dict[str, float]]:
         """Of a pp rank: seconds that it computes, its communication by axis and what of it shows, and what its step is made of."""
         count, own, busy = layout.microbatches, step.own[rank], step.timeline.busy[rank]
         waiting = step.timeline.waiting[rank]
         compute = count * sum(step.costs[place].compute for place in own)
         sent, exposed = (
-            _sum_by_axis(
+            summed_by_axis(
                 [{axis: count * value for axis, value in getattr(step.costs[place], name).items()} for place in own]
             )
             for name in ("sent", "exposed")
@@ -284,8 +226,8 @@ class Pricing:
         parts |= {"gradients": step.summed - step.pipeline, "optimizer": step.after}
         closing = step.closings[rank]
         if closing.axis is not None:
-            sent = _sum_by_axis([sent, {closing.axis: closing.reduce + closing.gather}])
-            exposed = _sum_by_axis([exposed, {closing.axis: closing.exposed + closing.gather_exposed}])
+            sent = summed_by_axis([sent, {closing.axis: closing.reduce + closing.gather}])
+            exposed = summed_by_axis([exposed, {closing.axis: closing.exposed + closing.gather_exposed}])
         return compute, sent, exposed, parts
 
     @cached_property
@@ -353,7 +295,7 @@ class Pricing:
         few = self._few(layout)
         if exact or few is None:
             return run(layout.microbatches)
-        return _continued(run(few), run(few + self.mesh.pp), (layout.microbatches - few) / self.mesh.pp)
+        return continued(run(few), run(few + self.mesh.pp), (layout.microbatches - few) / self.mesh.pp)
 
     def _conditions(self, layout: Layout, seconds: Sequence[StageSeconds]) -> Conditions:
         # torch's schedules wait for what they send, which stops a GPU's stream at most, but a CPU's rank.
@@ -505,43 +447,3 @@ class Pricing:
             return [int(peak) for peak in peaks(layout.microbatches)]
         rounds = (layout.microbatches - few) / self.mesh.pp
         return [int(a + (b - a) * rounds) for a, b in zip(peaks(few), peaks(few + self.mesh.pp))]
-
-
-def _continued(first: Timeline, second: Timeline, rounds: float) -> Timeline:
-    """What goes on after ``first`` for ``rounds`` times as long as from there to ``second``."""
-
-    def on(a: float, b: float) -> float:
-        return a + (b - a) * rounds
-
-    def each(name: str) -> tuple[float, ...]:
-        return tuple(on(a, b) for a, b in zip(getattr(first, name), getattr(second, name)))
-
-    makespan, busy = on(first.makespan, second.makespan), each("busy")
-    bubble = max(0.0, 1 - sum(busy) / (makespan * len(busy))) if makespan else 0.0
-    return Timeline(
-        (),
-        (),
-        makespan,
-        on(first.period, second.period),
-        bubble,
-        busy,
-        each("waiting"),
-        each("idle"),
-        each("ends"),
-        second.peak_in_flight,
-    )
-
-
-def _sum(phases: Sequence[PhaseSeconds]) -> PhaseSeconds:
-    return PhaseSeconds(
-        sum(each.products for each in phases), sum(each.attention for each in phases), sum(each.traffic for each in phases),
-        sum(each.operators for each in phases),
-    )  # fmt: skip
-
-
-def _sum_by_axis(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part in parts:
-        for axis, value in part.items():
-            found[axis] = found.get(axis, 0.0) + value
-    return found

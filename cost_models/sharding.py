@@ -73,6 +73,13 @@ def loss_costs(rows: float, degree: int) -> tuple[Cost, ...]:
     return collective_cost("all-reduce", 4 * rows, degree), collective_cost("all-reduce", 8 * rows, degree)
 
 
+def statistics_costs(channels: float, degree: int, train: bool) -> tuple[Cost, ...]:
+    """BatchNorm's mean and variance are gathered from replicas; backward their gradients are summed and scattered."""
+    nbytes = 8 * channels * degree
+    backward = (collective_cost("reduce-scatter", nbytes, degree),) if train else ()
+    return collective_cost("all-gather", nbytes, degree), *backward
+
+
 def costs_for(program: Program, mesh: Mesh, cluster: Cluster | None) -> ShardingCosts:
     """The prices under which ``program`` is planned: those of ``cluster`` for the dtype of most flops, or the default."""
     return ShardingCosts() if cluster is None else ShardingCosts.of(cluster, mesh, dominant_dtype(program))

@@ -20,11 +20,12 @@ from typing import NamedTuple
 import sympy  # type: ignore[import-untyped]
 from torch import Tensor, fx
 
-from graphpar.emitted import random_streams
 from graphpar.ir.program import Block, Program, batch_coefficients, operator_name, value_of
-from graphpar.operators.contractions import contraction
+from graphpar.operators.contractions import Matrices, matrices, product_of
+from graphpar.operators.contractions import Size as Size  # sizes of rows
 from graphpar.operators.gradients import differentiable_nodes
-from graphpar.operators.kinds import FREE, GROUPED
+from graphpar.operators.record import Kind, Reads
+from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE
 from graphpar.runtime.layout import ExpertRows
 
@@ -35,34 +36,6 @@ class Phase(IntEnum):
     FORWARD = 0
     INPUT = 1
     WEIGHT = 2
-
-
-@dataclass(frozen=True)
-class Size:
-    """``number * batch ** power``."""
-
-    number: float
-    power: int = 0
-
-    def __mul__(self, other: Size | float) -> Size:
-        if isinstance(other, Size):
-            return Size(self.number * other.number, self.power + other.power)
-        return Size(self.number * other, self.power)
-
-    __rmul__ = __mul__
-
-    def at(self, batch: int) -> float:
-        return float(self.number * float(batch) ** self.power)
-
-
-ONE = Size(1.0)
-
-
-def product_of(sizes: Iterable[Size]) -> Size:
-    found = ONE
-    for size in sizes:
-        found = found * size
-    return found
 
 
 class Product(NamedTuple):
@@ -205,6 +178,8 @@ class Works:
             return list(self._transition(node, name, scope))
         if name == "vocab_cross_entropy":
             return list(self._vocab_loss(node))
+        if name == "sync_batch_norm":
+            return list(self._statistics(node, scope))
         return []
 
     def _transition(self, node: fx.Node, name: str, scope: str) -> Iterator[Collective]:
@@ -228,6 +203,16 @@ class Works:
         yield Collective(Phase.FORWARD, axis, "all-reduce", 4 * rows)
         yield Collective(Phase.FORWARD, axis, "all-reduce", 8 * rows)
 
+    def _statistics(self, node: fx.Node, scope: str) -> Iterator[Collective]:
+        """A mean and a variance of each channel are gathered, and their gradients scattered (see ``emitted.collectives``)."""
+        source, axes = node.args[0], node.args[5]
+        assert isinstance(source, fx.Node) and isinstance(axes, tuple)
+        for axis in map(str, axes):
+            nbytes = 8 * self.degrees[axis] * _sizes(source, self.degrees)[1]
+            yield Collective(Phase.FORWARD, axis, "all-gather", nbytes)
+            if self.has_gradient(source, scope):
+                yield Collective(Phase.INPUT, axis, "reduce-scatter", nbytes)
+
     def has_gradient(self, node: fx.Node, scope: str) -> bool:
         """Stages' graphs are copies, so a node is known by its name, or as what another stage sends."""
         known = node.meta.get("boundary", node) in self.differentiable or (scope, node.name) in self._names
@@ -246,18 +231,6 @@ def _scoped(program: Program) -> Iterator[tuple[fx.Node, str]]:
             yield node, name
 
 
-_PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", *GROUPED, "addbmm", "einsum", "tensordot",
-             "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}  # fmt: skip
-_SILENT_BACKWARD = {"add", "sub", "neg", "to", "clone", "cat", "stack", "sum", "mean"}
-"""Operators whose backward reads no input: it passes gradients on."""
-_EXPENSIVE = {"embedding", "vocab_embedding", "index", "index_select", "gather", "index_add", "scatter", "index_put", "topk",
-              "sort", "argsort", "cumsum", "histc", "bincount", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "upsample_nearest2d",
-              "vocab_cross_entropy", "cross_entropy_loss", "expert_rows", "expert_sums", "repeat_interleave"}  # fmt: skip
-"""Operators bound by memory that no chain takes in."""
-_FUNCTIONS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "softmax", "log_softmax", "gelu", "silu", "mish",
-              "tanh", "sigmoid", "exp", "log", "erf", "sin", "cos", "softplus", "elu", "cross_entropy_loss", "cumsum", "topk", "sort",
-              "max_pool2d", "avg_pool2d"}  # fmt: skip
-"""Operators that compute more than the bytes that they move take, where the device's units are slow (a CPU's)."""
 _COLLECTIVES = {row.function: row for row in TABLE if row.function}
 
 
@@ -278,13 +251,13 @@ class _Walk:
                 continue
             if name == "vocab_cross_entropy":
                 yield from self._vocab_loss(node)
-            elif _is_attention(node):
+            elif (record := record_of(node)).kind is Kind.ATTENTION:
                 yield from self._attention(node)
-            elif name in _PRODUCTS:
-                yield from self._product(node, name)
-            elif name in ("embedding", "vocab_embedding"):
-                yield from self._embedding(node)
-            elif name not in FREE and name != "getitem" and not name.startswith("sym_"):
+            elif products := matrices(node, self._sizes):
+                yield from self._products(node, products)
+            elif record.kind is Kind.LOOKUP:
+                yield from self._lookup(node)
+            elif not record.free:
                 elementwise.append(node)
         yield from self._elementwise(elementwise)
         if self.works.train:
@@ -314,54 +287,20 @@ class _Walk:
         if any(map(self._grad, (query, key, value))):
             yield row._replace(phase=Phase.INPUT)
 
-    def _product(self, node: fx.Node, name: str) -> Iterator[Row]:
-        operands = [a for a in node.all_input_nodes if isinstance(value_of(a), Tensor)]
-        if name in ("addmm", "baddbmm", "addbmm"):
-            operands = [a for a in node.args[1:3] if isinstance(a, fx.Node)]
-        left, right = operands[0], operands[1] if len(operands) > 1 else operands[0]
+    def _products(self, node: fx.Node, products: Iterable[Matrices]) -> Iterator[Row]:
         itemsize = value_of(node).dtype.itemsize
-        count, m, n, k = self._shape_of_product(node, name, left, right)
-        shared = len(_sizes(right, self.works.degrees)) == 2 or name.startswith("conv") or name in GROUPED
-        yield Product(Phase.FORWARD, count, m, n, k, itemsize)
-        if self._grad(left):
-            yield Product(Phase.INPUT, count, m, k, n, itemsize)
-        if self._grad(right):
-            yield Product(Phase.WEIGHT if shared else Phase.INPUT, count, n, k, m, itemsize)
+        for product in products:
+            count, m, n, k = product.count, product.m, product.n, product.k
+            yield Product(Phase.FORWARD, count, m, n, k, itemsize)
+            if any(map(self._grad, product.left)):
+                yield Product(Phase.INPUT, count, m, k, n, itemsize)
+            if self._grad(product.right):
+                yield Product(Phase.WEIGHT if product.shared else Phase.INPUT, count, n, k, m, itemsize)
 
-    def _shape_of_product(
-        self, node: fx.Node, name: str, left: fx.Node, right: fx.Node
-    ) -> tuple[Size, Size, Size, Size]:
-        """(how many, m, n, k)."""
-        if (sizes := contraction(node)) is not None:
-            counted, rows, columns, summed = (
-                product_of(Size(float(number), power) for number, power in part)
-                for part in (sizes.counted, sizes.left, sizes.right, sizes.summed)
-            )
-            return counted, rows, columns, summed
-        a, b, out = (_sizes(value, self.works.degrees) for value in (left, right, node))
-        if name in GROUPED:  # rows are spread evenly over the experts
-            experts = b[0]
-            rows = Size(a[0].number / experts.number, a[0].power)
-            return experts, rows, b[2], a[-1]
-        if name.startswith("conv_transpose"):
-            groups = next((arg for arg in node.args[6:7] if isinstance(arg, int)), 1) or 1
-            return Size(float(groups)), a[0] * product_of(a[2:]), product_of(b[1:]), Size(a[1].number / groups)
-        if name.startswith("conv"):
-            groups = next((arg for arg in node.args[6:7] if isinstance(arg, int)), 1) or 1
-            reduction = product_of(b[1:])
-            positions = out[0] * product_of(out[2:])
-            return Size(float(groups)), positions, Size(b[0].number / groups), reduction
-        if name == "linear":
-            return ONE, product_of(out[:-1]), out[-1], a[-1]
-        if name == "addbmm":
-            return a[0], out[0], out[1], a[-1]
-        if not out:
-            return ONE, ONE, ONE, product_of(a)
-        if len(b) == 2 and name not in ("einsum", "tensordot"):
-            return ONE, product_of(out[:-1]), out[-1], a[-1]
-        return product_of(out[:-2]), out[-2] if len(out) > 1 else ONE, out[-1], a[-1]
+    def _sizes(self, node: fx.Node) -> list[Size]:
+        return _sizes(node, self.works.degrees)
 
-    def _embedding(self, node: fx.Node) -> Iterator[Row]:
+    def _lookup(self, node: fx.Node) -> Iterator[Row]:
         """Rows are read and written; the gradient of the table is filled with zeros and added to."""
         out = _nbytes(node, self.works.degrees)
         yield Traffic(Phase.FORWARD, 2 * out)
@@ -391,7 +330,7 @@ class _Walk:
     def _joins(self, node: fx.Node, source: fx.Node, head: Mapping[fx.Node, fx.Node]) -> bool:
         if not self.works.fused or source not in head:
             return False
-        return not {operator_name(node), operator_name(source)} & _EXPENSIVE
+        return record_of(node).fusible and record_of(source).fusible
 
     def _chain(self, chain: Sequence[fx.Node]) -> Iterator[Row]:
         inside = set(chain)
@@ -402,8 +341,8 @@ class _Walk:
         outputs = [node for node in chain if any(user not in inside for user in _users_through_views(node))]
         if not inputs and not outputs:
             return
-        names = {operator_name(node) for node in chain}
-        functions = bool(names & _FUNCTIONS)
+        records = [record_of(node) for node in chain]
+        functions = any(record.slow for record in records)
         given = _total(_nbytes(node, self.works.degrees) for node in inputs)
         made = _total(_nbytes(node, self.works.degrees) for node in outputs)
         yield from _traffic(Phase.FORWARD, [*given, *made], functions)
@@ -412,8 +351,8 @@ class _Walk:
             return
         values = [node for node in differentiable if node.op != "get_attr"]
         gradients = [_nbytes(node, self.works.degrees) for node in [*outputs, *values]]
-        if names <= _SILENT_BACKWARD:
-            if self.works.fused or names & {"to", "cat", "stack", "mean", "sum"}:
+        if all(record.reads is Reads.NOTHING for record in records):
+            if self.works.fused or not all(record.passes for record in records):
                 yield from _traffic(Phase.INPUT, gradients)
             return
         saved = [_nbytes(node, self.works.degrees) for node in values]
@@ -451,10 +390,6 @@ def _tensors(node: fx.Node) -> bool:
     if isinstance(value, tuple | list):
         return any(isinstance(item, Tensor) for item in value)
     return isinstance(value, Tensor)
-
-
-def _is_attention(node: fx.Node) -> bool:
-    return operator_name(node) == "scaled_dot_product_attention" or node.target is random_streams.dropout_attention
 
 
 def _sizes(node: fx.Node, degrees: Mapping[str, int]) -> list[Size]:
@@ -499,7 +434,7 @@ def _traffic(phase: Phase, sizes: Iterable[Size], functions: bool = False) -> It
 
 
 def _through_views(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and (operator_name(node) in FREE or operator_name(node) == "getitem"):
+    while node.op == "call_function" and record_of(node).free:
         if not node.all_input_nodes:
             return node
         node = node.all_input_nodes[0]
@@ -508,7 +443,7 @@ def _through_views(node: fx.Node) -> fx.Node:
 
 def _users_through_views(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
-        if user.op == "call_function" and (operator_name(user) in FREE or operator_name(user) == "getitem"):
+        if user.op == "call_function" and record_of(user).free:
             yield from _users_through_views(user)
         else:
             yield user

@@ -10,6 +10,7 @@ parts.save("out/");  verify(parts);  check(parts)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,11 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.parts import Parts
+from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.planning.asked import Splits, ask, planned
 from graphpar.passes.planning.planner import SHOWN
 from graphpar.passes.planning.planning import estimate_plan
 from graphpar.passes.planning.validate_plan import validate_plan
-from graphpar.passes.sharding.shard import shard
-from graphpar.passes.split import positions_of, split
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, Step, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import beside, plan_text, report_data
@@ -197,12 +197,16 @@ def partition(program: Program, plan: Plan, *, model_file: str | None = None) ->
     """Split ``program`` as ``plan`` says and print the stage modules."""
     _take(program, Program, "partition")
     _take(plan, Plan, "partition", "second")
-    validate_plan(program, plan)
-    sized = shard(program.at_batch(plan.microbatch_size), plan.sharding)
-    stages = split(sized, positions_of(sized, plan.cuts))
-    data = report_data(sized, plan, stages)
-    package = emit_package(sized, plan, stages, data, model_file)
-    return Parts(sized, plan, stages, package.files | beside(data, plan), package.constants, data, model_file)
+    compilation = compiled(program, validate_plan(program, plan))
+    return printed(compilation, report_data(compilation), model_file)
+
+
+def printed(compilation: Compilation, report: dict[str, Any], model_file: str | None = None) -> Parts:
+    """Print the stage modules of ``compilation``, with its ``report`` beside them."""
+    plan = compilation.plan
+    package = emit_package(compilation.sharded.local, plan, compilation.stages, report, model_file)
+    done = replace(compilation, package=package)
+    return Parts(done, package.files | beside(report, plan), report, model_file)
 
 
 def estimate(

@@ -17,21 +17,38 @@ from graphpar.errors import GraphparError
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
+from graphpar.passes.compilation import Compilation
 from graphpar.report.notebook import report_frame
 
 
 @dataclass
 class Parts:
-    """A partitioned program: its plan, its stages, the text of the emitted package, and the data of its report."""
+    """A partitioned program: what was compiled, the text of the emitted package, and the data of its report."""
 
-    program: Program
-    plan: Plan
-    stages: list[Stage]
+    compilation: Compilation
     files: dict[str, str]
-    constants: dict[str, Tensor]
     report: dict[str, Any]
     model_file: str | None = None
     _folder: Any = field(default=None, repr=False)
+
+    @property
+    def program(self) -> Program:
+        """What a rank of the compute axes runs, before it is split."""
+        return self.compilation.sharded.local
+
+    @property
+    def plan(self) -> Plan:
+        return self.compilation.plan
+
+    @property
+    def stages(self) -> list[Stage]:
+        return self.compilation.stages
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """The tensors of ``constants.safetensors``."""
+        assert self.compilation.package is not None
+        return self.compilation.package.constants
 
     def __repr__(self) -> str:
         return f"Parts({self.plan!r}: {', '.join(self.files)})"

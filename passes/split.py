@@ -20,8 +20,9 @@ from torch import Tensor, fx
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.plan import Cut, SplitPoint
-from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, unique_names, value_name, value_of
+from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of
 from graphpar.ir.stage import Boundary, Stage
+from graphpar.operators.naming import unique_names, value_name
 from graphpar.passes.normalize.applications import first_applications
 from graphpar.passes.normalize.functional import is_inplace, written_buffers
 from graphpar.passes.normalize.outline import local_size

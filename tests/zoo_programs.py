@@ -12,7 +12,7 @@ from tests.zoo import ZOO, Toy
 
 # What can't be split, and the words that say why.
 REFUSED = {
-    "FixedBatch": "can't be cut into",
+    "FixedBatch": "can't be split into",
     "ReadLater": "Buffer 'cache' is written, and is used on stages 0, 1",
     "SharedStatistics": "Buffer 'second.running_mean' is written, and is used on stages 0, 1",
 }

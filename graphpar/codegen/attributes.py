@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from graphpar.codegen.spelling import literal
 from graphpar.ir.program import TensorInfo
+from graphpar.operators.spelling import literal
 from graphpar.runtime.layout import R, Shard, Type
 
 

@@ -12,30 +12,26 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dis
-import importlib.util
 import linecache
-import re
-import subprocess
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._library.custom_ops import OPDEFS, CustomOpDef
-from torch._library.simple_registry import singleton
 
+from graphpar.codegen.importing import attribute_of, importable, is_builtin, module_of_kernel, resolved_name
 from graphpar.codegen.printer import RESERVED
-from graphpar.codegen.spelling import literal
+from graphpar.codegen.statements import Statement, called_operators, defines, movable, registers, statements_of
 from graphpar.errors import GraphparError
 from graphpar.ir.program import is_of_torch
 from graphpar.operators.functions import OPERATORS, function_name
+from graphpar.operators.spelling import literal
 
 _INSTALL = (
     "Put its definition into a module that Python can import by name (an installed package), or write it so that it needs "
@@ -95,20 +91,12 @@ def check_function(function: type) -> None:
 
 
 @dataclass
-class _Statement:
-    node: ast.stmt
-    text: str
-    binds: frozenset[str]
-    uses: frozenset[str]
-
-
-@dataclass
 class _File:
     """A Python file of the user's, cut into its top-level statements."""
 
     path: str
     module: types.ModuleType
-    statements: list[_Statement]
+    statements: list[Statement]
     needed: set[int] = field(default_factory=set)
     constants: dict[int, str] = field(default_factory=dict)  # what stands instead of a computed constant
     guarded: dict[int, str] = field(default_factory=dict)  # statement -> the operator that it registers
@@ -133,7 +121,7 @@ class _Copied:
         if "<locals>" in function.__qualname__:
             raise self._refused("is defined inside of a function, so that emitted code can't have it")
         module = sys.modules.get(function.__module__)
-        if module is None or _attribute(module, function.__qualname__) is not function:
+        if module is None or attribute_of(module, function.__qualname__) is not function:
             raise self._refused(f"is not what {function.__module__} has under this name")
         if importable(module):
             self.imports[f"from {module.__name__} import {outer}  # noqa: F401"] = None
@@ -145,9 +133,7 @@ class _Copied:
             return
         self.subject = f"The operator {name}"
         defined = OPDEFS.get(name)
-        module = (
-            sys.modules.get(defined._init_fn.__module__) if defined is not None else _module_of_kernel(name, target)
-        )
+        module = sys.modules.get(defined._init_fn.__module__) if defined is not None else module_of_kernel(name, target)
         if module is None:
             raise self._refused("has no Python source that graphpar can find")
         if importable(module):
@@ -159,8 +145,8 @@ class _Copied:
         self.registered[name] = None
         file = self._file(module)
         own = [n for n, value in vars(module).items() if isinstance(value, CustomOpDef) and value._qualname == name]
-        found = [index for index, s in enumerate(file.statements) if _registers(s.node, name, own, file)]
-        if not any(_defines(file.statements[index].node, name, own) for index in found):
+        found = [index for index, s in enumerate(file.statements) if registers(s.node, name, own)]
+        if not any(defines(file.statements[index].node, name, own) for index in found):
             raise self._refused(f"is not defined at the top level of {Path(file.path).name}")
         for index in found:
             file.guarded[index] = name
@@ -178,7 +164,7 @@ class _Copied:
         if not lines:
             raise self._refused("has no source file that graphpar can read")
         if path not in self.files:
-            self.files[path] = _File(path, module, list(_statements(path, lines)))
+            self.files[path] = _File(path, module, list(statements_of(path, lines)))
         return self.files[path]
 
     def _need(self, file: _File, name: str) -> None:
@@ -212,8 +198,8 @@ class _Copied:
                 return
         for name in sorted(statement.uses):
             self._need(file, name)
-        for name in _called_operators(statement.node):
-            if not _builtin_namespace(name):
+        for name in called_operators(statement.node):
+            if not is_builtin(name):
                 subject = self.subject
                 self.add_operator(name)
                 self.subject = subject
@@ -238,7 +224,7 @@ class _Copied:
                     raise self._refused(f"needs {alias.name}, which can't be imported by name elsewhere")
                 self._import(bound, f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else ""))
                 continue
-            source = _resolved(file.module, node)
+            source = resolved_name(file.module, node)
             found = sys.modules.get(source)
             if found is not None and importable(found):
                 self._import(
@@ -285,7 +271,7 @@ class _Copied:
             for index in sorted(file.needed):
                 text = file.constants.get(index, file.statements[index].text)
                 if index in file.guarded:
-                    guarded.setdefault(file.guarded[index], []).append(_movable(file.statements[index], text))
+                    guarded.setdefault(file.guarded[index], []).append(movable(file.statements[index], text))
                 elif text not in plain:
                     plain.append(text)
         for name, texts in guarded.items():
@@ -307,122 +293,7 @@ class _Copied:
         return "\n\n\n".join([head.rstrip(), *plain]) + "\n"
 
 
-# ---- statements ------------------------------------------------------------------------------------------------
-
-
-def _statements(path: str, lines: Sequence[str]) -> Iterator[_Statement]:
-    for node in ast.parse("".join(lines)).body:
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-            continue
-        decorators = getattr(node, "decorator_list", [])
-        begin = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-        text = "".join(lines[begin - 1 : node.end_lineno]).rstrip()
-        yield _Statement(node, text, frozenset(_bound(node)), frozenset(_used(node, path)))
-
-
-def _bound(node: ast.stmt) -> Iterator[str]:
-    """The names that a top-level statement defines."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield node.name
-        return
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
-        return
-    for inner in ast.iter_child_nodes(node):
-        if isinstance(inner, ast.stmt):
-            yield from _bound(inner)
-        elif isinstance(inner, ast.ExceptHandler):
-            for statement in inner.body:
-                yield from _bound(statement)
-        else:
-            yield from (n.id for n in ast.walk(inner) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-
-
-def _used(node: ast.stmt, path: str) -> set[str]:
-    """The names of the file that a statement refers to, inside of functions, too."""
-    found: set[str] = set()
-
-    def visit(code: types.CodeType) -> None:
-        for instruction in dis.get_instructions(code):
-            if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")):
-                found.add(str(instruction.argval))
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                visit(constant)
-
-    visit(compile(ast.Module([node], type_ignores=[]), path, "exec", dont_inherit=True))
-    for inner in ast.walk(node):  # annotations are text where `from __future__ import annotations` stands
-        annotations = [getattr(inner, key, None) for key in ("annotation", "returns")]
-        for annotation in annotations:
-            if isinstance(annotation, ast.AST):
-                found |= {n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)}
-    return found
-
-
-def _parts(node: ast.stmt) -> Iterator[ast.AST]:
-    """What runs when a top-level statement does: of a function its decorators alone."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        for decorator in node.decorator_list:
-            yield from ast.walk(decorator)
-    elif not isinstance(node, ast.ClassDef | ast.Import | ast.ImportFrom):
-        for inner in ast.iter_child_nodes(node):
-            yield from _parts(inner) if isinstance(inner, ast.stmt) else ast.walk(inner)
-
-
-def _word(function: ast.AST) -> str:
-    return (
-        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
-    )
-
-
-_REGISTERING = {
-    "custom_op", "triton_op", "define", "impl", "impl_abstract", "register_fake", "register_autograd", "register_kernel", "register_vmap",
-    "register_autocast", "register_torch_dispatch",
-}  # fmt: skip
-
-
-def _registers(node: ast.stmt, operator: str, own: Sequence[str], file: _File) -> bool:
-    """Whether a statement has to do with the registration of ``operator``, whose object has the names ``own``."""
-    if _defines(node, operator, own):
-        return True
-    for part in _parts(node):
-        method = isinstance(part, ast.Attribute) and part.attr.startswith(("register_", "impl"))
-        if method and isinstance(part.value, ast.Name) and part.value.id in own:  # type: ignore[attr-defined]
-            return True
-        if isinstance(part, ast.Call) and _word(part.func) in _REGISTERING and part.args:
-            first = part.args[0]
-            if isinstance(first, ast.Constant) and str(first.value).split(".")[0] == operator:
-                return True
-            if isinstance(first, ast.Name) and first.id in own:
-                return True
-    return False
-
-
-def _defines(node: ast.stmt, operator: str, own: Sequence[str]) -> bool:
-    if isinstance(node, ast.FunctionDef) and node.name in own:
-        return True
-    calls = [part for part in _parts(node) if isinstance(part, ast.Call) and part.args]
-    named = [c for c in calls if isinstance(c.args[0], ast.Constant) and c.args[0].value == operator]
-    return any(_word(call.func) in ("custom_op", "triton_op", "define") for call in named)
-
-
-def _called_operators(node: ast.stmt) -> Iterator[str]:
-    """``mylib::other`` for each ``torch.ops.mylib.other`` in a statement."""
-    for part in ast.walk(node):
-        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Attribute):
-            owner = part.value.value
-            if isinstance(owner, ast.Attribute) and owner.attr == "ops" and _word(owner.value) == "torch":
-                yield f"{part.value.attr}::{part.attr}"
-
-
-def _movable(statement: _Statement, text: str) -> str:
-    """The text of a statement that may be indented: strings of several lines must not change."""
-    lines = [
-        part.end_lineno != part.lineno
-        for part in ast.walk(statement.node)
-        if isinstance(part, ast.Constant | ast.JoinedStr) and part.end_lineno is not None
-    ]
-    return ast.unparse(statement.node) if any(lines) else text
+# ---- constants ---------------------------------------------------------------------------------------------------
 
 
 def _is_constant(value: Any) -> bool:
@@ -442,71 +313,3 @@ def _literal(node: ast.expr) -> list[Any]:
         return [ast.literal_eval(node)]
     except (ValueError, TypeError, SyntaxError):
         return []
-
-
-# ---- modules ---------------------------------------------------------------------------------------------------
-
-
-def importable(module: types.ModuleType) -> bool:
-    """Whether a new process, started anywhere, can import this very module by its name."""
-    top = module.__name__.split(".")[0]
-    if module.__name__ == "__main__" or top == "__main__":
-        return False
-    if top == "torch" or top in sys.builtin_module_names:
-        return True
-    root = sys.modules.get(top)
-    return root is not None and _found_elsewhere(top) == _place(root)
-
-
-def _place(module: types.ModuleType) -> str:
-    spec = module.__spec__
-    places = list(spec.submodule_search_locations or []) if spec is not None else []
-    return str(Path((spec.origin if spec is not None else None) or (places[0] if places else "")).resolve())
-
-
-@cache
-def _found_elsewhere(name: str) -> str:
-    """Where a new process, started elsewhere, finds the top-level module ``name``."""
-    code = (
-        "import importlib.util, pathlib, sys\n"
-        f"spec = importlib.util.find_spec({name!r})\n"
-        "places = list(spec.submodule_search_locations or []) if spec else []\n"
-        "print(pathlib.Path(spec.origin or (places[0] if places else '')).resolve() if spec else '')"
-    )
-    found = subprocess.run([sys.executable, "-P", "-c", code], cwd="/", capture_output=True, text=True, timeout=60)
-    return found.stdout.strip()
-
-
-def _resolved(module: types.ModuleType, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    return importlib.util.resolve_name("." * node.level + (node.module or ""), module.__package__ or "")
-
-
-def _attribute(module: types.ModuleType, qualname: str) -> Any:
-    found: Any = module
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-def _builtin_namespace(operator: str) -> bool:
-    namespace, _, name = operator.partition("::")
-    packet = getattr(getattr(torch.ops, namespace, None), name, None)
-    overloads = packet.overloads() if packet is not None else []
-    return not overloads or is_of_torch(getattr(packet, overloads[0]))
-
-
-def _module_of_kernel(name: str, target: Any) -> types.ModuleType | None:
-    """The module that registered the fake kernel of an operator, if Python did."""
-    entry = singleton.get(name) or (singleton.get(target._name) if target is not None else None)
-    kernel = entry.fake_impl.kernel if entry is not None else None
-    place = re.match(r"(.+):\d+$", kernel.source) if kernel is not None else None
-    if place is None:
-        return None
-    path = Path(place[1]).resolve()
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if file and Path(file).resolve() == path:
-            return module
-    return None

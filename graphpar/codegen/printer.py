@@ -18,21 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpar.codegen.spelling import Expression, literal, spell
+from graphpar.codegen.spelling import spell
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
-from graphpar.ir.program import (
-    SAME_ELEMENTS,
-    Helper,
-    Program,
-    batch_coefficients,
-    created_by,
-    operator_name,
-    short_name,
-    user_name,
-    value_of,
-)
+from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
+from graphpar.operators.naming import created_by, short_name, user_name
+from graphpar.operators.spelling import Expression, literal
+from graphpar.operators.table import record_of
 from graphpar.runtime.layout import ExpertRows, R
 
 _INLINE = 88
@@ -41,7 +34,7 @@ FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
 COLLECTIVES = (
     "all_gather", "all_gather_invariant", "all_reduce", "all_reduce_both", "all_to_all", "expert_rows", "expert_sums",
     "first_only", "own_offsets", "rank", "rank_ends", "reduce_scatter", "shard", "shard_invariant", "size", "sum_gradient",
-    "vocab_cross_entropy", "vocab_embedding",
+    "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding",
 )  # fmt: skip
 # Names that mean something in every emitted file.
 RESERVED = ("F", "Tensor", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES)
@@ -186,16 +179,7 @@ class GraphPrinter:
         if user in self.skipped:
             return False
         uses = sum(1 for argument in _leaves((user.args, user.kwargs)) if argument is node)
-        if uses != 1 or operator_name(node) in (
-            "split",
-            "chunk",
-            "unbind",
-            "topk",
-            "sort",
-            "split_with_sizes",
-            "max",
-            "min",
-        ):
+        if uses != 1:
             return False
         if isinstance(value_of(node), int | torch.SymInt):
             return True
@@ -323,7 +307,7 @@ class GraphPrinter:
             # q, k = f(q, k): what is made of k is k; what only moves dims of cos is cos.
             own = self._operand_names(node)
             kept = [name for name in own if name in source.targets]
-            candidates = kept + (own[:1] if operator_name(node) in SAME_ELEMENTS else []) + candidates
+            candidates = kept + (own[:1] if record_of(node).same_elements else []) + candidates
         made = created_by(node)
         if made is not None and not candidates:
             return [_identifier(short_name(made))]
@@ -421,7 +405,8 @@ class GraphPrinter:
     def _written_in_training(self, node: fx.Node) -> bool:
         """Whether ``node`` counts the batches of a BatchNorm, which has other statistics in evaluation and counts nothing there."""
         module = str(_buffer_of(node).target).rpartition(".")[0]
-        norms = [n for n in self.graph.nodes if operator_name(n) == "batch_norm" and n.args[5]]
+        norms = [n for n in self.graph.nodes if operator_name(n) in ("batch_norm", "sync_batch_norm")]
+        norms = [n for n in norms if n.kwargs.get("training") or n.args[5] is True]
         means = [n.args[3].target for n in norms if isinstance(n.args[3], fx.Node)]
         return any(str(mean).rpartition(".")[0] == module for mean in means)
 

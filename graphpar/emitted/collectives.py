@@ -161,6 +161,46 @@ def vocab_cross_entropy(
     return losses.to(logits.dtype)
 
 
+def sync_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    axes: Sequence[str],
+    *,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """x S(0), weight, bias R -> S(0): ``F.batch_norm`` with the statistics of the rows of all ranks. [n, c, ...] -> [n, c, ...]
+
+    The running statistics [c] are written alike on all ranks. Computed in float32 at least.
+    """
+    if not training and running_mean is not None:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, training=False, eps=eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    columns = [-1] + [1] * (x.ndim - 2)
+    var, mean = torch.var_mean(wide, [dim for dim in range(x.ndim) if dim != 1], correction=0)
+    pieces = torch.stack([mean, var]).unsqueeze(0)
+    for axis in axes:
+        pieces = all_gather(pieces, axis, 0)
+    means, variances = pieces.unbind(1)
+    mean = means.mean(0)
+    var = variances.mean(0) + (means - mean).square().mean(0)
+    if running_mean is not None and running_var is not None:
+        count = x.numel() // x.size(1) * pieces.size(0)
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+    result = (wide - mean.view(columns)) * torch.rsqrt(var + eps).view(columns)
+    if weight is not None:
+        result = result * weight.view(columns)
+    if bias is not None:
+        result = result + bias.view(columns)
+    return result.to(x.dtype)
+
+
 # Rows that are sorted by expert, of which each rank has those of its own experts. ``offs`` [experts] says where each
 # one's rows end.
 

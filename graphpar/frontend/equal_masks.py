@@ -19,14 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from graphpar.frontend.modes import FunctionMode
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_named
 
-# What masks are computed with, by the names of torch's functions and methods.
-_PLAIN = {
-    "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "logical_xor", "bitwise_not", "bitwise_and",
-    "bitwise_or", "bitwise_xor", "isnan", "isfinite", "isinf", "bool", "invert", "and", "or", "xor", "view", "reshape", "flatten",
-    "unsqueeze", "squeeze", "getitem", "select", "any", "all", "to", "long", "int",
-}  # fmt: skip
-_CHOOSES = {"getitem", "masked_select", "nonzero", "where", "index_put", "setitem"}
+_CASTS = ("bool", "int", "long")
+"""Methods of tensors that no operator is called like."""
 
 
 class EqualMasks(FunctionMode):
@@ -41,7 +38,7 @@ class EqualMasks(FunctionMode):
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", "").strip("_")
-        masks = [leaf for leaf in tree_leaves((args, options)) if _is_mask(leaf)] if name in _CHOOSES else []
+        masks = [leaf for leaf in tree_leaves((args, options)) if _is_mask(leaf)] if _chooses(name) else []
         for mask in masks:
             known = self.chosen.get(self._expression(mask))
             if known is not None:
@@ -51,7 +48,7 @@ class EqualMasks(FunctionMode):
             if mask.nonzero_memo is not None and self._expression(mask) not in self.chosen:
                 self.chosen[self._expression(mask)] = mask.nonzero_memo
                 torch._check(mask.nonzero_memo >= 1)
-        if name in _PLAIN and isinstance(result, Tensor) and not result.is_floating_point():
+        if _is_plain(name) and isinstance(result, Tensor) and not result.is_floating_point():
             leaves = tree_leaves((args, options))
             words = tuple(self._expression(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
             self.made[id(result)] = (result, result._version, (name, *words))
@@ -60,6 +57,16 @@ class EqualMasks(FunctionMode):
     def _expression(self, tensor: Tensor) -> Hashable:
         made = self.made.setdefault(id(tensor), (tensor, tensor._version, id(tensor)))
         return made[2] if made[1] == tensor._version else (id(tensor), tensor._version)
+
+
+def _chooses(name: str) -> bool:
+    """Whether a function of torch, or a method, may choose rows by a mask."""
+    return name in ("getitem", "setitem") or name == "where" or record_named(name).kind is Kind.INDEX
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it gives equal masks of equal operands."""
+    return name in _CASTS or record_named(name).pure or record_named(f"__{name}__").pure
 
 
 def _is_mask(leaf: Any) -> bool:

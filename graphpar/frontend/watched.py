@@ -118,7 +118,11 @@ class DataAsDetached(FunctionMode):
         if name == "__get__" and function == Tensor.data.__get__:  # type: ignore[attr-defined]
             self.taken.setdefault(_memory(args[0]), (args[0], stack_line()))
             return args[0].detach()
-        writes = name == "__setitem__" or name in _INPLACE or (name.endswith("_") and not name.endswith("__"))
+        writes = (
+            name == "__setitem__"
+            or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
+            or (name.endswith("_") and not name.endswith("__"))
+        )
         written = [args[0]] if writes and args and isinstance(args[0], Tensor) else []
         written += [leaf for leaf in tree_leaves(options.get("out")) if isinstance(leaf, Tensor)]
         for tensor in written if self.taken else ():
@@ -128,10 +132,6 @@ class DataAsDetached(FunctionMode):
                     "does not see such a write, and a trace can't follow it. Write to a buffer, or compute a new tensor."
                 )
         return function(*args, **options)
-
-
-_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_INPLACE = {f"__i{name}__" for name in _OPERATORS}
 
 
 def _memory(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ from graphpar.text import plural, seconds_text
 if TYPE_CHECKING:
     from graphpar.cost_models.estimates import Alone, Estimate
     from graphpar.passes.planning.planner import SearchResult
+    from graphpar.passes.sharding.shard import Sharded
 
 VERSION = 1
 
@@ -52,7 +53,8 @@ class Plan:
     """What graphpar decided. ``actions`` is a schedule table of the user's own, one tuple of cells a rank.
 
     ``cluster`` is what it was decided for; None where only a mesh is known, and then nothing is ``predicted``: what a step takes there.
-    ``found`` is what else a search saw, ``alone`` what one device takes. None of these is part of the plan's data.
+    ``found`` is what else a search saw, ``alone`` what one device takes, ``sharded`` the program that its sharding was found for, with
+    what follows from both. None of these is part of the plan's data.
     """
 
     model: str
@@ -74,6 +76,7 @@ class Plan:
     predicted: Estimate | None = field(default=None, compare=False, repr=False)
     found: SearchResult | None = field(default=None, compare=False, repr=False)
     alone: Alone | None = field(default=None, compare=False, repr=False)
+    sharded: Sharded | None = field(default=None, compare=False, repr=False)
 
     @property
     def microbatches(self) -> int:

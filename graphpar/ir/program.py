@@ -13,9 +13,7 @@ Every program is runnable on one device (:meth:`Program.run`), before and after 
 from __future__ import annotations
 
 import functools
-import operator
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +22,6 @@ from torch import Tensor, fx
 
 from graphpar.display import as_text
 from graphpar.errors import GraphparError
-from graphpar.ir.source import Source, variable_name
 from graphpar.runtime.layout import Type
 from graphpar.text import count_text
 
@@ -392,90 +389,3 @@ def _overload_name(target: torch._ops.OpOverload) -> str:
         return f"{name}.apply"
     # mylib::relu is not torch's relu; but transformers' operators are torch's newer ones, for older torch.
     return name if is_of_torch(target) or namespace == "transformers" else f"{namespace}::{name}"
-
-
-def short_name(node: fx.Node) -> str:
-    """The operator as a variable is called after it."""
-    source = node.args[0] if node.target is operator.getitem else None
-    if (
-        isinstance(source, fx.Node)
-        and isinstance(source.target, torch._ops.OpOverload)
-        and not is_of_torch(source.target)
-    ):
-        return short_name(source)
-    name = operator_name(node).rpartition("::")[2]
-    return (
-        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix(".apply")).lower()
-        if ".apply" in name
-        else name.strip("_")
-    )
-
-
-_SAME_VALUE = frozenset(("to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"))
-"""Operators whose result is their operand in another dtype or memory format, which people call by the same name."""
-SAME_ELEMENTS = _SAME_VALUE | {"unsqueeze", "squeeze", "transpose", "permute", "view", "reshape", "expand"}
-"""Operators whose result is their operand in another shape, or cast."""
-
-
-def user_name(node: fx.Node) -> str | None:
-    """The variable that holds ``node``'s value in the user's code, where one does.
-
-    A value that is returned has the name that the caller gives to the result; one that is only cast on the way keeps its own,
-    and a range or a constant that is made inside of the call is not the result.
-    """
-    source: Source | None = node.meta.get("source")
-    if source is None:
-        return None
-    operand = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else node
-    computed = operand is not node and operand.op == "call_function"
-    before: Source | None = operand.meta.get("source") if computed else None
-    if not source.targets and before is not None and before.targets and operator_name(node) in _SAME_VALUE:
-        return user_name(operand)
-    made = created_by(node)
-    if made is not None and not source.assigns.operators & {operator_name(made), operator_name(node)}:
-        return None
-    position = node.args[1] if operator_name(node) == "getitem" else 0
-    name = variable_name(source, position if isinstance(position, int) else 0, operator_name(node))
-    if name is None and before is not None and before.assigns == source.assigns and source.assigns.made_of:
-        return user_name(operand)
-    return name
-
-
-def created_by(node: fx.Node) -> fx.Node | None:
-    """The operator that made ``node``'s value of no tensor at all (``arange``, ``zeros``), seen through changes of shape."""
-    while node.op == "call_function" and operator_name(node) in SAME_ELEMENTS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    sizes_alone = all(isinstance(value_of(argument), torch.SymInt) for argument in node.all_input_nodes)
-    return node if node.op == "call_function" and sizes_alone and isinstance(value_of(node), Tensor) else None
-
-
-def value_name(node: fx.Node) -> str:
-    """A readable name for a value: the user's variable, the module that made it, or the operator."""
-    if node.op == "placeholder":
-        return str(node.target)
-    if node.op == "get_attr":
-        return str(node.target).replace(".", "_")
-    name = user_name(node)
-    if name is not None:
-        return name
-    made = created_by(node)
-    if made is not None:
-        return short_name(made)
-    parts = [part for part in module_path(node).split(".") if part and not part.isdigit()]
-    return parts[-1] if parts else short_name(node)
-
-
-def unique_names(nodes: Sequence[fx.Node], reserved: Iterable[str] = ()) -> dict[fx.Node, str]:
-    """:func:`value_name` for each, made distinct from each other and from ``reserved``."""
-    names: dict[fx.Node, str] = {}
-    for node in nodes:
-        name = value_name(node)
-        taken = {*names.values(), *reserved}
-        if name in taken:
-            parts = [part for part in module_path(node).split(".") if part and not part.isdigit()]
-            name = f"{parts[-1]}_{name}" if parts and f"{parts[-1]}_{name}" not in taken else name
-        unique, number = name, 2
-        while unique in taken:
-            unique, number = f"{name}_{number}", number + 1
-        names[node] = unique
-    return names

@@ -1,52 +1,144 @@
-"""The sizes of products whose factors say them: which dims count, which are one operand's, which are summed.
+"""Work as products of matrices: how many of [m, k] by [k, n] an operator's are, from the factors of its rule.
 
-einsum("bij,bjk->bik")   counted b   left i   right k   summed j       2 b i j k flops
+einsum("bij,bjk->bik")       b products   m = i   n = k   k = j            2 b i j k flops
+einsum("ij,jk,kl->il")       two, from the left to the right
+conv2d                       a product a group, as the columns of im2col give it
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from graphpar.ir.program import operator_name
-from graphpar.operators.matrix import einsum, tensordot
-from graphpar.operators.placement import Size, operands_of, sizes_of
-
-_RULES = {"einsum": einsum, "tensordot": tensordot}
+from graphpar.ir.program import value_of
+from graphpar.operators.placement import literal, operands_of
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
 
 
 @dataclass(frozen=True)
-class Contraction:
-    """A product of two operands, as many matrix products: sizes of the dims that each of them has, and of those that are summed."""
+class Size:
+    """``number * batch ** power``."""
 
-    counted: tuple[Size, ...]
-    left: tuple[Size, ...]
-    right: tuple[Size, ...]
-    summed: tuple[Size, ...]
+    number: float
+    power: int = 0
+
+    def __mul__(self, other: Size | float) -> Size:
+        if isinstance(other, Size):
+            return Size(self.number * other.number, self.power + other.power)
+        return Size(self.number * other, self.power)
+
+    __rmul__ = __mul__
+
+    def at(self, batch: int) -> float:
+        """The number for a batch of ``batch`` rows."""
+        return float(self.number * float(batch) ** self.power)
+
+
+ONE = Size(1.0)
+Sizes = Callable[[fx.Node], Sequence[Size]]
+"""The size of each dim of a value."""
+
+
+def product_of(sizes: Iterable[Size]) -> Size:
+    """The product; 1 of none."""
+    found = ONE
+    for size in sizes:
+        found = found * size
+    return found
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """As many products as ``count`` of [m, k] and [k, n]. ``left`` and ``right``: the operands that each side is made of.
+
+    ``shared``: one matrix is applied to all rows, so its gradient is of no one example.
+    """
+
+    left: tuple[fx.Node, ...]
+    right: fx.Node
+    count: Size
+    m: Size
+    n: Size
+    k: Size
+    shared: bool
 
     @property
-    def sizes(self) -> tuple[Size, ...]:
-        """Of all dims: a multiplication and an addition for each of their products."""
-        return (*self.counted, *self.left, *self.right, *self.summed)
+    def flops(self) -> Size:
+        """A multiplication and an addition for each product of two elements."""
+        return 2.0 * product_of((self.count, self.m, self.n, self.k))
 
 
-def contraction(node: fx.Node) -> Contraction | None:
-    """The sizes of an operator that multiplies two tensors and sums; None for one that does not, or whose factors don't say it."""
-    row, operands = _RULES.get(operator_name(node)), operands_of(node)
-    if row is None or len(operands) != 2:
-        return None
-    rule = row(node)
-    first, second = (
-        {f: s for f, s in zip(factors, sizes_of(o)) if f != "1"} for factors, o in zip(rule.operands, operands)
-    )
-    if len(rule.operands) != 2 or not rule.linear:
-        return None
-    made = set(rule.results[0])
-    both = first.keys() & second.keys()
-    return Contraction(
-        counted=tuple(size for factor, size in first.items() if factor in both & made),
-        left=tuple(size for factor, size in first.items() if factor not in both),
-        right=tuple(size for factor, size in second.items() if factor not in both),
-        summed=tuple(size for factor, size in first.items() if factor in both - made),
-    )
+def matrices(node: fx.Node, sizes: Sizes) -> list[Matrices]:
+    """The products of matrices that an operator is, in order; none for attention, and for what multiplies no matrices."""
+    record = record_of(node)
+    if record.kind is Kind.CONVOLUTION:
+        return [_convolution(node, sizes)]
+    if record.kind is Kind.GROUPED:
+        return [_grouped(node, sizes)]
+    if record.kind is not Kind.PRODUCT:
+        return []
+    rule = record.rule(node) if record.rule is not None else None
+    operands = operands_of(node)
+    if rule is None or len(rule.results) != 1:
+        return []
+    taken = [place for place in range(len(operands)) if place != record.bias]
+    if rule.fixed and not rule.linear:
+        return []  # one of a kind: no factor says what is summed
+    return _contracted([operands[i] for i in taken], [rule.operands[i] for i in taken], set(rule.results[0]), sizes)
+
+
+def _contracted(
+    operands: Sequence[fx.Node], factors: Sequence[Sequence[str]], made: set[str], sizes: Sizes
+) -> list[Matrices]:
+    """Pair by pair; a factor is summed as soon as neither the result nor a later operand has it."""
+    rows = [
+        {factor: size for factor, size in zip(own, sizes(operand)) if factor != "1"}
+        for own, operand in zip(factors, operands)
+    ]
+    found = []
+    left, before = rows[0], tuple(operands[:1])
+    for place in range(1, len(operands)):
+        right = rows[place]
+        kept = made.union(*(row.keys() for row in rows[place + 1 :]))
+        both = left.keys() & right.keys()
+        found.append(
+            Matrices(
+                before,
+                operands[place],
+                count=product_of(left[factor] for factor in left if factor in both & kept),
+                m=product_of(size for factor, size in left.items() if factor not in both and factor in kept),
+                n=product_of(size for factor, size in right.items() if factor not in both and factor in kept),
+                k=product_of(left[factor] for factor in left if factor in both - kept),
+                shared=not both & kept,
+            )
+        )
+        left = {factor: size for factor, size in (left | right).items() if factor in kept}
+        before = (*before, operands[place])
+    return found
+
+
+def _convolution(node: fx.Node, sizes: Sizes) -> Matrices:
+    """Each group of channels: places of the result (transposed: of the operand) by the kernel's."""
+    x, weight = operands_of(node)[:2]
+    groups = int(literal(node, "groups", default=1))
+    kernel = list(sizes(weight))
+    transposed = "transpose" in str(node.target) or bool(literal(node, "transposed"))
+    walked = list(sizes(x if transposed else node))
+    channels = walked.pop(len(walked) - len(kernel) + 1)
+    rows, inside = product_of(walked), product_of(kernel[1:])
+    if transposed:
+        return Matrices((x,), weight, Size(float(groups)), rows, inside, channels * (1 / groups), shared=True)
+    return Matrices((x,), weight, Size(float(groups)), rows, channels * (1 / groups), inside, shared=True)
+
+
+def _grouped(node: fx.Node, sizes: Sizes) -> Matrices:
+    """Rows are taken to be spread evenly over the groups."""
+    x, weight = operands_of(node)[:2]
+    a, b, out = sizes(x), sizes(weight), sizes(node)
+    if value_of(x).ndim == 2 and value_of(weight).ndim == 3:
+        rows = Size(a[0].number / b[0].number, a[0].power)
+        return Matrices((x,), weight, b[0], rows, b[2], a[-1], shared=True)
+    return Matrices((x,), weight, product_of(out[:-2]), out[-2], out[-1], a[-1], shared=True)

@@ -2,54 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch import Tensor, fx
 
-from graphpar.emitted import random_streams
 from graphpar.ir.program import operator_name, value_of
-from graphpar.operators.batch_states import is_pointwise
+from graphpar.operators import spelling as write
 from graphpar.operators.notation import Factors, Rule
-from graphpar.operators.placement import Size, literal, operands_of, results_of, sizes_of
-
-# Operands in which an operator is linear while the others are held.
-_LINEAR: dict[str, tuple[frozenset[int], ...]] = {
-    "mul": (frozenset({0}), frozenset({1})),
-    "multiply": (frozenset({0}), frozenset({1})),
-    **dict.fromkeys(
-        ("neg", "negative", "div", "divide", "true_divide", "clone", "contiguous", "detach", "alias", "dropout", "real", "imag",
-         "resolve_conj", "resolve_neg"),
-        (frozenset({0}),),
-    ),
-    "where": (frozenset({1, 2}),),
-}  # fmt: skip
-_SUMS = ("add", "sub", "subtract")
-_CASTS = ("to", "_to_copy", "type_as")
-_SAME_SHAPE = {"to", "_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "zeros_like", "ones_like",
-               "empty_like", "full_like", "nan_to_num", "resolve_conj", "resolve_neg", "real", "imag", "type_as"}  # fmt: skip
-
-_FORGOTTEN = {"chalf", "special_ndtr", "special_polygamma", "fill"}  # torch does not tag them as pointwise
-
-# Those that give finite numbers and finite slopes wherever the operands are finite: what padding holds stays harmless.
-_TAME = {
-    "add", "sub", "mul", "neg", "relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "elu", "leaky_relu", "mish", "sin", "cos",
-    "erf", "abs", "square", "maximum", "minimum", "clamp", "where", "masked_fill", "rsub", "hardtanh", "relu6", "hardswish", "log_sigmoid",
-    "dropout", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", *_SAME_SHAPE,
-}  # fmt: skip
-# Reductions to one number of a pointwise loss: none, mean, sum.
-_LOSSES = {
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits",
-    "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss", "margin_ranking_loss",
-}  # fmt: skip
+from graphpar.operators.placement import (
+    Context,
+    Placement,
+    Size,
+    averaged,
+    from_rule,
+    literal,
+    operands_of,
+    results_of,
+    sizes_of,
+)
+from graphpar.operators.record import EACH, FIRST, TOGETHER, Kind, Reads, Record, each
 
 
 def elementwise(node: fx.Node) -> Rule | None:
-    """The rule of a pointwise operator; None for any other."""
-    name = operator_name(node)
-    if name in _LOSSES:
-        return _loss(node)
-    if node.target in (random_streams.dropout, random_streams.channel_dropout):
-        return _dropout(node)
-    both = name in ("max", "min") and len(operands_of(node)) == 2
-    if not (is_pointwise(node) or name in _SAME_SHAPE | _FORGOTTEN or both) or not isinstance(value_of(node), Tensor):
+    """The rule of a pointwise operator; None where it gives no tensor."""
+    name, info = operator_name(node), RECORDS.get(operator_name(node), PLAIN)
+    if not isinstance(value_of(node), Tensor):
         return None
     result = sizes_of(node)
     labels = tuple(f"d{dim}" for dim in range(len(result)))
@@ -61,9 +40,9 @@ def elementwise(node: fx.Node) -> Rule | None:
             labels[1:2] if len(operands[1]) == 1 and sizes_of(operands_of(node)[1])[0] == result[1] else ("1",)
         )
     fixed = frozenset(label for factors in operands for label in factors if label.startswith("like"))
-    tame = name in _TAME or (name == "div" and len(operands) == 1)
+    tame = info.tame or (name == "div" and len(operands) == 1)
     padded = frozenset(labels) if tame else frozenset()
-    return Rule(tuple(operands), (labels,), fixed, padded, _linear(node, name, len(operands)), uneven=True)
+    return Rule(tuple(operands), (labels,), fixed, padded, _linear(node, info, len(operands)), uneven=True)
 
 
 def aligned(sizes: tuple[Size, ...], result: tuple[Size, ...], labels: Factors) -> Factors:
@@ -75,35 +54,35 @@ def aligned(sizes: tuple[Size, ...], result: tuple[Size, ...], labels: Factors) 
     )
 
 
-def _linear(node: fx.Node, name: str, operands: int) -> tuple[frozenset[int], ...]:
-    if node.kwargs.get("rounding_mode"):
+def _linear(node: fx.Node, info: Record, operands: int) -> tuple[frozenset[int], ...]:
+    if node.kwargs.get("rounding_mode") or not info.linear:
         return ()
-    if name in _SUMS:
-        return (frozenset({0, 1}),) if operands == 2 else ()
-    if name in _CASTS:
+    if info.kind is Kind.COPY:
         before, after = value_of(operands_of(node)[0]), value_of(node)
         widens = before.is_floating_point() and after.is_floating_point() and after.itemsize >= before.itemsize
-        return (frozenset({0}),) if widens else ()
-    if name == "masked_fill":
-        return (frozenset({0}),) if operands == 2 and len(node.args) > 2 and node.args[2] == 0 else ()
-    if name == "where":
-        return _LINEAR[name] if operands == 3 else ()
-    return tuple(group for group in _LINEAR.get(name, ()) if max(group) < operands)
+        return FIRST if widens or before.dtype == after.dtype else ()
+    if operator_name(node) == "masked_fill":
+        return FIRST if operands == 2 and len(node.args) > 2 and node.args[2] == 0 else ()
+    if operator_name(node) == "where" and operands < 3:
+        return ()
+    return tuple(group for group in info.linear if max(group) < operands)
 
 
-def _dropout(node: fx.Node) -> Rule:
-    """``random_streams.dropout(x, p, keys [b], batch_dim)``: every element knows its place in the whole tensor.
+def _dropout(node: fx.Node) -> Rule | None:
+    """``random_streams.dropout(x, p, keys [b], batch_dim)``: every element knows its place in the whole tensor; torch's own has no keys.
 
     Linear, but ``spmd_types`` can't know that of a ``where``; and masks of whole tensors are dearer than those of pieces.
     """
+    if isinstance(node.target, torch._ops.OpOverload):
+        return elementwise(node)
     rank = value_of(node).ndim
     labels = tuple(f"d{dim}" for dim in range(rank))
     batch_dim = int(literal(node, "batch_dim", 3, 0)) % rank
     return Rule((labels, (labels[batch_dim],)), (labels,), padded=frozenset(labels))
 
 
-def _loss(node: fx.Node) -> Rule:
-    """Element by element; a sum is partial where a dim is cut, a mean is over whole dims."""
+def pointwise_loss(node: fx.Node, free: bool = False) -> Rule:
+    """Element by element; a sum is partial where a dim is sharded, a mean is over whole dims, unless ``free``."""
     operands = [sizes_of(operand) for operand in operands_of(node)]
     rank = max(len(sizes) for sizes in operands)
     whole = tuple(
@@ -115,8 +94,129 @@ def _loss(node: fx.Node) -> Rule:
     reduction = literal(node, "reduction")
     if reduction == 0:
         return Rule(rows, (labels,))
-    return Rule(rows, ((),) * len(results_of(node)), frozenset(labels) if reduction == 1 else frozenset())
+    fixed = frozenset(labels) if reduction == 1 and not free else frozenset()
+    return Rule(rows, ((),) * len(results_of(node)), fixed)
+
+
+def averaged_loss(node: fx.Node, context: Context) -> list[Placement]:
+    """A mean is the mean of pieces of one size."""
+    mean = literal(node, "reduction") == 1
+    found = from_rule(node, pointwise_loss(node, free=True), context)
+    return averaged(found, "mean_of_pieces") if mean else found
 
 
 def _extent(size: Size) -> tuple[int, int]:
     return size[1], size[0]
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+
+def pointwise(*spelling: write.Spelling, **facts: Any) -> Record:
+    """The record of a pointwise operator."""
+    return Record(Kind.POINTWISE, elementwise, spelling=spelling, **facts)
+
+
+def _compared(symbol: str) -> Record:
+    return pointwise(write.infix(symbol, write.COMPARE), tame=True)
+
+
+def _error(function: str, keywords: str = "", functions: bool = False) -> Record:
+    return replace(_LOSS, functions=functions, spelling=(write.loss(function, keywords),))
+
+
+_LOSS = Record(Kind.LOSS, pointwise_loss, averaged_loss)
+PLAIN = Record(Kind.POINTWISE, elementwise)
+"""Of what torch says is pointwise, and no record knows more of."""
+_SUM: dict[str, Any] = {"linear": TOGETHER, "adds": True, "tame": True, "saves": Reads.NOTHING, "passes": True}
+_COPY = Record(Kind.COPY, elementwise, linear=FIRST, tame=True)
+_ALIAS = Record(Kind.ALIAS, elementwise, linear=FIRST, tame=True)
+_LIKE = Record(Kind.FACTORY, elementwise, tame=True)
+_QUOTIENT = pointwise(write.infix("/", write.PRODUCT), linear=FIRST, neutral=1)
+
+RECORDS: dict[str, Record] = {
+    "add": pointwise(write.infix("+", write.SUM), neutral=0, **_SUM),
+    "sub": pointwise(write.infix("-", write.SUM), neutral=0, **_SUM),
+    "subtract": pointwise(neutral=0, **_SUM),
+    "rsub": pointwise(tame=True, adds=True, saves=Reads.NOTHING),
+    "mul": pointwise(write.infix("*", write.PRODUCT), linear=EACH, tame=True, neutral=1),
+    "multiply": pointwise(linear=EACH, neutral=1),
+    **each("div true_divide", _QUOTIENT),
+    "divide": pointwise(linear=FIRST, neutral=1),
+    "floor_divide": pointwise(write.infix("//", write.PRODUCT), saves=Reads.NOTHING),
+    "remainder": pointwise(write.infix("%", write.PRODUCT)),
+    "neg": pointwise(write.negative, linear=FIRST, tame=True, saves=Reads.NOTHING),
+    "negative": pointwise(linear=FIRST, saves=Reads.NOTHING),
+    "pow": pointwise(write.power, write.method),
+    # comparisons and bits
+    "eq": _compared("=="),
+    "ne": _compared("!="),
+    "lt": _compared("<"),
+    "le": _compared("<="),
+    "gt": _compared(">"),
+    "ge": _compared(">="),
+    **each("greater greater_equal less less_equal not_equal isclose isreal isnan isfinite isinf logical_xor", PLAIN),
+    **each("__and__ bitwise_and", pointwise(write.infix("&", write.AND))),
+    **each("__or__ bitwise_or", pointwise(write.infix("|", write.OR))),
+    **each("__xor__ bitwise_xor", pointwise(write.infix("^", write.XOR))),
+    **each("__lshift__ bitwise_left_shift", pointwise(write.infix("<<", write.SHIFT))),
+    **each("__rshift__ bitwise_right_shift", pointwise(write.infix(">>", write.SHIFT))),
+    "__invert__": pointwise(write.inverted),
+    "bitwise_not": pointwise(write.inverted, write.method),
+    **each("logical_and logical_or", pointwise(tame=True)),
+    "logical_not": pointwise(write.method, tame=True),
+    # functions
+    "relu": pointwise(tame=True, saves=Reads.RESULT),
+    "leaky_relu": pointwise(write.function("F.leaky_relu", "self", "negative_slope"), tame=True),
+    "gelu": pointwise(write.function("F.gelu", "self", "approximate"), tame=True, functions=True),
+    **each("silu softplus elu mish", pointwise(tame=True, functions=True)),
+    **each("selu celu erfc erfinv log2 log10 log1p asin acos atan atan2 sinh cosh logaddexp", pointwise(functions=True)),
+    **each("tanh sigmoid", pointwise(write.method, tame=True, functions=True, saves=Reads.RESULT)),
+    **each("sin cos erf", pointwise(write.method, tame=True, functions=True)),
+    "exp": pointwise(write.method, functions=True, saves=Reads.RESULT),
+    "log": pointwise(write.method, functions=True),
+    "log_sigmoid": pointwise(write.renamed("F.logsigmoid"), tame=True, functions=True),
+    **each("special_expit expm1 tan", pointwise(functions=True, saves=Reads.RESULT)),
+    **each("abs square", pointwise(write.method, tame=True)),
+    **each("sqrt rsqrt", pointwise(write.method, saves=Reads.RESULT)),
+    "round": pointwise(write.method, saves=Reads.NOTHING),
+    "clamp": pointwise(write.method, tame=True),
+    **each("maximum minimum hardtanh relu6 hardswish", pointwise(tame=True)),
+    **each("prelu _prelu_kernel absolute ldexp float_power special_ndtr special_polygamma", PLAIN),
+    # choosing
+    "where": pointwise(linear=(frozenset({1, 2}),), tame=True, saves=Reads.NOTHING),
+    "masked_fill": pointwise(write.method, linear=FIRST, tame=True, saves=Reads.NOTHING),
+    "fill": pointwise(saves=Reads.NOTHING),
+    # the same elements
+    "to": replace(_COPY, spelling=(write.cast, write.method)),
+    "type_as": replace(_COPY, spelling=write.METHOD),
+    "clone": replace(_COPY, passes=True, spelling=write.METHOD),
+    **each("_to_copy", _COPY),
+    "lift_fresh_copy": replace(_COPY, linear=()),
+    **each("contiguous detach", replace(_ALIAS, spelling=write.METHOD)),
+    "alias": _ALIAS,
+    "lift_fresh": Record(Kind.ALIAS),
+    **each("resolve_conj resolve_neg", pointwise(linear=FIRST, tame=True, saves=Reads.NOTHING)),
+    "real": Record(Kind.VIEW, elementwise, linear=FIRST, tame=True, spelling=(write.attribute("real"),)),
+    "imag": Record(Kind.VIEW, elementwise, linear=FIRST, tame=True, spelling=(write.attribute("imag"),)),
+    "nan_to_num": pointwise(tame=True),
+    **each("complex conj", PLAIN),
+    "polar": pointwise(saves=Reads.RESULT),
+    "chalf": pointwise(saves=Reads.NOTHING),
+    **each("zeros_like ones_like empty_like full_like", _LIKE),
+    # random numbers
+    "dropout": Record(Kind.RANDOM, _dropout, linear=FIRST, tame=True, spelling=(write.stream_function("dropout"),)),
+    "channel_dropout": Record(Kind.RANDOM, _dropout, spelling=(write.stream_function("channel_dropout"),)),
+    "feature_dropout": Record(Kind.RANDOM),
+    "stream": Record(Kind.RANDOM, elementwise),
+    # losses, element by element
+    "mse_loss": _error("F.mse_loss"),
+    "l1_loss": _error("F.l1_loss"),
+    "smooth_l1_loss": _error("F.smooth_l1_loss", "beta"),
+    "huber_loss": _error("F.huber_loss", "delta"),
+    "kl_div": _error("F.kl_div", "log_target", functions=True),
+    "binary_cross_entropy": _error("F.binary_cross_entropy", "weight", functions=True),
+    "binary_cross_entropy_with_logits": _error("F.binary_cross_entropy_with_logits", "weight pos_weight", functions=True),
+    **each("soft_margin_loss poisson_nll_loss", replace(_LOSS, functions=True)),
+    **each("hinge_embedding_loss margin_ranking_loss", _LOSS),
+}  # fmt: skip

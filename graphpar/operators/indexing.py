@@ -5,15 +5,18 @@ rank picks its own (and what it adds to a shared tensor is partial).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
+from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
 from graphpar.operators.moves import labelled, uncut
 from graphpar.operators.notation import Factors, Rule
 from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, sizes_of
+from graphpar.operators.record import Kind, Reads, Record, each
 from graphpar.runtime.layout import P
 
 
@@ -184,3 +187,28 @@ def bucketize(node: fx.Node) -> Rule:
     labels = labelled(value_of(x).ndim)
     limits = tuple(f"b{i}" for i in range(value_of(boundaries).ndim))
     return Rule((labels, limits), (labels,), frozenset(limits))
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+_UNCUT = Record(Kind.INDEX, uncut)
+
+RECORDS: dict[str, Record] = {
+    "index": Record(Kind.INDEX, index, spelling=(write.indexed,)),
+    "gather": Record(Kind.INDEX, gather, saves=Reads.OPERANDS, spelling=write.METHOD),
+    "take_along_dim": Record(Kind.INDEX, gather, saves=Reads.OPERANDS),
+    "index_select": Record(Kind.INDEX, index_select, spelling=write.METHOD),
+    "one_hot": Record(Kind.INDEX, one_hot, spelling=(write.function("F.one_hot", "self num_classes"),)),
+    "bucketize": Record(Kind.INDEX, bucketize),
+    "searchsorted": Record(Kind.INDEX, searchsorted),
+    "isin": Record(Kind.INDEX, membership),
+    **each("scatter scatter_add", Record(Kind.INDEX, scattered, scatter, spelling=write.METHOD)),
+    "scatter_reduce": Record(Kind.INDEX, scattered, scatter, saves=Reads.OPERANDS),
+    **each("index_add index_copy index_reduce", Record(Kind.INDEX, index_added, index_add, saves=Reads.OPERANDS)),
+    "index_fill": Record(Kind.INDEX, index_added, index_add),
+    "index_put": Record(Kind.INDEX, placements=index_put, spelling=write.METHOD),
+    "histc": Record(Kind.INDEX, uncut, spelling=write.METHOD),
+    **each("nonzero masked_scatter _unique2 unique_dim unique_consecutive bincount", _UNCUT),
+    **each("masked_select take put", replace(_UNCUT, saves=Reads.OPERANDS)),
+    **each("expert_rows expert_sums", Record(Kind.INDEX)),
+}  # fmt: skip

@@ -5,20 +5,25 @@ from __future__ import annotations
 from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
+from graphpar.operators import spelling as write
 from graphpar.operators.moves import uncut
 from graphpar.operators.notation import Rule
-from graphpar.operators.placement import Context, Placement, from_rule, literal, operands_of, sizes_of
+from graphpar.operators.placement import Context, Placement, averaged, from_rule, literal, operands_of, sizes_of
+from graphpar.operators.record import Kind, Record, each
 from graphpar.runtime.layout import I, R, Shard
 
 
-def classified(node: fx.Node) -> Rule:
-    """cross_entropy, nll_loss: input [n, c, ...], target [n, ...] (or [n, c, ...] as probabilities), weight [c]."""
+def classified(node: fx.Node, free: bool = False) -> Rule:
+    """cross_entropy, nll_loss: input [n, c, ...], target [n, ...] (or [n, c, ...] as probabilities), weight [c].
+
+    ``free``: the rows of a mean, too.
+    """
     operands = operands_of(node)
     rank = value_of(operands[0]).ndim
     rows = tuple(f"r{i}" for i in range(rank - 1))
     labels = (*rows[:1], "c", *rows[1:])
     hard = value_of(operands[1]).ndim < rank
-    mean = literal(node, "reduction") == 1
+    mean = literal(node, "reduction") == 1 and not free
     return Rule(
         (labels, rows if hard else labels, *(("c",) for _ in operands[2:])),
         (rows if literal(node, "reduction") == 0 else (),),
@@ -26,11 +31,21 @@ def classified(node: fx.Node) -> Rule:
     )
 
 
+def class_loss(node: fx.Node, context: Context) -> list[Placement]:
+    """Over the rows: a sum is partial, a mean is the sum over the number of labels that count on all ranks."""
+    if literal(node, "reduction") != 1:
+        return from_rule(node, classified(node), context)
+    operands = operands_of(node)
+    hard = not value_of(operands[1]).is_floating_point()
+    free = value_of(operands[0]).ndim > 1 and len(operands) == 2
+    return averaged(from_rule(node, classified(node, free), context), "mean_of_labels" if hard else "mean_of_pieces")
+
+
 def cross_entropy(node: fx.Node, context: Context) -> list[Placement]:
-    """Over the classes with three small all-reduces inside; over rows when they are summed."""
+    """Over the classes with three small all-reduces inside; over rows as any loss over classes."""
     operands = operands_of(node)
     sizes, target = sizes_of(operands[0]), value_of(operands[1])
-    found = from_rule(node, classified(node), context)
+    found = class_loss(node, context)
     classes = 1 if len(sizes) > 1 else 0
     plain = not target.is_floating_point() and not literal(node, "label_smoothing")
     if plain and sizes[classes][0] > context.degree and not sizes[classes][1]:
@@ -52,3 +67,20 @@ def rowwise(node: fx.Node) -> Rule:
     weighted = any(factors[:1] and factors[0] != "r" for factors in split)
     fixed = frozenset(label for factors in split for label in factors if label != "r" or reduction == 1 or weighted)
     return Rule(tuple(split), (("r",) if value_of(node).ndim else (),), fixed)
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+_CROSS_ENTROPY = write.loss("F.cross_entropy", "weight ignore_index label_smoothing")
+_NLL = write.loss("F.nll_loss", "weight ignore_index label_smoothing")
+
+RECORDS: dict[str, Record] = {
+    "cross_entropy_loss": Record(Kind.CLASS_LOSS, placements=cross_entropy, spelling=(_CROSS_ENTROPY,)),
+    **each("nll_loss nll_loss_nd", Record(Kind.CLASS_LOSS, classified, class_loss, spelling=(_NLL,))),
+    "nll_loss2d": Record(Kind.CLASS_LOSS, classified, class_loss),
+    "vocab_cross_entropy": Record(Kind.CLASS_LOSS),
+    **each(
+        "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss", Record(Kind.LOSS, rowwise)
+    ),
+    "ctc_loss": Record(Kind.LOSS, uncut),
+}

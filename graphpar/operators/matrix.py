@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,45 +10,33 @@ from typing import Any
 from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
+from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
 from graphpar.operators.moves import uncut
 from graphpar.operators.notation import Rule, parse_rule
 from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, results_of, sizes_of
+from graphpar.operators.record import Kind, Reads, Record, each
 from graphpar.runtime.layout import ExpertRows, P, R, Shard
-
-PlacementsOf = Callable[[fx.Node, Context], list[Placement]]
 
 
 def _ranks(node: fx.Node) -> tuple[list[int], list[int]]:
     return [value_of(operand).ndim for operand in operands_of(node)], [result.ndim for result in results_of(node)]
 
 
-def linear(node: fx.Node, context: Context) -> list[Placement]:
-    """Column-parallel cuts n, row-parallel cuts k. A bias is added once, so under k it must be partial too."""
-    rule = parse_rule("... k, n k, n? -> ... n", *_ranks(node), padded="n ...", linear=[{0}])
-    return _biased(from_rule(node, rule, context), 2)
+def linear(node: fx.Node) -> Rule:
+    """Column-parallel cuts n, row-parallel cuts k."""
+    return parse_rule("... k, n k, n? -> ... n", *_ranks(node), padded="n ...", linear=[{0}])
 
 
-def added(text: str) -> PlacementsOf:
+def added(text: str) -> Callable[[fx.Node], Rule]:
     """addmm, baddbmm, addmv, addr, addbmm: a product added to the first operand, which is broadcast."""
 
-    def rule(node: fx.Node, context: Context) -> list[Placement]:
+    def rule(node: fx.Node) -> Rule:
         factors = parse_rule(f", {text}", [0, *_ranks(node)[0][1:]], _ranks(node)[1])
         own = aligned(sizes_of(operands_of(node)[0]), sizes_of(node), factors.results[0])
-        found = Rule((own, *factors.operands[1:]), factors.results, padded=frozenset(factors.results[0]))
-        return _biased(from_rule(node, found, context), 0)
+        return Rule((own, *factors.operands[1:]), factors.results, padded=frozenset(factors.results[0]))
 
     return rule
-
-
-def _biased(placements: list[Placement], bias: int) -> list[Placement]:
-    """Where the product is partial the bias must be so too (zero on all ranks but one)."""
-    return [
-        Placement(tuple(P if i == bias else kind for i, kind in enumerate(p.operands)), p.results, p.rewrite)
-        if p.results == (P,) and len(p.operands) > bias
-        else p
-        for p in placements
-    ]
 
 
 def matmul(node: fx.Node) -> Rule | None:
@@ -119,8 +108,8 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def grouped_mm(node: fx.Node, context: Context) -> list[Placement]:
-    """Rows by group times each group's matrix. Where groups are cut, each rank has the rows of its own groups."""
-    rule = grouped_rule(node)
+    """Where groups are cut, each rank has the rows of its own groups."""
+    rule = grouped(node)
     found = from_rule(node, rule, context)
     groups = sizes_of(operands_of(node)[1])[0]
     if "g" in rule.fixed and groups[1] == 0 and groups[0] % context.degree == 0:
@@ -129,8 +118,8 @@ def grouped_mm(node: fx.Node, context: Context) -> list[Placement]:
     return found
 
 
-def grouped_rule(node: fx.Node) -> Rule:
-    """x [t, k], weight [g, k, n], offsets [g] -> [t, n]."""
+def grouped(node: fx.Node) -> Rule:
+    """Rows by group times each group's matrix: x [t, k], weight [g, k, n], offsets [g] -> [t, n]."""
     if _ranks(node)[0] != [2, 3, 1]:
         return uncut(node)
     return parse_rule("t k, g k n, g -> t n", *_ranks(node), fixed="t g", linear=[{0}])
@@ -138,13 +127,10 @@ def grouped_rule(node: fx.Node) -> Rule:
 
 def einsum(node: fx.Node) -> Rule:
     """The equation is the rule."""
-    equation, operands = str(node.args[0]).replace(" ", ""), operands_of(node)
-    left, arrow, right = equation.partition("->")
-    words = left.split(",")
-    if "..." in equation or len(words) != len(operands):
+    operands = operands_of(node)
+    words, right = _equation(str(node.args[0]).replace(" ", ""), [value_of(operand).ndim for operand in operands])
+    if len(words) != len(operands):
         return uncut(node)
-    letters = left.replace(",", "")
-    right = right if arrow else "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
     twice = {letter for word in words for letter in word if word.count(letter) > 1}  # a diagonal
     largest: dict[str, Size] = {}
     for word, operand in zip(words, operands):
@@ -156,6 +142,22 @@ def einsum(node: fx.Node) -> Rule:
     )
     linear = tuple(frozenset({index}) for index in range(len(operands)))
     return Rule(rows, (tuple(right),), frozenset(twice), linear=linear)
+
+
+def _equation(equation: str, ranks: list[int]) -> tuple[list[str], str]:
+    """The letters of each operand and of the result, with one for each dim that ``...`` stands for, aligned at the right."""
+    left, arrow, right = equation.partition("->")
+    words = left.split(",")
+    counts = [rank - len(word) + 3 for word, rank in zip(words, ranks) if "..." in word]
+    free = [letter for letter in string.ascii_letters if letter not in equation][: max(counts, default=0)]
+    more = "".join(free)
+    words = [
+        word.replace("...", more[len(more) - (rank - len(word) + 3) :]) if "..." in word else word
+        for word, rank in zip(words, ranks)
+    ]
+    letters = "".join(words)
+    once = sorted(letter for letter in set(letters) if letters.count(letter) == 1 and letter not in more)
+    return words, right.replace("...", more) if arrow else more + "".join(once)
 
 
 def tensordot(node: fx.Node) -> Rule:
@@ -172,12 +174,10 @@ def tensordot(node: fx.Node) -> Rule:
     return Rule((tuple(left), tuple(right)), (made,), fixed, linear=(frozenset({0}), frozenset({1})))
 
 
-def bilinear(node: fx.Node, context: Context) -> list[Placement]:
+def bilinear(node: fx.Node) -> Rule:
     """``x1 W x2 + b`` over the trailing dims."""
-    rule = parse_rule(
-        "... i, ... j, o i j, o? -> ... o", *_ranks(node), linear=[] if len(operands_of(node)) > 3 else [{0}]
-    )
-    return _biased(from_rule(node, rule, context), 3)
+    linear = [] if len(operands_of(node)) > 3 else [{0}]
+    return parse_rule("... i, ... j, o i j, o? -> ... o", *_ranks(node), linear=linear)
 
 
 def line(text: str, fixed: str = "", linear: int = 0) -> Callable[[fx.Node], Rule]:
@@ -190,3 +190,36 @@ def line(text: str, fixed: str = "", linear: int = 0) -> Callable[[fx.Node], Rul
             return uncut(node)
 
     return rule
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+
+_ATTENTION = write.function(
+    "F.scaled_dot_product_attention", "query key value", "attn_mask dropout_p is_causal scale enable_gqa"
+)
+_GROUPED = Record(Kind.GROUPED, grouped, grouped_mm)
+
+RECORDS: dict[str, Record] = {
+    "linear": Record(Kind.PRODUCT, linear, bias=2, spelling=(write.function("F.linear", "input weight bias"),)),
+    **each("matmul mm bmm", Record(Kind.PRODUCT, matmul, spelling=(write.infix("@", write.PRODUCT),))),
+    **each("mv dot", Record(Kind.PRODUCT, matmul)),
+    "vdot": Record(Kind.PRODUCT, line("k, k -> ", linear=2)),
+    "inner": Record(Kind.PRODUCT, line("... k, n k -> ... n", linear=2)),
+    "einsum": Record(Kind.PRODUCT, einsum),
+    "tensordot": Record(Kind.PRODUCT, tensordot, spelling=(write.tensordot,)),
+    "addmm": Record(Kind.PRODUCT, added("m k, k n -> m n"), bias=0),
+    "baddbmm": Record(Kind.PRODUCT, added("b m k, b k n -> b m n"), bias=0),
+    "addbmm": Record(Kind.PRODUCT, added("b m k, b k n -> m n"), bias=0),
+    "addmv": Record(Kind.PRODUCT, added("m k, k -> m"), bias=0),
+    "bilinear": Record(Kind.PRODUCT, bilinear, bias=3),
+    "addr": Record(Kind.POINTWISE, added("m, n -> m n"), bias=0),
+    **each("outer ger", Record(Kind.POINTWISE, line("m, n -> m n", linear=2))),
+    "cdist": Record(Kind.REDUCTION, line("... m d, ... n d -> ... m n", fixed="d")),
+    **each("grouped_mm grouped_mm_fallback _grouped_mm", _GROUPED),
+    "scaled_dot_product_attention": Record(Kind.ATTENTION, placements=attention, spelling=(_ATTENTION,)),
+    "dropout_attention": Record(Kind.ATTENTION, placements=attention, spelling=(write.stream_function("dropout_attention"),)),
+    "embedding": Record(Kind.LOOKUP, placements=embedding, spelling=(write.embedding,)),
+    "embedding_bag": Record(Kind.LOOKUP, uncut, saves=Reads.OPERANDS),
+    "vocab_embedding": Record(Kind.LOOKUP),
+}  # fmt: skip

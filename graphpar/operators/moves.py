@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
+from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import (
@@ -28,8 +30,9 @@ from graphpar.operators.placement import (
     results_of,
     sizes_of,
 )
+from graphpar.operators.record import Kind, Reads, Record, each
 from graphpar.operators.shape import normal
-from graphpar.runtime.layout import R, Shard
+from graphpar.runtime.layout import Shard
 
 
 def labelled(rank: int) -> tuple[str, ...]:
@@ -394,12 +397,54 @@ def inside(node: fx.Node) -> Rule:
     return Rule(rows, (labels,), frozenset({labels[dim], "part"}), frozenset(labels), linear=(frozenset({0, 1}),))
 
 
-def fresh(node: fx.Node, context: Context) -> list[Placement]:
-    """new_zeros and its kin: the operand gives dtype and device alone."""
-    (source,) = operands_of(node)
-    shards = [Shard(dim) for dim, size in enumerate(sizes_of(source)) if not size[1]] + list(context.known(source, 0))
-    return [
-        Placement((shard,), tuple(R for _ in results_of(node)))
-        for shard in dict.fromkeys(shards)
-        if can_cut(sizes_of(source)[shard.dim], shard, context.degree, padded=True)
-    ]
+# ---- records ---------------------------------------------------------------------------------------------------
+
+
+_PARTS = Record(Kind.VIEW, placements=split, spelling=write.METHOD)
+
+RECORDS: dict[str, Record] = {
+    # dims in another order
+    **each("transpose permute t movedim swapaxes swapdims", Record(Kind.PERMUTE, permuted, spelling=write.METHOD)),
+    **each("moveaxis adjoint", Record(Kind.PERMUTE, permuted)),
+    "mT": Record(Kind.PERMUTE, permuted, spelling=(write.attribute("mT"),)),
+    "mH": Record(Kind.PERMUTE, permuted, spelling=(write.attribute("mH"),)),
+    "matrix_H": Record(Kind.PERMUTE, spelling=(write.attribute("H"),)),
+    "numpy_T": Record(Kind.PERMUTE, permuted, spelling=(write.attribute("T"),)),
+    # parts
+    **each("split chunk", _PARTS),
+    **each("split_with_sizes tensor_split unsafe_chunk unsafe_split", replace(_PARTS, spelling=())),
+    "unbind": Record(Kind.VIEW, unbind, spelling=write.METHOD),
+    "select": Record(Kind.VIEW, selected, spelling=(write.selected, write.method)),
+    "slice": Record(Kind.VIEW, placements=sliced, spelling=(write.sliced,)),
+    "narrow": Record(Kind.VIEW, placements=sliced, spelling=write.METHOD),
+    "getitem": Record(Kind.VIEW, spelling=(write.item,)),
+    "diagonal": Record(Kind.VIEW, diagonal),
+    "unfold": Record(Kind.VIEW, windows, spelling=write.METHOD),
+    **each("view_as_complex view_as_real", Record(Kind.VIEW, complex_pairs)),
+    "as_strided": Record(Kind.VIEW, uncut),
+    "broadcast_tensors": Record(Kind.EXPAND, broadcast),
+    # joined, repeated, filled
+    "cat": replace(Record(Kind.MOVE, placements=cat), adds=True),
+    "stack": replace(Record(Kind.MOVE, stack), adds=True),
+    **each("repeat tile", Record(Kind.MOVE, placements=repeated, spelling=write.METHOD)),
+    "repeat_interleave": Record(Kind.INDEX, placements=interleaved, spelling=write.METHOD),
+    "pad": Record(
+        Kind.MOVE, padding, saves=Reads.OPERANDS, spelling=(write.function("F.pad", "self pad", "mode value"),)
+    ),
+    "constant_pad_nd": Record(Kind.MOVE, padding),
+    **each("flip roll", Record(Kind.MOVE, turned, spelling=write.METHOD)),
+    "rot90": Record(Kind.MOVE, spelling=write.METHOD),
+    **each("slice_scatter select_scatter", Record(Kind.MOVE, inside, spelling=write.METHOD)),
+    **each("tril triu", Record(Kind.MOVE, last(2, linear=True), spelling=write.METHOD)),
+    "glu": Record(Kind.POINTWISE, placements=halves, functions=True),
+    # transforms
+    **each(
+        "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn "
+        "fft_irfftn fft_fftshift fft_ifftshift",
+        Record(Kind.TRANSFORM, transformed),
+    ),
+    **each("stft istft", Record(Kind.TRANSFORM, windowed)),
+    **each("linalg_cholesky linalg_cholesky_ex cholesky", Record(Kind.TRANSFORM, matrices, saves=Reads.RESULT)),
+    **each("cholesky_inverse logdet", Record(Kind.TRANSFORM, matrices)),
+    **each("lstm gru rnn_tanh rnn_relu", Record(Kind.RECURRENT, uncut)),
+}

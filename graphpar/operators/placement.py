@@ -49,7 +49,8 @@ class Context:
     """What rules are asked with: the axis's degree, and the cuts that are known of the values around the operator.
 
     ``known(node, index)``: cuts of the value ``node`` (``index`` picks one of several results). ``rewrites``: what the lowering can do.
-    ``rows(node, index)``: the ways in which the value's rows may be those of a rank's own experts.
+    ``rows(node, index)``: the ways in which the value's rows may be those of a rank's own experts. ``replicas``: whether the axis
+    divides the rows of the batch.
     """
 
     degree: int
@@ -57,6 +58,7 @@ class Context:
     differentiable: Callable[[fx.Node], bool]
     rewrites: tuple[str, ...]
     rows: Callable[[fx.Node, int], Iterable[ExpertRows]] = lambda node, index: ()
+    replicas: bool = False
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
@@ -190,18 +192,18 @@ def _offered(
     for position, factors in enumerate(rule.operands):
         if factor in factors:
             dim = factors.index(factor)
-            even |= _is_even(sizes_of(operands[position])[dim], context.degree)
+            even |= _is_even(sizes_of(operands[position])[dim], context)
             offers += [shard.parts for shard in context.known(operands[position], 0) if shard.dim == dim]
     for position, factors in enumerate(rule.results):
         if factor in factors and position < len(made):
             dim, sizes = factors.index(factor), made[position]
-            even |= sizes is not None and _is_even(sizes[dim], context.degree)
+            even |= sizes is not None and _is_even(sizes[dim], context)
             offers += [shard.parts for shard in context.known(node, position) if shard.dim == dim]
     return list(dict.fromkeys(([()] if even else []) + offers))
 
 
-def _is_even(size: Size, degree: int) -> bool:
-    return size[1] == 0 and size[0] > 0 and size[0] % degree == 0
+def _is_even(size: Size, context: Context) -> bool:
+    return size[1] <= context.replicas and size != _UNKNOWN and size[0] > 0 and size[0] % context.degree == 0
 
 
 def _cut(
@@ -237,6 +239,11 @@ def _cut(
     if before is None or after is None:
         return None
     return Placement(tuple(before), tuple(after))
+
+
+def averaged(placements: Iterable[Placement], rewrite: str) -> list[Placement]:
+    """The placements of a mean from those of its sum: what is partial over a sharded dim is rewritten."""
+    return [Placement(p.operands, p.results, rewrite) if p.results[0] is P and p.divides else p for p in placements]
 
 
 def normalized(placements: Iterable[Placement], node: fx.Node, context: Context) -> list[Placement]:

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from graphpar.emitted import collectives
 from graphpar.ir.program import value_of
 from graphpar.operators.placement import Context, Placement, can_cut, operands_of, result_sizes, results_of, sizes_of
-from graphpar.operators.rewrite import REWRITES, Cuts, on_pieces
+from graphpar.operators.rewrite import REWRITES, TOGETHER, Cuts, on_pieces
 from graphpar.runtime.layout import ExpertRows, I, P, Shard, Type, cut, joined, local_size
 
 _AXIS = "tp"
@@ -123,14 +123,15 @@ def offers(node: fx.Node, index: int, degree: int) -> list[Shard]:
     return list(dict.fromkeys(found))
 
 
-def context_of(degree: int, offered: bool = True) -> Context:
-    """What the rules are asked with; every float has a gradient."""
+def context_of(degree: int, offered: bool = True, replicas: bool = False) -> Context:
+    """What the rules are asked with; every float has a gradient. ``replicas``: on an axis that divides the rows of the batch."""
     return Context(
         degree,
         lambda node, index: offers(node, index, degree) if offered else [],
         lambda node: _floats(node),
         REWRITES,
         lambda node, index: [ExpertRows(offsets=_SOME_ROWS)] if offered else [],
+        replicas,
     )
 
 
@@ -138,11 +139,11 @@ def _floats(node: fx.Node) -> bool:
     return any(tensor.is_floating_point() or tensor.is_complex() for tensor in results_of(node))
 
 
-def prove(call: Call, place: Place, degree: int = 2, seed: int = 0) -> Iterator[Proof]:
-    """One proof for each placement of the call that cuts or sums something."""
+def prove(call: Call, place: Place, degree: int = 2, seed: int = 0, replicas: bool = False) -> Iterator[Proof]:
+    """One proof for each placement of the call that cuts or sums something; ``replicas`` as for :func:`context_of`."""
     node, values = node_of(call)
     trial = None
-    for placement in place(node, context_of(degree)):
+    for placement in place(node, context_of(degree, replicas=replicas)):
         if not placement.divides and P not in (*placement.operands, *placement.results):
             continue
         trial = trial or Trial(node, values, seed)
@@ -202,7 +203,7 @@ class Trial:
             results = self._run(leaves, cuts, index)
             return results, self._backward(results, [gradients[index] for gradients in wanted], leaves)
 
-        together = placement.rewrite in ("vocab_embedding", "vocab_cross_entropy", "own_experts")
+        together = placement.rewrite in TOGETHER
         ranks = _together(rank, degree) if together else [rank(i) for i in range(degree)]
         for number, kind in enumerate(placement.results):
             if not self.used[number]:
@@ -363,12 +364,18 @@ def _together(rank: Callable[[int], Any], degree: int) -> list[Any]:
     table: list[Any] = [None] * degree
     found: list[Any] = [None] * degree
 
-    def all_reduce(x: Tensor, axis: str, operation: str = "sum") -> Tensor:
+    def everyones(x: Tensor) -> Tensor:
         table[place.rank] = x
         barrier.wait()
         stacked = torch.stack(list(table))
         barrier.wait()
-        return stacked.sum(0) if operation == "sum" else stacked.amax(0)
+        return stacked
+
+    def all_reduce(x: Tensor, axis: str, operation: str = "sum") -> Tensor:
+        return everyones(x).sum(0) if operation == "sum" else everyones(x).amax(0)
+
+    def reduce_scatter(x: Tensor, axis: str) -> Tensor:
+        return everyones(x).sum(0)[place.rank : place.rank + 1]
 
     def run(index: int) -> None:
         place.rank = index
@@ -380,6 +387,8 @@ def _together(rank: Callable[[int], Any], degree: int) -> list[Any]:
 
     with (
         mock.patch.object(collectives, "_all_reduce", all_reduce),
+        mock.patch.object(collectives, "_all_gather", lambda x, axis: everyones(x).flatten(0, 1)),
+        mock.patch.object(collectives, "_reduce_scatter", reduce_scatter),
         mock.patch.object(collectives, "rank", lambda axis: place.rank),
         mock.patch.object(collectives, "size", lambda axis: degree),
     ):

@@ -8,13 +8,15 @@ from typing import Any
 from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
-from graphpar.operators.elementwise import aligned
+from graphpar.operators import spelling as write
+from graphpar.operators.elementwise import aligned, elementwise
 from graphpar.operators.moves import along, uncut
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import (
     Context,
     Placement,
     argument_place,
+    averaged,
     from_rule,
     literal,
     operands_of,
@@ -22,6 +24,7 @@ from graphpar.operators.placement import (
     sizes_of,
     sums,
 )
+from graphpar.operators.record import Kind, Reads, Record, each
 from graphpar.runtime.layout import P
 
 
@@ -59,16 +62,19 @@ def counted(node: fx.Node) -> Rule:
 
 
 def mean(node: fx.Node, context: Context) -> list[Placement]:
-    """mean: a partial sum over a cut dim, divided by the whole size."""
+    """mean: a partial sum over a sharded dim, divided by the whole size; where the batch is in that, the mean of pieces of one size."""
     found = from_rule(node, _reduced(node, fixed=False), context)
     source = operands_of(node)[0]
+    if not sums(value_of(source)):
+        return [p for p in found if not (p.results[0] is P and p.divides)]
     reduced = [sizes_of(source)[dim] for dim in _dims(literal(node, "dim"), value_of(source).ndim)]
-    known = all(size[1] == 0 for size in reduced) and sums(value_of(source))
-    return [
-        Placement(p.operands, p.results, "mean") if p.results[0] is P and p.divides else p
-        for p in found
-        if known or not (p.results[0] is P and p.divides)
-    ]
+    rewrite = "mean" if all(size[1] == 0 for size in reduced) else "mean_of_pieces"
+    return averaged(found, rewrite)
+
+
+def extremum(node: fx.Node) -> Rule | None:
+    """max, min: of one tensor, or of each pair of elements of two."""
+    return reduction(node) if len(operands_of(node)) == 1 else elementwise(node)
 
 
 def reduction(node: fx.Node) -> Rule:
@@ -120,3 +126,35 @@ def weight_norm(node: fx.Node) -> Rule:
     labels = tuple(f"d{i}" for i in range(rank))
     sizes = tuple(labels[i] if i == dim else "1" for i in range(rank))
     return Rule((labels, sizes), (labels,), frozenset(label for i, label in enumerate(labels) if i != dim))
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+_REDUCTION = Record(Kind.REDUCTION, reduction, spelling=write.METHOD)
+
+RECORDS: dict[str, Record] = {
+    "sum": Record(Kind.REDUCTION, total, saves=Reads.NOTHING, spelling=write.METHOD),
+    "mean": Record(Kind.REDUCTION, placements=mean, saves=Reads.NOTHING, spelling=write.METHOD),
+    **each("count_nonzero nansum", Record(Kind.REDUCTION, counted)),
+    **each("max min", Record(Kind.REDUCTION, extremum, spelling=write.METHOD)),
+    **each("amax amin any all prod var std argmax argmin norm", _REDUCTION),
+    "logsumexp": replace(_REDUCTION, functions=True),
+    **each("aminmax var_mean std_mean linalg_vector_norm nanmean", Record(Kind.REDUCTION, reduction)),
+    **each("median nanmedian", Record(Kind.SORT, reduction, saves=Reads.OPERANDS)),
+    **each("mode kthvalue", Record(Kind.SORT, reduction)),
+    **each("cosine_similarity pairwise_distance", Record(Kind.REDUCTION, similarity)),
+    # norms
+    "layer_norm": Record(Kind.NORM, normalization, spelling=(write.layer_norm,)),
+    "rms_norm": Record(Kind.NORM, normalization, spelling=(write.function("F.rms_norm", "input normalized_shape weight", "eps"),)),
+    "native_layer_norm": Record(Kind.NORM, normalization),
+    "_weight_norm": Record(Kind.NORM, weight_norm),
+    "softmax": Record(Kind.NORM, scan, saves=Reads.RESULT, spelling=(write.function("F.softmax", "self", "dim dtype"),)),
+    "log_softmax": Record(Kind.NORM, scan, saves=Reads.RESULT, spelling=(write.function("F.log_softmax", "self", "dim dtype"),)),
+    **each("_softmax _log_softmax _safe_softmax", Record(Kind.NORM, scan, saves=Reads.RESULT)),
+    # along a dim
+    "cumsum": Record(Kind.SCAN, scan, saves=Reads.NOTHING, spelling=write.METHOD),
+    "cumprod": Record(Kind.SCAN, scan, spelling=write.METHOD),
+    **each("cummax cummin logcumsumexp", Record(Kind.SCAN, scan)),
+    **each("sort argsort topk", Record(Kind.SORT, scan, spelling=write.METHOD)),
+    "diff": Record(Kind.MOVE, scan, spelling=write.METHOD),
+}  # fmt: skip

@@ -2,6 +2,8 @@
 
     view(x, [b, s, 8, 64])  heads cut over 2     view(x, [b, s, 4, 64])
     mean(x, [-1])           dim -1 cut           sum(x, [-1]) / whole size
+    mean(x, [0])            replicas' rows       mean(x, [0]) / replicas
+    cross_entropy mean      replicas' rows       sum / labels of all replicas
     embedding(w, ids)       vocabulary cut       vocab_embedding(ids, w, axis)
 
 The lowering and the proof of the rules use this one definition: ``emit`` makes a node, or runs the operator.
@@ -20,18 +22,12 @@ from torch import fx
 from graphpar.emitted import collectives, random_streams
 from graphpar.ir.program import batch_coefficients, operator_name, value_of
 from graphpar.operators.placement import argument_place, operands_of
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_named
 from graphpar.runtime.layout import Shard, Type, local_size
 
 _aten = torch.ops.aten
 Emit = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_SHAPES = {
-    "view": "size",
-    "_unsafe_view": "size",
-    "reshape": "shape",
-    "unflatten": "sizes",
-    "expand": "size",
-    "broadcast_to": "size",
-}
 _RANDOM = (random_streams.dropout, random_streams.channel_dropout, random_streams.dropout_attention)
 
 
@@ -62,10 +58,31 @@ def on_pieces(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], cut
             change(call, cuts.pieces(name))
     if node.target in _RANDOM:
         _positions(call, cuts)
+    if "sync_batch_norm" in cuts.rewrites:
+        axes = tuple(axis for axis, name in zip(cuts.degrees, cuts.rewrites) if name == "sync_batch_norm")
+        options = {name: call.get(name) for name in ("training", "momentum", "eps")}
+        return emit(collectives.sync_batch_norm, (*call.args[:5], axes), options)
+    count = _labels(call, cuts, emit) if "mean_of_labels" in cuts.rewrites else cuts.pieces("mean_of_pieces")
+    result = _replaced(call, cuts, emit)
+    return result if isinstance(count, int) and count == 1 else emit(_aten.div.Tensor, (result, count), {})
+
+
+def _replaced(call: _Call, cuts: Cuts, emit: Emit) -> Any:
     for axis, name in zip(cuts.degrees, cuts.rewrites):
         if name in _REPLACED:
             return _REPLACED[name](call, axis, emit)
-    return emit(call.target or node.target, tuple(call.args), call.kwargs)
+    return emit(call.target or call.node.target, tuple(call.args), call.kwargs)
+
+
+def _labels(call: _Call, cuts: Cuts, emit: Emit) -> Any:
+    """How many labels the mean of a loss over classes counts on all ranks; the loss becomes its sum."""
+    call.set("reduction", 2)
+    counted = emit(_aten.ne.Scalar, (call.get("target", call.args[1]), call.get("ignore_index", -100)), {})
+    count = emit(_aten.sum.default, (counted,), {})
+    for axis, name in zip(cuts.degrees, cuts.rewrites):
+        if name == "mean_of_labels":
+            count = emit(collectives.all_reduce, (count, axis), {})
+    return count
 
 
 @dataclass
@@ -104,10 +121,11 @@ def _local_shape(call: _Call, cuts: Cuts, emit: Emit) -> None:
         named = list(range(len(whole))) if dims is None else dims if isinstance(dims, list | tuple) else [dims]
         call.replace(_aten.squeeze.dims, dim=[dim for dim in named if whole and whole[dim] == 1])
         return
-    if name not in _SHAPES or call.get(_SHAPES[name]) is None:
+    argument = record_named(name).sizes
+    if not argument or call.get(argument) is None:
         return
     types, coefficients = cuts.results[0], batch_coefficients(call.node)
-    sizes = list(call.get(_SHAPES[name]))
+    sizes = list(call.get(argument))
     first = int(call.get("dim")) % value_of(operands_of(call.node)[0]).ndim if name == "unflatten" else 0
     for place, given in enumerate(sizes):
         own = [(kind, cuts.degrees[axis]) for kind, axis in zip(types, cuts.degrees) if isinstance(kind, Shard)]
@@ -118,13 +136,13 @@ def _local_shape(call: _Call, cuts: Cuts, emit: Emit) -> None:
             for kind, degree in own:
                 given = local_size(int(given), kind, degree)
             sizes[place] = given
-        elif name in ("expand", "broadcast_to") or -1 in [size for size in sizes if isinstance(size, int)]:
+        elif record_named(name).kind is Kind.EXPAND or -1 in [size for size in sizes if isinstance(size, int)]:
             for _, degree in own:
                 given = given // degree if isinstance(given, int) else emit(operator.floordiv, (given, degree), {})
             sizes[place] = given
         else:
             sizes[place] = -1
-    call.set(_SHAPES[name], sizes)
+    call.set(argument, sizes)
 
 
 def _local_sizes(call: _Call, pieces: int) -> None:
@@ -215,5 +233,7 @@ _REPLACED: dict[str, Callable[[_Call, str, Emit], Any]] = {
     "vocab_cross_entropy": _vocab_cross_entropy,
     "own_experts": _own_experts,
 }
-REWRITES = ("local_shape", *_CHANGES, *_REPLACED)
+REWRITES = ("local_shape", *_CHANGES, *_REPLACED, "mean_of_pieces", "mean_of_labels", "sync_batch_norm")
 """What ``Placement.rewrite`` may be."""
+TOGETHER = ("vocab_embedding", "vocab_cross_entropy", "own_experts", "mean_of_labels", "sync_batch_norm")
+"""Those whose ranks communicate."""

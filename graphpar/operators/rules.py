@@ -1,162 +1,20 @@
-"""The table of rules: operator name -> how it can be cut. Families are in modules of their own; what is missing is tried by execution."""
+"""How an operator can be cut: as its record says, or a rule that the user registered; what has neither is tried by execution."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
-from graphpar.ir.program import Helper, operator_name, value_of
-from graphpar.operators import indexing, losses, matrix, moves, reduce, shape, spatial
+from graphpar.ir.program import Helper, value_of
 from graphpar.operators.discover import discover, sums_gradients
-from graphpar.operators.elementwise import elementwise
 from graphpar.operators.functions import OPERATORS, names_of
 from graphpar.operators.notation import Rule, parse_rule
 from graphpar.operators.placement import Context, Placement, from_rule, normalized, operands_of, results_of, whole
-from graphpar.runtime.layout import R
+from graphpar.operators.table import record_of
+from graphpar.runtime.layout import P, R
 
-__all__ = ["REGISTERED", "RULES", "SPECIAL", "has_rule", "placements", "register_rule", "rule_of"]
-
-RuleOf = Callable[[fx.Node], Rule | None]
-PlacementsOf = Callable[[fx.Node, Context], list[Placement]]
-
-
-def _rows(rule: RuleOf, names: str) -> dict[str, RuleOf]:
-    return dict.fromkeys(names.split(), rule)
-
-
-def _special(rule: PlacementsOf, names: str) -> dict[str, PlacementsOf]:
-    return dict.fromkeys(names.split(), rule)
-
-
-# Operators that one line of factors describes.
-RULES: dict[str, RuleOf] = {
-    # products
-    **_rows(matrix.matmul, "matmul mm bmm mv dot"),
-    "einsum": matrix.einsum,
-    "tensordot": matrix.tensordot,
-    "outer": matrix.line("m, n -> m n", linear=2),
-    "ger": matrix.line("m, n -> m n", linear=2),
-    "inner": matrix.line("... k, n k -> ... n", linear=2),
-    "vdot": matrix.line("k, k -> ", linear=2),
-    "cdist": matrix.line("... m d, ... n d -> ... m n", fixed="d"),
-    "embedding_bag": moves.uncut,
-    # dims
-    **_rows(moves.permuted, "transpose permute t mT mH numpy_T movedim moveaxis swapaxes swapdims adjoint"),
-    "stack": moves.stack,
-    "unbind": moves.unbind,
-    "select": moves.selected,
-    "diagonal": moves.diagonal,
-    "unfold": moves.windows,
-    "broadcast_tensors": moves.broadcast,
-    **_rows(moves.complex_pairs, "view_as_complex view_as_real"),
-    **_rows(moves.padding, "pad constant_pad_nd"),
-    **_rows(moves.turned, "flip roll"),
-    **_rows(moves.inside, "slice_scatter select_scatter"),
-    **_rows(moves.last(2, linear=True), "tril triu"),
-    # reductions and scans
-    "sum": reduce.total,
-    **_rows(reduce.counted, "count_nonzero nansum"),
-    **_rows(
-        reduce.reduction,
-        "amax amin aminmax max min any all prod var std var_mean std_mean argmax argmin logsumexp norm linalg_vector_norm median "
-        "nanmedian mode kthvalue nanmean",
-    ),
-    **_rows(reduce.normalization, "layer_norm rms_norm native_layer_norm"),
-    **_rows(
-        reduce.scan,
-        "softmax log_softmax _softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp sort argsort topk diff",
-    ),
-    **_rows(reduce.similarity, "cosine_similarity pairwise_distance"),
-    "_weight_norm": reduce.weight_norm,
-    # losses
-    **_rows(losses.classified, "nll_loss nll_loss_nd nll_loss2d"),
-    **_rows(losses.rowwise, "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss"),
-    # indices
-    "index": indexing.index,
-    **_rows(indexing.gather, "gather take_along_dim"),
-    "index_select": indexing.index_select,
-    "one_hot": indexing.one_hot,
-    "bucketize": indexing.bucketize,
-    "searchsorted": indexing.searchsorted,
-    "isin": indexing.membership,
-    **_rows(indexing.scattered, "scatter scatter_add scatter_reduce"),
-    **_rows(indexing.index_added, "index_add index_copy index_fill index_reduce"),
-    # places
-    "batch_norm": spatial.batch_norm,
-    "instance_norm": spatial.instance_norm,
-    **_rows(moves.last(1), "max_pool1d max_pool1d_with_indices adaptive_max_pool1d"),
-    **_rows(moves.last(2), "max_pool2d max_pool2d_with_indices adaptive_max_pool2d max_unpool2d"),
-    **_rows(moves.last(3), "max_pool3d max_pool3d_with_indices adaptive_max_pool3d max_unpool3d"),
-    **_rows(
-        moves.last(1, linear=True),
-        "avg_pool1d adaptive_avg_pool1d upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d",
-    ),
-    **_rows(
-        moves.last(2, linear=True),
-        "avg_pool2d adaptive_avg_pool2d upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d "
-        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
-    ),
-    **_rows(
-        moves.last(3, linear=True),
-        "avg_pool3d adaptive_avg_pool3d upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
-    ),
-    **_rows(spatial.shuffled, "pixel_shuffle pixel_unshuffle"),
-    **_rows(spatial.grid_sample, "grid_sampler grid_sampler_2d grid_sampler_3d"),
-    **_rows(spatial.unfolded, "im2col col2im"),
-    "affine_grid_generator": spatial.grid,
-    # transforms
-    **_rows(
-        moves.transformed,
-        "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn "
-        "fft_irfftn fft_fftshift fft_ifftshift",
-    ),
-    **_rows(moves.windowed, "stft istft"),
-    **_rows(moves.matrices, "linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse logdet"),
-    # what depends on all values, or on how torch stores them
-    **_rows(
-        moves.uncut,
-        "lstm gru rnn_tanh rnn_relu nonzero masked_select masked_scatter unique _unique2 unique_dim unique_consecutive histc bincount "
-        "ctc_loss as_strided take put bernoulli multinomial",
-    ),
-}
-
-# Operators whose placements need more than factors.
-SPECIAL: dict[str, PlacementsOf] = {
-    "linear": matrix.linear,
-    "addmm": matrix.added("m k, k n -> m n"),
-    "baddbmm": matrix.added("b m k, b k n -> b m n"),
-    "addbmm": matrix.added("b m k, b k n -> m n"),
-    "addmv": matrix.added("m k, k -> m"),
-    "addr": matrix.added("m, n -> m n"),
-    "bilinear": matrix.bilinear,
-    **_special(matrix.grouped_mm, "grouped_mm grouped_mm_fallback _grouped_mm"),
-    "embedding": matrix.embedding,
-    **_special(matrix.attention, "scaled_dot_product_attention dropout_attention"),
-    "cross_entropy_loss": losses.cross_entropy,
-    "mean": reduce.mean,
-    **_special(
-        shape.view,
-        "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as ravel atleast_1d atleast_2d atleast_3d",
-    ),
-    **_special(shape.expand, "expand broadcast_to expand_as"),
-    "cat": moves.cat,
-    **_special(moves.split, "split split_with_sizes chunk tensor_split unsafe_chunk unsafe_split"),
-    **_special(moves.sliced, "slice narrow"),
-    "glu": moves.halves,
-    **_special(moves.repeated, "repeat tile"),
-    "repeat_interleave": moves.interleaved,
-    **_special(moves.fresh, "new_zeros new_ones new_full new_empty"),
-    "index_put": indexing.index_put,
-    **_special(indexing.scatter, "scatter scatter_add scatter_reduce"),
-    **_special(indexing.index_add, "index_add index_copy index_fill index_reduce"),
-    **_special(
-        spatial.convolution, "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"
-    ),
-    "group_norm": spatial.group_norm,
-}
+__all__ = ["REGISTERED", "has_rule", "placements", "register_rule", "rule_of"]
 
 # Rules of the user's own operators, by qualified name.
 REGISTERED: dict[str, str] = {}
@@ -233,32 +91,45 @@ def _registered(node: fx.Node) -> Rule | None:
 
 def rule_of(node: fx.Node) -> Rule | None:
     """The factors of an operator, where a line of factors describes it."""
-    registered = _registered(node)
-    if registered is not None:
-        return registered
-    pointwise = elementwise(node)  # max and min of two tensors, among others
-    row = RULES.get(operator_name(node))
-    return row(node) if row is not None and pointwise is None else pointwise
+    registered, row = _registered(node), record_of(node).rule
+    return registered if registered is not None or row is None else row(node)
 
 
 def has_rule(node: fx.Node) -> bool:
     """Whether graphpar knows how ``node`` can be cut (not at all is an answer, too), without trying."""
     created = not operands_of(node)
-    return created or isinstance(node.target, Helper) or operator_name(node) in SPECIAL or rule_of(node) is not None
+    return (
+        created
+        or isinstance(node.target, Helper)
+        or record_of(node).placements is not None
+        or rule_of(node) is not None
+    )
 
 
 def placements(node: fx.Node, context: Context) -> list[Placement]:
     """Every legal placement of an operator on one axis, those that cut nothing included."""
     found = whole(node)
     if operands_of(node) and not isinstance(node.target, Helper) and isinstance(value_of(node), Tensor | tuple | list):
-        special = SPECIAL.get(operator_name(node)) if _registered(node) is None else None
-        if special is not None:
-            found += special(node, context)
+        record = record_of(node)
+        if record.placements is not None and _registered(node) is None:
+            found += _biased(record.placements(node, context), record.bias)
         else:
             rule = rule_of(node)
             if rule is None:
                 rule = discover(node)
                 if not sums_gradients(node):
                     found = [placement for placement in found if R not in placement.operands]
-            found += from_rule(node, rule, context) if rule is not None else []
+            found += _biased(from_rule(node, rule, context), record.bias) if rule is not None else []
     return normalized(found, node, context)
+
+
+def _biased(placements: list[Placement], bias: int | None) -> list[Placement]:
+    """A bias is added once: where the product is partial the bias must be so too (zero on all ranks but one)."""
+    if bias is None:
+        return placements
+    return [
+        Placement(tuple(P if i == bias else kind for i, kind in enumerate(p.operands)), p.results, p.rewrite)
+        if p.results == (P,) and len(p.operands) > bias
+        else p
+        for p in placements
+    ]

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, fx
 
 from graphpar.ir.program import operator_name, value_of
+from graphpar.operators import spelling as write
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import Context, Placement, Size, can_cut, from_rule, operands_of, sizes_of, sums
+from graphpar.operators.record import Kind, Record, each
 from graphpar.runtime.layout import P, R, Shard
 
 # ---- reshaping -------------------------------------------------------------------------------------------------
@@ -122,3 +125,22 @@ def expand(node: fx.Node, context: Context) -> list[Placement]:
     own = tuple(labels[offset + dim] if size == after[offset + dim] else "1" for dim, size in enumerate(before))
     rule = Rule((own, *(labels for _ in shape_of)), (labels,), linear=(frozenset({0}),))
     return [Placement(p.operands, p.results, "local_shape") for p in from_rule(node, rule, context)]
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+
+_RESHAPE = Record(Kind.RESHAPE, placements=view)
+_EXPAND = Record(Kind.EXPAND, placements=expand)
+
+RECORDS: dict[str, Record] = {
+    "view": replace(_RESHAPE, sizes="size", spelling=(write.flattened, write.method)),
+    "_unsafe_view": replace(_RESHAPE, sizes="size", spelling=(write.flattened,)),
+    "reshape": replace(_RESHAPE, sizes="shape", spelling=(write.flattened, write.method)),
+    "unflatten": replace(_RESHAPE, sizes="sizes", spelling=write.METHOD),
+    **each("flatten squeeze unsqueeze view_as", replace(_RESHAPE, spelling=write.METHOD)),
+    **each("reshape_as ravel atleast_1d atleast_2d atleast_3d", _RESHAPE),
+    "expand": replace(_EXPAND, sizes="size", spelling=write.METHOD),
+    "broadcast_to": replace(_EXPAND, sizes="size"),
+    "expand_as": replace(_EXPAND, spelling=write.METHOD),
+}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
-from graphpar.operators.moves import labelled, uncut
+from graphpar.operators import spelling as write
+from graphpar.operators.moves import labelled, last, uncut
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import Context, Placement, from_rule, literal, operands_of, results_of, sizes_of
-from graphpar.runtime.layout import P, Shard
+from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.runtime.layout import Shard
 
 
 def convolution(node: fx.Node, context: Context) -> list[Placement]:
@@ -31,10 +35,7 @@ def convolution(node: fx.Node, context: Context) -> list[Placement]:
         channels, fixed = (channels[0] + "'", channels[1] + "'"), fixed | {"o", "c", "o'", "c'"}
     rows = (before, (*channels, *kernel), *(("o",) for _ in operands[2:]))
     rule = Rule(rows, (after,), frozenset(fixed), linear=({0}, {1}) if len(operands) == 2 else ())  # type: ignore[arg-type]
-    found = [
-        Placement((*p.operands[:2], P), p.results) if p.results == (P,) and len(operands) > 2 else p
-        for p in from_rule(node, rule, context)
-    ]
+    found = from_rule(node, rule, context)
     if groups % context.degree == 0:
         dim = len(lead)
         found.append(Placement((Shard(dim), *(Shard(0) for _ in operands[1:])), (Shard(dim),), "groups"))
@@ -51,6 +52,18 @@ def batch_norm(node: fx.Node) -> Rule:
         return uncut(node)
     fixed = frozenset(label for dim, label in enumerate(labels) if dim != 1) if training or not running else frozenset()
     return Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), fixed)
+
+
+def batch_norm_placements(node: fx.Node, context: Context) -> list[Placement]:
+    """In training, each replica's rows, with the statistics of all."""
+    found = from_rule(node, batch_norm(node), context)
+    operands = operands_of(node)
+    labels = labelled(value_of(operands[0]).ndim)
+    if not context.replicas or not literal(node, "training") or len(labels) < 2:
+        return found
+    rule = Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), frozenset(labels[1:2]))
+    rows = [p for p in from_rule(node, rule, context) if p.divides]
+    return [*found, *(Placement(p.operands, p.results, "sync_batch_norm") for p in rows)]
 
 
 def instance_norm(node: fx.Node) -> Rule:
@@ -107,3 +120,75 @@ def unfolded(node: fx.Node) -> Rule:
         return uncut(node)
     before, after = ("n", *(f"a{i}" for i in range(operand - 1))), ("n", *(f"b{i}" for i in range(made - 1)))
     return Rule((before,), (after,), frozenset({*before[1:], *after[1:]}), linear=(frozenset({0}),))
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+_OPTIONS = "stride padding dilation groups"
+
+
+def _convolution(*spelling: write.Spelling) -> Record:
+    return Record(Kind.CONVOLUTION, placements=convolution, bias=2, spelling=spelling)
+
+
+def _pool(dims: int, *spelling: write.Spelling, linear: bool = False) -> Record:
+    return Record(Kind.PLACES, last(dims, linear=linear), functions=True, spelling=spelling)
+
+
+def _resized(dims: int, *spelling: write.Spelling) -> Record:
+    return Record(Kind.PLACES, last(dims, linear=True), saves=Reads.NOTHING, spelling=spelling)
+
+
+def _by_dims(dims: int) -> dict[str, Record]:
+    """Operators that there are for one, two and three dims of places."""
+    conv = write.function(f"F.conv{dims}d", "input weight bias", _OPTIONS)
+    pool = write.function(f"F.max_pool{dims}d", "self kernel_size", "stride padding dilation ceil_mode")
+    return {
+        f"conv{dims}d": _convolution(conv),
+        f"conv_transpose{dims}d": _convolution(),
+        f"max_pool{dims}d": _pool(dims, pool),
+        **each(f"max_pool{dims}d_with_indices adaptive_max_pool{dims}d", _pool(dims)),
+        f"avg_pool{dims}d": _pool(dims, linear=True),
+        f"adaptive_avg_pool{dims}d": Record(Kind.PLACES, last(dims, linear=True)),
+        f"upsample_nearest{dims}d": _resized(dims, write.interpolated("nearest")),
+        f"_upsample_nearest_exact{dims}d": _resized(dims, write.interpolated("nearest-exact")),
+    }
+
+
+_INSTANCE_NORM = write.function(
+    "F.instance_norm", "input running_mean running_var weight bias", "use_input_stats momentum eps"
+)
+_AVG_POOL = write.function(
+    "F.avg_pool2d", "self kernel_size", "stride padding ceil_mode count_include_pad divisor_override"
+)
+
+RECORDS: dict[str, Record] = {
+    **_by_dims(1),
+    **_by_dims(2),
+    **_by_dims(3),
+    "convolution": _convolution(),
+    "max_unpool2d": replace(_pool(2), saves=Reads.NOTHING),
+    "max_unpool3d": replace(_pool(3), saves=Reads.NOTHING),
+    "avg_pool2d": _pool(2, _AVG_POOL, linear=True),
+    "adaptive_max_pool2d": _pool(2, write.renamed("F.adaptive_max_pool2d_with_indices")),
+    "adaptive_max_pool3d": _pool(3, write.renamed("F.adaptive_max_pool3d_with_indices")),
+    "upsample_linear1d": _resized(1, write.interpolated("linear")),
+    "upsample_bilinear2d": _resized(2, write.interpolated("bilinear")),
+    "upsample_bicubic2d": _resized(2, write.interpolated("bicubic")),
+    "upsample_trilinear3d": _resized(3, write.interpolated("trilinear")),
+    "_upsample_bilinear2d_aa": _resized(2, write.interpolated("bilinear", antialias=True)),
+    "_upsample_bicubic2d_aa": _resized(2, write.interpolated("bicubic", antialias=True)),
+    **each("pixel_shuffle pixel_unshuffle", Record(Kind.MOVE, shuffled)),
+    **each("grid_sampler grid_sampler_2d grid_sampler_3d", Record(Kind.PLACES, grid_sample)),
+    "im2col": Record(Kind.PLACES, unfolded, saves=Reads.NOTHING, spelling=(write.renamed("F.unfold"),)),
+    "col2im": Record(Kind.PLACES, unfolded, saves=Reads.NOTHING, spelling=(write.renamed("F.fold"),)),
+    "affine_grid_generator": Record(Kind.PLACES, grid),
+    "sync_batch_norm": Record(Kind.NORM),
+    "batch_norm": Record(Kind.NORM, batch_norm, batch_norm_placements, spelling=(write.batch_norm,)),
+    "instance_norm": Record(Kind.NORM, instance_norm, spelling=(_INSTANCE_NORM,)),
+    "group_norm": Record(
+        Kind.NORM,
+        placements=group_norm,
+        spelling=(write.function("F.group_norm", "input num_groups weight bias", "eps"),),
+    ),
+}

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd, whole_step
-from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.report.sharding import sharding_data
 from graphpar.schedules.simulation import Timeline, simulate
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from graphpar.ir.plan import Plan
     from graphpar.ir.program import Program
     from graphpar.ir.stage import Boundary, Stage
+    from graphpar.passes.compilation import Compilation
 
 _WORTH_IT = 0.9
 """A dtype is advised where a step takes at most this share of its time."""
@@ -31,22 +31,13 @@ BACKWARD = 2.0
 """Cost of a backward as a multiple of its forward: two matrix products for each one."""
 
 
-def report_data(
-    program: Program,
-    plan: Plan,
-    stages: Sequence[Stage],
-    cluster: Cluster | None = None,
-    predicted: Estimate | None = None,
-) -> dict[str, Any]:
-    """Everything that the report shows but for the search, as plain JSON data; the same inputs give the same data.
+def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dict[str, Any]:
+    """Everything that the report shows but for the search, as plain JSON data; the same compilation gives the same data.
 
     Args:
-        program: the program for one microbatch (``program.at_batch(plan.microbatch_size)``), which the stages were split from.
-        cluster: what it is priced for; by default the plan's own, or as many devices of this machine's kind.
-        predicted: what the plan takes there, where that is known.
+        cluster: what it was priced for, where somebody named that.
     """
-    hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
-    known = predicted or (plan.predicted if hardware == plan.cluster else None)
+    program, plan, stages = compilation.sharded.local, compilation.plan, compilation.stages
     rows = [_stage_data(program, plan, stage) for stage in stages]
     compress = compressed([_shown_modules(program, stage) for stage in stages])
     recomputed = _recomputed(program, stages)
@@ -66,14 +57,14 @@ def report_data(
         "ties": [_tie_data(group, rows) for group in program.ties],
         "actions": _actions(plan),
         "backward_cost": BACKWARD,
-        **_prediction(program, plan, hardware, known),
+        **_prediction(compilation),
     }
-    slow = _dtype_warning(program, plan, hardware, data["predicted"]) if data["predicted"] else []
+    slow = _dtype_warning(compilation)
     data["warnings"] = list(dict.fromkeys((*data.pop("misfits", ()), *slow, *plan.warnings, *program.warnings)))
     experts = _expert_data(program, rows)
     if experts is not None:
         data["experts"] = experts
-    sharding = sharding_data(program, plan, hardware if data["predicted"] else None)
+    sharding = sharding_data(program, plan, compilation.cluster if data["predicted"] else None)
     if sharding is not None:
         data["sharding"] = sharding
     for row in rows:
@@ -92,25 +83,17 @@ def _place(plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
     return {"cluster": str(cluster), **({"made_for": str(plan.cluster)} if elsewhere else {})}
 
 
-def _prediction(program: Program, plan: Plan, cluster: Cluster, predicted: Estimate | None) -> dict[str, Any]:
-    """The prediction of a step, or why there is none."""
-    from graphpar.passes.planning.planning import lowered_pricing  # imports torch; a report is read without it
-
-    try:
-        if predicted is None:
-            pricing, layout = lowered_pricing(program, plan, cluster)
-            predicted = pricing.estimate(layout)
-    except GraphparError as error:
-        return {"predicted": None, "unpriced": str(error)}
-    return predicted_data(plan, predicted)
+def _prediction(compilation: Compilation) -> dict[str, Any]:
+    """What a step takes, or why that can't be said."""
+    if compilation.estimate is None:
+        return {"predicted": None, "unpriced": compilation.unpriced}
+    return predicted_data(compilation.plan, compilation.estimate)
 
 
-def _dtype_warning(program: Program, plan: Plan, cluster: Cluster, predicted: Mapping[str, Any]) -> list[str]:
-    """Advise bf16 where the program is in fp32 and the device is much faster in 16 bits."""
-    from graphpar.passes.planning.planning import in_bf16_s
-
-    seconds, step = in_bf16_s(program, plan, cluster), predicted["step_time_s"]
-    if seconds is None or seconds > _WORTH_IT * step:
+def _dtype_warning(compilation: Compilation) -> list[str]:
+    """That the device does 16 bits much faster, where the program is in 32."""
+    seconds, cluster, estimate = compilation.in_bf16_s, compilation.cluster, compilation.estimate
+    if seconds is None or estimate is None or seconds > _WORTH_IT * (step := estimate.step_time_s):
         return []
     rates = [f"{cluster.device.peak(dtype) / 1e12:,.4g}" for dtype in ("fp32", "bf16")]
     return [

@@ -120,7 +120,7 @@ class _Reader:
 
     def _sent(self, node: fx.Node, scope: str) -> dict[str, Any] | None:
         """What a node sends, with the name of the value."""
-        from graphpar.ir.program import value_name
+        from graphpar.operators.naming import value_name
 
         sent = self.prices.sent(node, scope)
         if sent is None:

@@ -10,9 +10,9 @@ sequence parallelism), and over the copies of a parameter that several stages ho
 Then every rank that stores the parameter has the single-device gradient (its shard of it), with the same bits on all
 ranks of a group.
 
-Only groups that no forward or backward uses may start early, which are those over ``dp_replicate``. All-reduces of
-buckets start in one order on all ranks, and that of an incomplete bucket (a zero-bubble schedule adds weights'
-gradients outside autograd, or a parameter was not used) starts when the step ends.
+Only groups that no forward or backward uses may start early, which are those over ``dp_replicate`` where no operator is
+placed on it. All-reduces of buckets start in one order on all ranks, and that of an incomplete bucket (a zero-bubble
+schedule adds weights' gradients outside autograd, or a parameter was not used) starts when the step ends.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class _Partial:
 
 @dataclass(eq=False)
 class _Sum:
-    """The parameters whose gradients are summed over the same ranks; ``group`` is ``None`` when that is this rank alone."""
+    """The parameters whose gradients are summed over the same ranks; ``group`` is ``None`` when that is this rank
+    alone."""
 
     group: dist.ProcessGroup | None
     early: bool = False  # whether it may be summed while the backward still runs
@@ -119,7 +120,7 @@ class Gradients:
             key = axes, holders if len(holders) > 1 else None
             elsewhere = key != ((), None)
             if key not in sums:
-                early = "dp_replicate" in axes and groups.degrees["dp_replicate"] > 1 and key[1] is None
+                early = axes[:1] == ("dp_replicate",) and "dp_replicate" not in program.placed and key[1] is None
                 sums[key] = _Sum(groups.over(*key) if elsewhere else None, early)
             copies = held.get(name, [])
             if copies and (elsewhere or len(copies) > 1):
@@ -203,7 +204,8 @@ class Gradients:
 
 
 def _order(held: Mapping[str, list[nn.Parameter]], everyone: Sequence[Mapping[str, int]]) -> list[str]:
-    """All names, alike on all ranks: those of other stages first, and within a stage the last used first, as a backward goes."""
+    """All names, alike on all ranks: those of other stages first, and within a stage the last used first, as a backward
+    goes."""
     names = [name for counts in everyone for name in counts]
     return list(dict.fromkeys(reversed(names)))
 

@@ -95,6 +95,8 @@ class Manifest:
     """The types that the plan lists, under every name of a tie; ``spec`` adds those that it leaves out."""
     shapes: Mapping[str, tuple[int, ...]]
     """Whole shapes of the tensors that some axis shards, under every name of a tie."""
+    placed: tuple[str, ...] = ()
+    """The axes on which operators are placed, so that stages communicate over them."""
     model_file: str | None = None
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
 
@@ -212,6 +214,9 @@ def load_manifest(folder: str | Path) -> Manifest:
         ties=ties,
         types=_under_every_name(_types(plan.optional("parameters", dict, {}), str(path)), ties),
         shapes=_under_every_name(shapes, ties),
+        placed=tuple(plan.record("sharding").optional("axes", dict, {}))
+        if plan.optional("sharding", dict, None)
+        else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
     )
     _check(manifest, str(path))

@@ -124,9 +124,9 @@ class _Setting:
         random = any(entry.role == "sample_keys" for entry in self.inputs)
         keys = sample_keys(SEED, step, self.plan.global_batch) if random else None
         dims = {entry.batch_dim for entry in self.inputs if entry.batch_dim is not None}
-        pieces = microbatches_of(self.plan) if self.microbatched else 1
+        pieces = self.plan.microbatches if self.microbatched else 1
         wide = nullcontext() if self.shown is None else in_double(self.shown)
-        with wide, Substituted(keys, pieces, self.plan.global_batch, dims) as substituted:
+        with wide, Substituted(keys, pieces, self.plan.mesh.dp_replicate, self.plan.global_batch, dims) as substituted:
             yield substituted
 
 
@@ -305,11 +305,6 @@ def _clipped(loss: float, model: nn.Module, named: Mapping[str, nn.Parameter], r
     max_norm = norm / 2 or 1.0
     found = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return Accumulated(loss, float(found), max_norm, _gradients(named, reference, "accumulated"))
-
-
-def microbatches_of(plan: Plan) -> int:
-    """Into how many microbatches the global batch is split, on all replicas together."""
-    return plan.global_batch // plan.microbatch_size
 
 
 def _stable_rate(squares: float) -> float:

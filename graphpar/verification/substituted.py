@@ -27,9 +27,10 @@ class Substituted(TorchFunctionMode):
     ``used``: the ids of parameters in the order of their first use.
     """
 
-    def __init__(self, keys: Tensor | None, microbatches: int, batch: int, batch_dims: set[int]) -> None:
+    def __init__(self, keys: Tensor | None, microbatches: int, replicas: int, batch: int, batch_dims: set[int]) -> None:
         super().__init__()
-        self.keys, self.microbatches, self.batch, self.batch_dims = keys, microbatches, batch, batch_dims
+        self.keys, self.microbatches, self.replicas = keys, microbatches, replicas
+        self.batch, self.batch_dims = batch, batch_dims
         self.calls = 0
         self.dtypes: set[torch.dtype] = set()
         self.used: dict[int, None] = {}
@@ -126,4 +127,6 @@ class Substituted(TorchFunctionMode):
         training = kwargs.get("training", args[4] if len(args) > 4 else False)
         if not training:
             return F.batch_norm(input, *args, **kwargs)
-        return torch.cat([F.batch_norm(part, *args, **kwargs) for part in input.chunk(self.microbatches)])
+        rows = input.unflatten(0, (self.replicas, self.microbatches, -1))  # a microbatch is that of all replicas
+        parts = [F.batch_norm(part.flatten(0, 1), *args, **kwargs) for part in rows.unbind(1)]
+        return torch.stack([part.unflatten(0, (self.replicas, -1)) for part in parts], 1).flatten(0, 2)

@@ -23,10 +23,9 @@ import importlib
 import linecache
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import spmd_types as spmd
@@ -44,10 +43,8 @@ from graphpar.errors import GraphparError
 from graphpar.runtime.layout import Shard, Type, local_shape, rank_at
 from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, TensorInterface, load_manifest
 from graphpar.runtime.stages import build_stage, emitted_package
+from graphpar.verification.typed_collectives import Axes, Kinds, declare_collectives, give, kinds_of, untyped
 
-Axes = Mapping[str, dist.ProcessGroup]
-Kinds = dict[Any, Any]
-"""The type of a value by the name of the axis: ``spmd.R``, ``I``, ``V`` or ``P``."""
 DATA = "dp_replicate"
 SMALL = 1 << 26
 """Elements of a stage that may be run on numbers."""
@@ -109,7 +106,7 @@ def check_folder(folder: str | Path) -> CheckResult:
     with _fake_mesh(program) as axes:
         package = emitted_package(program)
         if (program.folder / "collectives.py").is_file():
-            _declare_collectives(importlib.import_module(f"{package}.collectives"), axes)
+            declare_collectives(importlib.import_module(f"{package}.collectives"), axes)
         received: list[Kinds] = []
         for stage in program.stages:
             received = _Stage(program, package, stage, axes, result).check(received)
@@ -127,143 +124,6 @@ def _fake_mesh(program: Manifest) -> Iterator[Axes]:
         }
     finally:
         dist.destroy_process_group()
-
-
-# ---- the collectives ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _untyped() -> Iterator[None]:
-    with spmd.no_typecheck(), torch._C.DisableTorchFunction():
-        yield
-
-
-def _kinds(value: Any, axes: Axes) -> Kinds:
-    """The type of ``value`` on each axis where it has one."""
-    found = {axis: spmd.maybe_get_axis_local_type(value, group) for axis, group in axes.items()}
-    return {axis: kind for axis, kind in found.items() if kind is not None}
-
-
-def _give(value: Tensor, kinds: Kinds, axes: Axes) -> Tensor:
-    spmd.assert_type(value, {axes[axis]: kind for axis, kind in kinds.items()})
-    return value
-
-
-def _pending(x: Any, group: dist.ProcessGroup) -> Any:
-    """A sum of cut operands is V where no rule says P; to reduce it says that it is one."""
-    return spmd.V if spmd.maybe_get_axis_local_type(x, group) is spmd.V else spmd.P
-
-
-_RULES: dict[str, Callable[..., Any]] = {
-    "all_reduce": lambda x, on: rules.all_reduce(x, on, src=_pending(x, on), dst=spmd.I),
-    "all_reduce_both": lambda x, on: rules.all_reduce(x, on, src=_pending(x, on), dst=spmd.R),
-    "sum_gradient": lambda x, on: rules.convert(x, on, src=spmd.I, dst=spmd.R),
-    "first_only": lambda x, on: rules.convert(x, on, src=spmd.R, dst=spmd.P),
-    "reduce_scatter": lambda x, on, dim: rules.reduce_scatter(x, on, src=_pending(x, on), dst=spmd.S(dim)),
-    "all_gather": lambda x, on, dim: rules.all_gather(x, on, src=spmd.S(dim), dst=spmd.R),
-    "all_gather_invariant": lambda x, on, dim: rules.all_gather(x, on, src=spmd.S(dim), dst=spmd.I),
-    "shard": lambda x, on, dim: rules.convert(x, on, src=spmd.R, dst=spmd.S(dim)),
-    "shard_invariant": lambda x, on, dim: rules.convert(x, on, src=spmd.I, dst=spmd.S(dim)),
-    "expert_rows": lambda x, on: rules.reinterpret(x, on, src=spmd.R, dst=spmd.V),
-    "expert_sums": lambda x, on: rules.reinterpret(x, on, src=spmd.V, dst=spmd.P),
-    "all_to_all": lambda x, on, from_dim, to_dim: rules.all_to_all(x, on, src=spmd.S(from_dim), dst=spmd.S(to_dim)),
-}
-"""Each transition in the rules of ``spmd_types``, which refuses those that its type system does not have."""
-
-
-def _declare_collectives(module: ModuleType, axes: Axes) -> None:
-    """Type the functions of an emitted ``collectives.py``, before other files import them by name."""
-    module.bind({axis: axes.get(axis) for axis in ("pp", *axes, "dp_shard", "cp", "ep", "tp")})
-    for name, rule in _RULES.items():
-        setattr(module, name, _transition(getattr(module, name), rule, axes))
-    everywhere = dict.fromkeys(axes, spmd.R)
-    rank, index, embedding = module.rank, module.global_index, module.vocab_embedding
-    ends, offsets = module.rank_ends, module.own_offsets
-    piece, losses_of = module._piece, module._vocab_losses
-
-    def own_rank(axis: str) -> Any:
-        """A number that is another one on each rank."""
-        kinds: Kinds = {axes[name]: spmd.V if name == axis else spmd.R for name in axes}
-        return spmd.Scalar(rank(axis), kinds) if spmd.is_type_checking() and axis in axes else rank(axis)
-
-    def global_index(size: int, axis: str, *arguments: Any, **options: Any) -> Tensor:
-        with _untyped():
-            value: Tensor = index(size, axis, *arguments, **options)
-        return _give(value, everywhere | ({axis: spmd.V} if axis in axes else {}), axes)
-
-    def own_piece(*arguments: Any) -> Tensor:
-        with _untyped():
-            value: Tensor = piece(*arguments)
-        return value
-
-    def vocab_embedding(ids: Tensor, weight: Tensor, axis: str, **options: Any) -> Tensor:
-        value: Tensor = embedding(ids, weight, axis, **options)
-        if axis not in axes:
-            return value
-        if spmd.maybe_get_axis_local_type(weight, axes[axis]) is not spmd.V:
-            raise spmd.SpmdTypeError(
-                f"vocab_embedding takes a table that is cut over {axis}, not {_text(weight, axes)}"
-            )
-        rules.reinterpret(value, axes[axis], src=spmd.V, dst=spmd.P, out=value)
-        return value
-
-    def vocab_losses(logits: Tensor, target: Tensor, axis: str, vocab: int) -> Tensor:
-        """One operator, as its docstring types it on the axis; on the others as ``F.cross_entropy`` is typed."""
-        kinds = [_kinds(operand, axes) for operand in (logits, target)]
-        if axis in axes and not (kinds[0].get(axis) is spmd.V and kinds[1].get(axis) in (spmd.R, spmd.I)):
-            raise spmd.SpmdTypeError(
-                f"vocab_cross_entropy takes logits that are cut over {axis} and labels that are not, "
-                f"not {_text(logits, axes)} and {_text(target, axes)}"
-            )
-        own: Kinds = {axis: spmd.I} if axis in axes else {}
-        with _untyped():
-            value: Tensor = losses_of(logits, target, axis, vocab)
-            whole = logits.detach().clone(), torch.zeros_like(target)  # any class that the piece has
-        for operand, given in zip(whole, kinds):
-            _give(operand, given | dict.fromkeys(own, spmd.R), axes)
-        return _give(value, _kinds(F.cross_entropy(*whole, reduction="none"), axes) | own, axes)
-
-    def rank_ends(offs: Tensor, axis: str) -> Any:
-        if axis in axes and _kinds(offs, axes)[axis] not in (spmd.R, spmd.I):
-            raise spmd.SpmdTypeError(f"rows are counted by what is not the same on every rank: {_text(offs, axes)}")
-        with _untyped():
-            return ends(offs, axis)
-
-    def own_offsets(offs: Tensor, axis: str) -> Tensor:
-        with _untyped():
-            value: Tensor = offsets(offs, axis)
-        return _give(value, _kinds(offs, axes) | {axis: spmd.V}, axes)
-
-    replaced = {
-        "rank": own_rank,
-        "own_offsets": own_offsets,
-        "rank_ends": rank_ends,
-        "global_index": global_index,
-        "_piece": own_piece,  # also run in the backward, where nothing is typed
-        "vocab_embedding": vocab_embedding,
-        "_vocab_losses": vocab_losses,
-    }
-    for name, function in replaced.items():
-        setattr(module, name, function)
-
-
-def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes: Axes) -> Callable[..., Tensor]:
-    dims = ("dim",) if "dim" in rule.__code__.co_varnames else rule.__code__.co_varnames[2:]
-
-    def typed(x: Tensor, axis: str, *arguments: Any, **options: Any) -> Tensor:
-        with _untyped():
-            value = function(x, axis, *arguments, **options)
-            value = value.view_as(value) if value is x else value
-            alias = x.view_as(x)  # a rule notes the dim on its operand, which may be cut in another dim by another axis
-        kinds = _kinds(x, axes)
-        if kinds.get(axis) is spmd.I and not x.is_floating_point():  # without a gradient I is R
-            kinds[axis] = spmd.R
-        _give(alias, kinds, axes)
-        given = dict(zip(dims, arguments)) | {name: options[name] for name in dims if name in options}
-        typed_as = rule(alias, axes[axis], *(given[name] for name in dims)) if axis in axes else alias
-        return _give(value, _kinds(typed_as, axes), axes)
-
-    return typed
 
 
 # ---- operators ---------------------------------------------------------------------------------------------------
@@ -314,23 +174,23 @@ class _Operators(TorchFunctionMode):
 
     def _summands(self, operands: Sequence[Any]) -> list[Any]:
         """A scalar that varies is no piece of anything: added to a pending sum, it is a summand."""
-        kinds = [_kinds(operand, self.axes) if isinstance(operand, Tensor) else {} for operand in operands]
+        kinds = [kinds_of(operand, self.axes) if isinstance(operand, Tensor) else {} for operand in operands]
         pending = {axis for own in kinds for axis, kind in own.items() if kind is spmd.P}
         summands = list(operands)
         for place, own in enumerate(kinds):
             if any(own.get(axis) is spmd.V for axis in pending) and operands[place].ndim == 0:
-                with _untyped():
+                with untyped():
                     summands[place] = operands[place].view_as(operands[place])
                 typed = {axis: spmd.P if axis in pending and kind is spmd.V else kind for axis, kind in own.items()}
-                _give(summands[place], typed, self.axes)
+                give(summands[place], typed, self.axes)
         return summands
 
     def _product(self, func: Any, x: Tensor, weight: Tensor, *rest: Any, summed: bool, **options: Any) -> Tensor:
         """Where a matrix and what it is applied to are both cut, it is in the dim that is summed."""
         value: Tensor = self._typed(func, (x, weight, *rest), options)
-        both = [axis for axis in self.axes if axis != DATA and _kinds(x, self.axes).get(axis) is spmd.V]
+        both = [axis for axis in self.axes if axis != DATA and kinds_of(x, self.axes).get(axis) is spmd.V]
         for axis in both if summed else ():
-            if _kinds(weight, self.axes).get(axis) is spmd.V:
+            if kinds_of(weight, self.axes).get(axis) is spmd.V:
                 spmd.mutate_type(value, self.axes[axis], src=spmd.V, dst=spmd.P)
         return value
 
@@ -338,9 +198,9 @@ class _Operators(TorchFunctionMode):
         operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if func in _NEW:
             return self._new(func, args, kwargs)
-        if func in (torch.index_add, torch.Tensor.index_add) and spmd.P in _kinds(operands[0], self.axes).values():
+        if func in (torch.index_add, torch.Tensor.index_add) and spmd.P in kinds_of(operands[0], self.axes).values():
             return self._added(func, args, kwargs, operands)
-        if func in _LINEAR and operands and spmd.P in _kinds(operands[0], self.axes).values():
+        if func in _LINEAR and operands and spmd.P in kinds_of(operands[0], self.axes).values():
             return self._unchecked(func, args, kwargs, operands[:1], "spmd_types does not know that it is linear")
         try:
             value = func(*args, **kwargs)
@@ -354,22 +214,22 @@ class _Operators(TorchFunctionMode):
         results = [item for item in tree_leaves(value) if isinstance(item, Tensor)]
         if not results:
             return value
-        if not operands and self.axes and not _kinds(results[0], self.axes):
+        if not operands and self.axes and not kinds_of(results[0], self.axes):
             return self._unchecked(func, args, kwargs, [], "a new tensor, taken to be the same on every rank")
         self.result.operators_checked += 1
         return value
 
     def _new(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """Filled with a number: the same on every rank, whatever the tensor is that gave the dtype."""
-        with _untyped():
+        with untyped():
             value: Tensor = func(*args, **kwargs)
-        _give(value, dict.fromkeys(self.axes, spmd.R), self.axes)
+        give(value, dict.fromkeys(self.axes, spmd.R), self.axes)
         self.result.operators_checked += 1
         return value
 
     def _added(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor]) -> Any:
         """``index_add`` to a pending sum: each rank adds what is pending too, or its own piece by its own indices."""
-        own, index, source = (_kinds(operand, self.axes) for operand in operands)
+        own, index, source = (kinds_of(operand, self.axes) for operand in operands)
         for axis, kind in own.items():
             added = index.get(axis), source.get(axis)
             if kind is spmd.P and added not in ((spmd.R, spmd.P), (spmd.I, spmd.P), (spmd.V, spmd.V)):
@@ -378,16 +238,16 @@ class _Operators(TorchFunctionMode):
 
     def _unchecked(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor], reason: str) -> Any:
         """Run it, and give the result the type of its operands: V wins over R."""
-        with _untyped():
+        with untyped():
             value = func(*args, **kwargs)
-        given = [_kinds(operand, self.axes) for operand in operands]
+        given = [kinds_of(operand, self.axes) for operand in operands]
         merged: Kinds = {}
         for axis in self.axes:
             kinds = {kinds[axis] for kinds in given if axis in kinds} or {spmd.R}
             merged[axis] = next(kind for kind in (spmd.P, spmd.V, spmd.I, spmd.R) if kind in kinds)
         for item in tree_leaves(value):
-            if isinstance(item, Tensor) and not _kinds(item, self.axes):
-                _give(item, merged, self.axes)
+            if isinstance(item, Tensor) and not kinds_of(item, self.axes):
+                give(item, merged, self.axes)
         self.result.unchecked[_name(func)] = reason
         return value
 
@@ -445,7 +305,7 @@ class _Stage:
             values = [self._value(spec, kinds, device) for spec, kinds in zip(self.stage.receives, received)]
             inputs = {name: self._input(self.program.input(name), device) for name in self.stage.inputs}
             counts = {
-                name: _give(torch.ones((), device=device), self._everywhere(), self.axes) for name in self.stage.counts
+                name: give(torch.ones((), device=device), self._everywhere(), self.axes) for name in self.stage.counts
             }
             with _Operators(self.axes, self.result), torch.set_grad_enabled(train):
                 returned = module(*values, **inputs, **counts)
@@ -453,7 +313,7 @@ class _Stage:
             if not self.stage.sends:
                 self._check_outputs(outputs, train)
             elif train:
-                with _untyped():
+                with untyped():
                     sent = [value for value in outputs if value.requires_grad]
                     torch.autograd.backward(sent, [torch.zeros_like(value) for value in sent])
         return outputs
@@ -477,9 +337,9 @@ class _Stage:
             whole = self.program.shapes.get(name)
             if whole is not None and local_shape(whole, spec, self.program.mesh) != tuple(value.shape):
                 self._problem(f"{name} is {list(value.shape)}, which is not {spec} of {list(whole)}")
-            with _untyped():
+            with untyped():
                 value.detach().fill_(1)  # what it holds is undefined until weights are loaded
-            _give(value, {axis: _kind(kind) for axis, kind in spec.items()}, self.axes)
+            give(value, {axis: _kind(kind) for axis, kind in spec.items()}, self.axes)
 
     def _value(self, spec: TensorInterface, kinds: Kinds, device: torch.device) -> Tensor:
         value = torch.ones(spec.shape, dtype=spec.dtype, device=device).requires_grad_(spec.requires_grad)
@@ -495,15 +355,15 @@ class _Stage:
 
     def _new(self, value: Tensor, kinds: Kinds) -> Tensor:
         """``value`` without the type that the checker gave it when it was made."""
-        with _untyped():
-            return _give(value.detach().clone().requires_grad_(value.requires_grad), kinds, self.axes)
+        with untyped():
+            return give(value.detach().clone().requires_grad_(value.requires_grad), kinds, self.axes)
 
     # ---- what comes out ----
 
     def _check_outputs(self, outputs: Sequence[Tensor], train: bool) -> None:
         file = f"{self.stage.file}: "
         for spec, value in zip(self.program.outputs, outputs):
-            for axis, kind in _kinds(value, self.axes).items():
+            for axis, kind in kinds_of(value, self.axes).items():
                 if axis == DATA:
                     fits = kind in (spmd.V, spmd.P) if train else kind is not spmd.P
                     wanted = "a share of each replica" if train else "rows of each replica"
@@ -514,13 +374,13 @@ class _Stage:
                     self._problem(f"{file}it returns {spec.name} as {kind} on {axis}, but it must be {wanted}")
         if train and self.result.ok:
             (loss,) = outputs
-            if _kinds(loss, self.axes).get(DATA) is spmd.V:
+            if kinds_of(loss, self.axes).get(DATA) is spmd.V:
                 rules.reinterpret(loss, self.axes[DATA], src=spmd.V, dst=spmd.P, out=loss)
             if loss.requires_grad:
                 loss.backward()
 
     def _sent(self, outputs: Sequence[Tensor]) -> list[Kinds]:
-        kinds = [_kinds(value, self.axes) for value in outputs]
+        kinds = [kinds_of(value, self.axes) for value in outputs]
         for spec, value, found in zip(self.stage.sends, outputs, kinds):
             if tuple(value.shape) != spec.shape:
                 self._problem(f"{self.stage.file}: it sends {spec.name} as {list(value.shape)}, not {list(spec.shape)}")
@@ -556,10 +416,6 @@ class _Stage:
 
 def _kind(kind: Type) -> Any:
     return spmd.V if isinstance(kind, Shard) else {"R": spmd.R, "I": spmd.I, "P": spmd.P}[kind.letter]
-
-
-def _text(value: Tensor, axes: Axes) -> str:
-    return ", ".join(f"{kind}@{axis}" for axis, kind in _kinds(value, axes).items())
 
 
 def _line(error: Exception) -> str:

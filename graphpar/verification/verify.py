@@ -28,7 +28,7 @@ from graphpar.runtime.double import WIDER
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.worker import run_jobs
 from graphpar.verification.comparison import Verification, compare, relative_error
-from graphpar.verification.reference import MOMENTUM, SEED, Reference, microbatches_of, run_reference
+from graphpar.verification.reference import MOMENTUM, SEED, Reference, run_reference
 from graphpar.verification.tolerances import PRECISIONS, precision
 
 STEPS = 4
@@ -90,7 +90,7 @@ def verify_all(
 def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
     """Run the reference of ``parts``' model, to be shared by several plans of the same global batch."""
     assert parts.program.source is not None
-    coupled = bool(parts.program.couplings) and microbatches_of(parts.plan) > 1
+    coupled = bool(parts.program.couplings) and parts.plan.microbatches > 1
     return run_reference(
         parts.program.source,
         parts.plan,
@@ -122,7 +122,7 @@ def _subject(
         raise GraphparError(
             "This program does not know its model; compile it from a model file, or verify gp.partition's result."
         )
-    microbatched = coupled and microbatches_of(plan) > 1
+    microbatched = coupled and plan.microbatches > 1
     key = (
         id(source),
         plan.mode,

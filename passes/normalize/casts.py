@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from graphpar.errors import GraphparError
 from graphpar.ir.program import value_of, where
 from graphpar.operators.functions import OPERATORS
+from graphpar.operators.table import record_named
 from graphpar.quiet_torch import torch_is_quiet
 
 _aten = torch.ops.aten
-_MOVES = {"_to_copy", "clone", "_unsafe_view", "copy", "copy_"}  # beside views: what says nothing about dtypes
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,7 @@ class _Log(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         namespace, _, name = func._schema.name.partition("::")
-        if namespace != "prim" and not func.is_view and name not in _MOVES:  # prim::device asks a tensor where it lies
+        moves = func.is_view or name.startswith("copy") or record_named(name).same_elements  # says nothing about dtypes
+        if namespace != "prim" and not moves:  # prim::device asks a tensor where it lies
             self.entries.append((func, _dtypes((args, kwargs)), _dtypes(result)))
         return result

@@ -1,4 +1,4 @@
-"""What to say of operators that mix examples: why the batch is not cut, or what cutting it does.
+"""What follows from operators that mix examples: where they are placed, why the batch is not split, or what splitting it does.
 
 program.couplings ──grouped by reason, layers of one name together──► one line, however many there are
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Coupling, Program
+from graphpar.runtime.axes import AXIS
 from graphpar.text import listed, plural
 
 _SHOWN = 4
@@ -36,19 +38,33 @@ def _group(reason: str, group: Sequence[Coupling]) -> str:
     return f"{reason} ({place})" if place else reason
 
 
-def batch_warning(program: Program, devices: int, microbatches: int, replicas: int, allowed: bool) -> str | None:
-    """That the batch is whole because of what is in the program, or that it is cut nevertheless; None where neither is of account."""
-    pieces = microbatches * replicas
-    if pieces > 1:
+def placed_axes(program: Program, mesh: Mesh) -> dict[str, int]:
+    """The axes of several ranks on which each operator has a placement, with their degrees.
+
+    Replicas run on their own rows, so nothing is placed on their axes, unless examples depend on each other.
+    """
+    coupled = bool(program.couplings) or program.unsplittable is not None
+    return {
+        axis: degree
+        for axis, degree in mesh.degrees().items()
+        if degree > 1 and (AXIS[axis].compute or (AXIS[axis].replicas and coupled))
+    }
+
+
+def batch_warning(program: Program, mesh: Mesh, microbatches: int, allowed: bool) -> str | None:
+    """That the batch is one microbatch because of what is in the program, or that it is several nevertheless; None where neither is
+    of account.
+    """
+    if microbatches > 1:
         if not program.couplings:
             return None
-        what = plural(microbatches, "microbatch", "microbatches") + (f" of {replicas} replicas" if replicas > 1 else "")
-        return f"{coupled_text(program.couplings)}: cutting the batch changes the result, and each of {what} is on its own."
-    if devices == 1 or allowed or not (program.couplings or program.unsplittable):
+        return f"{coupled_text(program.couplings)}: each of {microbatches} microbatches is on its own, which changes the result."
+    if mesh.pp == 1 or allowed or not (program.couplings or program.unsplittable):
         return None
     if program.unsplittable is not None:
-        return f"The batch is not cut: {program.unsplittable}. So it is one microbatch of one replica."
+        return f"The batch is not split: {program.unsplittable}. So it is one microbatch."
     return (
-        f"The batch is not cut, as examples depend on each other: {coupled_text(program.couplings)}. --allow-batch-coupling cuts it and "
-        "takes statistics of each piece; operators that keep examples apart (GroupNorm, BatchNorm in eval mode) let it be cut exactly."
+        f"The batch is not split, as examples depend on each other: {coupled_text(program.couplings)}. --allow-batch-coupling splits it "
+        "and takes statistics of each microbatch; operators that keep examples apart (GroupNorm, BatchNorm in eval mode) let it be split "
+        "exactly."
     )

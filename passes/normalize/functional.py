@@ -17,18 +17,11 @@ from torch import Tensor, fx
 from graphpar.errors import GraphparError
 from graphpar.frontend.fixed_size import TWIN, Twin, coefficients_of
 from graphpar.ir.program import Program, operator_name, value_of, where
+from graphpar.operators.record import Kind
+from graphpar.operators.rules import rule_of
+from graphpar.operators.table import record_of
 
 _aten = torch.ops.aten
-
-# How a write through a view goes back, where an operator and its own arguments do it: (parent, result, *rest) or (result, *rest).
-_SCATTERS = {
-    "select": _aten.select_scatter.default,
-    "slice": _aten.slice_scatter.default,
-    "diagonal": _aten.diagonal_scatter.default,
-}
-_SELF_INVERSE = {"transpose": _aten.transpose.int, "t": _aten.t.default, "swapaxes": _aten.swapaxes.default,
-                 "swapdims": _aten.swapdims.default, "mT": _aten.mT.default, "adjoint": _aten.adjoint.default}  # fmt: skip
-_SAME_ORDER = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as"}
 
 
 @dataclass
@@ -331,22 +324,23 @@ class _Functionalizer:
             self.versions[base] += 1
 
     def _inverse(self, maker: fx.Node, parent: fx.Node, result: fx.Node, cause: fx.Node) -> fx.Node:
-        name, rest = operator_name(maker), tuple(maker.args[1:])
+        name, record, rest = operator_name(maker), record_of(maker), tuple(maker.args[1:])
         same = value_of(parent).dtype == value_of(result).dtype
-        if name in _SCATTERS:
-            return self._call(cause, _SCATTERS[name], (parent, result, *rest), dict(maker.kwargs))
-        if name in _SELF_INVERSE:
-            return self._call(cause, _SELF_INVERSE[name], (result, *rest))
-        if name in _SAME_ORDER and same:
+        scatter = (
+            getattr(_aten, f"{name}_scatter", None) if name != "as_strided" else None
+        )  # by another memory's strides
+        if record.kind is Kind.VIEW and scatter is not None:
+            return self._call(cause, scatter.default, (parent, result, *rest), dict(maker.kwargs))
+        if record.kind is Kind.PERMUTE and (rule := rule_of(maker)) is not None:
+            order = [rule.results[0].index(factor) for factor in rule.operands[0]]
+            if order == [rule.operands[0].index(factor) for factor in rule.results[0]]:  # its own inverse
+                return self._call(cause, maker.target, (result, *rest))
+            return self._call(cause, _aten.permute.default, (result, order))
+        if record.kind is Kind.RESHAPE and same:
             return self._call(cause, _aten.view_as.default, (result, parent))
         if name == "narrow":
             dim, start, length = rest
             return self._call(cause, _aten.slice_scatter.default, (parent, result, dim, start, start + length))  # type: ignore[operator]
-        if name in ("movedim", "moveaxis"):
-            return self._call(cause, getattr(_aten, name).int, (result, rest[1], rest[0]))
-        if name == "permute":
-            order = [int(dim) % value_of(parent).ndim for dim in rest[0]]  # type: ignore[union-attr, arg-type]
-            return self._call(cause, _aten.permute.default, (result, [order.index(dim) for dim in range(len(order))]))
         if (
             same
             and value_of(parent).shape == value_of(result).shape

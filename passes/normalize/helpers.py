@@ -11,7 +11,8 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from graphpar.ir.program import Helper, Program, unique_names, value_name, value_of
+from graphpar.ir.program import Helper, Program, value_of
+from graphpar.operators.naming import unique_names, value_name
 from graphpar.passes.normalize.functional import is_inplace, written_buffers
 from graphpar.passes.normalize.outline import local_size
 from graphpar.passes.normalize.simplify import remove_dead_code

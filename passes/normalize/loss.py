@@ -21,10 +21,11 @@ from torch import Tensor, fx
 from graphpar.ir.program import Coupling, Program, batch_coefficients, operator_name, value_of
 from graphpar.operators.batch import Additive, Analysis, Coupled, Fixed, Rows
 from graphpar.operators.batch_states import is_size, number_arguments, size_factor
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import infer
 from graphpar.passes.normalize.reductions import (
     ARITHMETIC,
-    CLASS_LOSSES,
     MEAN,
     NONE,
     SUM,
@@ -117,7 +118,7 @@ class _Shares:
             if name == "mean" and self._over_batch(node):
                 return self._mean(node)
             self._divide_by_global(node)
-            if name in ("add", "sub", "rsub", "stack", "cat"):
+            if record_of(node).adds:
                 self._share_fixed(node, name)
         return None
 
@@ -177,7 +178,7 @@ class _Shares:
         total = with_reduction(self.graph, node, given, place, SUM)
         self.analysis.states[total] = Additive(state.pure)
         if reduction == MEAN:
-            labels = name in CLASS_LOSSES and not value_of(node.args[1]).is_floating_point()  # type: ignore[arg-type]
+            labels = record_of(node).kind is Kind.CLASS_LOSS and not value_of(node.args[1]).is_floating_point()  # type: ignore[arg-type]
             divisor = self._valid(node) if labels else self._rows(elements(each))
             total = self._quotient(total, divisor, node)
         self.graph.erase_node(each)
@@ -208,8 +209,7 @@ class _Shares:
 
     def _count_rows_globally(self, node: fx.Node) -> None:
         """``x / batch``: the number is that of the whole batch."""
-        filled = operator_name(node) in ("scalar_tensor", "full", "new_full", "full_like")
-        if filled and not any(c is not None for c in batch_coefficients(node)):
+        if record_of(node).kind is Kind.FACTORY and not any(c is not None for c in batch_coefficients(node)):
             return  # a tensor that holds a batch size is a sum over examples like any other
         for place, size in list(number_arguments(node)):
             number = None if size_factor(size) == 0 else self._global_number(size)

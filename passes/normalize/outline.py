@@ -28,9 +28,9 @@ from graphpar.ir.program import (
     batch_coefficients,
     operator_name,
     size_coefficient,
-    unique_names,
     value_of,
 )
+from graphpar.operators.naming import unique_names
 from graphpar.passes.normalize.applications import side_by_side
 from graphpar.passes.normalize.simplify import remove_dead_code
 

@@ -18,6 +18,8 @@ from graphpar.errors import GraphparError
 from graphpar.frontend.fixed_size import TWIN, Twin
 from graphpar.ir.program import Input, Program, operator_name, value_of
 from graphpar.operators.batch import Analysis, Rows
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import infer, random_refused
 
 _aten = torch.ops.aten
@@ -71,7 +73,7 @@ def is_random(node: fx.Node) -> bool:
 
 def _draws_nothing(node: fx.Node) -> bool:
     """A recurrent layer without dropout between its layers, or not in training: (..., num_layers, dropout, train, ...)."""
-    if operator_name(node) not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    if record_of(node).kind is not Kind.RECURRENT:
         return False
     dropout, train = node.args[5], node.args[6]
     return not dropout or not train or bool(node.args[4] == 1)

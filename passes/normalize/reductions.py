@@ -15,9 +15,6 @@ from graphpar.passes.normalize.functional import infer
 _aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 
-# Mean class losses divide by the (weights of the) labels that count, all others by the number of elements.
-CLASS_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
-
 # Arithmetic with sizes, and the operators that do the same with the tensor that counts them.
 ARITHMETIC = {
     operator.add: _aten.add.Tensor,

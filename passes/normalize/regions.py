@@ -19,6 +19,8 @@ from graphpar.frontend.exported import alias_used_in, kept_meta
 from graphpar.ir.program import Program, is_of_torch, operator_name, value_of, where
 from graphpar.ir.source import source_of
 from graphpar.operators.functions import OPERATORS
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
 from graphpar.passes.normalize.casts import Autocast, Casts
 
 _aten = torch.ops.aten
@@ -168,7 +170,9 @@ def _child(modules: Any, name: str) -> Any:
 def _gives_itself(node: fx.Node) -> bool:
     """``x.float()`` of a float tensor is ``x`` itself, also under no_grad."""
     source = node.args[0] if node.op == "call_function" and node.args else None
-    if not isinstance(source, fx.Node) or operator_name(node) not in ("to", "type_as", "contiguous"):
+    if not isinstance(source, fx.Node) or (
+        record_of(node).kind is not Kind.COPY and operator_name(node) != "contiguous"
+    ):
         return False
     before, after = value_of(source), value_of(node)
     same = before.dtype == after.dtype and torch._C._storage_id(before) == torch._C._storage_id(after)  # type: ignore[attr-defined]

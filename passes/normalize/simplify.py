@@ -7,20 +7,17 @@ Metadata asserts, casts to the same dtype, dropout that drops nothing, burned-in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import is_inplace
 
 _aten = torch.ops.aten
-CHECKS = {
-    "_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
-    "_guards_fn",
-}  # fmt: skip
 
 
 def simplify(program: Program) -> Program:
@@ -31,12 +28,10 @@ def simplify(program: Program) -> Program:
     output = next(iter(reversed(program.graph.nodes)))
     graph.output(fx.map_arg(output.args[0], val_map.__getitem__))
     for node in list(graph.nodes):
-        if operator_name(node) in CHECKS:
+        if record_of(node).kind is Kind.CHECK:
             graph.erase_node(node)
     for node in list(graph.nodes):
-        for rewrite in _REWRITES.get(operator_name(node), ()):
-            if rewrite(node):
-                break
+        _simplified(node)
         if node.op == "call_function":
             _free_of_devices(node)
             _own_dtype(node)
@@ -54,6 +49,37 @@ def remove_dead_code(graph: fx.Graph) -> None:
         if is_inplace(node):
             continue
         graph.erase_node(node)
+
+
+def _simplified(node: fx.Node) -> bool:
+    """Make an operator simpler; whether its operand took its place."""
+    record, name = record_of(node), operator_name(node)
+    if record.kind is Kind.COPY and name != "clone":
+        return _cast(node)
+    if record.kind is Kind.RESHAPE and record.sizes:
+        return _same_shape(node)
+    if record.neutral is not None:
+        return _without_neutral(node, record.neutral)
+    match name:
+        case "alias" | "lift_fresh":
+            return _is_copy_of_same(node)
+        case "dropout" | "feature_dropout":
+            return _dropout(node)
+        case "slice":
+            return full_slice(node)
+        case "slice_scatter":
+            return _full_slice_scatter(node)
+        case "expand":
+            return _expand(node)
+        case "broadcast_tensors":
+            return _broadcast(node)
+        case "squeeze":
+            return _squeeze(node)
+        case "cat":
+            return _without_empty_parts(node) or _single_part(node)
+        case "grouped_mm_fallback":
+            return _library_operator(node)
+    return False
 
 
 def _forward_to(node: fx.Node, replacement: fx.Node) -> bool:
@@ -192,9 +218,8 @@ def _single_part(node: fx.Node) -> bool:
     return False
 
 
-def _times_one(node: fx.Node) -> bool:
+def _without_neutral(node: fx.Node, neutral: float) -> bool:
     """``x + 0`` and ``x * 1`` with a Python number, when the dtype stays."""
-    neutral = {"add": 0, "sub": 0, "mul": 1, "div": 1}[operator_name(node)]
     source, other = node.args[0], node.args[1]
     if not isinstance(source, fx.Node) or isinstance(other, fx.Node | bool) or other != neutral:
         return False
@@ -224,33 +249,6 @@ def _library_operator(node: fx.Node) -> bool:
     node.target = torch.nn.functional.grouped_mm
     node.args, node.kwargs = node.args[:2], {"offs": node.args[2] if len(node.args) > 2 else node.kwargs["offs"]}
     return False
-
-
-_REWRITES: dict[str, tuple[Callable[[fx.Node], bool], ...]] = {
-    "grouped_mm_fallback": (_library_operator,),
-    "to": (_cast,),
-    "_to_copy": (_cast,),
-    "type_as": (_cast,),
-    "alias": (_is_copy_of_same,),
-    "lift_fresh_copy": (_is_copy_of_same,),
-    "lift_fresh": (_is_copy_of_same,),
-    "contiguous": (),
-    "dropout": (_dropout,),
-    "feature_dropout": (_dropout,),
-    "slice": (full_slice,),
-    "view": (_same_shape,),
-    "reshape": (_same_shape,),
-    "_unsafe_view": (_same_shape,),
-    "expand": (_expand,),
-    "broadcast_tensors": (_broadcast,),
-    "slice_scatter": (_full_slice_scatter,),
-    "squeeze": (_squeeze,),
-    "cat": (_without_empty_parts, _single_part),
-    "add": (_times_one,),
-    "sub": (_times_one,),
-    "mul": (_times_one,),
-    "div": (_times_one,),
-}
 
 
 def _free_of_devices(node: fx.Node) -> None:

@@ -33,10 +33,11 @@ from graphpar.operators.batch_states import (
     unknown_coefficient,
     unknown_symbol,
 )
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import infer
 from graphpar.passes.normalize.reductions import (
     ARITHMETIC,
-    CLASS_LOSSES,
     NONE,
     SUM,
     arguments_of,
@@ -46,13 +47,10 @@ from graphpar.passes.normalize.reductions import (
     tensor_overload,
     with_reduction,
 )
-from graphpar.passes.normalize.simplify import CHECKS, full_slice, remove_dead_code
+from graphpar.passes.normalize.simplify import full_slice, remove_dead_code
 
 _aten = torch.ops.aten
 _HARMLESS = 0.5  # in the domain of logarithms, roots, quotients, probabilities
-
-# Rows of zeros add nothing to these.
-_ADDS_NOTHING = {"sum", "nansum", "count_nonzero", "matmul", "mm", "mv", "dot", "vdot", "einsum", "tensordot", "inner"}
 
 
 def fill_unchosen(program: Program) -> Program:
@@ -66,9 +64,9 @@ def fill_unchosen(program: Program) -> Program:
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
     for node in list(graph.nodes):
-        if operator_name(node) in CHECKS:
+        if record_of(node).kind is Kind.CHECK:
             graph.erase_node(node)
-        elif operator_name(node) in ("index", "index_select", "masked_select"):
+        elif record_of(node).kind is Kind.INDEX:
             _spell_as_mask(graph, node)
         elif operator_name(node) == "slice":
             full_slice(node)
@@ -98,7 +96,8 @@ def _is_unknown(node: fx.Node) -> bool:
 def _spell_as_mask(graph: fx.Graph, node: fx.Node) -> None:
     """``x[mask.nonzero()[:, 0]]``, ``x[torch.where(mask)]``, ``masked_select(x, mask)``: all are ``x[mask]``."""
     source, name = node.args[0], operator_name(node)
-    assert isinstance(source, fx.Node)
+    if not isinstance(source, fx.Node):
+        return
     mask: fx.Node | None = None
     with graph.inserting_before(node):
         if name == "masked_select":
@@ -112,13 +111,23 @@ def _spell_as_mask(graph: fx.Graph, node: fx.Node) -> None:
         elif name == "index_select":
             found = _column(node.args[2]) if node.args[1] == 0 else None
             mask = found[0] if found is not None and value_of(found[0]).ndim == 1 else None
-        else:
+        elif name == "index":
             columns = [_column(index) for index in node.args[1]]  # type: ignore[union-attr]
             first = columns[0]
             if first is not None and columns == [(first[0], k) for k in range(value_of(first[0]).ndim)]:
                 mask = first[0]
     if mask is not None:
         node.target, node.args, node.kwargs = _aten.index.Tensor, (source, [mask]), {}
+
+
+def _sums(node: fx.Node) -> bool:
+    """Whether an operator sums over a factor of its rule, so that rows of zeros add nothing."""
+    row = record_of(node).rule
+    rule = row(node) if row is not None else None
+    if rule is None:
+        return False
+    kept = rule.fixed.union(*rule.results)
+    return any(factor not in kept and factor != "1" for factors in rule.operands for factor in factors)
 
 
 def _column(index: Any) -> tuple[fx.Node, int] | None:
@@ -141,7 +150,7 @@ def _column(index: Any) -> tuple[fx.Node, int] | None:
     mask = source.args[0]
     if name == "select" and index.args[1] in (1, -1):
         return mask, int(index.args[2]) % value_of(mask).ndim  # type: ignore[arg-type]
-    flat = name in ("squeeze", "view", "reshape", "flatten") and value_of(mask).ndim == 1
+    flat = record_of(index).kind is Kind.RESHAPE and value_of(mask).ndim == 1
     return (mask, 0) if flat else None
 
 
@@ -269,7 +278,7 @@ class _Filler:
             return self._loss(node, place)
         if name == "mean":
             return self._mean(node)
-        if name in _ADDS_NOTHING and isinstance(state, Additive):
+        if isinstance(state, Additive) and _sums(node):
             zeroed = {argument: self._zeroed(argument, node) for argument in chosen}
             return self._same(node, node.args, dict(node.kwargs), zeroed)
         return None
@@ -311,7 +320,7 @@ class _Filler:
         if not isinstance(state, Rows) or state.chosen is None:
             return None
         target = old[1]
-        if operator_name(node) in CLASS_LOSSES and not value_of(target).is_floating_point():
+        if record_of(node).kind is Kind.CLASS_LOSS and not value_of(target).is_floating_point():
             mask = self._mask_for(self.analysis.states[target], given[1], node)
             given[1] = self._where(node, mask, given[1], old[_place(node, "ignore_index")])
             return with_reduction(self.graph, node, given, place, old[place])

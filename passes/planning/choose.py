@@ -7,6 +7,7 @@ Whatever the user pinned is taken as it is, or refused with the reason.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,13 +22,13 @@ from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
 from graphpar.operators.discover import discovered
 from graphpar.operators.rules import has_rule
-from graphpar.passes.normalize.coupled import batch_warning, coupled_text
-from graphpar.passes.normalize.functional import written_buffers
+from graphpar.passes.normalize.coupled import batch_warning, coupled_text, placed_axes
 from graphpar.passes.planning.split_points import balanced_cuts, cuts_by_layers, cuts_from_lists, even_cuts, marked_cuts
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.search import SearchConstraints, search, sharding_of, undivided_work
+from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.split import positions_of, split
 from graphpar.schedules.registry import (
     ActionTable,
@@ -63,7 +64,7 @@ class PlanConstraints:
     edge_layers: tuple[int, int] | None = None  # what comes before and after the layers, counted in layers
     shard_plan: Mapping[str, Any] | None = None
     cluster: Cluster | None = None  # of as many devices as the mesh
-    sharding: Sharding | None = None  # found before, for the mesh's compute axes
+    sharded: Sharded | None = None  # found before, for the mesh's compute axes
 
     @property
     def by_layers(self) -> bool:
@@ -92,7 +93,8 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
         positions_of(program, cuts)  # a misspelt name is the first thing to hear of
     if pins.table is not None:
         return _with_table(program, mesh, pins, cuts, batch)
-    schedule = canonical_name(pins.schedule or ("1F1B" if program.mode == "train" else "GPipe"))
+    several = program.mode == "train" and coupling_reason(program, pins) is None
+    schedule = canonical_name(pins.schedule or ("1F1B" if several else "GPipe"))
     if program.mode == "infer" and get_schedule(schedule).splits_backward:
         raise GraphparError(f"Schedule {schedule} is for training; a program without a loss runs GPipe or 1F1B.")
     per_rank = _stages_per_rank(schedule, mesh, cuts)
@@ -206,8 +208,8 @@ def _plan(
 ) -> Plan:
     stages = split(program, positions_of(program, cuts))
     size = batch // (microbatches * mesh.dp_replicate)
-    coupled = batch_warning(program, mesh.size, microbatches, mesh.dp_replicate, pins.allow_batch_coupling)
-    sharding = pins.sharding or choose_sharding(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
+    coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
+    found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
     return Plan(
         model=program.name,
         mode=program.mode,
@@ -220,41 +222,53 @@ def _plan(
         dtype=pins.dtype,
         actions=actions,
         allow_batch_coupling=pins.allow_batch_coupling,
-        sharding=sharding,
+        sharding=found.sharding,
         cluster=pins.cluster,
-        warnings=(*program.warnings, *([] if coupled is None else [coupled]), *sharding.undivided),
+        warnings=(*program.warnings, *([] if coupled is None else [coupled]), *found.sharding.undivided),
+        sharded=found,
     )
 
 
-def choose_sharding(
+def solve(
     program: Program,
     mesh: Mesh,
     microbatch: int,
     microbatches: int,
     shard_plan: Mapping[str, Any] | None = None,
     cluster: Cluster | None = None,
-) -> Sharding:
-    """How every tensor lies on the compute axes of ``mesh``, at the prices of ``cluster``; nothing is decided where there are none."""
+) -> Sharded:
+    """How every tensor is placed on the axes of ``mesh`` that operators are placed on, at the prices of ``cluster``, and the program of
+    a rank that follows.
+
+    Raises:
+        GraphparError: the shard plan is wrong, or can't be fulfilled.
+    """
+    started = time.perf_counter()
     pins = resolve(shard_plan or {}, names_of(program), mesh.compute)  # what is wrong in it is wrong on any mesh
-    if not mesh.compute:
-        return Sharding()
-    variants, points = variants_of(program, pins), points_of(pins)
-    ready = prepared(program, variants, points)
-    problem = build_problem(ready, mesh.compute)
+    annotated = time.perf_counter() - started
+    axes = placed_axes(program, mesh)
+    if not axes:
+        return sharded(program, Sharding(), microbatch, None)
+    sized = program.at_batch(microbatch)
+    variants, points = variants_of(sized, pins), points_of(pins)
+    problem = build_problem(prepared(sized, variants, points, axes), axes)
     workload = Workload(microbatch, microbatches, program.mode == "train")
-    costs = costs_for(program, mesh, cluster)
-    solution = search(problem, workload, costs, SearchConstraints(pins.parameters, pin_nodes(ready, pins, points)))
-    undivided = undivided_work(solution, workload)
+    costs = costs_for(sized, mesh, cluster)
+    given = SearchConstraints(pins.parameters, pin_nodes(problem.program, pins, points))
+    solution = search(problem, workload, costs, given)
     unknown = [
         operator.node for operator in problem.operators if operator.kind == "operator" and not has_rule(operator.node)
     ]
-    return replace(
+    sharding = replace(
         sharding_of(solution),
         variants=variants,
         points=tuple(points),
-        undivided=undivided,
+        undivided=undivided_work(solution, workload),
         discovered=discovered(unknown),
     )
+    found = sharded(program, sharding, microbatch, problem)
+    found.seconds["annotate"] = annotated
+    return found
 
 
 def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[Cut] | None) -> int:
@@ -273,8 +287,8 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
     """The number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be cut."""
     rows = batch // mesh.dp_replicate
     reason = coupling_reason(program, pins)
-    if mesh.dp_replicate > 1 and (refused := reason or replica_reason(program)) is not None:
-        raise GraphparError(_refusal(program, batch, mesh.dp_replicate, refused))
+    if mesh.dp_replicate > 1 and program.unsplittable is not None and not program.couplings:  # the trace is of all rows
+        raise GraphparError(_refusal(program, batch, mesh.dp_replicate, program.unsplittable))
     if pins.microbatch_size is not None:
         size = pins.microbatch_size
         check_microbatch_size(size, batch, mesh.dp_replicate)
@@ -306,25 +320,14 @@ def coupling_reason(program: Program, pins: PlanConstraints) -> str | None:
     return program.unsplittable
 
 
-def replica_reason(program: Program) -> str | None:
-    """Why a batch that can be cut into microbatches can't be cut over replicas; None where it can."""
-    if program.couplings and _writes_buffers(program):
-        return f"each replica would keep its own running statistics: {coupled_text(program.couplings)}"
-    return None
-
-
-def _writes_buffers(program: Program) -> bool:
-    return any(written_buffers(graph) for graph in (program.graph, *(block.graph for block in program.blocks.values())))
-
-
 def _refusal(program: Program, batch: int, microbatches: int, reason: str) -> str:
     allow = ""
     if program.unsplittable is None:
         allow = (
-            " Use one microbatch of one replica (GPipe with --microbatch-size equal to the batch), make the operator independent of the "
-            "batch (eval statistics, GroupNorm), or pass --allow-batch-coupling to accept statistics of each microbatch."
+            " Use one microbatch (GPipe; dp_replicate may divide its rows, which is exact), make the operator independent of the batch "
+            "(eval statistics, GroupNorm), or pass --allow-batch-coupling to accept statistics of each microbatch."
         )
-    return f"The batch of {batch} can't be cut into {microbatches} pieces: {reason}.{allow}"
+    return f"The batch of {batch} can't be split into {microbatches} microbatches: {reason}.{allow}"
 
 
 def _with_table(program: Program, mesh: Mesh, pins: PlanConstraints, cuts: Sequence[Cut] | None, batch: int) -> Plan:
@@ -342,7 +345,7 @@ def _with_table(program: Program, mesh: Mesh, pins: PlanConstraints, cuts: Seque
             f"not {pins.microbatch_size}."
         )
     reason = program.unsplittable or ("" if pins.allow_batch_coupling else coupled_text(program.couplings))
-    if reason and microbatches * mesh.dp_replicate > 1:
+    if reason and microbatches > 1:
         raise GraphparError(_refusal(program, batch, microbatches, reason))
     stages = table.stages
     if cuts is not None and len(cuts) + 1 != stages:

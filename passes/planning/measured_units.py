@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from graphpar.ir.plan import Cut, SplitPoint
 from graphpar.ir.program import Program, batch_coefficients, value_of
 from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.applications import first_applications
+from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import cut_candidates, positions_of, split
 from graphpar.runtime.layout import R
 
@@ -65,6 +67,19 @@ def _can_split(program: Program, positions: Sequence[int]) -> bool:
     return True
 
 
+def units_of_ranks(
+    sharded: Sharded, execution: Execution | None = None, *, device: str = "cpu", wanted: Sequence[Cut] = ()
+) -> list[Unit]:
+    """:func:`units_of` what a rank runs; those that were asked for before are the same ones, with what was measured of them."""
+    run = execution or Execution()
+    cuts = unit_cuts(sharded.local, wanted)
+    key = device, run.fused, run.gradient_bytes, tuple(cuts)
+    if key not in sharded.units:
+        sharded.units[key] = _units(sharded.local, sharded.sharding.degrees, run, device, cuts)
+    found: list[Unit] = sharded.units[key]
+    return found
+
+
 def units_of(
     program: Program,
     degrees: Mapping[str, int],
@@ -82,13 +97,18 @@ def units_of(
         device: ``cpu`` or ``cuda``, as :class:`Activations` takes it.
         wanted: split points at which a unit is to begin besides.
     """
-    execution = execution or Execution()
-    cuts = unit_cuts(program, wanted)
+    return _units(program, degrees, execution or Execution(), device, unit_cuts(program, wanted))
+
+
+def _units(
+    program: Program, degrees: Mapping[str, int], execution: Execution, device: str, cuts: Sequence[tuple[int, Cut]]
+) -> list[Unit]:
     positions = [position for position, _ in cuts]
     stages = split(program, positions)
     works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
     activations = Activations(program, degrees, device=device, even_experts=True)
     kinds: dict[Any, UnitClass] = {}
+    memories: dict[Any, Callable[[], UnitMemory]] = {}
     shared: set[str] = set()
     holders = Counter(
         name for stage in stages for name in {program.tie_of(name)[0] for name in attributes(program, stage)}
@@ -97,11 +117,11 @@ def units_of(
     units = []
     for stage, position, cut in zip(stages, [0, *positions], [None, *(cut for _, cut in cuts)]):
         again = shared & set(stage.recomputed)
-        key = _signature(program, stage), frozenset(again)
+        signature = _signature(program, stage)
+        key = signature, frozenset(again)
         if key not in kinds:
-            kinds[key] = UnitClass(
-                works.of(stage.graph, without=again), _sends(program, stage), partial(_memory, activations, stage)
-            )
+            measure = memories.setdefault(signature, functools.cache(partial(_memory, activations, stage)))
+            kinds[key] = UnitClass(works.of(stage.graph, without=again), _sends(program, stage), measure)
         shared |= set(stage.recomputed)
         held, buffers = _held(program, degrees, stage, several)
         units.append(Unit(cut, position, stage.modules, kinds[key], held, buffers, _inputs(program, stage), stage))
@@ -133,9 +153,8 @@ def _is_trained(program: Program, name: str) -> bool:
 
 def _memory(activations: Activations, stage: Stage) -> UnitMemory:
     program = activations.program
-    sizes = ROWS if program.symbolic else (program.batch, program.batch)
-    first = activations.reach(stage, sizes[0])
-    second = activations.reach(stage, sizes[1]) if program.symbolic else first
+    found = activations.reaches(stage, ROWS if program.symbolic else [program.batch])
+    first, second = found[0], found[-1]
     line = {
         name: Bytes.through(getattr(first, name), getattr(second, name))
         if program.symbolic

@@ -6,8 +6,8 @@
 
 A candidate's bound is its work spread evenly over its ranks, with no bubble and nothing sent between stages: no schedule is faster.
 Candidates are priced in the order of their bounds until the bound is above what was found, so the result is that of pricing all of them.
-Two things are decided before: a tp degree's sharding, which is searched for microbatches of one row, and which degrees are worth trying
-(:meth:`Planner.bounded`).
+Two things are decided before: a tp degree's sharding, which is searched once, for the middle one of its microbatch sizes, and which
+degrees are worth trying (:meth:`Planner.bounded`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Cut
 from graphpar.ir.program import Program
-from graphpar.ir.sharding import Sharding
-from graphpar.passes.planning.measured_units import units_of
+from graphpar.passes.normalize.coupled import placed_axes
+from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.why_not import why_not
+from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.axes import AXIS
 from graphpar.schedules.registry import SCHEDULES, legal_microbatches, stage_ranks
 
@@ -52,14 +53,13 @@ class PlannerConstraints:
     """What the user pinned; None is searched.
 
     ``cuts``: the split points for a mesh and a schedule; what it raises says why there is no such plan.
-    ``one_microbatch``, ``replicas``: the batch can't be cut into microbatches, or may be cut over replicas.
+    ``one_microbatch``: the batch can't be split into microbatches.
     """
 
     schedule: str | None = None
     microbatch_size: int | None = None
     cuts: Callable[[Mesh, str], tuple[Cut, ...]] | None = None
     one_microbatch: bool = False
-    replicas: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Priced:
 
     candidate: Candidate
     layout: Layout
-    sharding: Sharding
+    sharded: Sharded
     cuts: tuple[Cut, ...]
     estimate: Estimate
 
@@ -159,7 +159,7 @@ class Planner:
     Args:
         batch: rows of the global batch.
         pinned: degrees of axes that are not searched.
-        sharding: of compute axes and a microbatch size: how tensors lie, and the program of a rank.
+        solve: of compute axes and a microbatch size: how tensors lie, and the program of a rank.
         shown: how many alternatives are wanted.
     """
 
@@ -168,14 +168,14 @@ class Planner:
         program: Program,
         cluster: Cluster,
         batch: int,
-        sharding: Callable[[Mesh, int], tuple[Sharding, Program]],
+        solve: Callable[[Mesh, int], Sharded],
         pinned: Mapping[str, int] | None = None,
         wishes: PlannerConstraints | None = None,
         execution: Execution | None = None,
         dtype: str = "fp32",
         shown: int = SHOWN,
     ) -> None:
-        self.program, self.cluster, self.batch, self.sharding, self.dtype = program, cluster, batch, sharding, dtype
+        self.program, self.cluster, self.batch, self.solve, self.dtype = program, cluster, batch, solve, dtype
         self.pinned, self.wishes, self.execution = (
             dict(pinned or {}),
             wishes or PlannerConstraints(),
@@ -183,8 +183,7 @@ class Planner:
         )
         self.shown = shown
         self.refused: dict[str, None] = {}
-        self._sharded: dict[tuple[int, int], tuple[Sharding, Program] | None] = {}
-        self._units: dict[tuple[int, int, tuple[Cut, ...]], list[Unit]] = {}
+        self._sharded: dict[tuple[Mesh, int], Sharded | None] = {}
         self._pricings: dict[tuple[Mesh, int, tuple[Cut, ...]], Pricing] = {}
         self._cuts: dict[tuple[Mesh, int], _Cuts] = {}
 
@@ -208,7 +207,7 @@ class Planner:
     def candidates(self) -> Iterator[Candidate]:
         """Every legal candidate; those whose mesh can't divide the model or the batch are left out."""
         for mesh in self.meshes():
-            if self.batch % (mesh.dp_replicate * mesh.dp_shard) or (mesh.dp_replicate > 1 and not self.wishes.replicas):
+            if self.batch % (mesh.dp_replicate * mesh.dp_shard):
                 continue
             rows = self.batch // (mesh.dp_replicate * mesh.dp_shard)
             for schedule, depth, cuts in self._schedules(mesh):
@@ -255,22 +254,30 @@ class Planner:
 
     def units(self, mesh: Mesh, rows: int, cuts: tuple[Cut, ...] | None = None) -> list[Unit] | None:
         """Those of the ranks of the compute axes; None where the model can't be divided so, or not into microbatches of ``rows``."""
-        size = 0 if self.program.symbolic else rows
-        key = mesh.tp, size
-        compute = replace(mesh, pp=1, dp_replicate=1, dp_shard=1)
+        sharded = self.sharded(mesh, rows)
+        if sharded is None:
+            return None
+        return units_of_ranks(sharded, self.execution, device=self.cluster.device.kind, wanted=cuts or ())
+
+    def sharded(self, mesh: Mesh, rows: int) -> Sharded | None:
+        """The program of the ranks on whose axes operators are placed, solved once for each of their degrees."""
+        compute = Mesh(**placed_axes(self.program, mesh))
+        key = compute, 0 if self.program.symbolic else rows
         if key not in self._sharded:
             try:
-                self._sharded[key] = self.sharding(compute, rows if size else 1)
+                self._sharded[key] = self.solve(compute, self._sizes.get(compute, 1) if self.program.symbolic else rows)
             except GraphparError as error:
                 self._sharded[key] = None
                 self.refused[str(error)] = None
-        sharded, wanted = self._sharded[key], cuts or ()
-        if sharded is not None and (*key, wanted) not in self._units:
-            kind = self.cluster.device.kind
-            self._units[*key, wanted] = units_of(
-                sharded[1], compute.degrees(), self.execution, device=kind, wanted=wanted
-            )
-        return None if sharded is None else self._units[*key, wanted]
+        return self._sharded[key]
+
+    @cached_property
+    def _sizes(self) -> dict[Mesh, int]:
+        """For degrees of the compute axes, the middle one of the microbatch sizes that candidates have."""
+        sizes: dict[Mesh, set[int]] = {}
+        for candidate in self.candidates():
+            sizes.setdefault(Mesh(**placed_axes(self.program, candidate.mesh)), set()).add(candidate.microbatch_size)
+        return {compute: sorted(found)[len(found) // 2] for compute, found in sizes.items()}
 
     def pricing(self, candidate: Candidate) -> Pricing | None:
         """Prices of the candidate's mesh; None where there are none."""
@@ -366,9 +373,9 @@ class Planner:
 
     def _with_estimate(self, candidate: Candidate, pricing: Pricing, layout: Layout, estimate: Estimate) -> Priced:
         cuts = tuple(cut for start in layout.starts[1:] if (cut := pricing.units[start].cut) is not None)
-        sharded = self._sharded[candidate.mesh.tp, 0 if self.program.symbolic else candidate.microbatch_size]
+        sharded = self.sharded(candidate.mesh, candidate.microbatch_size)
         assert sharded is not None
-        return Priced(candidate, layout, sharded[0], cuts, estimate)
+        return Priced(candidate, layout, sharded, cuts, estimate)
 
     def _cuts_of(self, candidate: Candidate, pricing: Pricing) -> _Cuts:
         key = candidate.mesh, candidate.microbatch_size
@@ -392,14 +399,14 @@ class Planner:
             self.program,
             device,
             self.batch,
-            self.sharding,
+            self.solve,
             {},
             wishes,
             execution=self.execution,
             dtype=self.dtype,
             shown=1,
         )
-        one._sharded, one._units = self._sharded, self._units
+        one._sharded = self._sharded
         found = one.search()
         best = found.best or found.alternatives[0]
         estimate = best.estimate

@@ -14,29 +14,26 @@ from graphpar.cost_models.estimates import Alone, Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import dominant_dtype
 from graphpar.cost_models.halved import halved
-from graphpar.cost_models.memory import table_of
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Cut, Plan
 from graphpar.ir.program import Program
-from graphpar.ir.sharding import Sharding
 from graphpar.passes.planning.choose import (
     PlanConstraints,
     choose,
-    choose_sharding,
     coupling_reason,
     global_batch,
     pinned_cuts,
-    replica_reason,
+    solve,
 )
-from graphpar.passes.planning.measured_units import units_of
+from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.planner import SHOWN, Planner, PlannerConstraints, SearchResult
 from graphpar.passes.planning.split_points import marked_cuts
-from graphpar.passes.sharding.shard import shard
+from graphpar.passes.sharding.shard import Sharded, sharded_as
 from graphpar.passes.split import positions_of
-from graphpar.schedules.registry import canonical_name, order_of
+from graphpar.schedules.registry import ActionTable, action_table, canonical_name, order_of, parse_table
 from graphpar.text import bytes_text
 
 GROWTH = (2, 4, 8, 16)
@@ -71,17 +68,10 @@ def search_plan(
         stages=None,
         layers_per_stage=None,
         edge_layers=None,
+        sharded=best.sharded,
     )
-    plans = [choose(program, best.candidate.mesh, decided)]  # tensors lie as is best for microbatches of this size
-    if plans[0].sharding != best.sharding:
-        plans.append(choose(program, best.candidate.mesh, replace(decided, sharding=best.sharding)))
-    priced = [replace(plan, predicted=estimate_plan(program, plan, cluster), found=found) for plan in plans]
-    return replace(min(priced, key=_by_fit), alone=planner.alone() if cluster.size > 1 and program.symbolic else None)
-
-
-def _by_fit(plan: Plan) -> tuple[int, float]:
-    assert plan.predicted is not None
-    return max(0, plan.predicted.missing_bytes), plan.predicted.step_time_s
+    alone = planner.alone() if cluster.size > 1 and program.symbolic else None
+    return replace(choose(program, best.candidate.mesh, decided), predicted=best.estimate, found=found, alone=alone)
 
 
 def planner_for(
@@ -91,10 +81,8 @@ def planner_for(
     batch = global_batch(program, pins)
     reason = coupling_reason(program, pins)
 
-    def sharding(mesh: Mesh, rows: int) -> tuple[Sharding, Program]:
-        sized = program if program.symbolic else program.at_batch(rows)
-        chosen = choose_sharding(sized, mesh, rows, 1, pins.shard_plan, cluster)
-        return chosen, shard(sized, chosen)
+    def solved(mesh: Mesh, rows: int) -> Sharded:
+        return solve(program, mesh, rows, 1, pins.shard_plan, cluster)
 
     def cuts(mesh: Mesh, schedule: str) -> tuple[Cut, ...]:
         given = pinned_cuts(program, mesh, replace(pins, schedule=schedule))
@@ -107,9 +95,8 @@ def planner_for(
         microbatch_size=pins.microbatch_size,
         cuts=cuts if _has_cuts(program, pins) else None,
         one_microbatch=reason is not None,
-        replicas=reason is None and replica_reason(program) is None,
     )
-    return Planner(program, cluster, batch, sharding, pinned, wishes, dtype=dominant_dtype(program), shown=top)
+    return Planner(program, cluster, batch, solved, pinned, wishes, dtype=dominant_dtype(program), shown=top)
 
 
 def _has_cuts(program: Program, pins: PlanConstraints) -> bool:
@@ -134,34 +121,42 @@ def pricing_of(
     Raises:
         GraphparError: the cluster has another number of devices.
     """
-    return lowered_pricing(shard(program.at_batch(plan.microbatch_size), plan.sharding), plan, cluster, execution)
-
-
-def lowered_pricing(
-    sized: Program, plan: Plan, cluster: Cluster, execution: Execution | None = None
-) -> tuple[Pricing, Layout]:
-    """The same for the program that a rank of the compute axes runs."""
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
     run = execution or Execution(zero=plan.zero, recompute=plan.recompute)
-    units = units_of(sized, plan.mesh.degrees(), run, device=cluster.device.kind, wanted=plan.cuts)
+    sharded = sharded_as(program, plan)
+    local = sharded.local
+    units = units_of_ranks(sharded, run, device=cluster.device.kind, wanted=plan.cuts)
     places = {unit.position: place for place, unit in enumerate(units)}
-    starts = (0, *(places[position] for position in positions_of(sized, plan.cuts)))
+    starts = (0, *(places[position] for position in positions_of(local, plan.cuts)))
     order = None if plan.actions is None else order_of(table_of(plan))
     layout = Layout(plan.schedule, plan.microbatch_size, plan.microbatches, starts, order)
-    train = sized.mode == "train"
-    return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(sized), train=train), layout
+    train = local.mode == "train"
+    return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(local), train=train), layout
 
 
-def in_bf16_s(sized: Program, plan: Plan, cluster: Cluster) -> float | None:
+def in_bf16_s(program: Program, plan: Plan, cluster: Cluster) -> float | None:
     """About what a step of an fp32 plan would take in bf16; None where that is not asked, or where the device is no faster with it."""
     device = cluster.device
-    if dominant_dtype(sized) != "fp32" or device.kind != "cuda" or device.peak("bf16") <= device.peak("fp32"):
+    if (
+        dominant_dtype(sharded_as(program, plan).local) != "fp32"
+        or device.kind != "cuda"
+        or device.peak("bf16") <= device.peak("fp32")
+    ):
         return None
-    pricing, layout = lowered_pricing(sized, plan, cluster)
+    pricing, layout = pricing_of(program, plan, cluster)
     return Pricing(
         halved(pricing.units), plan.mesh, cluster, pricing.execution, dtype="bf16", train=pricing.train
     ).step_s(layout)
+
+
+def table_of(plan: Plan) -> ActionTable:
+    """The actions of the plan's ranks: its own, those of its schedule, or without a pipeline one microbatch after the other."""
+    if plan.actions is not None:
+        return parse_table("\n".join(",".join(row) for row in plan.actions))
+    if plan.mesh.pp == 1:
+        return parse_table(",".join(f"0F{number},0B{number}" for number in range(plan.microbatches)))
+    return action_table(plan.schedule, plan.mesh.pp, plan.stages_per_rank, plan.microbatches)
 
 
 # ---- one device ------------------------------------------------------------------------------------------------

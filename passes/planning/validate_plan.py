@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from graphpar.errors import GraphparError
-from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Decision, Sharding
 from graphpar.operators.transitions import path
+from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.choose import (
     CUSTOM,
     PlanConstraints,
@@ -22,9 +22,10 @@ from graphpar.passes.planning.choose import (
     check_pipelined,
     choose,
 )
-from graphpar.passes.sharding.pins import prepared
-from graphpar.passes.sharding.problem import Operator, Problem, Value, build_problem
+from graphpar.passes.sharding.problem import Operator, Problem, Value
+from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
 from graphpar.passes.split import split
+from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import Type
 from graphpar.schedules.registry import get_schedule
 from graphpar.text import compressed, listed
@@ -54,9 +55,13 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         dtype=given.dtype,
         cluster=given.cluster,
     )
-    plan = choose(program, Mesh(**(given.mesh.degrees() | dict.fromkeys(given.mesh.compute, 1))), pins)
-    plan = replace(plan, mesh=given.mesh, sharding=given.sharding)
-    _check_sharding(program, plan)
+    axes = placed_axes(program, given.mesh)
+    if dict(given.sharding.degrees) != axes:
+        raise GraphparError(
+            f"The plan contradicts itself, or the model has changed: its sharding is for {dict(given.sharding.degrees)}, but its "
+            f"operators are placed on {axes or 'no axis'}."
+        )
+    plan = choose(program, given.mesh, replace(pins, sharded=_checked(program, given)))
     if plan != given:
         ours, theirs = plan.to_json(), given.to_json()
         name = next(key for key in ours if ours[key] != theirs[key])
@@ -64,7 +69,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
             f"The plan contradicts itself, or the model has changed: {name} is {theirs[name]}, but its other decisions "
             f"give {ours[name]}."
         )
-    return replace(plan, predicted=given.predicted, found=given.found)
+    return replace(plan, predicted=given.predicted, found=given.found, alone=given.alone)
 
 
 def check_alone(plan: Plan) -> None:
@@ -84,7 +89,8 @@ def check_alone(plan: Plan) -> None:
             f"The plan contradicts itself: its mesh has {plan.mesh.size} devices, but its cluster {plan.cluster} has "
             f"{plan.cluster.size}."
         )
-    if dict(plan.sharding.degrees) != plan.mesh.compute:
+    placed = {axis: degree for axis, degree in plan.sharding.degrees.items() if not AXIS[axis].replicas}
+    if placed != plan.mesh.compute:
         raise GraphparError(
             f"The plan contradicts itself: its sharding is for {dict(plan.sharding.degrees) or 'one device'}, but its mesh has "
             f"{plan.mesh.compute or 'no axis to cut tensors on'}."
@@ -135,22 +141,24 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def _check_sharding(program: Program, plan: Plan) -> None:
-    """Whether the sharding in a plan is legal for ``program``, operator by operator.
+def _checked(program: Program, plan: Plan) -> Sharded:
+    """What a rank runs, where the sharding in the plan is legal for ``program``, operator by operator.
 
     Raises:
         GraphparError: it is not; the message names the decision.
     """
-    sharding = plan.sharding
-    if not sharding.degrees:
-        return
-    problem = build_problem(prepared(program, sharding.variants, sharding.points), sharding.degrees)
-    for operator in problem.operators:
-        _check_decision(operator, sharding)
-        if operator.kind == "parameter":
-            _check_parameter(problem, operator, sharding)
-    for value in problem.values:
-        _check_transitions(problem, value, sharding)
+    sharding, rows = plan.sharding, plan.microbatch_size
+    if plan.sharded is not None and plan.sharded.serves(program, sharding, rows):
+        return plan.sharded
+    problem = problem_of(program, sharding, rows)
+    if problem is not None:
+        for operator in problem.operators:
+            _check_decision(operator, sharding)
+            if operator.kind == "parameter":
+                _check_parameter(problem, operator, sharding)
+        for value in problem.values:
+            _check_transitions(problem, value, sharding)
+    return sharded(program, sharding, rows, problem)
 
 
 def _named(operator: Operator) -> str:

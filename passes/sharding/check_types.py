@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from graphpar.emitted import collectives
 from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.gradients import block_results
 from graphpar.operators.placement import operands_of
-from graphpar.passes.sharding.problem import Operator, Problem, build_problem, is_operator
+from graphpar.passes.sharding.problem import Operator, Problem, is_operator, result_types, source_types
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 Types = tuple[Type, ...]
@@ -36,16 +35,14 @@ _FROM_TO: dict[str, tuple[Type | None, Type | None]] = {  # None: the cut that t
 }
 
 
-def check_types(program: Program, local: Program, degrees: Mapping[str, int]) -> list[str]:
-    """What is wrong with ``local``, the lowered form of ``program``; empty if nothing is."""
-    return _Checker(program, local, degrees).check()
+def check_types(problem: Problem, local: Program) -> list[str]:
+    """What is wrong with ``local``, the lowered form of the program of ``problem``; empty if nothing is."""
+    return _Checker(problem, local).check()
 
 
 class _Checker:
-    def __init__(self, program: Program, local: Program, degrees: Mapping[str, int]) -> None:
-        self.program, self.local, self.degrees = program, local, degrees
-        self.axes = tuple(degrees)
-        self.problem: Problem = build_problem(program, degrees)
+    def __init__(self, problem: Problem, local: Program) -> None:
+        self.problem, self.local, self.axes = problem, local, problem.axes
         self.problems: list[str] = []
         self.results: dict[str, list[Types]] = {}  # of each block
         self.inputs: dict[str, list[Types]] = {}
@@ -60,10 +57,13 @@ class _Checker:
             self.results[name] = [types[node] for node in block_results(graph)]
         types = self._graph(self.local.graph, "")
         output = next(node for node in self.local.graph.nodes if node.op == "output")
-        for node in output.all_input_nodes:
-            silent = node.meta["origin"] not in self.problem.differentiable
-            if isinstance(value_of(node), Tensor) and types[node] != ((R if silent else I),) * len(self.axes):
-                self.problems.append(f"the program returns {node.name} as {_text(types[node])}, but it must be whole")
+        results = [node for node in output.all_input_nodes if isinstance(value_of(node), Tensor)]
+        for place, node in enumerate(results):
+            origin = node.meta["origin"]
+            wanted = result_types(self.problem.program, origin, place, origin in self.problem.differentiable, self.axes)
+            if types[node] != wanted:
+                must = _text(wanted) if P in wanted else "whole"
+                self.problems.append(f"the program returns {node.name} as {_text(types[node])}, but it must be {must}")
         return self.problems
 
     def _graph(self, graph: fx.Graph, scope: str) -> dict[fx.Node, Types]:
@@ -77,17 +77,16 @@ class _Checker:
         """The types of a node's value, from those of its operands; of each value where there are several."""
         if node.op == "placeholder":
             declared = tuple(node.meta["types"].values()) if "types" in node.meta else ()
-            return declared if scope else (R,) * len(self.axes) if isinstance(value_of(node), Tensor) else ()
+            if not scope and isinstance(value_of(node), Tensor):
+                return source_types(self.problem.program, node, self.axes)
+            return declared if scope else ()
         if node.op == "get_attr":
             return self._parameter(node, scope)
         if node.op == "call_module":
             return self._call(node, types)
         if operator_name(node) == "getitem" and isinstance(types.get(node.args[0]), list):  # type: ignore[arg-type]
             return self._settled(node, types[node.args[0]][int(node.args[1])])  # type: ignore[index, arg-type]
-        if getattr(node.target, "__module__", "") == collectives.__name__ and str(operator_name(node)) in (
-            *_FROM_TO,
-            "all_to_all",
-        ):
+        if "transition" in node.meta:
             return self._transition(node, types)
         origin = node.meta.get("origin")
         if origin is None or not is_operator(origin) or origin not in self.problem.of:
@@ -207,8 +206,8 @@ def lowered_operands(node: fx.Node, origin: fx.Node) -> list[fx.Node]:
         return operands[::-1]
     if "own_offsets" in map(operator_name, operands):
         return [operands_of(operand)[0] if operator_name(operand) == "own_offsets" else operand for operand in operands]
-    if name == "div" and operator_name(origin) == "mean":
-        return operands_of(operands[0])
+    if name == "div" and operator_name(origin) != "div":  # a mean: what is divided has the operands
+        return lowered_operands(operands[0], origin)
     return operands
 
 

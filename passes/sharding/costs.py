@@ -18,10 +18,10 @@ import numpy as np
 from torch import fx
 
 from graphpar.cost_models.flops import operator_flops
-from graphpar.cost_models.sharding import ShardingCosts, loss_costs
+from graphpar.cost_models.sharding import ShardingCosts, loss_costs, statistics_costs
 from graphpar.ir.program import operator_name, value_of
-from graphpar.operators.kinds import FREE, MATMULS
 from graphpar.operators.placement import sizes_of
+from graphpar.operators.table import record_of
 from graphpar.operators.transitions import Step, collective_cost, moves
 from graphpar.passes.sharding.problem import Choice, Operator, Problem, Types, Value
 from graphpar.runtime.layout import R, Shard, Type
@@ -50,6 +50,7 @@ class Prices:
         }
         self._numbers: dict[Types, int] = {}
         self._steps: dict[tuple[str, int, bool], tuple[float, float]] = {}
+        self._flops: dict[fx.Node, float] = {}
         self._paths: dict[bool, np.ndarray] = {flag: np.full((2, 0, 0), np.nan) for flag in (False, True)}
 
     def elements(self, node: fx.Node, index: int = 0) -> float:
@@ -77,14 +78,16 @@ class Prices:
         )
 
     def compute(self, operator: Operator, choice: Choice) -> float:
-        node, name = operator.node, operator_name(operator.node)
-        if operator.kind != "operator" or name in FREE:
+        node = operator.node
+        if operator.kind != "operator" or record_of(node).free:
             return 0.0
         backward = node in self.problem.differentiable and self.workload.train
-        flops = operator_flops(node, self.workload.microbatch) / choice.share
+        if node not in self._flops:
+            self._flops[node] = operator_flops(node, self.workload.microbatch)
+        flops = self._flops[node] / choice.share
         moved = sum(self.nbytes(n, types) for n, types in zip(operator.operands, choice.operands))
         moved += sum(self.nbytes(node, types, index) for index, types in enumerate(choice.results))
-        times = 1 + (2 if name in MATMULS else 1) * backward
+        times = 1 + (2 if record_of(node).multiplies else 1) * backward
         return times * self.costs.operator_s(flops, moved)
 
     def collectives(self, operator: Operator, choice: Choice) -> float:
@@ -96,6 +99,14 @@ class Prices:
                 seconds += sum(
                     self.costs.collective_s(axis, cost) for cost in loss_costs(rows, self.problem.degrees[axis])
                 )
+            elif rewrite == "sync_batch_norm":
+                train = self.workload.train and operator.node in self.problem.differentiable
+                cut = [kind for kind in choice.operands[0] if isinstance(kind, Shard) and kind.dim == 1]
+                channels = sizes_of(operator.operands[0])[1][0] / self._pieces(
+                    [kind if kind in cut else R for kind in choice.operands[0]]
+                )
+                costs = statistics_costs(channels, self.problem.degrees[axis], train)
+                seconds += sum(self.costs.collective_s(axis, cost) for cost in costs)
         return seconds
 
     def own(self, operator: Operator, choice: Choice) -> float:
@@ -187,7 +198,7 @@ class Prices:
                 * sum(self.nbytes(operator.node, types) for types in choice.results)
             )
         saved = operator.kind == "operator" and operator.node in self.problem.differentiable and self.workload.train
-        if not saved or operator_name(operator.node) in FREE:
+        if not saved or record_of(operator.node).free:
             return 0.0
         return sum(self.nbytes(operator.node, types, index) for index, types in enumerate(choice.results))
 

@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphpar.errors import GraphparError
-from graphpar.ir.program import operator_name, value_of
-from graphpar.operators.kinds import GROUPED
-from graphpar.operators.matrix import grouped_rule
+from graphpar.ir.program import value_of
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import operands_of
+from graphpar.operators.record import Kind
 from graphpar.operators.rules import rule_of
-
-_PRODUCTS = (*GROUPED, "bmm", "matmul", "einsum")
-_VIEWS = ("transpose", "permute", "mT", "to", "_to_copy", "contiguous", "detach", "alias")
+from graphpar.operators.table import record_of
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,10 @@ def find_experts(nodes: Iterable[fx.Node]) -> Experts:
     """The weights of experts among what ``nodes`` take."""
     weights = {}
     for node in nodes:
-        name = operator_name(node)
-        if name not in _PRODUCTS:
+        record = record_of(node)
+        if record.kind not in (Kind.PRODUCT, Kind.GROUPED) or record.bias is not None:
             continue
-        rule = grouped_rule(node) if name in GROUPED else rule_of(node)
+        rule = rule_of(node)
         for position, operand in enumerate(operands_of(node)):
             parameter, dim = _first_dim(operand)
             if parameter is not None and rule is not None and _by_expert(rule, position, dim):
@@ -67,7 +64,7 @@ def _first_dim(node: fx.Node) -> tuple[fx.Node | None, int]:
         return None, 0
     if node.op == "get_attr":
         return node, 0
-    if operator_name(node) not in _VIEWS or len(operands_of(node)) != 1:
+    if not record_of(node).same_elements or len(operands_of(node)) != 1:
         return None, 0
     parameter, dim = _first_dim(operands_of(node)[0])
     rule = rule_of(node)

@@ -20,13 +20,19 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Block, Program, value_of
 from graphpar.ir.sharding import Point
 from graphpar.passes.sharding.linear_bias import separate_biases
+from graphpar.passes.sharding.widened import widened
 
 POINT = "pin_point"
 
 
-def prepared(program: Program, variants: Mapping[str, str], points: Sequence[Point]) -> Program:
-    """The program as search and lowering see it: variants of blocks, pin points, results of blocks, biases that stand alone."""
-    return separate_biases(_with_results(_with_points(_with_variants(program, variants), points)))
+def prepared(
+    program: Program, variants: Mapping[str, str], points: Sequence[Point], degrees: Mapping[str, int] | None = None
+) -> Program:
+    """The program as search and lowering see it: variants of blocks, pin points, results of blocks, biases that stand alone, and
+    the rows of all replicas where ``degrees`` places operators on their axes.
+    """
+    separated = separate_biases(_with_results(_with_points(_with_variants(program, variants), points)))
+    return widened(separated, degrees or {})
 
 
 def _with_results(program: Program) -> Program:

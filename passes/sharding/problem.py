@@ -189,9 +189,10 @@ class _Builder:
             tuple(
                 name
                 for name in REWRITES
-                if name != "own_experts" or AXIS[self.axes[position]].divides is not Divides.SEQUENCE
+                if name != "own_experts" or AXIS[self.axes[position]].divides in (Divides.EXPERTS, Divides.WEIGHTS)
             ),
             lambda node, i: rows.get(_value(node, i), ()),
+            AXIS[self.axes[position]].replicas,
         )
         found: dict[fx.Node, list[Placement]] = {}
         nodes = [node for _, graph, _ in self.scopes() for node in graph.nodes]
@@ -219,7 +220,8 @@ class _Builder:
 
         def allowed(placement: Placement) -> bool:
             rows = {kind for kind in (*placement.operands, *placement.results) if isinstance(kind, ExpertRows)}
-            if written and (placement.divides or P in placement.results):
+            synchronized = placement.rewrite == "sync_batch_norm"
+            if written and not synchronized and (placement.divides or P in placement.results):
                 return False
             return not rows or not (leaves or any(node in self._counting(node.graph, kind.offsets) for kind in rows))
 
@@ -322,7 +324,7 @@ class _Builder:
         if not isinstance(value_of(node), Tensor) or node.op not in ("placeholder", "get_attr"):
             return None
         if node.op == "placeholder" and not scope:
-            return Operator(node, scope, "source", [_only((R,) * len(self.axes))], [], count)
+            return Operator(node, scope, "source", [_only(source_types(self.program, node, self.axes))], [], count)
         options = [self._types_of(node, position) for position in range(len(self.axes))]
         if node.op == "get_attr" and not self._is_parameter(node, scope):
             options = [[R] for _ in self.axes]
@@ -333,6 +335,8 @@ class _Builder:
     def _types_of(self, node: fx.Node, position: int) -> list[Type]:
         """Every type that a parameter or a block's input can have on an axis."""
         whole: list[Type] = [I, R] if node in self.differentiable else [R]
+        if node.op == "get_attr" and AXIS[self.axes[position]].replicas:
+            return whole
         return [*whole, *self.cuts[position].get((node, 0), {})]
 
     def _is_parameter(self, node: fx.Node, scope: str) -> bool:
@@ -407,8 +411,10 @@ class _Builder:
         return list(values.values())
 
     def _end(self, results: Sequence[fx.Node]) -> Choice:
-        """What the program returns is whole; a loss is I, since every rank starts its backward from it."""
-        types = tuple((I if node in self.differentiable else R,) * len(self.axes) for node in results)
+        types = tuple(
+            result_types(self.program, node, place, node in self.differentiable, self.axes)
+            for place, node in enumerate(results)
+        )
         return Choice(types, (), ("",) * len(self.axes))
 
     def _maker(self, value: fx.Node) -> tuple[Operator, int]:
@@ -419,6 +425,22 @@ class _Builder:
         result = block_results(self.blocks[str(node.meta["block"])].graph)[index]
         inner, inner_index = _value(result, 0)
         return self.operators[inner], inner_index
+
+
+def source_types(program: Program, node: fx.Node, axes: Sequence[str]) -> Types:
+    """An input: each replica has its rows of the batch; on other axes every rank has all of it."""
+    dim = next((entry.batch_dim for entry in program.inputs if entry.name == str(node.target)), None)
+    return tuple(R if dim is None or not AXIS[axis].replicas else Shard(dim % value_of(node).ndim) for axis in axes)
+
+
+def result_types(program: Program, node: fx.Node, place: int, differentiable: bool, axes: Sequence[str]) -> Types:
+    """What the program returns: a loss is a sum over replicas, another output has a replica's rows. On other axes it is whole; a
+    loss I, since every rank starts its backward from it.
+    """
+    whole: Type = I if differentiable else R
+    dim = None if program.mode == "train" else program.outputs[place].batch_dim
+    rows: Type = P if program.mode == "train" else R if dim is None else Shard(dim % value_of(node).ndim)
+    return tuple(rows if AXIS[axis].replicas else whole for axis in axes)
 
 
 def _only(types: Types) -> Choice:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from graphpar.cost_models.flops import operator_flops
-from graphpar.cost_models.sharding import ShardingCosts, loss_costs
+from graphpar.cost_models.sharding import ShardingCosts, loss_costs, statistics_costs
 from graphpar.ir.program import Program, concrete_shape, operator_name, value_of
 from graphpar.operators.gradients import differentiable_nodes
-from graphpar.operators.kinds import FREE, MATMULS
+from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE, Cost, collective_cost
 from graphpar.passes.sharding.check_types import lowered_operands
 from graphpar.passes.sharding.costs import Workload
@@ -69,7 +69,7 @@ class Repricing:
     def compute(self, node: fx.Node) -> float:
         """A rank's share of an operator, forward and backward."""
         origin = node.meta.get("origin")
-        if origin is None or "transition" in node.meta or not is_operator(origin) or operator_name(origin) in FREE:
+        if origin is None or "transition" in node.meta or not is_operator(origin) or record_of(origin).free:
             return 0.0
         operands = lowered_operands(node, origin)
         own: list[tuple[fx.Node, Mapping[str, Type]]] = [(operand, operand.meta["types"]) for operand in operands]
@@ -80,13 +80,15 @@ class Repricing:
         divided = [axis for axis in self.degrees if any(isinstance(types[axis], Shard) for _, types in own)]
         flops = operator_flops(origin, self.workload.microbatch) / math.prod(self.degrees[axis] for axis in divided)
         backward = node in self.differentiable and self.workload.train
-        times = 1 + (2 if operator_name(origin) in MATMULS else 1) * backward
+        times = 1 + (2 if record_of(origin).multiplies else 1) * backward
         return times * self.costs.operator_s(flops, sum(self._bytes(value, types) for value, types in own))
 
     def sent(self, node: fx.Node) -> Sent | None:
         """What a transition, or an operator that sends by itself, sends; None for the rest."""
         if "transition" in node.meta:
             return self._transition(node)
+        if operator_name(node) == "sync_batch_norm":
+            return self._statistics(node)
         return self._loss(node) if operator_name(node) == "vocab_cross_entropy" else None
 
     def gradients(self) -> float:
@@ -125,6 +127,17 @@ class Repricing:
         backward = "nothing" if self.workload.train else ""
         seconds = sum(self.costs.collective_s(axis, cost) for cost in costs)
         return Sent(axis, "S(1)", "I", f"{len(costs)} all-reduces", backward, sent, 0.0, seconds)
+
+    def _statistics(self, node: fx.Node) -> Sent:
+        """BatchNorm with the statistics of all replicas."""
+        source, axes = node.args[0], node.args[5]
+        assert isinstance(source, fx.Node) and isinstance(axes, tuple)
+        train, axis = self.workload.train and node in self.differentiable, str(axes[0])
+        costs = statistics_costs(float(value_of(source).shape[1]), self.degrees[axis], train)
+        seconds = sum(self.costs.collective_s(axis, cost) for cost in costs)
+        sent = [cost.bytes_sent for cost in (*costs, Cost())]
+        backward = "reduce-scatter" if train else ""
+        return Sent(axis, "S(0)", "S(0)", "all-gather", backward, sent[0], sent[1], seconds)
 
     def _elements(self, node: fx.Node, types: Mapping[str, Type]) -> float:
         """Elements of a rank's piece, where the tensor lies as ``types``."""

@@ -34,8 +34,8 @@ from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.errors import GraphparError
 from graphpar.ir.program import module_path, operator_name, value_of
 from graphpar.ir.sharding import Decision, Sharding
-from graphpar.operators.kinds import FREE, MATMULS
 from graphpar.operators.placement import results_of, sizes_of
+from graphpar.operators.table import record_of
 from graphpar.passes.sharding.costs import Prices, Workload, parameter_name
 from graphpar.passes.sharding.experts import check_degree, find_experts
 from graphpar.passes.sharding.integer_program import IntegerProgram, Optimum
@@ -84,7 +84,7 @@ def _views_of_weights(problem: Problem) -> set[fx.Node]:
     """Parameters, and what only shows them in another shape: ``weight.T``."""
     found: set[fx.Node] = set()
     for operator in problem.operators:
-        view = operator_name(operator.node) in FREE and bool(operator.operands) and found.issuperset(operator.operands)
+        view = record_of(operator.node).free and bool(operator.operands) and found.issuperset(operator.operands)
         if operator.kind == "parameter" or view:
             found.add(operator.node)
     return found
@@ -118,7 +118,7 @@ class _Search:
             sum(
                 operator_flops(o.node, workload.microbatch) * o.count
                 for o in problem.operators
-                if operator_name(o.node) in MATMULS
+                if record_of(o.node).multiplies
             )
             or 1.0
         )
@@ -339,7 +339,7 @@ class _Search:
                 whole = not isinstance(choice.results[0][place], Shard) and value_of(operator.node).ndim > 1
                 own = self.prices.elements(operator.node) * operator.count / self.parameters
                 missed += own if whole and own > 1e-3 else 0.0
-            product = divides is not Divides.WEIGHTS and operator_name(operator.node) in MATMULS
+            product = divides is not Divides.WEIGHTS and record_of(operator.node).multiplies
             if product and not choice.divided[place]:
                 own = operator_flops(operator.node, self.workload.microbatch) * operator.count / self.flops
                 missed += own if own > 1e-3 else 0.0
@@ -500,7 +500,7 @@ def undivided_work(solution: Solution, workload: Workload) -> tuple[str, ...]:
     work = {
         o: operator_flops(o.node, workload.microbatch) * o.count
         for o in problem.operators
-        if operator_name(o.node) in MATMULS
+        if record_of(o.node).multiplies
     }
     total = sum(work.values()) or 1.0
     found: dict[str, float] = {}

@@ -1,6 +1,7 @@
 """``shard``: the program of one rank. Transitions are inserted, sizes and parameters made local, names kept.
 
     Program + Sharding ──► Program in which hidden is [b, s/2, d], q_proj.weight [d/2, d], and all_gather stands before q_proj
+                       ──► Sharded: both, and the problem that was solved
 
 The types of every value stay on its node (``meta["types"]``, axis -> type), so that the result can be checked against the rules.
 """
@@ -8,13 +9,15 @@ The types of every value stay on its node (``meta["types"]``, axis -> type), so 
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from graphpar.emitted import collectives
+from graphpar.ir.plan import Plan
 from graphpar.ir.program import Block, Program, TensorInfo, batch_coefficients, operator_name, value_of
 from graphpar.ir.sharding import Decision, Sharding, Types
 from graphpar.operators.batch_states import is_size
@@ -26,21 +29,70 @@ from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.passes.sharding.check_types import check_types
 from graphpar.passes.sharding.linear_bias import join_biases
 from graphpar.passes.sharding.pins import POINT, prepared
-from graphpar.passes.sharding.problem import is_operator
+from graphpar.passes.sharding.problem import Problem, build_problem, is_operator
 from graphpar.runtime.layout import R, Shard, Type, local_shape, local_size
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """A program with its sharding, and what every rank of the compute axes runs of it.
+
+    Attributes:
+        program: as it was traced; ``rows``: of the microbatches that ``local`` is for, any where the batch is a symbol.
+        problem: what the sharding is a solution of; None where there are no axes.
+        local: the program of a rank.
+        units: what has been measured of it (:mod:`graphpar.passes.planning.measured_units`).
+        seconds: that the steps ``annotate``, ``shard`` and ``check_types`` took.
+    """
+
+    program: Program
+    rows: int
+    sharding: Sharding
+    problem: Problem | None
+    local: Program
+    units: dict[Any, Any] = field(default_factory=dict, repr=False)
+    seconds: dict[str, float] = field(default_factory=dict, repr=False)
+
+    def serves(self, program: Program, sharding: Sharding, rows: int) -> bool:
+        """Whether this is what :func:`sharded` would make of them."""
+        return self.program is program and self.sharding == sharding and (program.symbolic or self.rows == rows)
+
+
+def problem_of(program: Program, sharding: Sharding, rows: int) -> Problem | None:
+    """The problem that ``sharding`` solves, for microbatches of ``rows``; None where it has no axes."""
+    if not sharding.degrees:
+        return None
+    return build_problem(
+        prepared(program.at_batch(rows), sharding.variants, sharding.points, sharding.degrees), sharding.degrees
+    )
+
+
+def sharded_as(program: Program, plan: Plan) -> Sharded:
+    """``program`` as ``plan`` shards it: what the plan brings along, where that is of this program."""
+    if plan.sharded is not None and plan.sharded.serves(program, plan.sharding, plan.microbatch_size):
+        return plan.sharded
+    rows = plan.microbatch_size
+    return sharded(program, plan.sharding, rows, problem_of(program, plan.sharding, rows))
 
 
 def shard(program: Program, sharding: Sharding) -> Program:
     """The program that every rank of the axes runs, on its own pieces; checked against the rules."""
-    if not sharding.degrees:
-        return program
-    separated = prepared(program, sharding.variants, sharding.points)
-    local = lower(separated, sharding)
-    problems = check_types(separated, local, sharding.degrees)
-    assert not problems, "\n".join(problems)
+    return sharded(program, sharding, program.batch, problem_of(program, sharding, program.batch)).local
+
+
+def sharded(program: Program, sharding: Sharding, rows: int, problem: Problem | None) -> Sharded:
+    """:func:`shard` for microbatches of ``rows``, by the ``problem`` of the program at that size."""
+    if problem is None:
+        return Sharded(program, rows, sharding, None, program.at_batch(rows))
+    started = time.perf_counter()
+    local = lower(problem.program, sharding)
+    lowered = time.perf_counter()
+    wrong = check_types(problem, local)
+    assert not wrong, "\n".join(wrong)
+    seconds = {"shard": lowered - started, "check_types": time.perf_counter() - lowered}
     for graph in (local.graph, *(block.graph for block in local.blocks.values())):
         join_biases(graph)
-    return local
+    return Sharded(program, rows, sharding, problem, local, seconds=seconds)
 
 
 def lower(program: Program, sharding: Sharding) -> Program:
@@ -62,6 +114,7 @@ class _Lowering:
         self.axes = tuple(sharding.degrees)
         self.degrees = sharding.degrees
         self.gradients = differentiable_nodes(program)
+        self.pieces: dict[object, Tensor] = {}
         self._ends: dict[str, tuple[list[Types | None], list[Types]]] = {}
 
     def info(self, name: str, info: TensorInfo) -> TensorInfo:
@@ -113,7 +166,6 @@ class _Scope:
         self.made: dict[fx.Node, fx.Node] = {}
         self.types: dict[fx.Node, Types] = {}
         self.turned: dict[tuple[fx.Node, Types], fx.Node] = {}
-        self.pieces: dict[object, Tensor] = {}
         self.whole: Types = (R,) * len(self.axes)
 
     def lower(self) -> fx.Graph:
@@ -297,27 +349,24 @@ class _Scope:
         """The fake value of a rank's piece."""
         value = value_of(node)
         shape, coefficients = self.lowering.local(node, types, value)
-        copy.meta["val"] = value if tuple(shape) == tuple(value.shape) else self._piece(node, value, shape)
+        copy.meta["val"] = value if tuple(shape) == tuple(value.shape) else self._piece(value, shape)
         copy.meta.pop("twin", None)
         if "batch_coefficients" in node.meta:
             copy.meta["batch_coefficients"] = coefficients
 
-    def _piece(self, node: fx.Node, value: Tensor, shape: tuple[Any, ...]) -> Tensor:
-        """A fake value of ``shape``; all instances of a block have one for each shape, since they give the same."""
-        source = node.args[0] if operator_name(node) == "getitem" else node
-        if not isinstance(source, fx.Node) or source.op != "call_module":
-            return value.new_empty(shape)
-        key = (str(source.meta["block"]), 0 if source is node else node.args[1], str(shape))
-        if key not in self.pieces:
-            self.pieces[key] = value.new_empty(shape)
-        return self.pieces[key]
+    def _piece(self, value: Tensor, shape: tuple[Any, ...]) -> Tensor:
+        """A fake value of ``shape``; pieces that are alike are one."""
+        key = value.dtype, str(shape)
+        if key not in self.lowering.pieces:
+            self.lowering.pieces[key] = value.new_empty(shape)
+        return self.lowering.pieces[key]
 
     def _empty(self, node: fx.Node, types: Types, value: Tensor, index: int) -> Tensor:
         user = next((u for u in node.users if operator_name(u) == "getitem" and u.args[1] == index), None)
         if user is None:
             return value
         shape, _ = self.lowering.local(user, types, value)
-        return value if tuple(shape) == tuple(value.shape) else value.new_empty(shape)
+        return value if tuple(shape) == tuple(value.shape) else self._piece(value, shape)
 
 
 def _type_of(decisions: Mapping[str, Decision], node: fx.Node) -> Types:

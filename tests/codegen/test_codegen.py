@@ -379,5 +379,5 @@ def test_a_definition_of_its_own_names_its_own_modules() -> None:
     first, _, second = parts.files["blocks.py"].partition("class Block_2(")
     shown = [set(re.findall(r"^ +# ([\w.]+)", text, re.MULTILINE)) for text in (first, second)]
     assert shown[0] <= {"up", "down"} and shown[1] <= {"up", "down"} and shown[1]
-    rows = report_data(parts.program, parts.plan, parts.stages)["sharding"]["scopes"]
+    rows = report_data(parts.compilation)["sharding"]["scopes"]
     assert {row["label"] for row in rows[0]["rows"] + rows[1]["rows"]} <= {"up", "down", "up, down", "the block itself"}

@@ -21,21 +21,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphpar as gp
-from graphpar.cost_models.activation_memory import Activations, Passes
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
-from graphpar.cost_models.memory import (
-    ALLOCATOR_SLACK,
-    Memory,
-    StageCost,
-    activation_peak,
-    rank_memory,
-    saved_bytes,
-    table_of,
-)
+from graphpar.cost_models.memory import ALLOCATOR_SLACK, Memory
 from graphpar.cost_models.storage_tracker import Live
 from graphpar.errors import GraphparError
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import concrete_shape, value_of
+from graphpar.passes.planning.planning import table_of
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.launch import torchrun
@@ -43,6 +35,7 @@ from graphpar.runtime.layout import rank_at
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.stages import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
 from graphpar.schedules.registry import action_table, parse_table, peak_in_flight
+from tests.exact_memory import Activations, Passes, StageCost, activation_peak, rank_memory, saved_bytes
 from tests.programs import SMALL, example, norms_pinned
 
 ROWS = 2

@@ -17,23 +17,23 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphpar as gp
-from graphpar.cost_models.activation_memory import Activations
 from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
-from graphpar.cost_models.memory import rank_memory
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
-from graphpar.cost_models.workload import ONE, Attention, Collective, Phase, Product, Size, Traffic, Work, Works
+from graphpar.cost_models.workload import Attention, Collective, Phase, Product, Size, Traffic, Work, Works
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES
 from graphpar.ir.mesh import Mesh
+from graphpar.operators.contractions import ONE
 from graphpar.passes.planning.measured_units import units_of
 from graphpar.passes.planning.planning import pricing_of
 from graphpar.passes.sharding.shard import shard
 from graphpar.schedules.registry import SCHEDULES
 from tests.cost_models.test_memory import FAST, parts_of
+from tests.exact_memory import Activations, rank_memory
 from tests.programs import example, example_file, norms_pinned
 from tests.zoo import ZOO
 

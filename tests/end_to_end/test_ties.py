@@ -17,6 +17,7 @@ from graphpar.ir.sharding import Sharding
 from graphpar.passes.normalize.applications import first_applications
 from graphpar.passes.sharding.check_types import check_types
 from graphpar.passes.sharding.pins import prepared
+from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.shard import lower
 from graphpar.runtime.layout import I, R
 from graphpar.verification import Verification, verify_all
@@ -161,13 +162,14 @@ def test_a_type_that_differs_in_one_instance_or_under_one_name_is_seen(name: str
     plan = gp.plan(program, mesh={"tp": 2})
     ready = prepared(program, plan.sharding.variants, ())
     local = lower(ready, plan.sharding)
-    assert check_types(ready, local, {"tp": 2}) == []
+    problem = build_problem(ready, {"tp": 2})
+    assert check_types(problem, local) == []
 
     other = R if plan.sharding.parameters[name]["tp"] != R else I
     changed = Sharding(
         plan.sharding.degrees, plan.sharding.decisions, {**plan.sharding.parameters, name: {"tp": other}}
     )
-    problems = check_types(ready, lower(ready, changed), {"tp": 2})
+    problems = check_types(problem, lower(ready, changed))
 
     assert any(name in problem for problem in problems)
 

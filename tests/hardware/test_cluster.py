@@ -19,6 +19,7 @@ from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device, Link, device_named
 from graphpar.ir.mesh import Mesh
+from graphpar.passes.compilation import priced
 from graphpar.report.report import report_data
 from tests.docs.test_docs import ALL
 
@@ -320,9 +321,7 @@ def test_the_search_pays_the_clusters_prices(program: gp.Program) -> None:
 def test_the_report_shows_the_prices_of_its_cluster(program: gp.Program) -> None:
     plan = gp.plan(program, Cluster.parse("2x1xA100"), mesh={"tp": 2}, shard_plan={"up": "colwise", "down": "rowwise"})
     parts = gp.partition(program, plan)
-    near, far = (
-        report_data(parts.program, plan, parts.stages, Cluster.parse(cluster)) for cluster in ("1x2xA100", "2x1xA100")
-    )
+    near, far = (report_data(priced(parts.compilation, Cluster.parse(cluster))) for cluster in ("1x2xA100", "2x1xA100"))
     assert plan.microbatches == 1 and far["sharding"]["transitions_s"] > near["sharding"]["transitions_s"]
     for data in (near, far):
         assert data["sharding"]["transitions_s"] == pytest.approx(data["predicted"]["parts_s"]["tp"])

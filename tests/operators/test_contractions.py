@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphpar as gp
 from graphpar.cost_models.flops import node_flops
 from graphpar.cost_models.workload import Phase, Product, Works
-from graphpar.ir.program import operator_name
-from graphpar.operators.contractions import contraction
-from graphpar.operators.kinds import MATMULS
+from graphpar.operators.table import record_of
 
 PRODUCTS = {
     "einsum, batched": lambda x, w: torch.einsum("bsk,kn->bsn", x, w),
     "einsum of two activations": lambda x, w: torch.einsum("bsk,btk->bst", x, x @ w),
     "einsum over rows of heads": lambda x, w: torch.einsum("bshd,hde->bshe", x.unflatten(-1, (2, 4)), w.view(2, 4, 8)),
+    "einsum of three": lambda x, w: torch.einsum("bsk,kn,nm->bsm", x, w, w),
+    "einsum with dots": lambda x, w: torch.einsum("...k,kn->...n", x, w),
+    "linear": lambda x, w: F.linear(x, w),
+    "matmul": lambda x, w: x @ w,
+    "matmul of heads": lambda x, w: (
+        (x @ w).unflatten(-1, (2, 4)).transpose(1, 2) @ x.unflatten(-1, (2, 4)).permute(0, 2, 3, 1)
+    ),
+    "addmm": lambda x, w: torch.addmm(w[0], x.flatten(0, 1), w),
+    "conv1d": lambda x, w: F.conv1d(x.mT, w.view(8, 8, 1)),
+    "conv1d by groups": lambda x, w: F.conv1d(x.mT, w.view(16, 4, 1), groups=2),
+    "conv_transpose1d": lambda x, w: F.conv_transpose1d(x.mT, w.view(8, 4, 2), stride=2),
+    "conv_transpose1d by groups": lambda x, w: F.conv_transpose1d(x.mT, w.view(8, 4, 2), groups=2),
     "baddbmm": lambda x, w: torch.baddbmm(x, x, w.expand(x.size(0), -1, -1)),
     "tensordot": lambda x, w: torch.tensordot(x, w, dims=([2], [0])),
 }
@@ -56,7 +67,7 @@ def test_work_has_as_many_flops_as_that(name: str) -> None:
 
 
 def _is_product(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and operator_name(node) in MATMULS
+    return node.op == "call_function" and record_of(node).multiplies
 
 
 def test_a_product_is_divided_along_the_sequence() -> None:
@@ -68,13 +79,3 @@ def test_a_product_is_divided_along_the_sequence() -> None:
     plan = gp.plan(program, mesh={"cp": 2})
 
     assert not plan.sharding.undivided and gp.verify(gp.partition(program, plan), steps=1).ok
-
-
-def test_what_is_no_product_of_two_has_no_contraction() -> None:
-    program = gp.export(
-        Applied(lambda x, w: torch.einsum("bsk,kn,nm->bsm", x, w, w)),
-        (torch.randn(4, 6, 8),),
-        loss_fn=lambda y: y.sum(),
-    )
-
-    assert all(contraction(node) is None for node in program.graph.nodes if node.op == "call_function")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cli.main import main
-from graphpar.codegen import operators
+from graphpar.codegen import importing
 from graphpar.ir.program import operator_name
 from graphpar.operators.prove import context_of
 from graphpar.operators.rules import REGISTERED, placements
@@ -143,9 +143,9 @@ def _parts(middle: Any, mesh: dict[str, int], **pins: Any) -> gp.Parts:
 @pytest.fixture(scope="module", autouse=True)
 def not_importable() -> Iterator[None]:
     """This file as one that only its own process has, wherever the tests are run from."""
-    found = operators._found_elsewhere
+    found = importing._found_elsewhere
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operators, "_found_elsewhere", lambda name: "" if name == __name__.split(".")[0] else found(name))
+        patch.setattr(importing, "_found_elsewhere", lambda name: "" if name == __name__.split(".")[0] else found(name))
         yield
 
 

@@ -99,6 +99,55 @@ def test_hand_made_calls(name: str) -> None:
     assert _problems("hand-made", calls, (2, 4)) == []
 
 
+def _of_replicas() -> dict[str, Call]:
+    """Calls whose batch of 4 rows lies on dim 0."""
+
+    def x(*sizes: int) -> torch.Tensor:
+        return torch.randn(4, *sizes, dtype=torch.float64)
+
+    def norm(value: torch.Tensor, weight: bool, running: bool) -> Call:
+        def each(size: bool) -> torch.Tensor | None:
+            return torch.rand(value.shape[1], dtype=torch.float64) + 0.5 if size else None
+
+        return Call(
+            aten.batch_norm.default,
+            (value, *map(each, (weight, weight, running, running)), True, 0.1, 1e-5, True),
+            batch=1,
+        )
+
+    labels, ignored = torch.tensor([2, 0, 1, 1]), torch.tensor([2, -100, -100, 1])
+    places = torch.tensor([[[0, 1], [2, 1]], [[-100, 1], [2, 0]], [[0, 0], [2, 1]], [[-100, -100], [-100, 1]]])
+    probabilities = x(3).softmax(1)
+    return {
+        "batch_norm": norm(x(3, 5, 2), True, True),
+        "batch_norm of rows": norm(x(3), True, False),
+        "batch_norm without weights": norm(x(3, 2), False, True),
+        "mean": Call(aten.mean.default, (x(3),), batch=1),
+        "mean over rows": Call(aten.mean.dim, (x(3), [0]), batch=1),
+        "mean over rows and more": Call(aten.mean.dim, (x(3, 2), [0, 2], True), batch=1),
+        "mse_loss": Call(aten.mse_loss.default, (x(3), x(3)), batch=1),
+        "kl_div": Call(aten.kl_div.default, (x(3), probabilities), batch=1),
+        "binary_cross_entropy_with_logits": Call(
+            aten.binary_cross_entropy_with_logits.default, (x(3), probabilities, x(3).abs()), batch=1
+        ),
+        "cross_entropy": Call(aten.cross_entropy_loss.default, (x(3), labels), batch=1),
+        "cross_entropy, some ignored": Call(aten.cross_entropy_loss.default, (x(3), ignored), batch=1),
+        "cross_entropy, smoothed": Call(aten.cross_entropy_loss.default, (x(3), ignored, None, 1, -100, 0.2), batch=1),
+        "cross_entropy of places": Call(aten.cross_entropy_loss.default, (x(3, 2, 2), places), batch=1),
+        "cross_entropy of probabilities": Call(aten.cross_entropy_loss.default, (x(3), probabilities), batch=1),
+        "nll_loss": Call(aten.nll_loss_nd.default, (x(3).log_softmax(1), ignored), batch=1),
+    }
+
+
+@pytest.mark.parametrize("name", _of_replicas())
+@pytest.mark.parametrize("degree", [2, 4])
+def test_means_over_the_rows_of_replicas(name: str, degree: int) -> None:
+    """On an axis that divides the batch, means, losses and BatchNorm run on each replica's rows."""
+    proven = list(prove(_of_replicas()[name], placements, degree, replicas=True))
+    assert [(str(proof.placement), proof.problem) for proof in proven if proof.problem] == []
+    assert any(str(proof.placement).startswith("S(0)") and proof.placement.rewrite for proof in proven)
+
+
 _FAST = (
     "nn.functional.linear", "matmul", "addmm", "einsum", "cat", "split", "chunk", "reshape", "view", "expand", "transpose", "permute",
     "index_put", "gather", "scatter", "index_select", "sum", "mean", "softmax", "nn.functional.layer_norm", "nn.functional.embedding",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.frontend.modelfile import load_model_file
+from graphpar.passes.compilation import priced
 from graphpar.passes.planning.planning import on_one_device
 from graphpar.report.report import compile_json, html, plan_text, render, report_data, timeline_of, trace, with_alone
 from graphpar.report.stages import stage_table
@@ -56,7 +57,7 @@ def gpt() -> gp.Parts:
 
 
 def test_data_adds_up(gpt: gp.Parts) -> None:
-    data = report_data(gpt.program, gpt.plan, gpt.stages)
+    data = report_data(gpt.compilation)
     tokens = gpt.program.parameters["tokens.weight"].numel
     assert sum(stage["parameters"] for stage in data["stages"]) == data["model"]["parameters"] + tokens  # on two stages
     assert data["ties"] == [{"names": ["tokens.weight", "head.weight"], "stages": [0, 3]}]
@@ -71,23 +72,23 @@ def test_data_adds_up(gpt: gp.Parts) -> None:
 
 
 def test_data_is_plain_and_deterministic(gpt: gp.Parts) -> None:
-    data = report_data(gpt.program, gpt.plan, gpt.stages)
+    data = report_data(gpt.compilation)
     assert json.loads(json.dumps(data)) == data
     again = gp.partition(gpt.program, gpt.plan)
-    assert json.dumps(report_data(again.program, again.plan, again.stages)) == json.dumps(data)
+    assert json.dumps(report_data(again.compilation)) == json.dumps(data)
     assert str(EXAMPLES) not in json.dumps(data)
 
 
 def test_the_emitted_plan_holds_the_report(gpt: gp.Parts) -> None:
     record = json.loads(gpt.files["plan.json"])
-    assert record["report"] == report_data(gpt.program, gpt.plan, gpt.stages)
+    assert record["report"] == report_data(gpt.compilation)
     assert gpt.report == record["report"]
     assert gpt.files["report.html"] == html(record["report"])
     assert "search.json" not in gpt.files
 
 
 def test_text(gpt: gp.Parts) -> None:
-    text = text_of(report_data(gpt.program, gpt.plan, gpt.stages))
+    text = text_of(report_data(gpt.compilation))
     assert max(map(len, text.splitlines())) <= 100
     assert "GPT · 415 K parameters · fp32 · train · 4 devices" in text
     assert "pp 4   1F1B, 8 microbatches of 1 (global batch 8)" in text
@@ -100,7 +101,7 @@ def test_text(gpt: gp.Parts) -> None:
 
 def test_recomputed_and_relayed_values_are_named() -> None:
     parts = made("t5", devices=2, schedule="zbv")
-    data = report_data(parts.program, parts.plan, parts.stages)
+    data = report_data(parts.compilation)
     assert any(value["relayed"] for stage in data["stages"] for value in stage["sends"])
     assert any("attention_mask" in stage["recomputed"] for stage in data["stages"])
     text = text_of(data)
@@ -111,17 +112,17 @@ def test_recomputed_and_relayed_values_are_named() -> None:
 
 def test_one_device_and_inference() -> None:
     alone = made("head_first", devices=1)
-    text = text_of(report_data(alone.program, alone.plan, alone.stages))
+    text = text_of(report_data(alone.compilation))
     assert "1 device" in text and "bubble" not in text
     parts = made("head_first", devices=2, mode="infer")
-    data = report_data(parts.program, parts.plan, parts.stages)
+    data = report_data(parts.compilation)
     assert not any("B" in row for row in data["actions"])
     assert "gradients" not in text_of(data) and "verify" not in text_of(data)
     assert data["stages"][0]["sends"][0]["requires_grad"] is False
 
 
 def test_page_is_well_formed_and_self_contained(gpt: gp.Parts) -> None:
-    data = report_data(gpt.program, gpt.plan, gpt.stages)
+    data = report_data(gpt.compilation)
     data["warnings"] = ["<b>not bold</b>"]
     page = html(data)
     timeline, memory = (ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page))
@@ -252,7 +253,7 @@ def test_the_timeline_is_as_long_as_the_step(name: str, mesh: dict[str, int], op
     plan = gp.plan(program, mesh=mesh, **options)
     parts = gp.partition(program, plan)
     for cluster in (None, gp.Cluster.parse(f"{plan.mesh.size}xH100")):
-        data = parts.report if cluster is None else report_data(parts.program, plan, parts.stages, cluster)
+        data = parts.report if cluster is None else report_data(priced(parts.compilation, cluster), cluster)
         timeline, step = timeline_of(data), data["predicted"]["step_time_s"]
         assert timeline.length == pytest.approx(step, rel=1e-9) and timeline.length > timeline.makespan
         slices = [event for event in trace(data)["traceEvents"] if event["ph"] == "X"]
@@ -271,7 +272,7 @@ def test_the_timeline_is_as_long_as_the_step(name: str, mesh: dict[str, int], op
 
 
 def test_what_was_read_off_the_program_is_what_was_printed(llama: gp.Parts) -> None:
-    sharding = report_data(llama.program, llama.plan, llama.stages)["sharding"]
+    sharding = report_data(llama.compilation)["sharding"]
     calls = "\n".join(text for name, text in llama.files.items() if name.startswith(("blocks", "stage")))
     printed = sum(calls.count(f"{name}(") for name in ("all_gather", "all_gather_invariant", "reduce_scatter", "shard"))
     block, root = sharding["scopes"]
@@ -282,7 +283,7 @@ def test_what_was_read_off_the_program_is_what_was_printed(llama: gp.Parts) -> N
 
 def test_a_transition_s_bytes(llama: gp.Parts) -> None:
     """A ring sends half of the whole tensor from each of two ranks."""
-    data = report_data(llama.program, llama.plan, llama.stages)
+    data = report_data(llama.compilation)
     entries = [entry for row in data["sharding"]["scopes"][0]["rows"] for entry in row["transitions"]]
     assert entries and {entry["axis"] for entry in entries} == {"tp"}
     for entry in entries:
@@ -291,7 +292,7 @@ def test_a_transition_s_bytes(llama: gp.Parts) -> None:
 
 
 def test_text_of_a_cut_program(llama: gp.Parts) -> None:
-    data = report_data(llama.program, llama.plan, llama.stages)
+    data = report_data(llama.compilation)
     assert json.loads(json.dumps(data)) == data
     text = text_of(data)
     assert max(map(len, text.splitlines())) <= 100
@@ -327,7 +328,7 @@ def test_logits_that_are_gathered_are_noted() -> None:
         program = gp.export(Classifier(), (torch.randn(4, 16),), loss_fn=loss, targets=(torch.arange(4),))
         plan = gp.plan(program, mesh={"tp": 2}, shard_plan={"head.weight": "S(0)@tp"})
         parts = gp.partition(program, plan)
-        return report_data(parts.program, plan, parts.stages)["sharding"]["notes"]  # type: ignore[no-any-return]
+        return report_data(parts.compilation)["sharding"]["notes"]  # type: ignore[no-any-return]
 
     why = "label smoothing needs every class's logit"
     assert notes(label_smoothing=0.1) == [f"The logits are sharded over tp, but gathered before the loss: {why}."]

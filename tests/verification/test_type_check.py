@@ -23,6 +23,7 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, operator_name
 from graphpar.passes.sharding.check_types import check_types
 from graphpar.passes.sharding.linear_bias import separate_biases
+from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.shard import lower
 from graphpar.verification.type_check import CheckResult, check_folder
 from tests.programs import example, norms_pinned
@@ -425,10 +426,11 @@ def _graph_problems(name: str, norms: str, plant: Callable[[Program], Any], axis
     program = example(name)
     plan = gp.plan(program, mesh={axis: 2}, shard_plan=norms_pinned(program, norms))
     separated = separate_biases(program.at_batch(plan.microbatch_size))
+    problem = build_problem(separated, plan.sharding.degrees)
     local = lower(separated, plan.sharding)
-    assert check_types(separated, local, plan.sharding.degrees) == []
+    assert check_types(problem, local) == []
     plant(local)
-    return check_types(separated, local, plan.sharding.degrees)
+    return check_types(problem, local)
 
 
 def _drop(name: str) -> Callable[[Program], None]:

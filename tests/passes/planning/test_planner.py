@@ -27,7 +27,6 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
-from graphpar.passes.planning import planning
 from graphpar.passes.planning.choose import PlanConstraints
 from graphpar.passes.planning.planner import DEPTHS, Planner, Priced
 from graphpar.passes.planning.planning import estimate_plan, planner_for, search_plan
@@ -226,9 +225,13 @@ def test_pins_that_are_not_possible(pins: dict[str, Any], message: str) -> None:
         gp.plan(program_of("gpt"), 4, **pins)
 
 
-def test_examples_that_depend_on_each_other_are_not_cut() -> None:
+def test_examples_that_depend_on_each_other_are_one_microbatch_of_all_replicas() -> None:
     plan = gp.plan(program_of("resnet_batchnorm"), 4)
-    assert plan.mesh.dp_replicate == plan.microbatches == 1
+    assert plan.microbatches == 1 and plan.found is not None
+    tried = [plan.found.best, *plan.found.alternatives]
+    assert any(found is not None and found.candidate.mesh.dp_replicate > 1 for found in tried)
+    pinned = gp.plan(program_of("resnet_batchnorm"), 4, mesh={"dp_replicate": 4})
+    assert pinned.microbatches == 1 and pinned.sharding.degrees == {"dp_replicate": 4}
 
 
 def test_the_plan_takes_what_it_was_said_to_take() -> None:
@@ -272,18 +275,11 @@ def test_a_microbatch_that_is_pinned_too_large_is_said_to_be() -> None:
         search_plan(program, Cluster.of(small(between), 1, 1), {}, PlanConstraints(microbatch_size=8))
 
 
-def test_a_plan_is_never_worse_than_what_was_priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that lie worse for the plan's own microbatches than as they were priced lie as they were priced."""
+def test_the_plan_keeps_what_was_priced() -> None:
+    """Its sharding is the one that the search solved, and a step takes what the search said."""
     program, cluster = program_of("gpt"), Cluster.of(small(), 1, 2)
     best = planner_for(program, cluster, {"tp": 2}, PlanConstraints(cluster=cluster)).search().best
-    assert best is not None
-    whole = gp.plan(program, mesh={"tp": 2}, shard_plan={"blocks.*": "replicate"}).sharding
-    real = planning.choose
-
-    def worse(program: Program, mesh: Mesh, pins: PlanConstraints) -> gp.Plan:
-        return real(program, mesh, replace(pins, sharding=pins.sharding or whole))
-
-    monkeypatch.setattr(planning, "choose", worse)
     plan = search_plan(program, cluster, {"tp": 2}, PlanConstraints())
-    assert plan.sharding == best.sharding
-    assert plan.predicted is not None and plan.predicted.step_time_s == pytest.approx(best.estimate.step_time_s)
+    assert best is not None and plan.predicted is not None
+    assert plan.sharding == best.sharded.sharding
+    assert plan.predicted == best.estimate == estimate_plan(program, replace(plan, sharded=None), cluster)

@@ -142,7 +142,7 @@ def test_the_report_counts_experts_apart() -> None:
     experts = sum(count for name, count in whole.items() if ".experts." in name)
     parts = gp.partition(program, gp.plan(program, mesh={"ep": 2}))
 
-    data = report_data(parts.program, parts.plan, parts.stages)
+    data = report_data(parts.compilation)
 
     assert data["experts"] == {
         "parameters": experts,

@@ -1,0 +1,136 @@
+"""The top-level statements of a user's file: what each defines and refers to, and whether it registers an operator."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class Statement:
+    """A top-level statement: the names that it defines, and those that it refers to."""
+
+    node: ast.stmt
+    text: str
+    binds: frozenset[str]
+    uses: frozenset[str]
+
+
+def statements_of(path: str, lines: Sequence[str]) -> Iterator[Statement]:
+    """The statements of a file, in order."""
+    for node in ast.parse("".join(lines)).body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            continue
+        decorators = getattr(node, "decorator_list", [])
+        begin = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+        text = "".join(lines[begin - 1 : node.end_lineno]).rstrip()
+        yield Statement(node, text, frozenset(_bound(node)), frozenset(_used(node, path)))
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    """The names that a top-level statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+        return
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
+        return
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.stmt):
+            yield from _bound(inner)
+        elif isinstance(inner, ast.ExceptHandler):
+            for statement in inner.body:
+                yield from _bound(statement)
+        else:
+            yield from (n.id for n in ast.walk(inner) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+def _used(node: ast.stmt, path: str) -> set[str]:
+    """The names of the file that a statement refers to, inside of functions, too."""
+    found: set[str] = set()
+
+    def visit(code: types.CodeType) -> None:
+        for instruction in dis.get_instructions(code):
+            if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")):
+                found.add(str(instruction.argval))
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                visit(constant)
+
+    visit(compile(ast.Module([node], type_ignores=[]), path, "exec", dont_inherit=True))
+    for inner in ast.walk(node):  # annotations are text where `from __future__ import annotations` stands
+        annotations = [getattr(inner, key, None) for key in ("annotation", "returns")]
+        for annotation in annotations:
+            if isinstance(annotation, ast.AST):
+                found |= {n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)}
+    return found
+
+
+def _parts(node: ast.stmt) -> Iterator[ast.AST]:
+    """What runs when a top-level statement does: of a function its decorators alone."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for decorator in node.decorator_list:
+            yield from ast.walk(decorator)
+    elif not isinstance(node, ast.ClassDef | ast.Import | ast.ImportFrom):
+        for inner in ast.iter_child_nodes(node):
+            yield from _parts(inner) if isinstance(inner, ast.stmt) else ast.walk(inner)
+
+
+def _word(function: ast.AST) -> str:
+    return (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
+
+
+_REGISTERING = {
+    "custom_op", "triton_op", "define", "impl", "impl_abstract", "register_fake", "register_autograd", "register_kernel", "register_vmap",
+    "register_autocast", "register_torch_dispatch",
+}  # fmt: skip
+
+
+def registers(node: ast.stmt, operator: str, own: Sequence[str]) -> bool:
+    """Whether a statement has to do with the registration of ``operator``, whose object has the names ``own``."""
+    if defines(node, operator, own):
+        return True
+    for part in _parts(node):
+        method = isinstance(part, ast.Attribute) and part.attr.startswith(("register_", "impl"))
+        if method and isinstance(part.value, ast.Name) and part.value.id in own:  # type: ignore[attr-defined]
+            return True
+        if isinstance(part, ast.Call) and _word(part.func) in _REGISTERING and part.args:
+            first = part.args[0]
+            if isinstance(first, ast.Constant) and str(first.value).split(".")[0] == operator:
+                return True
+            if isinstance(first, ast.Name) and first.id in own:
+                return True
+    return False
+
+
+def defines(node: ast.stmt, operator: str, own: Sequence[str]) -> bool:
+    """Whether a statement defines ``operator``, whose object has the names ``own``."""
+    if isinstance(node, ast.FunctionDef) and node.name in own:
+        return True
+    calls = [part for part in _parts(node) if isinstance(part, ast.Call) and part.args]
+    named = [c for c in calls if isinstance(c.args[0], ast.Constant) and c.args[0].value == operator]
+    return any(_word(call.func) in ("custom_op", "triton_op", "define") for call in named)
+
+
+def called_operators(node: ast.stmt) -> Iterator[str]:
+    """``mylib::other`` for each ``torch.ops.mylib.other`` in a statement."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Attribute):
+            owner = part.value.value
+            if isinstance(owner, ast.Attribute) and owner.attr == "ops" and _word(owner.value) == "torch":
+                yield f"{part.value.attr}::{part.attr}"
+
+
+def movable(statement: Statement, text: str) -> str:
+    """The text of a statement that may be indented: strings of several lines must not change."""
+    lines = [
+        part.end_lineno != part.lineno
+        for part in ast.walk(statement.node)
+        if isinstance(part, ast.Constant | ast.JoinedStr) and part.end_lineno is not None
+    ]
+    return ast.unparse(statement.node) if any(lines) else text

@@ -1,0 +1,166 @@
+"""An operator is a record: what it does to dims, what kind of work it is, what its backward reads, how it is written.
+
+    "linear": Record(Kind.PRODUCT, linear, bias=2, spelling=(function("F.linear", "input weight bias"),))
+
+The records stand beside the rules of their family (:mod:`graphpar.operators.matrix`, ...), and :mod:`graphpar.operators.table` has
+all of them. What can be derived is: flops of a product come from the factors of its rule, an operator without a record is
+pointwise where torch says so, and one that is known by no record can be cut as a trial shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from torch import fx
+
+from graphpar.operators.notation import Rule
+from graphpar.operators.placement import Context, Placement
+from graphpar.operators.spelling import Spelling
+
+RuleOf = Callable[[fx.Node], Rule | None]
+PlacementsOf = Callable[[fx.Node, Context], list[Placement]]
+
+
+class Kind(Enum):
+    """What kind of work an operator does."""
+
+    PRODUCT = auto()  # multiplies tensors and sums: matmul, einsum
+    GROUPED = auto()  # rows by group times each group's matrix
+    CONVOLUTION = auto()
+    ATTENTION = auto()
+    LOOKUP = auto()  # rows of a table: embedding
+    RECURRENT = auto()
+    PERMUTE = auto()  # the same memory with dims in another order
+    RESHAPE = auto()  # the same elements in the same order
+    EXPAND = auto()  # dims of size 1 repeated, without memory
+    VIEW = auto()  # parts, diagonals, windows: other views
+    ALIAS = auto()  # the operand itself: detach, contiguous
+    COPY = auto()  # its elements in new memory, or in another dtype
+    MOVE = auto()  # joins, repeats, pads, shifts
+    POINTWISE = auto()
+    REDUCTION = auto()
+    NORM = auto()  # divides by statistics of rows: layer_norm, softmax
+    SCAN = auto()
+    SORT = auto()
+    INDEX = auto()  # picks and puts by index
+    PLACES = auto()  # pools and interpolates
+    TRANSFORM = auto()  # Fourier transforms, decompositions
+    LOSS = auto()
+    CLASS_LOSS = auto()  # of which the mean divides by (the weights of) the labels that count
+    FACTORY = auto()  # makes a tensor of numbers
+    RANDOM = auto()
+    CHECK = auto()  # gives nothing: asserts of the trace
+    NUMBER = auto()  # gives numbers: sizes and their arithmetic
+    OTHER = auto()  # no record says
+
+
+class Reads(Enum):
+    """What an operator's backward reads of the forward, besides numbers, masks, indices and statistics."""
+
+    NOTHING = auto()
+    RESULT = auto()
+    OPERANDS = auto()  # and perhaps the result
+
+
+_MULTIPLIES = {Kind.PRODUCT, Kind.GROUPED, Kind.CONVOLUTION, Kind.ATTENTION}
+_FREE = {Kind.PERMUTE, Kind.RESHAPE, Kind.EXPAND, Kind.VIEW, Kind.ALIAS}
+_MOVES = _FREE | {Kind.COPY, Kind.MOVE, Kind.LOOKUP, Kind.INDEX, Kind.SORT, Kind.FACTORY, Kind.RANDOM}
+_SAME_VALUE = {Kind.ALIAS, Kind.COPY}
+_WHOLE = {Kind.PERMUTE, Kind.RESHAPE, Kind.EXPAND} | _SAME_VALUE
+_FUSIBLE = {Kind.COPY, Kind.MOVE, Kind.POINTWISE, Kind.REDUCTION, Kind.NORM, Kind.LOSS, Kind.FACTORY, Kind.RANDOM}
+_FUNCTIONS = {Kind.NORM, Kind.SCAN, Kind.SORT, Kind.CLASS_LOSS}
+_PURE = _WHOLE | {Kind.VIEW, Kind.MOVE, Kind.POINTWISE, Kind.REDUCTION}
+
+FIRST = (frozenset({0}),)
+"""Linear in the first operand."""
+EACH = (frozenset({0}), frozenset({1}))
+"""Linear in each of two operands while the other is held."""
+TOGETHER = (frozenset({0, 1}),)
+"""Linear in two operands at once: a sum."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One operator's facts.
+
+    Attributes:
+        rule: its factors in one use; None where no line of factors describes it, or that use.
+        placements: where placements need more than factors; they take the place of the rule's.
+        bias: which operand is added to a product: where the product is partial, so must it be.
+        linear: of a pointwise operator, groups of operands in which it is linear while the others are held. (A rule says it for others.)
+        tame: pointwise, and finite with finite slopes wherever its operands are: what padding holds stays harmless.
+        adds: linear in all operands at once: a sum of them, or one beside the other.
+        neutral: the second operand that changes nothing.
+        saves: what its backward reads, where the kind does not say so: that of what moves elements reads nothing.
+        passes: its backward gives the first operand the gradient itself, and so is no kernel.
+        functions: it takes longer than the bytes that it moves, where units for functions are slow (a CPU's): exponentials, sorting.
+            Norms, scans and sorts do anyway.
+        sizes: the argument that spells out the result's sizes.
+        spelling: how people write it, tried in turn; where none fits, as :mod:`graphpar.codegen.spelling` finds it in torch.
+    """
+
+    kind: Kind
+    rule: RuleOf | None = None
+    placements: PlacementsOf | None = None
+    bias: int | None = None
+    linear: tuple[frozenset[int], ...] = ()
+    tame: bool = False
+    adds: bool = False
+    neutral: float | None = None
+    saves: Reads | None = None
+    passes: bool = False
+    functions: bool = False
+    sizes: str = ""
+    spelling: tuple[Spelling, ...] = ()
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether its work is products of matrices."""
+        return self.kind in _MULTIPLIES
+
+    @property
+    def reads(self) -> Reads:
+        """What its backward reads, which autograd therefore keeps."""
+        if self.saves is not None:
+            return self.saves
+        return Reads.NOTHING if self.kind in _MOVES else Reads.OPERANDS
+
+    @property
+    def free(self) -> bool:
+        """Whether it only shows memory in another way (or copies it, where that is not laid out so)."""
+        return self.kind in _FREE
+
+    @property
+    def same_value(self) -> bool:
+        """Whether the result is the operand, perhaps in another dtype or layout: people call both by one name."""
+        return self.kind in _SAME_VALUE
+
+    @property
+    def same_elements(self) -> bool:
+        """Whether the result has all elements of the operand and no others: in another shape, or cast."""
+        return self.kind in _WHOLE
+
+    @property
+    def fusible(self) -> bool:
+        """Whether a chain of pointwise operators takes it in, so that together they are one kernel."""
+        return self.kind in _FUSIBLE
+
+    @property
+    def slow(self) -> bool:
+        """Whether it takes longer than the bytes that it moves, where units for functions are slow."""
+        return self.functions or self.kind in _FUNCTIONS
+
+    @property
+    def pure(self) -> bool:
+        """Whether equal operands give equal results, cheaply enough to compare how masks were made."""
+        return self.kind in _PURE
+
+
+Records = Mapping[str, Record]
+
+
+def each(names: str, record: Record) -> dict[str, Record]:
+    """The same record for several operators: ``each("mm bmm", ...)``."""
+    return dict.fromkeys(names.split(), record)

@@ -1,0 +1,37 @@
+"""All records, by the operator's name as :func:`graphpar.ir.program.operator_name` says it."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+from graphpar.ir.program import Helper, operator_name
+from graphpar.operators import creation, elementwise, indexing, losses, matrix, moves, reduce, shape, spatial
+from graphpar.operators.record import Kind, Record, Records
+
+__all__ = ["TABLE", "UNKNOWN", "record_named", "record_of"]
+
+FAMILIES = (matrix, elementwise, shape, moves, reduce, losses, indexing, spatial, creation)
+TABLE: Records = MappingProxyType({name: record for family in FAMILIES for name, record in family.RECORDS.items()})
+"""Every operator that graphpar has a record of."""
+assert len(TABLE) == sum(len(family.RECORDS) for family in FAMILIES), "an operator has two records"
+UNKNOWN = Record(Kind.OTHER)
+"""Of which nothing is known: a user's own, for one."""
+
+
+def record_named(name: str) -> Record:
+    """The record of the operator ``name``; :data:`UNKNOWN` where there is none."""
+    return TABLE.get(name, UNKNOWN)
+
+
+def record_of(node: fx.Node) -> Record:
+    """The record of ``node``'s operator; where there is none, that of any pointwise operator if torch says that it is one."""
+    if node.op != "call_function" or isinstance(node.target, Helper):
+        return UNKNOWN
+    record = TABLE.get(operator_name(node))
+    if record is not None:
+        return record
+    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return elementwise.PLAIN if pointwise else UNKNOWN

@@ -1,0 +1,162 @@
+"""The functions of an emitted ``collectives.py`` in the types of ``spmd_types``, for :mod:`graphpar.verification.type_check`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from spmd_types import rules
+from torch import Tensor
+from torch.nn import functional as F
+
+Axes = Mapping[str, dist.ProcessGroup]
+Kinds = dict[Any, Any]
+"""The type of a value by the name of the axis: ``spmd.R``, ``I``, ``V`` or ``P``."""
+
+
+@contextlib.contextmanager
+def untyped() -> Iterator[None]:
+    """Where the checker does not look."""
+    with spmd.no_typecheck(), torch._C.DisableTorchFunction():
+        yield
+
+
+def kinds_of(value: Any, axes: Axes) -> Kinds:
+    """The type of ``value`` on each axis where it has one."""
+    found = {axis: spmd.maybe_get_axis_local_type(value, group) for axis, group in axes.items()}
+    return {axis: kind for axis, kind in found.items() if kind is not None}
+
+
+def give(value: Tensor, kinds: Kinds, axes: Axes) -> Tensor:
+    """``value``, of which the checker is told the types."""
+    spmd.assert_type(value, {axes[axis]: kind for axis, kind in kinds.items()})
+    return value
+
+
+def _pending(x: Any, group: dist.ProcessGroup) -> Any:
+    """A sum of cut operands is V where no rule says P; to reduce it says that it is one."""
+    return spmd.V if spmd.maybe_get_axis_local_type(x, group) is spmd.V else spmd.P
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda x, on: rules.all_reduce(x, on, src=_pending(x, on), dst=spmd.I),
+    "all_reduce_both": lambda x, on: rules.all_reduce(x, on, src=_pending(x, on), dst=spmd.R),
+    "sum_gradient": lambda x, on: rules.convert(x, on, src=spmd.I, dst=spmd.R),
+    "first_only": lambda x, on: rules.convert(x, on, src=spmd.R, dst=spmd.P),
+    "reduce_scatter": lambda x, on, dim: rules.reduce_scatter(x, on, src=_pending(x, on), dst=spmd.S(dim)),
+    "all_gather": lambda x, on, dim: rules.all_gather(x, on, src=spmd.S(dim), dst=spmd.R),
+    "all_gather_invariant": lambda x, on, dim: rules.all_gather(x, on, src=spmd.S(dim), dst=spmd.I),
+    "shard": lambda x, on, dim: rules.convert(x, on, src=spmd.R, dst=spmd.S(dim)),
+    "shard_invariant": lambda x, on, dim: rules.convert(x, on, src=spmd.I, dst=spmd.S(dim)),
+    "expert_rows": lambda x, on: rules.reinterpret(x, on, src=spmd.R, dst=spmd.V),
+    "expert_sums": lambda x, on: rules.reinterpret(x, on, src=spmd.V, dst=spmd.P),
+    "all_to_all": lambda x, on, from_dim, to_dim: rules.all_to_all(x, on, src=spmd.S(from_dim), dst=spmd.S(to_dim)),
+}
+"""Each transition in the rules of ``spmd_types``, which refuses those that its type system does not have."""
+
+
+def declare_collectives(module: ModuleType, axes: Axes) -> None:
+    """Type the functions of an emitted ``collectives.py``, before other files import them by name."""
+    module.bind({axis: axes.get(axis) for axis in ("pp", *axes, "dp_shard", "cp", "ep", "tp")})
+    for name, rule in _RULES.items():
+        setattr(module, name, _transition(getattr(module, name), rule, axes))
+    everywhere = dict.fromkeys(axes, spmd.R)
+    rank, index, embedding = module.rank, module.global_index, module.vocab_embedding
+    ends, offsets = module.rank_ends, module.own_offsets
+    piece, losses_of = module._piece, module._vocab_losses
+
+    def own_rank(axis: str) -> Any:
+        """A number that is another one on each rank."""
+        kinds: Kinds = {axes[name]: spmd.V if name == axis else spmd.R for name in axes}
+        return spmd.Scalar(rank(axis), kinds) if spmd.is_type_checking() and axis in axes else rank(axis)
+
+    def global_index(size: int, axis: str, *arguments: Any, **options: Any) -> Tensor:
+        with untyped():
+            value: Tensor = index(size, axis, *arguments, **options)
+        return give(value, everywhere | ({axis: spmd.V} if axis in axes else {}), axes)
+
+    def own_piece(*arguments: Any) -> Tensor:
+        with untyped():
+            value: Tensor = piece(*arguments)
+        return value
+
+    def vocab_embedding(ids: Tensor, weight: Tensor, axis: str, **options: Any) -> Tensor:
+        value: Tensor = embedding(ids, weight, axis, **options)
+        if axis not in axes:
+            return value
+        if spmd.maybe_get_axis_local_type(weight, axes[axis]) is not spmd.V:
+            raise spmd.SpmdTypeError(
+                f"vocab_embedding takes a table that is cut over {axis}, not {types_text(weight, axes)}"
+            )
+        rules.reinterpret(value, axes[axis], src=spmd.V, dst=spmd.P, out=value)
+        return value
+
+    def vocab_losses(logits: Tensor, target: Tensor, axis: str, vocab: int) -> Tensor:
+        """One operator, as its docstring types it on the axis; on the others as ``F.cross_entropy`` is typed."""
+        kinds = [kinds_of(operand, axes) for operand in (logits, target)]
+        if axis in axes and not (kinds[0].get(axis) is spmd.V and kinds[1].get(axis) in (spmd.R, spmd.I)):
+            raise spmd.SpmdTypeError(
+                f"vocab_cross_entropy takes logits that are cut over {axis} and labels that are not, "
+                f"not {types_text(logits, axes)} and {types_text(target, axes)}"
+            )
+        own: Kinds = {axis: spmd.I} if axis in axes else {}
+        with untyped():
+            value: Tensor = losses_of(logits, target, axis, vocab)
+            whole = logits.detach().clone(), torch.zeros_like(target)  # any class that the piece has
+        for operand, given in zip(whole, kinds):
+            give(operand, given | dict.fromkeys(own, spmd.R), axes)
+        return give(value, kinds_of(F.cross_entropy(*whole, reduction="none"), axes) | own, axes)
+
+    def rank_ends(offs: Tensor, axis: str) -> Any:
+        if axis in axes and kinds_of(offs, axes)[axis] not in (spmd.R, spmd.I):
+            raise spmd.SpmdTypeError(
+                f"rows are counted by what is not the same on every rank: {types_text(offs, axes)}"
+            )
+        with untyped():
+            return ends(offs, axis)
+
+    def own_offsets(offs: Tensor, axis: str) -> Tensor:
+        with untyped():
+            value: Tensor = offsets(offs, axis)
+        return give(value, kinds_of(offs, axes) | {axis: spmd.V}, axes)
+
+    replaced = {
+        "rank": own_rank,
+        "own_offsets": own_offsets,
+        "rank_ends": rank_ends,
+        "global_index": global_index,
+        "_piece": own_piece,  # also run in the backward, where nothing is typed
+        "vocab_embedding": vocab_embedding,
+        "_vocab_losses": vocab_losses,
+    }
+    for name, function in replaced.items():
+        setattr(module, name, function)
+
+
+def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes: Axes) -> Callable[..., Tensor]:
+    dims = ("dim",) if "dim" in rule.__code__.co_varnames else rule.__code__.co_varnames[2:]
+
+    def typed(x: Tensor, axis: str, *arguments: Any, **options: Any) -> Tensor:
+        with untyped():
+            value = function(x, axis, *arguments, **options)
+            value = value.view_as(value) if value is x else value
+            alias = x.view_as(x)  # a rule notes the dim on its operand, which may be cut in another dim by another axis
+        kinds = kinds_of(x, axes)
+        if kinds.get(axis) is spmd.I and not x.is_floating_point():  # without a gradient I is R
+            kinds[axis] = spmd.R
+        give(alias, kinds, axes)
+        given = dict(zip(dims, arguments)) | {name: options[name] for name in dims if name in options}
+        typed_as = rule(alias, axes[axis], *(given[name] for name in dims)) if axis in axes else alias
+        return give(value, kinds_of(typed_as, axes), axes)
+
+    return typed
+
+
+def types_text(value: Tensor, axes: Axes) -> str:
+    """``V@tp, R@cp``"""
+    return ", ".join(f"{kind}@{axis}" for axis, kind in kinds_of(value, axes).items())

@@ -1,0 +1,72 @@
+"""The program on the rows of all replicas at once, where examples depend on each other.
+
+    a replica's program, images [b, 3, 224, 224]  ──widened by 4──►  images [4 b, 3, 224, 224], of which a replica has S(0)
+
+``b`` stays the number of a replica's rows, so what is found for a rank's program is in the same symbol as for any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.ir.program import Program, batch_coefficients, value_of
+from graphpar.runtime.axes import AXIS
+
+
+def widened(program: Program, degrees: Mapping[str, int]) -> Program:
+    """``program`` with the rows of all replicas in every value, by the axes of ``degrees`` that divide rows; names stay."""
+    times = math.prod(degree for axis, degree in degrees.items() if AXIS[axis].replicas)
+    if times == 1:
+        return program
+    blocks = {name: replace(block, graph=_graph(block.graph, times)) for name, block in program.blocks.items()}
+    return program.with_graph(_graph(program.graph, times), blocks=blocks)
+
+
+def _graph(source: fx.Graph, times: int) -> fx.Graph:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(source, copies))
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+        if "val" in old.meta:
+            new.meta["val"] = _value(old, value_of(old), times)
+        if "batch_coefficients" in old.meta:
+            new.meta["batch_coefficients"] = tuple(None if c is None else c * times for c in batch_coefficients(old))
+        if "batch_factor" in old.meta:
+            new.meta["batch_factor"] = old.meta["batch_factor"] * times
+    return graph
+
+
+def _value(node: fx.Node, value: Any, times: int) -> Any:
+    fixed = node.meta.get("batch_coefficients")
+    if isinstance(
+        value, tuple | list
+    ):  # of a trace at a fixed batch, the picks among the results say what follows the batch
+        return value if fixed is not None else type(value)(_value(node, part, times) for part in value)
+    if isinstance(value, Tensor):
+        if fixed is None:
+            shape = [_wider(size, times) for size in value.shape]
+        else:
+            shape = [size if c is None else size * times for size, c in zip(value.shape, fixed)]
+        return value if shape == list(value.shape) else value.new_empty(shape)
+    if isinstance(value, int) and "batch_factor" in node.meta:
+        return value * times
+    return _wider(value, times)
+
+
+def _wider(size: Any, times: int) -> Any:
+    """A size, or a number made of sizes, of a batch that is ``times`` as large."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    expression = size.node.expr
+    symbols = [symbol for symbol in expression.free_symbols if not str(symbol).startswith("u")]
+    changed = expression.subs({symbol: times * symbol for symbol in symbols}, simultaneous=True)
+    environment = size.node.shape_env
+    hint = size.node.hint * times if size.node.has_hint() else None
+    return environment.create_symintnode(changed, hint=hint) if symbols else size

@@ -1,0 +1,117 @@
+"""Examples that depend on each other, on replicas: loss, gradients, parameters and buffers are those of one device."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+import graphpar as gp
+from graphpar.errors import GraphparError
+from graphpar.verification import reference_for, verify_all
+from graphpar.verification.type_check import check_folder
+from tests.coupled_models import MODELS, case
+
+MESHES = {
+    "dp2": {"dp_replicate": 2},
+    "dp4": {"dp_replicate": 4},
+    "dp2 x tp2": {"dp_replicate": 2, "tp": 2},
+    "pp2 x dp2": {"pp": 2, "dp_replicate": 2},
+}
+
+
+@functools.cache
+def program(name: str) -> gp.Program:
+    return case(name).export()
+
+
+@functools.cache
+def parts(name: str, mesh: str) -> gp.Parts:
+    return gp.partition(program(name), gp.plan(program(name), mesh=MESHES[mesh]))
+
+
+def _exact(names: list[str], mesh: str) -> None:
+    for name, outcome in zip(names, verify_all([parts(name, mesh) for name in names], timeout_s=600)):
+        assert outcome.ok, (name, outcome.problems)
+        assert max(outcome.max_error.values()) < 1e-5, (name, outcome.max_error)
+
+
+def test_two_replicas_are_exact() -> None:
+    for name in MODELS:
+        placed = parts(name, "dp2").plan.sharding.degrees
+        assert placed == {"dp_replicate": 2}, name
+    _exact(list(MODELS), "dp2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp4", "dp2 x tp2", "pp2 x dp2"])
+def test_more_replicas_and_other_axes_are_exact(mesh: str) -> None:
+    _exact(list(MODELS), mesh)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_types_of_emitted_text(name: str, tmp_path: Path) -> None:
+    """``spmd_types`` agrees: a gradient is whole, a loss is a share of a sum."""
+    parts(name, "dp2 x tp2").save(tmp_path / "out")
+    result = check_folder(tmp_path / "out")
+    assert result.ok, result.problems
+
+
+def test_what_is_written() -> None:
+    """Statistics and features are gathered; what examples don't share stays on its replica."""
+    resnet = parts("resnet", "dp2").files["stage_0.py"]
+    assert "sync_batch_norm(\n            F.conv2d(x, self.stem.weight" in resnet
+    clip = parts("clip", "dp2").files["stage_0.py"]
+    assert clip.count("all_gather(") == 1 and "F.linear(images" in clip
+
+
+FAULTS = {
+    "statistics of a replica's own rows": (
+        "resnet", "collectives.py", "pieces = all_gather(pieces, axis, 0)", "pieces = pieces",
+    ),
+    "gradients of statistics that are not summed": (
+        "resnet", "collectives.py", "pieces = all_gather(pieces, axis, 0)", "pieces = all_gather_invariant(pieces, axis, 0)",
+    ),
+    "labels that each replica counts for itself": (
+        "clip", "stage_0.py", 'all_reduce((labels != -100).sum(), "dp_replicate")', "(labels != -100).sum()",
+    ),
+    "a mean of pieces that is added up": (
+        "largest", "stage_0.py", "F.mse_loss(net, wanted) / 2", "F.mse_loss(net, wanted)",
+    ),
+    "a loss that each replica returns whole": (
+        "codebook", "stage_0.py", "import all_gather, first_only\n", "import all_gather\n\nfirst_only = lambda x, axis: x\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, tmp_path: Path) -> None:
+    name, file, before, after = FAULTS[fault]
+    made = parts(name, "dp2")
+    made.save(tmp_path / "out")
+    text = (tmp_path / "out" / file).read_text()
+    assert before in text, text
+    (tmp_path / "out" / file).write_text(text.replace(before, after))
+    (found,) = verify_all([tmp_path / "out"], references=[reference_for(made)])
+    assert not found.ok
+
+
+def test_microbatches_stay_refused_unless_allowed() -> None:
+    with pytest.raises(
+        GraphparError, match="can't be split into 2 microbatches: examples depend on each other: batch_norm"
+    ):
+        gp.plan(program("resnet"), mesh={"dp_replicate": 2}, microbatch_size=2)
+    with pytest.raises(GraphparError, match="can't be split into 2 microbatches: the loss"):
+        gp.plan(program("clip"), mesh={"dp_replicate": 2}, microbatch_size=2, allow_batch_coupling=True)
+    plan = gp.plan(program("resnet"), mesh={"dp_replicate": 2}, microbatch_size=2, allow_batch_coupling=True)
+    assert plan.microbatches == 2 and plan.sharding.degrees == {"dp_replicate": 2}
+    assert verify_all([gp.partition(program("resnet"), plan)])[
+        0
+    ].ok  # the statistics of a microbatch are those of all replicas
+
+
+def test_a_plan_that_was_written_is_read_again() -> None:
+    plan = parts("clip", "dp2").plan
+    again = gp.Plan.from_json(plan.to_json())
+    assert gp.partition(program("clip"), again).files == parts("clip", "dp2").files

@@ -1,0 +1,90 @@
+"""A compilation derives nothing twice: one solution and one lowering for each tp degree, one measurement of each kind of unit."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphpar as gp
+from graphpar.cli.main import main
+from graphpar.cost_models import activation_memory
+from graphpar.frontend.modelfile import load_model_file
+from graphpar.passes.planning import choose
+from graphpar.passes.sharding import problem, shard
+from tests.programs import EXAMPLES, example
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, Any]]:
+    """How often each thing is derived: (what, of what)."""
+    counts: Counter[tuple[str, Any]] = Counter()
+
+    def count(what: str, key: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any) -> Any:
+            counts[what, key(*arguments)] += 1
+            return real(*arguments)
+
+        return counting
+
+    def degrees(of: Any, *_: Any) -> tuple[tuple[str, int], ...]:
+        return tuple(of.degrees.items())
+
+    monkeypatch.setattr(choose, "search", count("solved", degrees, choose.search))
+    monkeypatch.setattr(shard, "lower", count("lowered", lambda program, sharding: degrees(sharding), shard.lower))
+    built = count("built", lambda builder: degrees(builder), problem._Builder.build)
+    monkeypatch.setattr(problem._Builder, "build", lambda builder: built(builder))
+    measured = count(
+        "measured",
+        lambda of, stage, rows, at: (tuple(of.degrees.items()), stage.modules, rows),
+        activation_memory._measure_reach,
+    )
+    monkeypatch.setattr(activation_memory, "_measure_reach", measured)
+    return counts
+
+
+def of(counts: Counter[tuple[str, Any]], what: str) -> dict[Any, int]:
+    return {key: count for (name, key), count in counts.items() if name == what}
+
+
+@pytest.mark.parametrize("pins", [["--mesh", "tp=2"], []], ids=["tp pinned", "searched"])
+def test_the_command_solves_and_lowers_each_tp_degree_once(
+    pins: list[str], counted: Counter[tuple[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--cluster", "4xA100", "--batch", "8", "--no-weights", "-o", "out", *pins]
+    assert main(["compile", str(EXAMPLES / "llama.py"), *options]) == 0
+    tried = {(("tp", 2),)} if pins else {(("tp", 2),), (("tp", 4),)}
+    for what in ("solved", "lowered", "built"):
+        found = of(counted, what)
+        assert set(found) <= tried and set(found.values()) == {1}, (what, found)
+    assert of(counted, "measured") and set(of(counted, "measured").values()) == {1}
+
+
+def test_a_plan_brings_its_solution_to_the_partition(counted: Counter[tuple[str, Any]]) -> None:
+    program = example("llama")
+    plan = gp.plan(program, mesh={"pp": 2, "tp": 2})
+    parts = gp.partition(program, plan)
+    assert [of(counted, what) for what in ("solved", "lowered", "built")] == [{(("tp", 2),): 1}] * 3
+
+    read = gp.Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert gp.partition(program, read).files == parts.files
+    assert of(counted, "solved") == {(("tp", 2),): 1} and of(counted, "lowered") == {(("tp", 2),): 2}
+
+
+def test_what_a_plan_brings_is_of_its_program_alone(counted: Counter[tuple[str, Any]]) -> None:
+    """Another trace of the model is lowered itself."""
+    plan = gp.plan(example("llama"), mesh={"tp": 2})
+    file = EXAMPLES / "llama.py"
+    again = gp.export(*_arguments(file))
+    gp.partition(again, plan)
+    assert of(counted, "lowered") == {(("tp", 2),): 2}
+
+
+def _arguments(path: Path) -> tuple[Any, ...]:
+    file = load_model_file(path)
+    return file.model, file.args, file.kwargs, file.loss_fn, file.targets, file.batch_dims

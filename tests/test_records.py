@@ -1,0 +1,285 @@
+"""Records hold against torch: what an operator's facts say is compared with what torch does on samples of it."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from graphpar.codegen.spelling import spell
+from graphpar.cost_models.flops import operator_flops
+from graphpar.emitted import random_streams
+from graphpar.ir.program import operator_name
+from graphpar.operators.prove import Call, node_of
+from graphpar.operators.record import Kind, Reads, Record
+from graphpar.operators.spelling import Expression, literal
+from graphpar.operators.table import TABLE, UNKNOWN, record_named, record_of
+from tests.rule_samples import FAMILIES, family
+from tests.test_imports import ROOT, modules
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@functools.cache
+def calls() -> dict[str, list[Call]]:
+    """Hand-made calls by the name of the operator."""
+    torch.manual_seed(0)
+    found: dict[str, list[Call]] = collections.defaultdict(list)
+    for name in [*FAMILIES, "streams"]:
+        for call in family(name):
+            found[operator_name(_node(call))].append(call)
+    return found
+
+
+def _node(call: Call) -> fx.Node:
+    return fx.Graph().call_function(call.target)
+
+
+def _with_records(known: Any) -> list[str]:
+    names = [name for name in calls() if known(record_named(name))]
+    assert names
+    return sorted(names)
+
+
+def _fresh(call: Call) -> tuple[list[Tensor], Any, Any]:
+    """(what has a gradient, positional arguments, options), all new."""
+    leaves: list[Tensor] = []
+
+    def copied(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        made = item.detach().clone()
+        if made.is_floating_point() or made.is_complex():
+            leaves.append(made.requires_grad_())
+        return made
+
+    args, kwargs = tree_map(copied, (call.args, call.kwargs))
+    return leaves, args, kwargs
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+# ---- backward ----------------------------------------------------------------------------------------------------
+
+
+def _kept(call: Call) -> Reads | None:
+    """What autograd keeps of one call: results, operands (or values as large that torch makes of them); None without a gradient."""
+    leaves, args, kwargs = _fresh(call)
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
+        try:
+            made = call.target(*args, **kwargs)
+        except RuntimeError:  # statistics and weights of losses may have no gradient
+            for leaf in leaves[1:]:
+                leaf.requires_grad_(False)
+            made = call.target(*args, **kwargs)
+    results = [item for item in tree_leaves(made) if isinstance(item, Tensor) and item.requires_grad]
+    if not results or not leaves:
+        return None
+    given = {_memory(leaf) for leaf in leaves}
+    returned = {_memory(result) for result in results} - given
+    largest = max(leaf.numel() for leaf in leaves)
+    inside = [t for t in saved if t.is_floating_point() and t.numel() >= largest > 1 and _memory(t) not in returned]
+    if inside or given & {_memory(tensor) for tensor in saved}:
+        return Reads.OPERANDS
+    return Reads.RESULT if returned & {_memory(tensor) for tensor in saved} else Reads.NOTHING
+
+
+@pytest.mark.parametrize("name", _with_records(lambda record: record is not UNKNOWN))
+def test_the_backward_reads_what_the_record_says(name: str) -> None:
+    order = [Reads.NOTHING, Reads.RESULT, Reads.OPERANDS]
+    kept = [found for call in calls()[name] if (found := _kept(call)) is not None]
+
+    assert not kept or max(kept, key=order.index) is record_named(name).reads
+
+
+@pytest.mark.parametrize("name", _with_records(lambda record: record.passes))
+def test_the_gradient_is_passed_on_as_it_is(name: str) -> None:
+    for call in calls()[name]:
+        leaves, args, kwargs = _fresh(call)
+        result = call.target(*args, **kwargs)
+        if leaves and leaves[0] is args[0] and leaves[0].shape == result.shape:
+            given = torch.randn_like(result)
+
+            (gradient,) = torch.autograd.grad(result, leaves[:1], given)
+
+            assert _memory(gradient) == _memory(given)
+
+
+# ---- memory and values -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", _with_records(lambda record: record.free))
+def test_what_is_free_shows_the_memory_of_its_operand(name: str) -> None:
+    for call in calls()[name]:
+        args = tree_map(lambda item: item.contiguous() if isinstance(item, Tensor) else item, call.args)
+        shown = {_memory(item) for item in tree_leaves(args) if isinstance(item, Tensor)}
+
+        made = call.target(*args, **call.kwargs)
+
+        assert {_memory(item) for item in tree_leaves(made) if isinstance(item, Tensor)} <= shown, call
+
+
+def test_views_of_torch_are_free() -> None:
+    """An operator of which torch says that it is a view costs nothing."""
+    views = {name for name, found in calls().items() if all(getattr(call.target, "is_view", False) for call in found)}
+    views -= {"to"}  # a view where it casts nothing
+
+    assert len(views) > 10
+    assert [name for name in views if not record_named(name).free] == []
+
+
+@pytest.mark.parametrize("name", sorted(name for name, record in TABLE.items() if record.neutral is not None))
+def test_the_neutral_operand_changes_nothing(name: str) -> None:
+    x, operator = torch.randn(3), getattr(torch.ops.aten, name)
+
+    assert torch.equal(operator(x, record_named(name).neutral), x)
+    assert not torch.equal(operator(x, record_named(name).neutral + 1), x)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", _with_records(lambda record: record.kind in (Kind.ALIAS, Kind.COPY, Kind.RESHAPE)))
+def test_the_same_elements_come_in_the_same_order(name: str) -> None:
+    for call in calls()[name]:
+        made = call.target(*call.args, **call.kwargs)
+        if getattr(call.target, "_overloadname", "") == "dtype" and name == "view":
+            continue  # reads the bytes anew
+
+        assert made.numel() == call.args[0].numel()
+        assert torch.equal(made.flatten(), call.args[0].flatten().to(made.dtype))
+
+
+def test_torch_is_asked_about_what_has_no_record() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+
+    assert record_of(graph.call_function(torch.ops.aten.digamma.default, (x,))).kind is Kind.POINTWISE
+    assert record_of(graph.call_function(torch.ops.aten.linalg_eigh.default, (x,))) is UNKNOWN
+    assert not UNKNOWN.fusible
+
+
+# ---- flops -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", _with_records(lambda record: record.kind in (Kind.PRODUCT, Kind.CONVOLUTION, Kind.GROUPED))
+)
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    for call in calls()[name]:
+        with FlopCounterMode(display=False) as counter:
+            call.target(*call.args, **call.kwargs)
+        counted = counter.get_total_flops()
+
+        if counted:  # torch counts nothing for products with a vector, and for diagonals
+            assert operator_flops(node_of(call)[0], 1) == counted, call
+
+
+# ---- spelling ----------------------------------------------------------------------------------------------------
+
+
+def _shown(item: Any) -> Expression:
+    if isinstance(item, fx.Node):
+        return Expression(item.name)
+    if isinstance(item, list | tuple):
+        return Expression(f"[{', '.join(_shown(part).text for part in item)}]")
+    return Expression(literal(item))
+
+
+@pytest.mark.parametrize("name", _with_records(lambda record: True))
+def test_what_is_printed_computes_the_same(name: str) -> None:
+    streams = {
+        key: getattr(random_streams, key) for key in ("stream", "dropout", "channel_dropout", "dropout_attention")
+    }
+    for call in calls()[name]:
+        node, values = node_of(call)
+        names = [argument.name for argument in node.all_input_nodes]
+        given = {argument.name: argument.meta["real"] for argument in node.all_input_nodes}
+        known = {"torch": torch, "F": F, "anchor": torch.empty(()), "self": SimpleNamespace(training=True), **streams}
+        text = spell(node, _shown, "anchor").text
+
+        printed = eval(text, known | given)
+
+        expected = call.target(*call.args, **call.kwargs)
+        assert len(values) >= len(names)
+        for a, b in zip(tree_leaves(printed), tree_leaves(expected), strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True, msg=lambda told, text=text: f"{text}: {told}")
+
+
+# ---- one table ---------------------------------------------------------------------------------------------------
+
+_ALLOWED = {
+    "cost_models/fit_device.py": "rows of a calibration, which are named after what was measured",
+    "graphpar/ir/source.py": "what Python's brackets are traced as; the folder is below the operators",
+}
+
+
+def test_no_table_of_operators_stands_elsewhere() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{line} {names}"
+        for module, path in modules().items()
+        if not module.startswith("graphpar.operators") and str(path.relative_to(ROOT)) not in _ALLOWED
+        for line, names in _tables(path)
+    }
+
+    assert not found
+
+
+def test_what_is_allowed_is_there() -> None:
+    assert [path for path in _ALLOWED if not list(_tables(ROOT / path))] == []
+
+
+def _tables(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Literals that hold three names of operators or more, and little else."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Dict):
+            items = [key for key in node.keys if key is not None]
+        elif isinstance(node, ast.Set | ast.List | ast.Tuple):
+            items = list(node.elts)
+        else:
+            continue
+        texts = [item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+        names = [text for text in texts if hasattr(torch.ops.aten, text)]
+        if len(names) >= 3 and 2 * len(names) > len(texts):
+            yield node.lineno, names
+
+
+def test_a_table_elsewhere_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "table.py"
+    path.write_text('_SILENT = {"add", "sub", "neg"}\n_KINDS = {"add": 1, "title": 2}\n')
+
+    assert list(_tables(path)) == [(1, ["add", "sub", "neg"])]
+
+
+def test_records_name_operators_that_there_are() -> None:
+    """A name that torch does not have would never be found."""
+    own = {name for name, record in TABLE.items() if not hasattr(torch.ops.aten, name)}
+
+    assert own <= {*_of_python(), *dir(random_streams), *_emitted(), "grouped_mm", "grouped_mm_fallback", "_guards_fn"}
+
+
+def _of_python() -> set[str]:
+    return {"__invert__", "getitem", "truediv", "floordiv", "mod", "sym_float", "sym_int"}
+
+
+def _emitted() -> set[str]:
+    text = (ROOT / "graphpar" / "emitted" / "collectives.py").read_text()
+    return {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_record_says_what_follows_from_its_kind() -> None:
+    record = Record(Kind.VIEW)
+
+    assert record.free and record.reads is Reads.NOTHING and not record.multiplies and not record.same_elements
