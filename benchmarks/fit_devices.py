@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--device", required=True, help="the beginning of its name: all such devices get the same figures"
     )
-    parser.add_argument("--every", type=int, default=1, help="of a source with many rows only every so many-th")
+    parser.add_argument("--every", type=int, default=1, help="of a source with many rows, use only every Nth")
     parser.add_argument(
         "--scale", type=float, default=0.15, help="errors beyond it count as their size (default: 0.15)"
     )

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("data", type=Path, metavar="DATA.jsonl")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--source", action="append", metavar="NAME", help="only these sources; default: all")
-    parser.add_argument("--limit", type=int, help="only so many rows of each source, spread evenly")
+    parser.add_argument("--limit", type=int, help="at most this many rows of each source, evenly spaced")
     parser.add_argument("--details", action="store_true", help="every row")
     options = parser.parse_args(arguments)
     rows = list(chosen(rows_of(options.data), options.source, options.limit))

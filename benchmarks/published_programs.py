@@ -46,7 +46,7 @@ class Parts:
     last: Unit
 
     def chain(self, dense: int, others: int) -> list[Unit]:
-        """The units of a model with so many blocks."""
+        """Chain the units of a model with these numbers of blocks."""
         return [self.first, *([self.dense] * dense), *([self.other] * others), self.last]  # type: ignore[list-item]
 
 

@@ -1,6 +1,6 @@
 """What the parsers of all commands share: the parser class, types of values, and arguments that several commands take.
 
-What is wrong with an option by itself is said at once: numbers are checked here, and unknown names get a near match.
+Wrong options are refused before any work: numbers are checked here, and unknown names get the nearest known one.
 """
 
 from __future__ import annotations

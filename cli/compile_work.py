@@ -19,6 +19,7 @@ from graphpar.cli.explain import explain
 from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, check_writable, print_wrapped, progress, stdout_console, write_text
 from graphpar.cli.plan_file import read_plan, read_record
+from graphpar.cli.trace import export_file
 from graphpar.codegen.printer import print_graph
 from graphpar.codegen.saving import PeoplesFiles, check_target
 from graphpar.cost_models.estimates import Alone
@@ -195,18 +196,12 @@ def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None) ->
         nodes = len(program.graph.nodes)
         _dump(options, row.name, f"{row.provides} ({nodes} nodes)", program)
 
-    return api.export(
-        file.model,
-        file.args,
-        file.kwargs,
-        loss_fn=file.loss_fn,
-        targets=file.targets,
-        batch_dims=file.batch_dims,
-        mode=options.mode or (given.mode if given else None),
-        dtype=options.dtype or (given.dtype if given else None),
-        passes=file.passes,
-        skip=_names(options.skip or ""),
-        after_pass=dump if options.dump_after else None,
+    return export_file(
+        file,
+        options.mode or (given.mode if given else None),
+        options.dtype or (given.dtype if given else None),
+        _names(options.skip or ""),
+        dump if options.dump_after else None,
     )
 
 

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def script(parser: Parser, shell: str) -> str:
-    """The text for ``bash``, ``zsh`` or ``fish`` that completes what ``parser`` takes."""
+    """Write the script for ``bash``, ``zsh`` or ``fish`` that completes what ``parser`` takes."""
     root = [argument for argument in map(_argument, parser._actions) if argument.flag]
     return "\n".join(_SHELLS[shell](list(_commands(parser)), root)) + "\n"
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphpar import api
 from graphpar.cli.clock import Clock
 from graphpar.cli.output import Result, print_wrapped, progress
 from graphpar.cli.plan_file import read_plan, read_record
+from graphpar.cli.trace import export_file
 from graphpar.errors import GraphparError
 from graphpar.frontend.modelfile import ModelFile, load_model_file
 from graphpar.hardware.cluster import Cluster
@@ -39,7 +39,7 @@ def estimate_plan(options: argparse.Namespace) -> Result:
     cluster = Cluster.parse(options.cluster) if options.cluster else given.cluster
     with progress("tracing the model"):
         file = load_model_file(options.model)
-        program = _export(file, given)
+        program = export_file(file, given.mode, given.dtype)
     clock.phase("capture")
     with progress("pricing the plan"):
         plan = validate_plan(program, given)
@@ -65,20 +65,6 @@ def estimate_plan(options: argparse.Namespace) -> Result:
             print_wrapped(console, ["", *formula_text(data["formula"])])
 
     return Result(data, show)
-
-
-def _export(file: ModelFile, plan: Plan) -> Program:
-    return api.export(
-        file.model,
-        file.args,
-        file.kwargs,
-        file.loss_fn,
-        file.targets,
-        file.batch_dims,
-        mode=plan.mode,
-        dtype=plan.dtype,
-        passes=file.passes,
-    )
 
 
 def _grown(record: dict[str, Any], parameters: int) -> list[str]:
@@ -163,7 +149,7 @@ def _at(file: ModelFile, program: Program, plan: Plan, length: int, short: int) 
         ]
 
     args, kwargs, targets = tree_map(shortened, (file.args, file.kwargs, file.targets))
-    again = _export(replace(file, args=args, kwargs=kwargs, targets=targets), plan)
+    again = export_file(replace(file, args=args, kwargs=kwargs, targets=targets), plan.mode, plan.dtype)
     return formulas(
         *pricing_of(again, validate_plan(again, plan), plan.cluster or Cluster.of_this_machine(plan.mesh.size))
     )

@@ -236,7 +236,7 @@ def _kind_of(path: str, names: ModelNames) -> _Kind | None:
 
 
 def path_under(prefix: str, name: str) -> str:
-    """``name`` below ``prefix``; either may be empty, which is the root."""
+    """Join ``name`` below ``prefix``; either may be empty, which is the root."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
@@ -383,7 +383,7 @@ class _Sheet:
         self._pin((what, self._all_names(path)[0], position), spec, path, pattern)
 
     def pins(self) -> ShardConstraints:
-        """The pins on the axes that the mesh has."""
+        """Return the pins on the axes that the mesh has."""
         kept: dict[str, dict[str, dict[Position, Spec]]] = {"parameter": {}, "input": {}, "output": {}}
         for (what, first, position), axes in self._claims.items():
             spec = {axis: _common(claims) for axis, claims in axes.items() if self.degrees[axis] > 1}

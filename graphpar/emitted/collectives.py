@@ -36,12 +36,12 @@ def bind(groups: Mapping[str, ProcessGroup | None]) -> None:
 
 
 def size(axis: str) -> int:
-    """The number of ranks on an axis."""
+    """Return the number of ranks on an axis."""
     return _axes[axis][1]
 
 
 def rank(axis: str) -> int:
-    """The index of this rank on an axis."""
+    """Return the index of this rank on an axis."""
     return _axes[axis][2]
 
 
@@ -206,7 +206,7 @@ def sync_batch_norm(
 
 
 def rank_ends(offs: Tensor, axis: str) -> list[int]:
-    """Where the rows of each rank's experts end. [experts] -> k
+    """Compute where the rows of each rank's experts end. [experts] -> k
 
     Waits for the device, so it is called once for all tensors with these rows.
     """
@@ -232,14 +232,14 @@ def expert_sums(x: Tensor, axis: str, ends: Sequence[int]) -> Tensor:
 
 
 def own_offsets(offs: Tensor, axis: str) -> Tensor:
-    """Where the rows of each of this rank's experts end among its own. [experts] -> [experts / k]"""
+    """Compute where the rows of each of this rank's experts end among the rank's rows. [experts] -> [experts / k]"""
     own = offs.size(0) // size(axis)
     first = rank(axis) * own
     return offs[first : first + own] - (offs[first - 1] if first else 0)
 
 
 def global_index(size: int, axis: str, parts: Sequence[int] = (), device: torch.device | None = None) -> Tensor:
-    """The indices in the whole dim of the ``size`` elements of this rank's shard: int64 [size]."""
+    """Compute the indices in the whole dim of the ``size`` elements of this rank's shard: int64 [size]."""
     return _piece(torch.arange(size * _axes[axis][1], device=device), axis, 0, parts)
 
 

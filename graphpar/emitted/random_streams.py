@@ -16,7 +16,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def stream(keys: Tensor, number: int) -> Tensor:
-    """The keys of one random operator: ``number`` streams further. keys [b] -> [b]"""
+    """Derive the keys of the random operator of this ``number``. keys [b] -> [b]"""
     return keys + number * 0x1F123BB5
 
 
@@ -53,7 +53,7 @@ def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int, cut: Seq
 
 
 def _whole_index(index: Tensor, size: int, rank: int, ranks: int, parts: tuple[int, ...]) -> Tensor:
-    """The indices in the whole dim, which consists of runs of ``parts``, of the elements ``index`` of a shard of ``size``."""
+    """The indices in the whole dim (runs of ``parts``) of the elements ``index`` of a shard of ``size``."""
     if not parts:
         return index + rank * size
     begins = [sum(parts[:number]) for number in range(len(parts))]
@@ -65,7 +65,7 @@ def _whole_index(index: Tensor, size: int, rank: int, ranks: int, parts: tuple[i
 def dropout(
     x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True, cut: Sequence[Cut] = ()
 ) -> Tensor:
-    """``F.dropout`` with masks from ``keys`` [b], one for each index of ``x``'s dim ``batch_dim``."""
+    """Compute ``F.dropout`` with masks from ``keys`` [b], one for each index of ``x``'s dim ``batch_dim``."""
     if not training or p == 0.0:
         return x
     keep = keep_mask(list(x.shape), p, keys, batch_dim, cut)
@@ -75,7 +75,7 @@ def dropout(
 def channel_dropout(
     x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True, cut: Sequence[Cut] = ()
 ) -> Tensor:
-    """``F.dropout2d`` and its kin: whole channels, for ``x`` [b, channels, ...]."""
+    """Compute ``F.dropout1d``, ``2d`` or ``3d``: drop whole channels, for ``x`` [b, channels, ...]."""
     if not training or p == 0.0:
         return x
     keep = keep_mask(list(x.shape[:2]), p, keys, batch_dim, [c for c in cut if c[0] < 2]).view(
@@ -97,7 +97,7 @@ def dropout_attention(
     training: bool = True,
     cut: Sequence[Cut] = (),
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` with dropout from ``keys``.
+    """Compute ``F.scaled_dot_product_attention`` with dropout from ``keys``.
 
     query [b, h, q, e], key [b, h, k, e] -> [b, h, q, e]
     """

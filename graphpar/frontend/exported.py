@@ -244,7 +244,7 @@ def _inserted_after_inputs(
 
 
 def alias_used_in(stack: tuple[tuple[str, str, str], ...], names: tuple[str, ...]) -> str:
-    """Of a tied parameter's names, that in the module which uses it: the innermost of ``stack`` that has one."""
+    """Choose, of a tied parameter's names, that in the module which uses it: the innermost of ``stack`` that has one."""
     for path, _, _ in reversed(stack):
         for name in names:
             if path and name.startswith(path + "."):
@@ -253,7 +253,7 @@ def alias_used_in(stack: tuple[tuple[str, str, str], ...], names: tuple[str, ...
 
 
 def kept_meta(node: fx.Node, stacks: dict[tuple[str, ...], tuple[tuple[str, str, str], ...]]) -> dict[str, Any]:
-    """The metadata that passes use: the value, the module stack as (path, class, call) and the user's source line."""
+    """Collect the metadata that passes use: the value, the module stack as (path, class, call) and the user's source line."""
     meta: dict[str, Any] = {key: node.meta[key] for key in ("val", "batch_coefficients", TWIN) if key in node.meta}
     stack = node.meta.get("nn_module_stack") or {}
     key = tuple(stack)

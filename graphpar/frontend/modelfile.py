@@ -106,7 +106,7 @@ def find_model_file(folder: Path, reference: str) -> Path | str:
 
 
 def import_file(path: Path) -> ModuleType:
-    """A Python file as a module, executed once a process unless it changes; what it raises is a ``GraphparError``."""
+    """Import a Python file as a module, executed once a process unless it changes; what it raises is a ``GraphparError``."""
     if not path.is_file():
         raise GraphparError(_no_such_file(path))
     resolved = path.resolve()

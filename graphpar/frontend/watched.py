@@ -147,7 +147,8 @@ def _at(place: str) -> str:
 
 @contextlib.contextmanager
 def masks_as_given() -> Iterator[None]:
-    """``nn.Transformer`` reads whether a mask is causal, to say so to attention; with the mask itself the result is the same."""
+    """Keep ``nn.Transformer`` from reading whether a mask's values are causal; attention with the mask itself gives the
+    same result."""
     reads = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:

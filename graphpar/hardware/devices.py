@@ -443,10 +443,10 @@ _ALIASES = _aliases()
 
 
 def device_named(name: str) -> Device:
-    """The device of the table that ``name`` means: in any case, with any hyphens, and without form or memory size.
+    """Find the device of the table that ``name`` means: in any case, with any hyphens, and without form or memory size.
 
     Raises:
-        GraphparError: none is meant; the message lists the known ones, the likeliest first.
+        GraphparError: there is no such device; the message lists the known ones, the most similar first.
     """
     key = _key(_words(name))
     if key in _ALIASES:
@@ -459,7 +459,8 @@ def device_named(name: str) -> Device:
 
 
 def figures_of(device: Device) -> str:
-    """Where the figures of a device are from: ``published figures; launch assumed``, or its own where the table has others."""
+    """Say where the figures of a device are from: ``published figures; launch assumed``, or its own where the table has
+    others."""
     known = DEVICES.get(device.name)
     if known != device:
         return "user-defined figures"

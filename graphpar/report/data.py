@@ -118,7 +118,7 @@ def with_alone(data: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict
 
 
 def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
-    """An estimate, its assumptions, and by how much it does not fit in memory."""
+    """Describe an estimate, its assumptions, and by how much it does not fit in memory."""
     from graphpar.passes.planning.why_not import misfit
 
     data: dict[str, Any] = {
@@ -269,8 +269,8 @@ def _actions(plan: Plan) -> list[str]:
 
 
 def timeline_of(data: Mapping[str, Any]) -> Timeline:
-    """The step of a report in time: in seconds, with transfers, collectives, sums of gradients and the optimizer, as long as is
-    predicted. Without a prediction the pipeline alone, in flops, with free transfers."""
+    """Lay out the step of a report in time: in seconds, with transfers, collectives, sums of gradients and the
+    optimizer, as long as is predicted. Without a prediction the pipeline alone, in flops, with free transfers."""
     table: ActionTable = parse_table("\n".join(data["actions"]))
     if not data.get("predicted"):
         forward = [float(stage["flops"]) for stage in data["stages"]]
@@ -294,7 +294,7 @@ NO_SEARCH: Mapping[str, Any] = {
 
 
 def compile_json(data: Mapping[str, Any], plan: Plan, seconds: Mapping[str, float], out: str | None) -> dict[str, Any]:
-    """The JSON of ``graphpar compile`` and ``graphpar estimate``, from a report's data."""
+    """Make the JSON of ``graphpar compile`` and ``graphpar estimate``, from a report's data."""
     import torch
 
     from graphpar import __version__

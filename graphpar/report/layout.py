@@ -51,7 +51,7 @@ def sharding_legend(sharding: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def legend_lines(legend: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """A line a type."""
+    """Write the legend, one line for each type."""
     return [line for name, what in legend for line in wrapped(f"{name:<4} {what}", width, "   ", " " * 8)]
 
 
@@ -68,7 +68,7 @@ def sharding_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def transitions_text(data: Mapping[str, Any]) -> str:
-    """``35 redistributions a microbatch, forward and backward 43.4 ms; a rank sends tp 1.11 MiB``, and their share of
+    """Write ``35 redistributions a microbatch, forward and backward 43.4 ms; a rank sends tp 1.11 MiB``, and their share of
     the step."""
     sharding, predicted = data["sharding"], data.get("predicted")
     sent = " · ".join(f"{axis} {bytes_text(amount)}" for axis, amount in sharding["bytes"].items() if amount)
@@ -150,7 +150,7 @@ def turn_text(entry: Mapping[str, Any], several: bool) -> str:
 
 
 def sent_text(entry: Mapping[str, Any], way: str) -> str:
-    """``all-gather 2.00 KiB``, or the local operation where nothing is sent."""
+    """Write ``all-gather 2.00 KiB``, or the local operation where nothing is sent."""
     amount = entry[f"{way}_bytes"]
     return f"{entry[way]} {bytes_text(amount)}" if amount else entry[way]
 

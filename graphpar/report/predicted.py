@@ -17,7 +17,7 @@ _LEAST = 1e-3
 
 
 def predicted_lines(data: Mapping[str, Any], seconds: float | None = None) -> list[tuple[str, str]]:
-    """Say what a step takes, its parts, and what was searched (in so many ``seconds``)."""
+    """Say what a step takes, its parts, and what was searched, which took ``seconds``."""
     predicted = data.get("predicted")
     lines = []
     if predicted is None and data.get("unpriced"):
@@ -42,7 +42,7 @@ def _step(data: Mapping[str, Any], predicted: Mapping[str, Any]) -> str:
 
 
 def alone_text(data: Mapping[str, Any]) -> str:
-    """``1.44 s a step: 2 devices are 1.75 times as fast (88% of 2)``, or that the model does not fit on one."""
+    """Write ``1.44 s a step: 2 devices are 1.75 times as fast (88% of 2)``, or that the model does not fit on one."""
     alone, devices = data["alone"], data["devices"]
     name, size = alone["cluster"], alone["microbatch_size"]
     if not alone["fits"]:
@@ -55,7 +55,7 @@ def alone_text(data: Mapping[str, Any]) -> str:
 
 
 def peak_text(predicted: Mapping[str, Any]) -> str:
-    """``71.3 GiB of 77.6 GiB (stage 0)``."""
+    """Write ``71.3 GiB of 77.6 GiB (stage 0)``."""
     peaks = predicted["peak_memory_bytes"]
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     stages = [stage["index"] for stage in predicted["stages"] if stage["rank"] == rank]
@@ -84,7 +84,7 @@ def searched_text(search: Mapping[str, Any], seconds: float | None = None) -> st
 
 
 def communication_lines(data: Mapping[str, Any], width: int) -> list[str]:
-    """A line of its own."""
+    """Write the communication of a step on a line of its own."""
     predicted = data.get("predicted")
     text = communication_text(predicted) if predicted else ""
     return wrapped(text, width, " Communication a step   ", " " * 12) if text else []
@@ -150,7 +150,7 @@ def timeline_legend(data: Mapping[str, Any], timeline: Timeline) -> str:
 
 
 def named(other: Mapping[str, Any]) -> tuple[str, str]:
-    """The mesh and the schedule of an alternative."""
+    """Write the mesh and the schedule of an alternative."""
     mesh = " · ".join(f"{axis} {degree}" for axis, degree in other["mesh"].items() if degree > 1) or "1 device"
     count = plural(other["microbatches"], "microbatch", "microbatches")
     schedule = f"{other['schedule']}, " if other["mesh"].get("pp", 1) > 1 else ""

@@ -92,7 +92,7 @@ def render(data: Mapping[str, Any], console: Console, out: str | None = None, se
 
 
 def timeline_lines(data: Mapping[str, Any], width: int) -> list[str]:
-    """The step in time, one line for each pp rank, and a legend."""
+    """Draw the step in time, one line for each pp rank, and a legend."""
     timeline = timeline_of(data)
     names = (
         rank_names(data)

@@ -4,8 +4,8 @@
         pipeline = Pipeline(folder)         hidden.to(torch.bfloat16)             ──►  float64
         pipeline.step(batch)                rows / 2 (of integers)                ──►  float64, the default dtype
 
-Every call of torch that names a floating dtype, or takes a tensor of one, gets float64 instead. So the program's text runs unchanged,
-with its casts.
+Every call of torch that names a floating dtype, or takes a tensor of one, gets float64 instead. So the program's text
+runs unchanged, with its casts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def in_double(shown: torch.dtype | None = None) -> Iterator[None]:
 
 
 def doubled(value: Any) -> Any:
-    """``value`` in float64 where it is a floating tensor, or names such a dtype; else itself."""
+    """Convert ``value`` to float64 where it is a floating tensor, or names such a dtype; return anything else unchanged."""
     if isinstance(value, torch.dtype):
         return WIDER.get(value, value)
     if isinstance(value, Tensor) and value.dtype in WIDER:

@@ -40,13 +40,13 @@ class LaunchError(RuntimeError):
 
 
 def near_match(name: str, known: Iterable[str]) -> str:
-    """A ``" Did you mean 'x'?"`` suffix, or the empty string when nothing is close."""
+    """Return a ``" Did you mean 'x'?"`` suffix, or the empty string when nothing is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The exception at the bottom of a chain of ``raise ... from ...``, or the first that is for the user."""
+    """Find the exception at the bottom of a chain of ``raise ... from ...``, or the first that is for the user."""
     while error.__cause__ is not None and not isinstance(error, RuntimeProgramError):
         error = error.__cause__
     return error

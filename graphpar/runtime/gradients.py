@@ -7,11 +7,12 @@ sequence parallelism), and over the copies of a parameter that several stages ho
     in the last backward all-reduces over replicas start, a flat bucket at a time, as soon as its gradients are complete
     after a step         finish(): start those of the other buckets, wait for all, add what was set aside
 
-Then every rank that stores the parameter has the single-device gradient (its shard of it), with the same bits on all ranks of a group.
+Then every rank that stores the parameter has the single-device gradient (its shard of it), with the same bits on all
+ranks of a group.
 
-Only groups that no forward or backward uses may start early, which are those over ``dp_replicate`` where no operator is placed on
-it. All-reduces of buckets start in one order on all ranks, and that of an incomplete bucket (a zero-bubble schedule adds weights'
-gradients outside autograd, or a parameter was not used) starts when the step ends.
+Only groups that no forward or backward uses may start early, which are those over ``dp_replicate`` where no operator is
+placed on it. All-reduces of buckets start in one order on all ranks, and that of an incomplete bucket (a zero-bubble
+schedule adds weights' gradients outside autograd, or a parameter was not used) starts when the step ends.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class _Partial:
 
 @dataclass(eq=False)
 class _Sum:
-    """The parameters whose gradients are summed over the same ranks; ``group`` is ``None`` when that is this rank alone."""
+    """The parameters whose gradients are summed over the same ranks; ``group`` is ``None`` when that is this rank
+    alone."""
 
     group: dist.ProcessGroup | None
     early: bool = False  # whether it may be summed while the backward still runs
@@ -202,7 +204,8 @@ class Gradients:
 
 
 def _order(held: Mapping[str, list[nn.Parameter]], everyone: Sequence[Mapping[str, int]]) -> list[str]:
-    """All names, alike on all ranks: those of other stages first, and within a stage the last used first, as a backward goes."""
+    """All names, alike on all ranks: those of other stages first, and within a stage the last used first, as a backward
+    goes."""
     names = [name for counts in everyone for name in counts]
     return list(dict.fromkeys(reversed(names)))
 
@@ -226,7 +229,7 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def parameters_by_name(stages: Sequence[nn.Module], ties: Sequence[Sequence[str]]) -> Mapping[str, list[nn.Parameter]]:
-    """The distinct parameter objects of these stages, by the first name of their tie (or their own)."""
+    """Collect the distinct parameter objects of these stages, by the first name of their tie (or their own)."""
     tied = names_by_tie(ties)
     held: dict[str, list[nn.Parameter]] = {}
     for stage in stages:

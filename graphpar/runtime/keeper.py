@@ -118,7 +118,7 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """The ids of all processes below ``root``."""
+    """List the ids of all processes below ``root``."""
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)

@@ -182,11 +182,11 @@ class _Printed:
         return "".join(dict.fromkeys(self.of(int(path.parent.name)) for path in self._read))
 
     def untold(self, lines: Sequence[str]) -> str:
-        """The end of ``lines`` of standard error, as details of an error, unless they have been passed on."""
+        """Return the end of ``lines`` of standard error, as details of an error, unless they have been passed on."""
         return "" if self.on_stderr is not None else "\n".join(lines[-TAIL_LINES:])
 
     def of(self, rank: int) -> str:
-        """The standard error of ``rank``."""
+        """Read the standard error of ``rank``."""
         files = self.folder.glob(f"*/attempt_*/{rank}/stderr.log")
         return "".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
 

@@ -84,7 +84,7 @@ _ROWS = re.compile(r"E\((\w+)\)")
 
 
 def parse_type(text: str) -> Type:
-    """``R``, ``I``, ``P``, ``S(0)``, ``S(0:768)``, ``S(0:4096+1024+1024)`` or ``E(offs)``.
+    """Parse ``R``, ``I``, ``P``, ``S(0)``, ``S(0:768)``, ``S(0:4096+1024+1024)`` or ``E(offs)``.
 
     Raises:
         ValueError: the text is none of these.

@@ -124,16 +124,16 @@ class Manifest:
         return tuple(axis for axis in AXES if AXIS[axis].typed and self.mesh.get(axis, 1) > 1)
 
     def spec(self, name: str) -> dict[str, Type]:
-        """The type of a parameter or buffer on each of ``axes``."""
+        """Look up the type of a parameter or buffer on each of ``axes``."""
         listed = self.types.get(name, {})
         return {axis: listed.get(axis, R if AXIS[axis].replicas else I) for axis in self.axes}
 
     def input(self, name: str) -> InputInterface:
-        """The input of this name."""
+        """Look up the input of this name."""
         return next(spec for spec in self.inputs if spec.name == name)
 
     def stages_of(self, rank: int) -> tuple[StageInterface, ...]:
-        """The stages at the pp coordinate ``rank``, first to last."""
+        """List the stages at the pp coordinate ``rank``, first to last."""
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
 

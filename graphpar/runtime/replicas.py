@@ -63,7 +63,7 @@ def _is_equal_on(program: Manifest, name: str, axis: str) -> bool:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """An int64 scalar of the tensor's bits: another value in any one place gives another sum.
+    """Compute an int64 scalar from the tensor's bits; a change of any one element changes it.
 
     The sum, modulo 2^64, of the elements as integers times odd numbers of their own: an odd factor is invertible.
     """

@@ -33,7 +33,8 @@ Schedule = Any
 
 
 def share_of_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The loss function for torch: the last stage already returns the microbatch's share of the loss."""
+    """Serve as torch's loss function: return the output, since the last stage already returns the microbatch's share of
+    the loss."""
     return output
 
 

@@ -45,7 +45,7 @@ def guard(stage: PipelineStage) -> None:
 
 
 def is_whole(stage: PipelineStage) -> bool:
-    """Whether ``guard`` found that the backward of ``stage`` cannot be split."""
+    """Tell whether ``guard`` found that the backward of ``stage`` cannot be split."""
     return stage.dw_builder is _nothing_left
 
 
@@ -55,7 +55,7 @@ def _nothing_left() -> Callable[..., None]:
 
 
 def splits_exactly(outputs: Iterable[Tensor], received: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether torch's input and weight backward give the same gradients as the whole backward.
+    """Tell whether torch's input and weight backward give the same gradients as the whole backward.
 
     Sufficient, not necessary: two joins of one parameter, one above the other, count as unsafe.
     """

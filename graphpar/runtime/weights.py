@@ -63,7 +63,7 @@ class WeightFile(Mapping[str, Tensor]):
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor of this name; its values are not read."""
+        """Return the shape of the tensor of this name; its values are not read."""
         return tuple(self._open(self._shard_of[name]).get_slice(name).get_shape())
 
     def _read_folder(self) -> None:

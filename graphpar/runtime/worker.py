@@ -59,7 +59,7 @@ class JobResult:
     """The norm of those gradients before they were clipped, as each rank saw it."""
 
     def tensors(self, rank: int) -> Mapping[str, Tensor]:
-        """What rank ``rank`` wrote, each tensor read when it is asked for."""
+        """Open what rank ``rank`` wrote, each tensor read when it is asked for."""
         return WeightFile(self.folder / f"rank_{rank}")
 
 
@@ -127,7 +127,7 @@ def _result(folder: Path, world_size: int, reports: list[dict[str, Any]], failur
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The worker: one rank of a launch."""
+    """Run one rank of a launch."""
     with start(float(arguments[0])) as ranks:
         for folder in arguments[1:]:
             _run(Path(folder), ranks)

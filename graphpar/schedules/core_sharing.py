@@ -24,7 +24,7 @@ class Turns:
     shares: Sequence[float]
 
     def speed(self, computing: int) -> float:
-        """Return the speed of each rank, at most 1, when ``ranks`` of the simulation compute at the same time."""
+        """Return the speed of each rank, at most 1, when ``computing`` ranks of the simulation compute at the same time."""
         return min(1.0, self.cores / (self.ranks * computing)) if computing else 1.0
 
 

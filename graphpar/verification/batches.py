@@ -106,7 +106,7 @@ def constant_inputs(batches: Sequence[dict[str, Tensor]], inputs: Sequence[Input
 
 
 def resized(value: Tensor, batch_dim: int | None, rows: int) -> Tensor:
-    """``value`` with ``rows`` rows: its own, repeated in order where there are more."""
+    """Give ``value`` ``rows`` rows: its own, repeated in order where there are more."""
     if batch_dim is None or value.shape[batch_dim] == rows:
         return value.detach().clone()
     return value.detach().index_select(batch_dim, torch.arange(rows) % value.shape[batch_dim])

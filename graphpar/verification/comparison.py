@@ -254,7 +254,7 @@ class _Comparison:
     def tensor(
         self, step: int | str | None, kind: str, name: str, expected: Tensor, found: Sequence[Tensor], largest: float
     ) -> None:
-        """The worst of all copies counts."""
+        """Compare all copies of a tensor with the reference; the worst counts."""
         if not found:
             what = "has no gradient" if kind == "gradient" else "is missing"
             self.outcome.problems.append(f"{kind} {name}: {what} in the parallel program")

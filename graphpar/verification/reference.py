@@ -120,7 +120,7 @@ class _Setting:
 
     @contextmanager
     def as_planned(self, step: int) -> Iterator[Substituted]:
-        """The emitted program's dropout masks, and its BatchNorm statistics where those were accepted."""
+        """Make the mode with the emitted program's dropout masks, and its BatchNorm statistics where those were accepted."""
         random = any(entry.role == "sample_keys" for entry in self.inputs)
         keys = sample_keys(SEED, step, self.plan.global_batch) if random else None
         dims = {entry.batch_dim for entry in self.inputs if entry.batch_dim is not None}

@@ -43,12 +43,12 @@ _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def precision(dtype: torch.dtype) -> Precision:
-    """The row of a tensor's dtype."""
+    """Look up the tolerances of a dtype."""
     return PRECISIONS.get(_REAL.get(dtype, dtype), EXACT)
 
 
 def least_precise(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The coarsest of the floating dtypes; float32 where there is none."""
+    """Choose the least precise of the floating dtypes; float32 where there is none."""
     return max((dtype for dtype in dtypes if dtype in PRECISIONS), key=_coarseness, default=torch.float32)
 
 
