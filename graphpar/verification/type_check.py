@@ -23,7 +23,7 @@ import importlib
 import linecache
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,9 +132,9 @@ def _fake_mesh(program: Manifest) -> Iterator[Axes]:
 class _Operators(TorchFunctionMode):
     """Counts what the checker typed; does for it what it has no rule for, and notes that."""
 
-    def __init__(self, axes: Axes, result: CheckResult) -> None:
+    def __init__(self, axes: Axes, placed: Collection[str], result: CheckResult) -> None:
         super().__init__()
-        self.axes, self.result = axes, result
+        self.axes, self.placed, self.result = axes, placed, result
         self.counts: Counter[str] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,7 +188,8 @@ class _Operators(TorchFunctionMode):
     def _product(self, func: Any, x: Tensor, weight: Tensor, *rest: Any, summed: bool, **options: Any) -> Tensor:
         """Where a matrix and what it is applied to are both cut, it is in the dim that is summed."""
         value: Tensor = self._typed(func, (x, weight, *rest), options)
-        both = [axis for axis in self.axes if axis != DATA and kinds_of(x, self.axes).get(axis) is spmd.V]
+        cut = [axis for axis in self.axes if axis != DATA or axis in self.placed]
+        both = [axis for axis in cut if kinds_of(x, self.axes).get(axis) is spmd.V]
         for axis in both if summed else ():
             if kinds_of(weight, self.axes).get(axis) is spmd.V:
                 spmd.mutate_type(value, self.axes[axis], src=spmd.V, dst=spmd.P)
@@ -307,7 +308,7 @@ class _Stage:
             counts = {
                 name: give(torch.ones((), device=device), self._everywhere(), self.axes) for name in self.stage.counts
             }
-            with _Operators(self.axes, self.result), torch.set_grad_enabled(train):
+            with _Operators(self.axes, self.program.placed, self.result), torch.set_grad_enabled(train):
                 returned = module(*values, **inputs, **counts)
             outputs = returned if isinstance(returned, tuple) else (returned,)
             if not self.stage.sends:
