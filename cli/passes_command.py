@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.output import Result
 from graphpar.passes.table import STEPS, Pass
@@ -12,8 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def run(options: argparse.Namespace) -> Result:
-    rows = [
+def step_rows(seconds: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
+    """The list of steps as plain data; with what each took, where it ran, if ``seconds`` are given by name."""
+    rows: list[dict[str, Any]] = [
         {
             "name": row.name,
             "needs": ", ".join(row.requires),
@@ -27,6 +29,15 @@ def run(options: argparse.Namespace) -> Result:
         }
         for row in STEPS
     ]
+    if seconds is None:
+        return rows
+    listed = {row["name"] for row in rows}
+    rows += [{"name": name} for name in seconds if name not in listed]  # passes of the user's
+    return [row | {"seconds": round(seconds.get(row["name"], 0.0), 4)} for row in rows]
+
+
+def run(options: argparse.Namespace) -> Result:
+    rows = step_rows()
 
     def show(console: Console) -> None:
         from rich.table import Table

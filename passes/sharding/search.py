@@ -39,6 +39,7 @@ from graphpar.operators.placement import results_of, sizes_of
 from graphpar.passes.sharding.costs import Prices, Workload, parameter_name
 from graphpar.passes.sharding.experts import check_degree, find_experts
 from graphpar.passes.sharding.integer_program import IntegerProgram, Optimum
+from graphpar.passes.sharding.keys import keyed
 from graphpar.passes.sharding.problem import Choice, Edge, Operator, Problem, Types, Value
 from graphpar.runtime.axes import AXIS, Divides
 from graphpar.runtime.layout import P, R, Shard, Type
@@ -530,11 +531,11 @@ def _undivided(operator: Operator, axis: str, place: int, degree: int) -> str:
 def sharding_of(solution: Solution) -> Sharding:
     """The solution as plain data, for the plan."""
     problem, program = solution.problem, solution.problem.program
-    decisions: dict[str, dict[str, Decision]] = {"": {}}
+    decisions: dict[str, dict[fx.Node, Decision]] = {"": {}}
     parameters: dict[str, dict[str, Type]] = {}
     for operator, choice in solution.choices.items():
         rows = decisions.setdefault(operator.scope, {})
-        rows[operator.node.name] = Decision(choice.operands, choice.results, choice.rewrites)
+        rows[operator.node] = Decision(choice.operands, choice.results, choice.rewrites)
         if operator.kind == "parameter":
             spec = dict(zip(problem.axes, choice.results[0]))
             for prefix in program.prefixes(operator.scope):
@@ -542,6 +543,5 @@ def sharding_of(solution: Solution) -> Sharding:
                     assert parameters.setdefault(name, spec) == spec, (
                         f"{name} is stored as {parameters[name]} and as {spec}"
                     )
-    return Sharding(
-        dict(problem.degrees), decisions, dict(sorted(parameters.items())), cost=solution.parts, gap=solution.gap
-    )
+    degrees, own = dict(problem.degrees), dict(sorted(parameters.items()))
+    return Sharding(degrees, keyed(program, decisions), own, cost=solution.parts, gap=solution.gap)
