@@ -24,7 +24,7 @@ from graphpar.codegen.printer import print_graph
 from graphpar.codegen.saving import PeoplesFiles, check_target
 from graphpar.cost_models.estimates import Alone
 from graphpar.errors import GraphparError, near_match
-from graphpar.frontend.capture import DTYPES
+from graphpar.frontend.build import DTYPES
 from graphpar.frontend.inputs import batch_size
 from graphpar.frontend.modelfile import ModelFile, initial_weights, load_model_file
 from graphpar.hardware.cluster import Cluster

@@ -29,7 +29,8 @@ from graphpar.passes.sharding.costs import Prices, Workload
 from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.pins import pin_nodes
 from graphpar.passes.sharding.problem import Operator, Value
-from graphpar.passes.sharding.search import SearchConstraints, Solution, search, sharding_of
+from graphpar.passes.sharding.search import SearchConstraints, search
+from graphpar.passes.sharding.solution import Solution, sharding_of
 from graphpar.runtime.layout import R, Shard, Type
 from graphpar.text import seconds_text
 

@@ -21,7 +21,7 @@ from graphpar.text import plural, seconds_text
 
 if TYPE_CHECKING:
     from graphpar.cost_models.estimates import Alone, Estimate
-    from graphpar.passes.planning.planner import SearchResult
+    from graphpar.passes.planning.candidates import SearchResult
     from graphpar.passes.sharding.shard import Sharded
 
 

@@ -28,8 +28,9 @@ from graphpar.passes.planning.split_points import balanced_cuts, cuts_by_layers,
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
 from graphpar.passes.sharding.problem import build_problem
-from graphpar.passes.sharding.search import SearchConstraints, search, sharding_of, undivided_work
+from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.shard import Sharded, sharded
+from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.split import positions_of, split
 from graphpar.runtime.plan_record import StageRecord
 from graphpar.schedules.registry import (
