@@ -73,7 +73,7 @@ class Sharding:
     parameters: Mapping[str, Mapping[str, Type]] = field(default_factory=dict)
     variants: Mapping[str, str] = field(default_factory=dict)  # block instances with a definition of their own
     points: tuple[Point, ...] = ()
-    cost: Mapping[str, float] = field(default_factory=dict)  # seconds a microbatch: compute, transitions, gradients
+    cost: Mapping[str, float] = field(default_factory=dict)  # seconds of a microbatch as it was solved for, by part
     gap: float = 0.0
     undivided: tuple[str, ...] = ()  # warnings: work that every rank of an axis does
     discovered: Mapping[str, tuple[str, ...]] = field(
