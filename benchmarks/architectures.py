@@ -31,6 +31,7 @@ from graphpar.ir.mesh import Mesh
 from graphpar.ir.sharding import Decision
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE
+from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import is_operator
 from graphpar.runtime.layout import Shard
@@ -148,14 +149,15 @@ def _operators_sharded(program: gp.Program, plan: gp.Plan) -> tuple[float, float
     """The shares of the operators, and of the floating-point operations, that are divided."""
     ready = prepared(program.at_batch(plan.microbatch_size), plan.sharding.variants, plan.sharding.points)
     calls = [str(node.meta["block"]) for node in ready.graph.nodes if node.op == "call_module"]
-    scopes = [("", ready.graph, 1), *((name, ready.blocks[name].graph, calls.count(name)) for name in set(calls))]
+    scopes = [(ready.graph, 1), *((ready.blocks[name].graph, calls.count(name)) for name in set(calls))]
+    decisions = by_node(ready, plan.sharding)
     count = own = all_flops = own_flops = 0.0
-    for scope, graph, instances in scopes:
+    for graph, instances in scopes:
         for node in graph.nodes:
             if not is_operator(node) or record_of(node).free or not node.all_input_nodes:
                 continue
             flops = operator_flops(node, plan.microbatch_size) * instances
-            divided = _divided(plan.sharding.decisions[scope][node.name])
+            divided = _divided(decisions[node])
             count, all_flops = count + instances, all_flops + flops
             own, own_flops = own + instances * divided, own_flops + flops * divided
     return own / max(1.0, count), own_flops / max(1.0, all_flops)

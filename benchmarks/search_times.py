@@ -23,8 +23,9 @@ from graphpar.ir.program import Program
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import build_problem
-from graphpar.passes.sharding.search import search, sharding_of
+from graphpar.passes.sharding.search import search
 from graphpar.passes.sharding.shard import shard
+from graphpar.passes.sharding.solution import sharding_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MICROBATCH, MICROBATCHES = 1, 8

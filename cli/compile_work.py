@@ -18,13 +18,14 @@ from graphpar.cli.clock import Clock
 from graphpar.cli.explain import explain
 from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, check_writable, print_wrapped, progress, stdout_console, write_text
+from graphpar.cli.passes_command import step_rows
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cli.trace import export_file
 from graphpar.codegen.printer import print_graph
 from graphpar.codegen.saving import PeoplesFiles, check_target
 from graphpar.cost_models.estimates import Alone
 from graphpar.errors import GraphparError, near_match
-from graphpar.frontend.capture import DTYPES
+from graphpar.frontend.build import DTYPES
 from graphpar.frontend.inputs import batch_size
 from graphpar.frontend.modelfile import ModelFile, initial_weights, load_model_file
 from graphpar.hardware.cluster import Cluster
@@ -79,13 +80,16 @@ def compile_model(options: argparse.Namespace) -> Result:
     request = _request(options)
     file, given, asked, folder = request.file, request.given, request.asked, request.folder
     with progress("tracing the model"):
-        program = _export(file, options, given)
+        program = _export(file, options, given, clock)
     clock.phase("capture")
     with progress("planning"):
         plan = planned(program, asked) if given is None else validate_plan(program, given)
         if plan.mesh.size > 1 and plan.alone is None:
             plan = replace(plan, alone=_on_one_device(program, plan))
     clock.phase("plan")
+    clock.step("plan")
+    if plan.sharded is not None:
+        clock.within("plan", plan.sharded.seconds)
     _dump(options, "plan", "what was decided", plan)
     with progress("splitting"):
         compilation = compiled(program, plan)
@@ -93,14 +97,17 @@ def compile_model(options: argparse.Namespace) -> Result:
     for stage in compilation.stages:
         _dump(options, "split", f"stage {stage.index}", print_graph(stage.graph))
     report = report_data(compilation)
+    clock.step("report")
+    clock.within("report", compilation.seconds)
     shard_plan = asked.pins.shard_plan if given is None else None
     explanation = _explanation(compilation, options.explain, shard_plan) if options.explain else []
     written = "" if folder is None else _write(compilation, report, file, folder, options)
     clock.phase("emit")
+    clock.step("codegen")
     out = None if folder is None else str(folder)
     report = with_alone(report, None if plan.alone is None else plan.alone.to_json())
     report |= {} if plan.found is None else {"search": plan.found.to_json()}
-    data = compile_json(report, plan, clock.seconds, out)
+    data = compile_json(report, plan, clock.seconds, out) | {"steps": step_rows(clock.steps)}
     if options.explain:
         data["explain"] = explanation
     if options.html:
@@ -191,8 +198,9 @@ def _split_points(text: str) -> list[str | dict[str, str]]:
 # ---- the steps -------------------------------------------------------------------------------------------------
 
 
-def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None) -> Program:
-    def dump(row: Step, program: Program) -> None:
+def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None, clock: Clock) -> Program:
+    def ended(row: Step, program: Program) -> None:
+        clock.step(row.name)
         nodes = len(program.graph.nodes)
         _dump(options, row.name, f"{row.provides} ({nodes} nodes)", program)
 
@@ -201,7 +209,7 @@ def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None) ->
         options.mode or (given.mode if given else None),
         options.dtype or (given.dtype if given else None),
         _names(options.skip or ""),
-        dump if options.dump_after else None,
+        ended,
     )
 
 

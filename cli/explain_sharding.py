@@ -27,9 +27,11 @@ from graphpar.operators.transitions import moves
 from graphpar.passes.compilation import Compilation
 from graphpar.passes.planning.planning import pricing_of
 from graphpar.passes.sharding.costs import Prices, Workload
+from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.pins import pin_nodes
 from graphpar.passes.sharding.problem import Operator, Value
-from graphpar.passes.sharding.search import SearchConstraints, Solution, search, sharding_of
+from graphpar.passes.sharding.search import SearchConstraints, search
+from graphpar.passes.sharding.solution import Solution, sharding_of
 from graphpar.runtime.layout import R, Shard, Type
 from graphpar.text import seconds_text
 
@@ -48,6 +50,7 @@ class ShardingExplainer:
         assert problem is not None, "nothing is sharded"
         self.plan, self.sharding, self.whole, self.cluster = plan, plan.sharding, program, compilation.cluster
         self.problem, self.program, self.axes = problem, problem.program, problem.axes
+        self.decisions = by_node(self.program, self.sharding)
         self.pins = (
             resolve(shard_plan or {}, names_of(program), plan.sharding.degrees) if shard_plan else ShardConstraints()
         )
@@ -131,7 +134,7 @@ class ShardingExplainer:
         return f"{self._spec(types)}{turned}; {self._alternative(operator, types)}"
 
     def _chosen(self, operator: Operator) -> Types:
-        return self.sharding.decisions[operator.scope][operator.node.name].results[0]
+        return self.decisions[operator.node].results[0]
 
     def _spec(self, types: Types) -> str:
         return ", ".join(f"{kind}@{axis}" for axis, kind in zip(self.axes, types))
@@ -143,7 +146,7 @@ class ShardingExplainer:
             if value.maker is not operator or value.index:
                 continue
             for edge in value.edges:
-                decision = self.sharding.decisions[edge.user.scope][edge.user.node.name]
+                decision = self.decisions[edge.user.node]
                 wanted = decision.results[0] if edge.user.kind == "boundary" else decision.operands[edge.position]
                 seconds = self._path_s(value, types, wanted) if wanted != types else None
                 if seconds is not None:

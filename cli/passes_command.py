@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.arguments import Commands, add_json
 from graphpar.cli.output import Result
@@ -18,11 +19,11 @@ def add_parser(commands: Commands) -> None:
     add_json(parser)
 
 
-def run(options: argparse.Namespace) -> Result:
-    """List every step from the model file to the report."""
+def step_rows(seconds: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
+    """The list of steps as plain data; with what each took, where it ran, if ``seconds`` are given by name."""
     from graphpar.passes.table import STEPS, Pass
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": row.name,
             "needs": ", ".join(row.requires),
@@ -36,6 +37,16 @@ def run(options: argparse.Namespace) -> Result:
         }
         for row in STEPS
     ]
+    if seconds is None:
+        return rows
+    listed = {row["name"] for row in rows}
+    rows += [{"name": name} for name in seconds if name not in listed]  # passes of the user's
+    return [row | {"seconds": round(seconds.get(row["name"], 0.0), 4)} for row in rows]
+
+
+def run(options: argparse.Namespace) -> Result:
+    """List every step from the model file to the report."""
+    rows = step_rows()
 
     def show(console: Console) -> None:
         from rich.table import Table
@@ -43,9 +54,9 @@ def run(options: argparse.Namespace) -> Result:
         table = Table(box=None, padding=(0, 1))
         for heading in ("step", "requires", "provides", "checked by"):
             table.add_column(heading)
-        for row in STEPS:
-            name = f"{row.name} (optional)" if row.optional else row.name
-            table.add_row(name, ", ".join(row.requires), row.provides, row.checked_by)
+        for row in rows:
+            name = f"{row['name']} (optional)" if row["optional"] else row["name"]
+            table.add_row(name, row["needs"], row["ensures"], row["checked_by"])
         console.print(table)
 
     return Result({"passes": rows}, show)

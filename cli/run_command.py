@@ -153,7 +153,7 @@ def prepare(folder: Path, plan: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
     from graphpar.codegen.saving import record
-    from graphpar.frontend.capture import DTYPES
+    from graphpar.frontend.build import DTYPES
     from graphpar.frontend.modelfile import example_batch, find_model_file, initial_weights, load_model_file
     from graphpar.parts import untied
 

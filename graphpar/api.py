@@ -22,14 +22,15 @@ from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.execution import Execution
 from graphpar.display import as_page, as_text
 from graphpar.errors import GraphparError
-from graphpar.frontend.capture import DTYPES, ModelLike, capture
+from graphpar.frontend.build import DTYPES, ModelLike
+from graphpar.frontend.capture import capture
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.parts import Parts
 from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.planning.asked import Splits, ask, planned
-from graphpar.passes.planning.planner import SHOWN
+from graphpar.passes.planning.candidates import SHOWN
 from graphpar.passes.planning.planning import estimate_plan
 from graphpar.passes.planning.validate_plan import validate_plan
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, Step, check_skipped, run_passes

@@ -288,7 +288,7 @@ def emit(
     """Write the emitted folder of the tied transformer cut into ``stages`` stages at these pp coordinates."""
     folder.mkdir(parents=True)
     plan = {
-        "version": 1,
+        "version": 2,
         "mesh": {"pp": max(ranks) + 1, "dp_replicate": replicas, "dp_shard": 1, "cp": 1, "ep": 1, "tp": 1},
         "schedule": schedule,
         "microbatches": MICROBATCHES // replicas,

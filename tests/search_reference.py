@@ -16,7 +16,8 @@ from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.passes.sharding import search as passes_search
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.problem import Choice, Edge, Operator, Problem, Types, Value
-from graphpar.passes.sharding.search import SearchConstraints, priced
+from graphpar.passes.sharding.search import SearchConstraints
+from graphpar.passes.sharding.solution import priced
 from graphpar.runtime.layout import R, Shard
 
 LARGEST = 60_000_000  # entries of a table

@@ -174,7 +174,7 @@ def emit(folder: Path, *, pp: int = 1, dp: int = 1, tp: int = 1, microbatches: i
         for i in range(pp)
     ]
     plan = {
-        "version": 1,
+        "version": 2,
         "mesh": {"pp": pp, "dp_replicate": dp, "dp_shard": 1, "cp": 1, "ep": 1, "tp": tp},
         "schedule": "1F1B",
         "microbatches": microbatches,

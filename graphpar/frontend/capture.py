@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,12 +23,11 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tree_unflatten
 
 from graphpar.codegen.operators import check_function
 from graphpar.errors import GraphparError
-from graphpar.frontend.deferred import Tape
+from graphpar.frontend.build import DTYPES, ModelLike, build
 from graphpar.frontend.equal_masks import EqualMasks
 from graphpar.frontend.exported import to_program
 from graphpar.frontend.fixed_size import mark_batch
@@ -40,19 +38,13 @@ from graphpar.frontend.watched import (
     OffMeta,
     check_collectives,
     collective,
-    is_on_meta,
     masks_as_given,
-    off_meta,
     refuse_collective,
 )
 from graphpar.ir.program import ModelSource, Program
 from graphpar.ir.source import stack_line, user_line
 from graphpar.operators.functions import opaque_apply, plain_apply, refusal
 from graphpar.quiet_torch import torch_is_quiet
-
-ModelLike = nn.Module | Callable[[], nn.Module]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""In which a factory may build the model, by the names that plans have for them."""
 
 
 def capture(
@@ -119,82 +111,6 @@ def _inference_meant(request: Request) -> str:
         f"The program is for inference, since the model has no loss of its own: {given}. To train it give a loss, such as {how}; where "
         "inference is meant, say so with mode 'infer' (--mode infer)."
     )
-
-
-def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
-    """The module itself, or the factory's under fake tensors: no memory, whatever its size.
-
-    Some constructors can't run on fake tensors (they read values, or copy modules); those run for real.
-    """
-    if isinstance(model, nn.Module):
-        return _with_values_apart(_unwrapped(model), None, None)
-    if not callable(model):
-        raise GraphparError(
-            f"model is a {type(model).__name__}; it must be an nn.Module or a function that returns one."
-        )
-    if needed := needed_arguments(model):
-        raise GraphparError(
-            f"model is {'the class' if isinstance(model, type) else 'the function'} {getattr(model, '__name__', model)}, which needs "
-            f"arguments ({', '.join(needed)}); give an instance, or a function without arguments that makes one."
-        )
-    fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    tape = Tape()
-    with default_dtype(dtype):
-        try:
-            with fake, tape, OffMeta(), _shared_by_copies(fake):
-                built = model()
-        except Exception:
-            with OffMeta():
-                built, fake, tape = model(), cast(Any, None), cast(Any, None)
-    if not isinstance(built, nn.Module):
-        raise GraphparError(f"The model factory returned a {type(built).__name__}; it must return an nn.Module.")
-    return _with_values_apart(_unwrapped(built), fake, tape)
-
-
-def _with_values_apart(
-    model: nn.Module, fake: FakeTensorMode | None, tape: Tape | None
-) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
-    """A model on the device meta as one that was built under fake tensors."""
-    if not is_on_meta(model):
-        return model, fake, tape
-    fake = fake or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    return off_meta(model, fake), fake, tape
-
-
-def needed_arguments(factory: Callable[..., Any]) -> list[str]:
-    """Names of the arguments without which ``factory`` can't be called."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-@contextlib.contextmanager
-def _shared_by_copies(mode: FakeTensorMode) -> Iterator[None]:
-    """Copies of fake tensors stay in ``mode`` (nn.Transformer deep-copies its layers)."""
-    FakeTensorMode.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del FakeTensorMode.__deepcopy__  # type: ignore[attr-defined]
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of a DataParallel or DistributedDataParallel wrapper."""
-    while type(model).__name__ in ("DataParallel", "DistributedDataParallel") and hasattr(model, "module"):
-        model = cast(nn.Module, model.module)
-    return model
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or previous)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
 
 
 # ---- the trace -------------------------------------------------------------------------------------------------

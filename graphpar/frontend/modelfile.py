@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.frontend.capture import ModelLike, default_dtype, needed_arguments
+from graphpar.frontend.build import ModelLike, default_dtype, needed_arguments
 
 NAMES = (
     "model",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,15 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.sharding import Sharding
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.layout import R, Type
+from graphpar.runtime.plan_record import PlanRecord, Record, StageRecord
 from graphpar.text import plural, seconds_text
 
 if TYPE_CHECKING:
     from graphpar.cost_models.estimates import Alone, Estimate
-    from graphpar.passes.planning.planner import SearchResult
+    from graphpar.passes.planning.candidates import SearchResult
     from graphpar.passes.sharding.shard import Sharded
-
-VERSION = 1
 
 
 class SplitPoint(Enum):
@@ -40,15 +41,6 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """A stage: its index in the chain, the pp rank that holds it, and the modules in it."""
-
-    index: int
-    rank: int
-    modules: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Plan:
     """What graphpar decided. ``actions`` is a schedule table of the user's own, one tuple of cells a rank.
 
@@ -64,7 +56,7 @@ class Plan:
     global_batch: int
     microbatch_size: int
     cuts: tuple[Cut, ...]
-    stages: tuple[StagePlan, ...]
+    stages: tuple[StageRecord, ...]
     dtype: str = "fp32"
     actions: tuple[tuple[str, ...], ...] | None = None
     zero: int = 0
@@ -85,11 +77,11 @@ class Plan:
 
     def parameters(self) -> dict[str, dict[str, str]]:
         """Types of parameters by name, on every axis of several ranks but pp. Not listed: R on dp_replicate, I elsewhere."""
-        replicated = {"dp_replicate": "R"} if self.mesh.dp_replicate > 1 else {}
-        return {
-            name: replicated | {axis: str(kind) for axis, kind in spec.items()}
-            for name, spec in self.sharding.parameters.items()
-        }
+        return {name: {axis: str(kind) for axis, kind in spec.items()} for name, spec in self._types().items()}
+
+    def _types(self) -> dict[str, dict[str, Type]]:
+        replicated: dict[str, Type] = {"dp_replicate": R} if self.mesh.dp_replicate > 1 else {}
+        return {name: {**replicated, **spec} for name, spec in self.sharding.parameters.items()}
 
     @property
     def stages_per_rank(self) -> int:
@@ -97,27 +89,28 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; :meth:`from_json` is its inverse."""
+        actions = None if self.actions is None else tuple(tuple(cell or None for cell in row) for row in self.actions)
+        record = PlanRecord(
+            self.mode,
+            self.mesh.degrees(),
+            self.schedule,
+            self.microbatches,
+            self.microbatch_size,
+            self.global_batch,
+            self.stages,
+            self._types(),
+            actions,
+        )
         return {
-            "version": VERSION,
+            **record.to_json(),
             "model": self.model,
-            "mode": self.mode,
             "dtype": self.dtype,
             "cluster": None if self.cluster is None else self.cluster.to_json(),
-            "mesh": self.mesh.degrees(),
-            "schedule": self.schedule,
-            "microbatches": self.microbatches,
-            "microbatch_size": self.microbatch_size,
-            "global_batch": self.global_batch,
             "zero": self.zero,
             "recompute": self.recompute,
             "allow_batch_coupling": self.allow_batch_coupling,
             "split": [{"path": cut.path, "where": cut.where.value} for cut in self.cuts],
-            "stages": [asdict(stage) | {"modules": list(stage.modules)} for stage in self.stages],
-            "parameters": self.parameters(),
             "sharding": self.sharding.to_json(),
-            "actions": None
-            if self.actions is None
-            else {str(rank): [cell or None for cell in row] for rank, row in enumerate(self.actions)},
         }
 
     @staticmethod
@@ -130,33 +123,30 @@ class Plan:
         if not isinstance(data, Mapping):
             what = "text: parse it with json.loads first" if isinstance(data, str) else f"a {type(data).__name__}"
             raise GraphparError(f"Plan.from_json takes the dictionary that plan.to_json() returns, and got {what}.")
-        if data.get("version") != VERSION:
-            raise GraphparError(
-                f"This plan has version {data.get('version')!r}; graphpar reads version {VERSION}. Compile the model again."
-            )
         try:
-            actions, cluster = data.get("actions"), data.get("cluster")
+            record = PlanRecord.read(Record(dict(data), "This plan"))
+            cluster = data.get("cluster")
             return Plan(
                 model=data["model"],
-                mode=data["mode"],
+                mode=record.mode,
                 dtype=data.get("dtype", "fp32"),
-                mesh=Mesh(**data["mesh"]),
-                schedule=data["schedule"],
-                global_batch=data["global_batch"],
-                microbatch_size=data["microbatch_size"],
+                mesh=Mesh(**record.mesh),
+                schedule=record.schedule,
+                global_batch=record.global_batch,
+                microbatch_size=record.microbatch_size,
                 cuts=tuple(Cut(entry["path"], SplitPoint(entry["where"])) for entry in data["split"]),
-                stages=tuple(
-                    StagePlan(entry["index"], entry["rank"], tuple(entry["modules"])) for entry in data["stages"]
-                ),
+                stages=record.stages,
                 actions=None
-                if actions is None
-                else tuple(tuple(cell or "" for cell in actions[str(rank)]) for rank in range(len(actions))),
+                if record.actions is None
+                else tuple(tuple(cell or "" for cell in row) for row in record.actions),
                 zero=data.get("zero", 0),
                 recompute=data.get("recompute", "none"),
                 allow_batch_coupling=data.get("allow_batch_coupling", False),
-                sharding=Sharding.from_json(data["sharding"], data["parameters"]) if "sharding" in data else Sharding(),
+                sharding=Sharding.from_json(data["sharding"], record.parameters) if "sharding" in data else Sharding(),
                 cluster=None if cluster is None else Cluster.from_json(cluster),
             )
+        except RuntimeProgramError as error:
+            raise GraphparError(f"{error}") from error
         except KeyError as error:
             raise GraphparError(f"The plan lacks the field {error.args[0]!r}.") from error
 

@@ -1,6 +1,6 @@
 """``Sharding``: what the search decided, as plain data: the types of every tensor around every operator.
 
-    decisions["LlamaDecoderLayer"]["linear"]  =  x R, weight S(0) -> S(2)        (on each compute axis)
+    decisions["LlamaDecoderLayer"]["mlp.up_proj/linear#0"]  =  x R, weight S(0) -> S(2)        (on each compute axis)
     parameters["model.layers.0.mlp.up_proj.weight"]  =  {"tp": S(0)}
 
 It is part of the plan, so plan and program alone determine the emitted text.
@@ -65,14 +65,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Decisions by scope ("" is the root, else a block's name) and node name; types of parameters by name, on each axis."""
+    """Decisions by scope ("" is the root, else a block's name) and key (:mod:`graphpar.passes.sharding.keys`); types of parameters by
+    name, on each axis."""
 
     degrees: Mapping[str, int] = field(default_factory=dict)
     decisions: Mapping[str, Mapping[str, Decision]] = field(default_factory=dict)
     parameters: Mapping[str, Mapping[str, Type]] = field(default_factory=dict)
     variants: Mapping[str, str] = field(default_factory=dict)  # block instances with a definition of their own
     points: tuple[Point, ...] = ()
-    cost: Mapping[str, float] = field(default_factory=dict)  # seconds a microbatch: compute, transitions, gradients
+    cost: Mapping[str, float] = field(default_factory=dict)  # seconds of a microbatch as it was solved for, by part
     gap: float = 0.0
     undivided: tuple[str, ...] = ()  # warnings: work that every rank of an axis does
     discovered: Mapping[str, tuple[str, ...]] = field(
@@ -96,7 +97,7 @@ class Sharding:
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any], parameters: Mapping[str, Mapping[str, str]]) -> Sharding:
+    def from_json(data: Mapping[str, Any], parameters: Mapping[str, Mapping[str, Type]]) -> Sharding:
         degrees = {axis: int(degree) for axis, degree in data["axes"].items()}
         return Sharding(
             degrees,
@@ -104,10 +105,7 @@ class Sharding:
                 scope: {name: Decision.from_json(text, len(degrees)) for name, text in rows.items()}
                 for scope, rows in data["decisions"].items()
             },
-            {
-                name: {axis: parse_type(kind) for axis, kind in spec.items() if axis in degrees}
-                for name, spec in parameters.items()
-            },
+            {name: {axis: kind for axis, kind in spec.items() if axis in degrees} for name, spec in parameters.items()},
             dict(data.get("variants", {})),
             tuple(Point(path, kind, position) for path, kind, position in data.get("points", [])),
             dict(data.get("cost", {})),

@@ -80,7 +80,7 @@ class ExpertRows(Shard):
 Type = Whole | Shard
 _LETTERS = {"R": R, "I": I, "P": P}
 _SHARD = re.compile(r"S\((\d+)(?::(\d+(?:\+\d+)*))?\)")
-_ROWS = re.compile(r"E\((\w+)\)")
+_ROWS = re.compile(r"E\(([^()]+)\)")
 
 
 def parse_type(text: str) -> Type:

@@ -12,15 +12,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from graphpar.runtime.axes import AXES, AXIS
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.layout import I, P, R, Shard, Type, parse_type
+from graphpar.runtime.layout import I, P, R, Shard, Type
+from graphpar.runtime.plan_record import PlanRecord, Record, StageRecord, types_of
 
-VERSION = 1
 T = TypeVar("T")
 ROLES = ("input", "target", "sample_keys")
 
@@ -137,45 +137,6 @@ class Manifest:
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
 
-class _Record:
-    """A JSON object that says which field of which file is missing or of the wrong type."""
-
-    def __init__(self, values: Any, where: str) -> None:
-        if not isinstance(values, dict):
-            raise RuntimeProgramError(f"{where}: expected an object, found {type(values).__name__}")
-        self._values = values
-        self.where = where
-
-    def get(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        if key not in self._values:
-            raise RuntimeProgramError(f"{self.where}: the field {key!r} is missing")
-        value = self._values[key]
-        if not isinstance(value, kind):
-            raise RuntimeProgramError(f"{self.where}: the field {key!r} is {value!r}, which is of the wrong type")
-        return value
-
-    def optional(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
-        return self.get(key, kind) if self._values.get(key) is not None else default
-
-    def record(self, key: str) -> _Record:
-        return _Record(self.get(key, dict), f"{self.where}, {key}")
-
-    def records(self, key: str) -> list[_Record]:
-        return [_Record(item, f"{self.where}, {key}[{i}]") for i, item in enumerate(self.get(key, list))]
-
-    def strings(self, key: str) -> tuple[str, ...]:
-        return tuple(str(item) for item in self.optional(key, list, []))
-
-    def dtype(self) -> torch.dtype:
-        found = getattr(torch, self.get("dtype", str), None)
-        if not isinstance(found, torch.dtype):
-            raise RuntimeProgramError(f"{self.where}: {self.get('dtype', str)!r} is no torch dtype")
-        return found
-
-    def shape(self) -> tuple[int, ...]:
-        return tuple(int(size) for size in self.get("shape", list))
-
-
 def load_manifest(folder: str | Path) -> Manifest:
     """Read ``plan.json`` of an emitted folder.
 
@@ -189,30 +150,28 @@ def load_manifest(folder: str | Path) -> Manifest:
         raise RuntimeProgramError(f"{folder} is no emitted folder: it has no plan.json") from None
     except json.JSONDecodeError as error:
         raise RuntimeProgramError(f"{path} is not valid JSON: {error}") from None
-    plan = _Record(values, str(path))
-    version = plan.get("version", int)
-    if version != VERSION:
-        raise RuntimeProgramError(f"{path} has version {version}; this runtime reads version {VERSION}. Emit it again.")
+    plan = Record(values, str(path))
+    record = PlanRecord.read(plan)
     interface = plan.record("interface")
     counts = interface.record("counts")
     ties = tuple(tuple(group) for group in interface.optional("ties", list, []))
     shapes = {name: tuple(shape) for name, shape in interface.optional("shapes", dict, {}).items()}
     manifest = Manifest(
         folder=Path(folder).resolve(),
-        mode=plan.get("mode", str),
-        mesh={axis: int(degree) for axis, degree in plan.get("mesh", dict).items()},
-        schedule=plan.get("schedule", str),
-        microbatches=plan.get("microbatches", int),
-        microbatch_size=plan.get("microbatch_size", int),
-        global_batch=plan.get("global_batch", int),
-        actions=_actions(plan.optional("actions", dict, None)),
-        stages=_stages(plan.records("stages"), interface.records("stages")),
+        mode=record.mode,
+        mesh=record.mesh,
+        schedule=record.schedule,
+        microbatches=record.microbatches,
+        microbatch_size=record.microbatch_size,
+        global_batch=record.global_batch,
+        actions=None if record.actions is None else dict(enumerate(record.actions)),
+        stages=_stages(record.stages, interface.records("stages")),
         inputs=tuple(_input(record) for record in interface.records("inputs")),
         count_names=counts.strings("names"),
         count_inputs=counts.strings("inputs"),
         outputs=tuple(_output(record) for record in interface.records("outputs")),
         ties=ties,
-        types=_under_every_name(_types(plan.optional("parameters", dict, {}), str(path)), ties),
+        types=_under_every_name(record.parameters, ties),
         shapes=_under_every_name(shapes, ties),
         placed=tuple(plan.record("sharding").optional("axes", dict, {}))
         if plan.optional("sharding", dict, None)
@@ -221,16 +180,6 @@ def load_manifest(folder: str | Path) -> Manifest:
     )
     _check(manifest, str(path))
     return manifest
-
-
-def _types(listed: Mapping[str, Mapping[str, str]], where: str) -> dict[str, dict[str, Type]]:
-    found: dict[str, dict[str, Type]] = {}
-    for name, spec in listed.items():
-        try:
-            found[name] = {axis: parse_type(text) for axis, text in spec.items()}
-        except ValueError as error:
-            raise RuntimeProgramError(f"{where}, types of {name}: {error}") from None
-    return found
 
 
 def _under_every_name(values: Mapping[str, T], ties: Sequence[Sequence[str]]) -> dict[str, T]:
@@ -242,13 +191,7 @@ def _under_every_name(values: Mapping[str, T], ties: Sequence[Sequence[str]]) ->
     return found
 
 
-def _actions(table: dict[str, Sequence[str | None]] | None) -> Mapping[int, tuple[str | None, ...]] | None:
-    if table is None:
-        return None
-    return {int(rank): tuple(row) for rank, row in sorted(table.items(), key=lambda item: int(item[0]))}
-
-
-def _stages(placements: list[_Record], interfaces: list[_Record]) -> tuple[StageInterface, ...]:
+def _stages(placements: Sequence[StageRecord], interfaces: list[Record]) -> tuple[StageInterface, ...]:
     if len(placements) != len(interfaces):
         raise RuntimeProgramError(
             f"{interfaces[0].where if interfaces else 'plan.json'}: {len(placements)} stages are placed, "
@@ -256,9 +199,9 @@ def _stages(placements: list[_Record], interfaces: list[_Record]) -> tuple[Stage
         )
     return tuple(
         StageInterface(
-            index=placement.get("index", int),
-            rank=placement.get("rank", int),
-            modules=placement.strings("modules"),
+            index=placement.index,
+            rank=placement.rank,
+            modules=placement.modules,
             class_name=interface.get("class", str),
             file=interface.get("file", str),
             inputs=interface.strings("inputs"),
@@ -270,18 +213,18 @@ def _stages(placements: list[_Record], interfaces: list[_Record]) -> tuple[Stage
     )
 
 
-def _tensor(record: _Record) -> TensorInterface:
+def _tensor(record: Record) -> TensorInterface:
     name, types = record.get("name", str), record.optional("types", dict, {})
     return TensorInterface(
         name,
         record.shape(),
         record.dtype(),
         record.get("requires_grad", bool),
-        _types({name: types}, record.where)[name],
+        types_of({name: types}, record.where)[name],
     )
 
 
-def _input(record: _Record) -> InputInterface:
+def _input(record: Record) -> InputInterface:
     return InputInterface(
         record.get("name", str),
         record.shape(),
@@ -291,7 +234,7 @@ def _input(record: _Record) -> InputInterface:
     )
 
 
-def _output(record: _Record) -> OutputInterface:
+def _output(record: Record) -> OutputInterface:
     return OutputInterface(
         record.get("name", str), record.shape(), record.dtype(), record.optional("batch_dim", int, None)
     )

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.capture import DTYPES, default_dtype, named_outputs, own_loss
+from graphpar.frontend.build import DTYPES, default_dtype
+from graphpar.frontend.capture import named_outputs, own_loss
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Input, ModelSource
 from graphpar.runtime.double import doubled, in_double

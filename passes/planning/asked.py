@@ -13,11 +13,12 @@ from typing import Any
 
 from graphpar.annotations.patterns import read_entry
 from graphpar.errors import GraphparError, near_match
-from graphpar.frontend.capture import DTYPES
+from graphpar.frontend.build import DTYPES
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan, cuts_of
 from graphpar.ir.program import Program
+from graphpar.passes.planning.candidates import SHOWN
 from graphpar.passes.planning.choose import (
     PlanConstraints,
     check_degrees,
@@ -26,7 +27,7 @@ from graphpar.passes.planning.choose import (
     checked_table,
     choose,
 )
-from graphpar.passes.planning.planner import FREE_AXES, SHOWN
+from graphpar.passes.planning.planner import FREE_AXES
 from graphpar.passes.planning.planning import estimate_plan, search_plan
 from graphpar.schedules.registry import canonical_name, parse_table
 

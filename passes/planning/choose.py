@@ -17,7 +17,7 @@ from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import Cut, Plan, StagePlan
+from graphpar.ir.plan import Cut, Plan
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
 from graphpar.operators.discover import discovered
@@ -27,9 +27,11 @@ from graphpar.passes.planning.split_points import balanced_cuts, cuts_by_layers,
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
 from graphpar.passes.sharding.problem import build_problem
-from graphpar.passes.sharding.search import SearchConstraints, search, sharding_of, undivided_work
+from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.shard import Sharded, sharded
+from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.split import positions_of, split
+from graphpar.runtime.plan_record import StageRecord
 from graphpar.schedules.registry import (
     ActionTable,
     action_table,
@@ -218,7 +220,7 @@ def _plan(
         global_batch=batch,
         microbatch_size=size,
         cuts=tuple(cuts),
-        stages=tuple(StagePlan(stage.index, ranks[stage.index], stage.modules) for stage in stages),
+        stages=tuple(StageRecord(stage.index, ranks[stage.index], stage.modules) for stage in stages),
         dtype=pins.dtype,
         actions=actions,
         allow_batch_coupling=pins.allow_batch_coupling,

@@ -72,11 +72,14 @@ def units_of_ranks(
 ) -> list[Unit]:
     """:func:`units_of` what a rank runs; those that were asked for before are the same ones, with what was measured of them."""
     run = execution or Execution()
-    cuts = unit_cuts(sharded.local, wanted)
-    key = device, run.fused, run.gradient_bytes, tuple(cuts)
-    if key not in sharded.units:
-        sharded.units[key] = _units(sharded.local, sharded.sharding.degrees, run, device, cuts)
-    found: list[Unit] = sharded.units[key]
+    asked = device, run.fused, run.gradient_bytes, tuple(wanted)
+    if asked not in sharded.units:
+        cuts = unit_cuts(sharded.local, wanted)
+        key = *asked[:3], tuple(cuts)  # split points that are pinned may be those that there are anyway
+        if key not in sharded.units:
+            sharded.units[key] = _units(sharded.local, sharded.sharding.degrees, run, device, cuts)
+        sharded.units[asked] = sharded.units[key]
+    found: list[Unit] = sharded.units[asked]
     return found
 
 

@@ -14,27 +14,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from graphpar.cost_models.estimates import Alone, Estimate, Layout
 from graphpar.cost_models.execution import Execution
-from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
-from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Cut
 from graphpar.ir.program import Program
 from graphpar.passes.normalize.coupled import placed_axes
+from graphpar.passes.planning.candidates import SHOWN, Candidate, PlannerConstraints, Priced, SearchResult
 from graphpar.passes.planning.measured_units import units_of_ranks
-from graphpar.passes.planning.why_not import why_not
+from graphpar.passes.planning.stage_cuts import StageCuts
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.axes import AXIS
 from graphpar.schedules.registry import SCHEDULES, legal_microbatches, stage_ranks
@@ -44,113 +39,6 @@ FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
 DEPTHS = (2, 3, 4)
 """Stages a rank that are tried for schedules that take any number of them."""
 _KEEPS_ALL = ("GPipe", "LoopedBFS")  # whose ranks keep every microbatch at once
-SHOWN = 4
-"""How many other meshes are priced to the end by default, to be shown beside the chosen plan."""
-
-
-@dataclass(frozen=True)
-class PlannerConstraints:
-    """What the user pinned; None is searched.
-
-    ``cuts``: the split points for a mesh and a schedule; what it raises says why there is no such plan.
-    ``one_microbatch``: the batch can't be split into microbatches.
-    """
-
-    schedule: str | None = None
-    microbatch_size: int | None = None
-    cuts: Callable[[Mesh, str], tuple[Cut, ...]] | None = None
-    one_microbatch: bool = False
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A mesh, a schedule and microbatches; ``bound`` is a time that it can't be faster than."""
-
-    mesh: Mesh
-    schedule: str
-    stages_per_rank: int
-    microbatch_size: int
-    microbatches: int
-    cuts: tuple[Cut, ...] | None = None
-    bound: float = field(default=0.0, compare=False)
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Which of two that take the same time is taken: fewer ranks that depend on each other, simpler schedules, larger microbatches."""
-        schedules = list(SCHEDULES)
-        return self.mesh.pp, self.mesh.tp, schedules.index(self.schedule), self.stages_per_rank, self.microbatches
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A candidate with its stages, how its tensors lie, and what it takes."""
-
-    candidate: Candidate
-    layout: Layout
-    sharded: Sharded
-    cuts: tuple[Cut, ...]
-    estimate: Estimate
-
-    @property
-    def missing(self) -> int:
-        """Bytes by which its fullest rank is above the device's memory."""
-        return self.estimate.missing_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.missing <= 0
-
-    def to_json(self) -> dict[str, Any]:
-        candidate = self.candidate
-        return {
-            "mesh": candidate.mesh.degrees(),
-            "schedule": candidate.schedule,
-            "stages_per_rank": candidate.stages_per_rank,
-            "microbatches": candidate.microbatches,
-            "microbatch_size": candidate.microbatch_size,
-            "step_time_s": self.estimate.step_time_s,
-            "peak_memory_bytes": list(self.estimate.peak_memory_bytes),
-            "fits": self.fits,
-        }
-
-    @property
-    def rank_key(self) -> tuple[Any, ...]:
-        return self.estimate.step_time_s, *self.candidate.key
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What a search gives.
-
-    ``alternatives``: the best of each other mesh among the fastest, and those nearest to fit where ``best`` is None.
-    ``misfits``: those that would be faster than ``best`` on meshes on which nothing fits, the nearest to fit of each.
-    ``priced``: how many candidates the simulator ran; ``infeasible``: how many are illegal or don't fit.
-    """
-
-    best: Priced | None
-    alternatives: tuple[Priced, ...]
-    considered: int
-    priced: int
-    infeasible: int
-    refused: tuple[str, ...]
-    misfits: tuple[Priced, ...] = ()
-
-    def why_not(self, other: Priced) -> str:
-        """What ``other`` loses against the best, in words."""
-        return why_not(None if self.best is None else self.best.estimate, other.estimate)
-
-    def to_json(self) -> dict[str, Any]:
-        """What was searched, as plain data. The gap is to the best there is, under this cost model and of what is searched: 0, as all
-        that could have been faster was priced."""
-        shown = sorted((*self.alternatives, *self.misfits), key=lambda each: each.rank_key)
-        return {
-            "considered": self.considered,
-            "priced": self.priced,
-            "infeasible": self.infeasible,
-            "optimality_gap": 0.0,
-            "alternatives": [each.to_json() | {"why_not": self.why_not(each)} for each in shown],
-            "refused": list(self.refused),
-        }
 
 
 class Planner:
@@ -185,7 +73,7 @@ class Planner:
         self.refused: dict[str, None] = {}
         self._sharded: dict[tuple[Mesh, int], Sharded | None] = {}
         self._pricings: dict[tuple[Mesh, int, tuple[Cut, ...]], Pricing] = {}
-        self._cuts: dict[tuple[Mesh, int], _Cuts] = {}
+        self._cuts: dict[tuple[Mesh, int], StageCuts] = {}
 
     # ---- what there is ----
 
@@ -377,10 +265,10 @@ class Planner:
         assert sharded is not None
         return Priced(candidate, layout, sharded, cuts, estimate)
 
-    def _cuts_of(self, candidate: Candidate, pricing: Pricing) -> _Cuts:
+    def _cuts_of(self, candidate: Candidate, pricing: Pricing) -> StageCuts:
         key = candidate.mesh, candidate.microbatch_size
         if key not in self._cuts:
-            self._cuts[key] = _Cuts(pricing, candidate.microbatch_size)
+            self._cuts[key] = StageCuts(pricing, candidate.microbatch_size)
         return self._cuts[key]
 
     # ---- the search ----
@@ -510,56 +398,3 @@ def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-class _Cuts:
-    """Where stages begin, so that the slowest is as fast as can be: by dynamic programming over units.
-
-    Seconds and bytes of every run of units [i, j) are tables; ``inf`` where j <= i.
-    """
-
-    def __init__(self, pricing: Pricing, rows: int) -> None:
-        count = len(pricing.units)
-        self.count = count
-        own = [pricing.stage_seconds(place, place + 1, rows) for place in range(count)]
-        sums = np.concatenate([[0.0], np.cumsum([cost.forward + cost.backward for cost in own])])
-        self.seconds = _runs(sums)
-        self.pricing, self.rows = pricing, rows
-
-    @cached_property
-    def bytes(self) -> RunBytes:
-        return self.pricing.bytes.runs(self.rows)
-
-    def balanced(
-        self, stages: int, alive: Sequence[float] | None = None, room: float = math.inf, messages: int = 1
-    ) -> tuple[int, ...] | None:
-        """The first unit of each stage. With ``alive``, microbatches in flight a stage, no stage takes more than ``room`` bytes.
-
-        Of cuts whose slowest stage is equally fast the one with the earliest starts; None where no cut has room.
-        """
-        costs = [self.seconds if alive is None else np.where(self._bytes(alive[stage], messages) <= room, self.seconds, np.inf)
-                 for stage in range(stages)]  # fmt: skip
-        reach = costs[0][0]  # [end]: the slowest stage of the best cut of the first units
-        choices: list[NDArray[np.int64]] = []
-        for stage in range(1, stages):
-            through = np.maximum(reach[:, None], costs[stage])
-            choices.append(through.argmin(axis=0))
-            reach = through.min(axis=0)
-        if not math.isfinite(reach[self.count]):
-            return None
-        starts, end = [], self.count
-        for choice in reversed(choices):
-            end = int(choice[end])
-            starts.append(end)
-        return (0, *reversed(starts))
-
-    def _bytes(self, alive: float, messages: int) -> NDArray[np.float64]:
-        table = self.bytes
-        moving = (1 + ALLOCATOR_SLACK) * (alive * table.kept + table.transient)
-        return np.asarray(table.fixed + moving + messages * table.message)
-
-
-def _runs(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``sums[j] - sums[i]`` for i < j, else infinite."""
-    table = sums[None, :] - sums[:, None]
-    return np.where(np.arange(len(sums))[None, :] > np.arange(len(sums))[:, None], table, np.inf)

@@ -20,6 +20,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Cut, Plan
 from graphpar.ir.program import Program
+from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, SearchResult
 from graphpar.passes.planning.choose import (
     PlanConstraints,
     choose,
@@ -29,7 +30,7 @@ from graphpar.passes.planning.choose import (
     solve,
 )
 from graphpar.passes.planning.measured_units import units_of_ranks
-from graphpar.passes.planning.planner import SHOWN, Planner, PlannerConstraints, SearchResult
+from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.split_points import marked_cuts
 from graphpar.passes.sharding.shard import Sharded, sharded_as
 from graphpar.passes.split import positions_of

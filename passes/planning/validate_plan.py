@@ -22,6 +22,7 @@ from graphpar.passes.planning.choose import (
     check_pipelined,
     choose,
 )
+from graphpar.passes.sharding.keys import by_node, keys_of
 from graphpar.passes.sharding.problem import Operator, Problem, Value
 from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
 from graphpar.passes.split import split
@@ -152,62 +153,72 @@ def _checked(program: Program, plan: Plan) -> Sharded:
         return plan.sharded
     problem = problem_of(program, sharding, rows)
     if problem is not None:
-        for operator in problem.operators:
-            _check_decision(operator, sharding)
-            if operator.kind == "parameter":
-                _check_parameter(problem, operator, sharding)
-        for value in problem.values:
-            _check_transitions(problem, value, sharding)
+        _Checker(problem, sharding).check()
     return sharded(program, sharding, rows, problem)
 
 
-def _named(operator: Operator) -> str:
-    return f"{operator.scope}: {operator.node.name}" if operator.scope else operator.node.name
+class _Checker:
+    """Holds the decisions of a plan against the problem that they solve."""
 
+    def __init__(self, problem: Problem, sharding: Sharding) -> None:
+        self.problem, self.sharding = problem, sharding
+        self.decisions = by_node(problem.program, sharding)
+        scopes = dict.fromkeys(operator.scope for operator in problem.operators)
+        self.keys = {node: key for scope in scopes for node, key in keys_of(problem.program, scope).items()}
 
-def _decision(operator: Operator, sharding: Sharding) -> Decision:
-    decision = sharding.decisions.get(operator.scope, {}).get(operator.node.name)
-    if decision is None:
-        raise GraphparError(f"The plan's sharding has no decision for {_named(operator)}; compile the model again.")
-    return decision
+    def check(self) -> None:
+        for operator in self.problem.operators:
+            self._operator(operator)
+            if operator.kind == "parameter":
+                self._parameter(operator)
+        for value in self.problem.values:
+            self._transitions(value)
 
+    def _named(self, operator: Operator) -> str:
+        key = self.keys[operator.node]
+        return f"{operator.scope}: {key}" if operator.scope else key
 
-def _check_decision(operator: Operator, sharding: Sharding) -> None:
-    decision = _decision(operator, sharding)
-    legal = [Decision(choice.operands, choice.results, choice.rewrites) for choice in operator.choices]
-    if decision not in legal:
-        shown = "; ".join(dict.fromkeys(option.to_json() for option in legal[:4]))
-        raise GraphparError(
-            f"The plan's sharding says {decision.to_json()!r} for {_named(operator)}, which no rule allows. Allowed are "
-            f"{shown}{', ...' if len(legal) > 4 else ''}."
-        )
-
-
-def _check_parameter(problem: Problem, operator: Operator, sharding: Sharding) -> None:
-    decided = dict(zip(problem.axes, _decision(operator, sharding).results[0]))
-    block = problem.program.blocks.get(operator.scope)
-    for prefix in [f"{instance}." for instance in block.instances] if block else [""]:
-        name = f"{prefix}{operator.node.target}"
-        stored = sharding.parameters.get(name)
-        if stored != decided:
+    def _decision(self, operator: Operator) -> Decision:
+        decision = self.decisions.get(operator.node)
+        if decision is None:
             raise GraphparError(
-                f"The plan contradicts itself: {name} is stored as {_text(stored or {})}, but {_named(operator)} is decided as "
-                f"{_text(decided)}."
+                f"The plan's sharding has no decision for {self._named(operator)}; compile the model again."
+            )
+        return decision
+
+    def _operator(self, operator: Operator) -> None:
+        decision = self._decision(operator)
+        legal = [Decision(choice.operands, choice.results, choice.rewrites) for choice in operator.choices]
+        if decision not in legal:
+            shown = "; ".join(dict.fromkeys(option.to_json() for option in legal[:4]))
+            raise GraphparError(
+                f"The plan's sharding says {decision.to_json()!r} for {self._named(operator)}, which no rule allows. Allowed are "
+                f"{shown}{', ...' if len(legal) > 4 else ''}."
             )
 
-
-def _check_transitions(problem: Problem, value: Value, sharding: Sharding) -> None:
-    """A value can become what its users take; a parameter lies as it is used."""
-    made = _decision(value.maker, sharding).results[value.index]
-    for edge in value.edges:
-        decision = _decision(edge.user, sharding)
-        wanted = decision.results[0] if edge.user.kind == "boundary" else decision.operands[edge.position]
-        for axis, source, target in zip(problem.axes, made, wanted):
-            if path(source, target, differentiable=value.differentiable) is None:
+    def _parameter(self, operator: Operator) -> None:
+        decided = dict(zip(self.problem.axes, self._decision(operator).results[0]))
+        for prefix in self.problem.program.prefixes(operator.scope):
+            name = f"{prefix}{operator.node.target}"
+            stored = self.sharding.parameters.get(name)
+            if stored != decided:
                 raise GraphparError(
-                    f"The plan's sharding takes {_named(value.maker)}, which is {source}@{axis}, as {target} in {_named(edge.user)}; "
-                    "no transition leads there."
+                    f"The plan contradicts itself: {name} is stored as {_text(stored or {})}, but {self._named(operator)} is decided "
+                    f"as {_text(decided)}."
                 )
+
+    def _transitions(self, value: Value) -> None:
+        """A value can become what its users take; a parameter is stored as it is used."""
+        made = self._decision(value.maker).results[value.index]
+        for edge in value.edges:
+            decision = self._decision(edge.user)
+            wanted = decision.results[0] if edge.user.kind == "boundary" else decision.operands[edge.position]
+            for axis, source, target in zip(self.problem.axes, made, wanted):
+                if path(source, target, differentiable=value.differentiable) is None:
+                    raise GraphparError(
+                        f"The plan's sharding takes {self._named(value.maker)}, which is {source}@{axis}, as {target} in "
+                        f"{self._named(edge.user)}; no transition leads there."
+                    )
 
 
 def _text(spec: Mapping[str, Type]) -> str:

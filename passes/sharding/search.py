@@ -33,32 +33,17 @@ from graphpar.cost_models.flops import operator_flops
 from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.errors import GraphparError
 from graphpar.ir.program import module_path, operator_name, value_of
-from graphpar.ir.sharding import Decision, Sharding
-from graphpar.operators.placement import results_of, sizes_of
+from graphpar.operators.placement import results_of
 from graphpar.operators.table import record_of
 from graphpar.passes.sharding.costs import Prices, Workload, parameter_name
 from graphpar.passes.sharding.experts import check_degree, find_experts
 from graphpar.passes.sharding.integer_program import IntegerProgram, Optimum
 from graphpar.passes.sharding.problem import Choice, Edge, Operator, Problem, Types, Value
+from graphpar.passes.sharding.solution import Solution, priced
 from graphpar.runtime.axes import AXIS, Divides
 from graphpar.runtime.layout import P, R, Shard, Type
 
 _TIE_BREAK = 1e-12  # seconds: below what any two prices differ by
-
-
-@dataclass
-class Solution:
-    """The chosen placement of every operator, and what it costs a microbatch (seconds, on the model of the search)."""
-
-    problem: Problem
-    choices: dict[Operator, Choice]
-    seconds: float
-    uncut_bytes: float
-    gap: float
-    parts: dict[str, float] = field(default_factory=dict)  # compute, transitions, gradients
-
-    def types(self, operator: Operator, index: int = 0) -> Types:
-        return self.choices[operator].results[index]
 
 
 @dataclass(frozen=True)
@@ -467,81 +452,3 @@ def _cheapest(seconds: np.ndarray, count: int = 6) -> np.ndarray:
         places = np.argsort(seconds, axis=axis, kind="stable").take(range(min(count, seconds.shape[axis])), axis)
         np.put_along_axis(found, places, True, axis)
     return found
-
-
-def priced(solution: Solution, prices: Prices) -> dict[str, float]:
-    """Seconds a microbatch of a solution, anew from its choices: compute, transitions, finishing of gradients."""
-    compute = gradients = moved = 0.0
-    for operator, choice in solution.choices.items():
-        compute += operator.count * prices.compute(operator, choice)
-        moved += operator.count * prices.collectives(operator, choice)
-        if operator.kind == "parameter":
-            gradients += operator.count * prices.finishing(operator, choice.results[0])
-    for value in solution.problem.values:
-        source = solution.types(value.maker, value.index)
-        for target in dict.fromkeys(taken(solution, edge) for edge in value.edges):  # in order, since sums round
-            if target == source:
-                continue
-            seconds = prices.transition(value, source, target)
-            assert seconds is not None, (value.node, source, target)
-            moved += seconds * value.count
-    return {"compute": compute, "transitions": moved, "gradients": gradients}
-
-
-def taken(solution: Solution, edge: Edge) -> Types:
-    """The types in which the user of an edge takes the value."""
-    choice = solution.choices[edge.user]
-    return choice.results[0] if edge.user.kind == "boundary" else choice.operands[edge.position]
-
-
-def undivided_work(solution: Solution, workload: Workload) -> tuple[str, ...]:
-    """Warnings: matrix products and attention that every rank of an axis computes whole, with the reason where it is plain."""
-    problem = solution.problem
-    work = {
-        o: operator_flops(o.node, workload.microbatch) * o.count
-        for o in problem.operators
-        if record_of(o.node).multiplies
-    }
-    total = sum(work.values()) or 1.0
-    found: dict[str, float] = {}
-    for operator, flops in work.items():
-        for place, axis in enumerate(problem.axes):
-            if not solution.choices[operator].divided[place] and flops > 0.01 * total:
-                line = _undivided(operator, axis, place, problem.degrees[axis])
-                found[line] = found.get(line, 0.0) + flops / total
-    return tuple(f"{line} ({share:.0%} of the flops of matrix products)." for line, share in found.items())
-
-
-def _undivided(operator: Operator, axis: str, place: int, degree: int) -> str:
-    module = module_path(operator.node) or operator_name(operator.node)
-    if operator.scope:
-        module = f"{operator.scope}, {'.'.join(module.split('.')[-1:])}"
-    if operator_name(operator.node) == "scaled_dot_product_attention" and AXIS[axis].divides is Divides.WEIGHTS:
-        heads = sizes_of(operator.operands[0])[-3][0]
-        if heads % degree:
-            return (
-                f"{module}: {heads} heads don't divide over {axis}={degree}, so every rank computes the whole attention"
-            )
-    possible = any(choice.divided[place] for choice in operator.choices)
-    why = "what it takes and gives would cost more to move than that saves" if possible else "no rule divides it"
-    return f"{module}: {operator_name(operator.node)} is not divided over {axis}={degree}, since {why}"
-
-
-def sharding_of(solution: Solution) -> Sharding:
-    """The solution as plain data, for the plan."""
-    problem, program = solution.problem, solution.problem.program
-    decisions: dict[str, dict[str, Decision]] = {"": {}}
-    parameters: dict[str, dict[str, Type]] = {}
-    for operator, choice in solution.choices.items():
-        rows = decisions.setdefault(operator.scope, {})
-        rows[operator.node.name] = Decision(choice.operands, choice.results, choice.rewrites)
-        if operator.kind == "parameter":
-            spec = dict(zip(problem.axes, choice.results[0]))
-            for prefix in program.prefixes(operator.scope):
-                for name in program.tie_of(f"{prefix}{operator.node.target}"):
-                    assert parameters.setdefault(name, spec) == spec, (
-                        f"{name} is stored as {parameters[name]} and as {spec}"
-                    )
-    return Sharding(
-        dict(problem.degrees), decisions, dict(sorted(parameters.items())), cost=solution.parts, gap=solution.gap
-    )

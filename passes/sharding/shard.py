@@ -27,6 +27,7 @@ from graphpar.operators.rewrite import Cuts, on_pieces
 from graphpar.operators.transitions import moves
 from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.passes.sharding.check_types import check_types
+from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.linear_bias import join_biases
 from graphpar.passes.sharding.pins import POINT, prepared
 from graphpar.passes.sharding.problem import Problem, build_problem, is_operator
@@ -113,6 +114,7 @@ class _Lowering:
         self.program, self.sharding = program, sharding
         self.axes = tuple(sharding.degrees)
         self.degrees = sharding.degrees
+        self.decisions = by_node(program, sharding)
         self.gradients = differentiable_nodes(program)
         self.pieces: dict[object, Tensor] = {}
         self._ends: dict[str, tuple[list[Types | None], list[Types]]] = {}
@@ -131,10 +133,9 @@ class _Lowering:
     def ends(self, block: Block) -> tuple[list[Types | None], list[Types]]:
         """The types that a block takes and gives; None for what is no tensor."""
         if block.name not in self._ends:
-            inner = self.sharding.decisions[block.name]
-            inside = [inner.get(node.name) for node in block.graph.nodes if node.op == "placeholder"]
+            inside = [self.decisions.get(node) for node in block.graph.nodes if node.op == "placeholder"]
             taken = [None if decision is None else decision.results[0] for decision in inside]
-            self._ends[block.name] = taken, [_type_of(inner, result) for result in block_results(block.graph)]
+            self._ends[block.name] = taken, [_type_of(self.decisions, result) for result in block_results(block.graph)]
         return self._ends[block.name]
 
     def local(self, node: fx.Node, types: Types, value: Tensor) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
@@ -159,7 +160,7 @@ class _Scope:
     def __init__(self, lowering: _Lowering, source: fx.Graph, scope: str) -> None:
         self.lowering, self.source, self.scope = lowering, source, scope
         self.axes, self.degrees = lowering.axes, lowering.degrees
-        self.decisions = lowering.sharding.decisions[scope]
+        self.decisions = lowering.decisions
         self.new = fx.Graph()
         self.ends: dict[tuple[str, str], fx.Node] = {}
         self.named = {node.name: node for node in source.nodes}
@@ -181,7 +182,7 @@ class _Scope:
         elif node.op == "call_module":
             self._call(node)
         elif is_operator(node):
-            self._operator(node, self.decisions[node.name])
+            self._operator(node, self.decisions[node])
         elif operator_name(node) == "getitem" and isinstance(value_of(node), Tensor):
             self._item(node)
         elif is_size(node):
@@ -194,7 +195,7 @@ class _Scope:
     def _keep(self, node: fx.Node) -> None:
         """Inputs, parameters, what is no tensor."""
         copy = self.new.node_copy(node, lambda n: self.made[n])
-        decision = self.decisions.get(node.name)
+        decision = self.decisions.get(node)
         self._record(node, copy, decision.results[0] if decision is not None else self.whole)
         if isinstance(value_of(node), Tensor):
             self._set_value(copy, node, self.types[node])
@@ -205,8 +206,8 @@ class _Scope:
         copy = self.new.node_copy(node, lambda n: self.made[n])
         if source.op == "call_module":
             types = self._result_types(source)[int(node.args[1])]  # type: ignore[arg-type]
-        elif source.name in self.decisions:
-            types = self.decisions[source.name].results[int(node.args[1])]  # type: ignore[arg-type]
+        elif source in self.decisions:
+            types = self.decisions[source].results[int(node.args[1])]  # type: ignore[arg-type]
         else:
             types = self.whole
         self._record(node, copy, types)
@@ -245,7 +246,7 @@ class _Scope:
         return self.lowering.ends(self.lowering.program.block_of(call))[1]
 
     def _output(self, node: fx.Node) -> None:
-        decision = self.decisions.get(node.name)
+        decision = self.decisions.get(node)
         wanted = iter(decision.operands if decision is not None else ())
 
         def result(argument: fx.Node) -> fx.Node:
@@ -369,13 +370,13 @@ class _Scope:
         return value if tuple(shape) == tuple(value.shape) else self._piece(value, shape)
 
 
-def _type_of(decisions: Mapping[str, Decision], node: fx.Node) -> Types:
+def _type_of(decisions: Mapping[fx.Node, Decision], node: fx.Node) -> Types:
     """The types of a value inside a block."""
-    if operator_name(node) == "getitem" and node.name not in decisions:
+    if operator_name(node) == "getitem" and node not in decisions:
         maker, index = node.args
         assert isinstance(maker, fx.Node) and isinstance(index, int)
-        return decisions[maker.name].results[index]
-    return decisions[node.name].results[0]
+        return decisions[maker].results[index]
+    return decisions[node].results[0]
 
 
 def spec_text(spec: Mapping[str, Type] | Sequence[tuple[str, Type]]) -> str:

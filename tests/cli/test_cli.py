@@ -22,6 +22,7 @@ from graphpar.cli import compile_work, run_command
 from graphpar.cli.commands import build_parser
 from graphpar.cli.main import main
 from graphpar.codegen.saving import peoples_files
+from graphpar.passes.table import STEPS
 from graphpar.runtime.launch import LaunchResult
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.weights import no_weights
@@ -289,15 +290,20 @@ def test_a_sharded_plan_that_was_edited(folder: Path, capsys: pytest.CaptureFixt
         (folder / "plan.json").write_text(json.dumps(copy))
         return message(capsys, "compile", HEAD_FIRST, "--plan", "plan.json")
 
-    def decided(text: str, scope: str = "Block", name: str = "relu") -> Callable[[dict[str, Any]], None]:
+    def decided(text: str, scope: str = "Block", name: str = "/relu#0") -> Callable[[dict[str, Any]], None]:
         return lambda copy: copy["sharding"]["decisions"][scope].update({name: text})
 
-    assert "Block: relu, which no rule allows" in edited(decided("R -> S(0)"))
+    assert "Block: /relu#0, which no rule allows" in edited(decided("R -> S(0)"))
     assert "can't be read" in edited(decided("R"))
-    assert "no decision for Block: relu" in edited(lambda copy: copy["sharding"]["decisions"]["Block"].pop("relu"))
+    assert "no decision for Block: /relu#0" in edited(
+        lambda copy: copy["sharding"]["decisions"]["Block"].pop("/relu#0")
+    )
+    unknown = edited(decided("R -> R", name="/relu#1"))
+    assert "decides on '/relu#1', which is nothing in the block Block. Did you mean '/relu#0'?" in unknown
+    assert "decides on the block 'Blocks'" in edited(lambda copy: copy["sharding"]["decisions"].update(Blocks={}))
     stored = {"body.2.up.weight": {"tp": "R"}}
     assert "body.2.up.weight is stored as R@tp" in edited(lambda copy: copy["parameters"].update(stored))
-    assert "no transition leads there" in edited(decided("R, R -> R", "", "add_tensor_1"))
+    assert "no transition leads there" in edited(decided("R, R -> R", "", "head/add#0"))
     assert "its mesh has no axis" in edited(lambda copy: copy.update(mesh={"pp": 1}))
 
 
@@ -705,3 +711,16 @@ def test_verify_says_how_it_was_decided_and_what_inference_was_compared_on(capsy
     printed = capsys.readouterr().out
     assert "outputs of 4 batches" in printed and "loss" not in printed and "rows drawn again" in printed
     assert "the first difference: output of logits, step 1 (1.0e-02)" in printed and printed.rstrip().endswith("FAIL")
+
+
+def test_compile_says_what_each_step_took(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The list of steps with the seconds of each, which add up to those of the command."""
+    data = compiled(capsys, HEAD_FIRST, "--mesh", "tp=2", "-o", "out")
+    steps = {row["name"]: row for row in data["steps"]}
+    assert list(steps) == [row.name for row in STEPS]
+    assert {"requires", "ensures", "conflicts", "checked_by", "seconds"} <= steps["share_loss"].keys()
+    assert all(
+        row["seconds"] > 0 for name, row in steps.items() if name not in ("keep_marks", "fill_unchosen", "annotate")
+    )
+    total = sum(row["seconds"] for row in steps.values())
+    assert total == pytest.approx(data["seconds"]["total"], abs=0.01 * len(steps))

@@ -22,7 +22,7 @@ from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, operator_name
 from graphpar.passes.sharding.check_types import check_types
-from graphpar.passes.sharding.linear_bias import separate_biases
+from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.shard import lower
 from graphpar.verification.type_check import CheckResult, check_folder
@@ -125,7 +125,7 @@ def _written(folder: Path, stage: str = STAGE, **types: str) -> Path:
     given = {"shape": [8, 5], "dtype": "int64", "batch_dim": 0}
     tensors = {**CUT, "gain": "R", **{name.replace("__", "."): kind for name, kind in types.items()}}
     plan = {
-        "version": 1,
+        "version": 2,
         "mesh": {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 1, "ep": 1, "tp": 2},
         "schedule": "1F1B",
         "microbatches": 2,
@@ -425,7 +425,7 @@ def _transition(local: Program, name: str, fits: Callable[[fx.Node], bool] = lam
 def _graph_problems(name: str, norms: str, plant: Callable[[Program], Any], axis: str = "tp") -> list[str]:
     program = example(name)
     plan = gp.plan(program, mesh={axis: 2}, shard_plan=norms_pinned(program, norms))
-    separated = separate_biases(program.at_batch(plan.microbatch_size))
+    separated = prepared(program.at_batch(plan.microbatch_size), {}, plan.sharding.points)
     problem = build_problem(separated, plan.sharding.degrees)
     local = lower(separated, plan.sharding)
     assert check_types(problem, local) == []

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 import graphpar as gp
 from tests.passes.sharding.test_search import Layers, export
@@ -50,3 +51,22 @@ def test_decisions_in_a_block_do_not_depend_on_how_many_there_are() -> None:
     )
 
     assert few == many
+
+
+def test_decisions_are_keyed_by_module_operator_and_occurrence() -> None:
+    """What stands before a block renames fx's nodes, and no decision."""
+    plain = gp.plan(export(Layers(4, residual=True)), mesh={"tp": 2}).sharding.decisions
+    assert all("/" in key or "." in key or key == "output" for rows in plain.values() for key in rows)
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Layers(4, residual=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner((x + 1) + 2)
+
+    shifted = gp.plan(export(Shifted()), mesh={"tp": 2}).sharding.decisions
+    assert list(shifted["Layer"]) == list(plain["Layer"])
+    moved = {key.replace("inner.", "", 1).replace("inner/", "/", 1) for key in shifted[""]}
+    assert set(plain[""]) <= moved and "/add#1" in moved - set(plain[""])

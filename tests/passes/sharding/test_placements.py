@@ -21,6 +21,7 @@ from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.transitions import TABLE
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.linear_bias import separate_biases
+from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.search import search
 from graphpar.passes.sharding.shard import lower, shard
@@ -33,7 +34,8 @@ MOVES = {row.function for row in TABLE}
 
 def moved_in(program: Program, plan: Plan) -> dict[str, Counter[str]]:
     """How often each transition stands in each block of the lowered program, and in the root (``""``)."""
-    local = lower(separate_biases(program.at_batch(plan.microbatch_size)), plan.sharding)
+    sharding = plan.sharding
+    local = lower(prepared(program.at_batch(plan.microbatch_size), sharding.variants, sharding.points), sharding)
     graphs = {"": local.graph} | {name: block.graph for name, block in local.blocks.items()}
     return {
         name: Counter(operator_name(node) for node in graph.nodes if operator_name(node) in MOVES)

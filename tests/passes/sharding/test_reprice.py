@@ -12,8 +12,9 @@ from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.reprice import Repricing
-from graphpar.passes.sharding.search import search, sharding_of
+from graphpar.passes.sharding.search import search
 from graphpar.passes.sharding.shard import lower
+from graphpar.passes.sharding.solution import sharding_of
 from tests.passes.sharding.test_search import MODELS, small
 from tests.programs import example
 

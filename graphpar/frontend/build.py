@@ -1,0 +1,101 @@
+"""``build``: the module that is traced, from a module or a factory; a factory's takes no memory.
+
+module ──────────────────────────────┐
+factory ──under fake tensors, a tape─┴──► module, its FakeTensorMode, what its constructor computed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graphpar.errors import GraphparError
+from graphpar.frontend.deferred import Tape
+from graphpar.frontend.watched import OffMeta, is_on_meta, off_meta
+
+ModelLike = nn.Module | Callable[[], nn.Module]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""In which a factory may build the model, by the names that plans have for them."""
+
+
+def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
+    """The module itself, or the factory's under fake tensors: no memory, whatever its size.
+
+    Some constructors can't run on fake tensors (they read values, or copy modules); those run for real.
+    """
+    if isinstance(model, nn.Module):
+        return _with_values_apart(_unwrapped(model), None, None)
+    if not callable(model):
+        raise GraphparError(
+            f"model is a {type(model).__name__}; it must be an nn.Module or a function that returns one."
+        )
+    if needed := needed_arguments(model):
+        raise GraphparError(
+            f"model is {'the class' if isinstance(model, type) else 'the function'} {getattr(model, '__name__', model)}, which needs "
+            f"arguments ({', '.join(needed)}); give an instance, or a function without arguments that makes one."
+        )
+    fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    tape = Tape()
+    with default_dtype(dtype):
+        try:
+            with fake, tape, OffMeta(), _shared_by_copies(fake):
+                built = model()
+        except Exception:
+            with OffMeta():
+                built, fake, tape = model(), cast(Any, None), cast(Any, None)
+    if not isinstance(built, nn.Module):
+        raise GraphparError(f"The model factory returned a {type(built).__name__}; it must return an nn.Module.")
+    return _with_values_apart(_unwrapped(built), fake, tape)
+
+
+def _with_values_apart(
+    model: nn.Module, fake: FakeTensorMode | None, tape: Tape | None
+) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
+    """A model on the device meta as one that was built under fake tensors."""
+    if not is_on_meta(model):
+        return model, fake, tape
+    fake = fake or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    return off_meta(model, fake), fake, tape
+
+
+def needed_arguments(factory: Callable[..., Any]) -> list[str]:
+    """Names of the arguments without which ``factory`` can't be called."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+@contextlib.contextmanager
+def _shared_by_copies(mode: FakeTensorMode) -> Iterator[None]:
+    """Copies of fake tensors stay in ``mode`` (nn.Transformer deep-copies its layers)."""
+    FakeTensorMode.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del FakeTensorMode.__deepcopy__  # type: ignore[attr-defined]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of a DataParallel or DistributedDataParallel wrapper."""
+    while type(model).__name__ in ("DataParallel", "DistributedDataParallel") and hasattr(model, "module"):
+        model = cast(nn.Module, model.module)
+    return model
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or previous)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)

@@ -1,0 +1,102 @@
+"""Keys of decisions: how a plan names the operators, parameters and inputs of a graph, whatever fx calls its nodes.
+
+    operator     "mlp.up/linear#0"     module path, in a block relative to the instance; operator; which of these there
+    parameter    "mlp.up.weight"       its name, relative as well
+    input        "input/input_ids"     the root's by name, "input/0" a block's by position
+    output       "output"
+
+The same module gives the same keys, however many operators stand before it or whatever their nodes are called.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from graphpar.errors import GraphparError, near_match
+from graphpar.ir.program import Program, module_path, operator_name
+from graphpar.ir.sharding import Decision, Sharding, Types
+from graphpar.runtime.layout import ExpertRows
+
+
+def keys_of(program: Program, scope: str) -> dict[fx.Node, str]:
+    """The key of each node of a graph of ``program``; ``scope`` is a block's name, "" the root."""
+    block = program.blocks[scope] if scope else None
+    graph, base = (program.graph, "") if block is None else (block.graph, block.path)
+    met: Counter[str] = Counter()
+    inputs = 0
+    keys: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            keys[node] = f"input/{inputs if scope else node.target}"
+            inputs += 1
+        elif node.op == "output":
+            keys[node] = "output"
+        else:
+            what = (
+                str(node.target)
+                if node.op == "get_attr"
+                else f"{_relative(module_path(node), base)}/{operator_name(node)}"
+            )
+            again = met[what]
+            met[what] += 1
+            keys[node] = what if node.op == "get_attr" and not again else f"{what}#{again}"
+    return keys
+
+
+def _relative(path: str, base: str) -> str:
+    if base and (path == base or path.startswith(f"{base}.")):
+        return path[len(base) + 1 :]
+    return path
+
+
+def keyed(program: Program, decisions: Mapping[str, Mapping[fx.Node, Decision]]) -> dict[str, dict[str, Decision]]:
+    """Decisions by scope and node as a plan has them, by scope and key."""
+    found = {}
+    for scope, rows in decisions.items():
+        keys = keys_of(program, scope)
+        names = {node.name: key for node, key in keys.items()}
+        found[scope] = {keys[node]: _renamed(decision, names.__getitem__) for node, decision in rows.items()}
+    return found
+
+
+def by_node(program: Program, sharding: Sharding) -> dict[fx.Node, Decision]:
+    """The decisions of a plan on ``program``, prepared as the sharding says.
+
+    Raises:
+        GraphparError: a key names nothing there.
+    """
+    found: dict[fx.Node, Decision] = {}
+    for scope, rows in sharding.decisions.items():
+        if scope and scope not in program.blocks:
+            raise GraphparError(
+                f"The plan's sharding decides on the block {scope!r}, which the model does not have.{near_match(scope, program.blocks)} "
+                "The model has changed, or the plan was edited; compile the model again."
+            )
+        nodes = {key: node for node, key in keys_of(program, scope).items()}
+
+        def node_of(key: str, scope: str = scope, nodes: Mapping[str, fx.Node] = nodes) -> fx.Node:
+            if key not in nodes:
+                where = f"the block {scope}" if scope else "the model, outside of blocks"
+                raise GraphparError(
+                    f"The plan's sharding decides on {key!r}, which is nothing in {where}.{near_match(key, nodes)} "
+                    "The model has changed, or the plan was edited; compile the model again."
+                )
+            return nodes[key]
+
+        found |= {node_of(key): _renamed(decision, lambda name: node_of(name).name) for key, decision in rows.items()}
+    return found
+
+
+def _renamed(decision: Decision, name: Callable[[str], str]) -> Decision:
+    """With other names of the values that say where the rows of experts end."""
+
+    def types(own: Types) -> Types:
+        return tuple(
+            replace(kind, offsets=name(kind.offsets)) if isinstance(kind, ExpertRows) else kind for kind in own
+        )
+
+    return Decision(tuple(map(types, decision.operands)), tuple(map(types, decision.results)), decision.rewrites)
