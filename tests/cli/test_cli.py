@@ -204,6 +204,7 @@ def test_compile_as_a_process_prints_one_json_object(folder: Path) -> None:
         "predicted",
         "search",
         "seconds",
+        "steps",
     }
     assert set(data["seconds"]) == {"capture", "plan", "emit", "total"}
     assert data["out"] == "noisy-2dev" and data["plan"]["global_batch"] == 6

@@ -35,6 +35,7 @@ import torch
 
 import graphpar as gp
 from graphpar.cli import compile_work
+from graphpar.cli.clock import Clock
 from graphpar.cli.commands import COMMANDS, build_parser
 from graphpar.cli.main import main
 from graphpar.frontend.modelfile import ModelFile
@@ -268,12 +269,12 @@ TRACED: dict[tuple[Any, ...], gp.Program] = {}
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     export = compile_work._export
 
-    def once(file: ModelFile, options: argparse.Namespace, given: gp.Plan | None) -> gp.Program:
+    def once(file: ModelFile, options: argparse.Namespace, given: gp.Plan | None, clock: Clock) -> gp.Program:
         if given is not None or options.dump_after:
-            return export(file, options, given)
+            return export(file, options, given, clock)
         key = (options.model, options.mode, options.dtype, options.skip)
         if key not in TRACED:
-            TRACED[key] = export(file, options, given)
+            TRACED[key] = export(file, options, given, clock)
         return TRACED[key]
 
     monkeypatch.setattr(compile_work, "_export", once)

@@ -446,7 +446,7 @@ def test_operators_that_mix_examples_are_named_in_one_line() -> None:
     whole = gp.plan(program, mesh={"pp": 2}, schedule="GPipe")
     cut = gp.plan(program, mesh={"pp": 2}, allow_batch_coupling=True)
     for plan, words in (
-        (whole, "The batch is not cut"),
+        (whole, "The batch is not split"),
         (cut, f"each of {cut.microbatches} microbatches is on its own"),
     ):
         (line,) = [line for line in plan.warnings if "mixes examples" in line]

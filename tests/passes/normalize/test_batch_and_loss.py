@@ -181,7 +181,7 @@ def test_what_mixes_examples_is_planned_with_the_batch_whole() -> None:
     program = Case(Net(), (X,), {}, *MIXING["contrastive"][1:3]).export()
 
     assert gp.plan(program, 1).microbatches == 1
-    with pytest.raises(gp.GraphparError, match="can't be cut"):
+    with pytest.raises(gp.GraphparError, match="can't be split"):
         gp.plan(program, 1, microbatch_size=1)
 
 
