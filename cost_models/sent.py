@@ -8,6 +8,7 @@ any of them is hidden.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import fx
@@ -18,6 +19,13 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program, operator_name
 from graphpar.operators.transitions import TABLE, Transition, collective_cost
+from graphpar.text import plural
+
+SENDING = {
+    "vocab_cross_entropy": ("vocabulary-parallel loss", "S(1)", "I"),
+    "sync_batch_norm": ("statistics of BatchNorm", "S(0)", "S(0)"),
+}
+"""Operators that send by themselves: what that is called, and the types before and after. Others sum a count over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,11 @@ class SentPrices:
         rows = self.works.collectives(node, scope)
         if not rows:
             return None
-        words = f"{len(rows)} {rows[0].kind}s", "nothing" if self.works.train else ""
-        return self._priced(rows, rows[0].axis, ("S(1)", "I"), words)
+        ways = [Counter(row.kind for row in rows if (row.phase is Phase.FORWARD) == way) for way in (True, False)]
+        forward, backward = (", ".join(plural(count, kind) for kind, count in way.items()) for way in ways)
+        _, *types = SENDING.get(operator_name(node), ("", "P", "R"))
+        words = forward, backward or ("nothing" if self.works.train else "")
+        return self._priced(rows, rows[0].axis, (types[0], types[1]), words)
 
     def _transition(self, node: fx.Node, scope: str) -> Sent:
         row = next(row for row in TABLE if row.function == operator_name(node))

@@ -100,7 +100,7 @@ def export(
 
         def at_size(size: int) -> Program:
             again = run_passes(retrace(size), row_list, skip=skip)[0]
-            again.source = source
+            again.source, again.retrace = source, at_size
             return again
 
         program.retrace = at_size

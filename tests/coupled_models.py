@@ -118,6 +118,20 @@ class Codebook(nn.Module):
         return F.mse_loss(found, x) + F.mse_loss(nearest, z.detach()) + (usage * (usage + 1e-9).log()).sum()
 
 
+class Hardest(nn.Module):
+    """Triplets of each example, its other view, and the nearest of the rest; ``cdist`` is traced at a fixed batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _tower(12)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        distances = torch.cdist(self.net(first), self.net(second))
+        others = distances + 1e4 * torch.eye(distances.shape[0], device=distances.device)
+        nearest = others.topk(2, dim=1, largest=False).values.mean(1)
+        return F.relu(torch.diagonal(distances) - nearest + 1).mean() + distances.std(0).mean()
+
+
 class Router(nn.Module):
     """HF Mixtral with the auxiliary loss of its router, which multiplies two means over all tokens."""
 
@@ -152,6 +166,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = 
     "largest": (Largest, lambda: [torch.randn(ROWS, 24), torch.randn(ROWS, 16)]),
     "bag": (Bag, lambda: [torch.randint(0, 50, (ROWS, 5))]),
     "codebook": (Codebook, lambda: [torch.randn(ROWS, 24)]),
+    "hardest": (Hardest, lambda: [torch.randn(ROWS, 12), torch.randn(ROWS, 12)]),
     "router": (Router, lambda: [torch.randint(0, 64, (ROWS, 12)), _labels()]),
 }
 

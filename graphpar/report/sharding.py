@@ -120,12 +120,14 @@ class _Reader:
 
     def _sent(self, node: fx.Node, scope: str) -> dict[str, Any] | None:
         """What a node sends, with the name of the value."""
+        from graphpar.cost_models.sent import SENDING
+        from graphpar.ir.program import operator_name
         from graphpar.operators.naming import value_name
 
         sent = self.prices.sent(node, scope)
         if sent is None:
             return None
-        name = "vocabulary-parallel loss"
+        name = SENDING.get(operator_name(node), ("labels that count", "", ""))[0]
         if "transition" in node.meta:
             name = str(node.meta["name"]) if "name" in node.meta else value_name(node.meta["origin"])
         return {

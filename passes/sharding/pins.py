@@ -20,7 +20,7 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Block, Program, value_of
 from graphpar.ir.sharding import Point
 from graphpar.passes.sharding.linear_bias import separate_biases
-from graphpar.passes.sharding.widened import widened
+from graphpar.passes.sharding.widened import widened, with_all_rows
 
 POINT = "pin_point"
 
@@ -31,7 +31,8 @@ def prepared(
     """The program as search and lowering see it: variants of blocks, pin points, results of blocks, biases that stand alone, and
     the rows of all replicas where ``degrees`` places operators on their axes.
     """
-    separated = separate_biases(_with_results(_with_points(_with_variants(program, variants), points)))
+    traced = with_all_rows(program, degrees or {})
+    separated = separate_biases(_with_results(_with_points(_with_variants(traced, variants), points)))
     return widened(separated, degrees or {})
 
 

@@ -2,7 +2,8 @@
 
     a replica's program, images [b, 3, 224, 224]  ──widened by 4──►  images [4 b, 3, 224, 224], of which a replica has S(0)
 
-``b`` stays the number of a replica's rows, so what is found for a rank's program is in the same symbol as for any other.
+``b`` stays the number of a replica's rows, so what is found for a rank's program is in the same symbol as for any other. A trace at a
+fixed batch has its sizes in literals, so there the program is traced at the rows of all replicas.
 """
 
 from __future__ import annotations
@@ -19,23 +20,44 @@ from graphpar.ir.program import Program, batch_coefficients, value_of
 from graphpar.runtime.axes import AXIS
 
 
+def _replicas(degrees: Mapping[str, int]) -> int:
+    return math.prod(degree for axis, degree in degrees.items() if AXIS[axis].replicas)
+
+
+def with_all_rows(program: Program, degrees: Mapping[str, int]) -> Program:
+    """``program``, of a fixed batch, traced with the rows of all replicas of ``degrees``; else as it is.
+
+    Raises:
+        GraphparError: it is another one with so many rows.
+    """
+    times = _replicas(degrees)
+    return program if times == 1 or program.symbolic else program.at_batch(program.batch * times)
+
+
 def widened(program: Program, degrees: Mapping[str, int]) -> Program:
-    """``program`` with the rows of all replicas in every value, by the axes of ``degrees`` that divide rows; names stay."""
-    times = math.prod(degree for axis, degree in degrees.items() if AXIS[axis].replicas)
+    """``program`` with the rows of all replicas in every value, by the axes of ``degrees`` that divide rows; names stay.
+
+    Of a program of a fixed batch the values are those of :func:`with_all_rows` already.
+    """
+    times = _replicas(degrees)
     if times == 1:
         return program
-    blocks = {name: replace(block, graph=_graph(block.graph, times)) for name, block in program.blocks.items()}
-    return program.with_graph(_graph(program.graph, times), blocks=blocks)
+    symbolic = program.symbolic
+    blocks = {
+        name: replace(block, graph=_graph(block.graph, times, symbolic)) for name, block in program.blocks.items()
+    }
+    batch = program.batch if symbolic else program.batch // times
+    return program.with_graph(_graph(program.graph, times, symbolic), blocks=blocks, batch=batch)
 
 
-def _graph(source: fx.Graph, times: int) -> fx.Graph:
+def _graph(source: fx.Graph, times: int, symbolic: bool) -> fx.Graph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(source, copies))
     for old, new in copies.items():
         new.meta = dict(old.meta)
-        if "val" in old.meta:
-            new.meta["val"] = _value(old, value_of(old), times)
+        if symbolic and "val" in old.meta:
+            new.meta["val"] = _value(value_of(old), times)
         if "batch_coefficients" in old.meta:
             new.meta["batch_coefficients"] = tuple(None if c is None else c * times for c in batch_coefficients(old))
         if "batch_factor" in old.meta:
@@ -43,20 +65,12 @@ def _graph(source: fx.Graph, times: int) -> fx.Graph:
     return graph
 
 
-def _value(node: fx.Node, value: Any, times: int) -> Any:
-    fixed = node.meta.get("batch_coefficients")
-    if isinstance(
-        value, tuple | list
-    ):  # of a trace at a fixed batch, the picks among the results say what follows the batch
-        return value if fixed is not None else type(value)(_value(node, part, times) for part in value)
+def _value(value: Any, times: int) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_value(part, times) for part in value)
     if isinstance(value, Tensor):
-        if fixed is None:
-            shape = [_wider(size, times) for size in value.shape]
-        else:
-            shape = [size if c is None else size * times for size, c in zip(value.shape, fixed)]
+        shape = [_wider(size, times) for size in value.shape]
         return value if shape == list(value.shape) else value.new_empty(shape)
-    if isinstance(value, int) and "batch_factor" in node.meta:
-        return value * times
     return _wider(value, times)
 
 
