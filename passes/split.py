@@ -41,6 +41,8 @@ def positions_of(program: Program, cuts: Sequence[Cut]) -> list[int]:
         if not inside:
             raise GraphparError(_no_such_module(program, cut.path))
         position = inside[0] if cut.where is SplitPoint.BEGINNING else inside[-1] + 1
+        while "transition" in nodes[position - 1].meta and _of_parameter(nodes[position - 1]):
+            position -= 1  # what a collective makes of a parameter belongs to the operator that takes it
         if position in found:
             first = found[position]
             raise GraphparError(
@@ -83,7 +85,12 @@ def _no_such_module(program: Program, path: str) -> str:
 
 
 def _has_parameters(node: fx.Node) -> bool:
-    return node.op == "call_function" and any(argument.op == "get_attr" for argument in node.all_input_nodes)
+    return node.op == "call_function" and any(map(_of_parameter, (node, *node.all_input_nodes)))
+
+
+def _of_parameter(node: fx.Node) -> bool:
+    """Whether it is a parameter, or what a collective makes of one."""
+    return node.op == "get_attr" or ("transition" in node.meta and node.meta["origin"].op == "get_attr")
 
 
 def cut_candidates(program: Program, stages: int = 2) -> list[tuple[int, str]]:

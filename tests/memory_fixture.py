@@ -28,7 +28,7 @@ def main(program: str, batch: str, out: Path) -> None:
             pipeline.step(rows, step=1)
             highest, _ = live.turn()
         place = pipeline.groups.place["pp"]
-        (out / f"{pipeline.rank}.json").write_text(json.dumps([place, highest]))
+        (out / f"{pipeline.rank}.json").write_text(json.dumps([place, int(highest)]))
 
 
 if __name__ == "__main__":
