@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphpar.ir.batch_sizes import is_size, number_arguments, size_factor
 from graphpar.ir.program import Coupling, Program, batch_coefficients, operator_name, value_of
 from graphpar.operators.batch import Additive, Analysis, Coupled, Fixed, Rows
-from graphpar.operators.batch_states import is_size, number_arguments, size_factor
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import infer

@@ -23,16 +23,10 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
+from graphpar.ir.batch_sizes import is_size, is_unknown, number_arguments, unknown_coefficient, unknown_symbol
 from graphpar.ir.program import Program, operator_name, value_of, where
 from graphpar.operators.batch import Additive, Analysis, Fixed, Rows
-from graphpar.operators.batch_states import (
-    choice_of,
-    is_size,
-    is_unknown,
-    number_arguments,
-    unknown_coefficient,
-    unknown_symbol,
-)
+from graphpar.operators.batch_states import choice_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import infer

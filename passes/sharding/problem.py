@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from graphpar.ir.batch_sizes import is_size
 from graphpar.ir.program import Block, Program, operator_name, value_of
-from graphpar.operators.batch_states import is_size
 from graphpar.operators.gradients import block_results, differentiable_nodes
 from graphpar.operators.placement import Context, Placement, operands_of, results_of, sizes_of
 from graphpar.operators.rewrite import REWRITES

@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from graphpar.emitted import collectives
+from graphpar.ir.batch_sizes import is_size
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Block, Program, TensorInfo, batch_coefficients, operator_name, value_of
 from graphpar.ir.sharding import Decision, Sharding, Types
-from graphpar.operators.batch_states import is_size
 from graphpar.operators.gradients import block_results, differentiable_nodes
 from graphpar.operators.placement import operands_of, results_of
 from graphpar.operators.rewrite import Cuts, on_pieces
