@@ -66,7 +66,7 @@ class Printed:
 
 
 def _is_cut(node: fx.Node) -> bool:
-    return "cut" in node.kwargs or getattr(node.target, "__module__", None) == collectives.__name__
+    return "sharded" in node.kwargs or getattr(node.target, "__module__", None) == collectives.__name__
 
 
 def _line_of(node: fx.Node) -> tuple[str, int, str] | None:

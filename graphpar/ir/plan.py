@@ -33,7 +33,7 @@ class SplitPoint(Enum):
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitAt:
     """A split point: a stage begins before (or after) the module ``path``."""
 
     path: str
@@ -55,7 +55,7 @@ class Plan:
     schedule: str
     global_batch: int
     microbatch_size: int
-    cuts: tuple[Cut, ...]
+    split_points: tuple[SplitAt, ...]
     stages: tuple[StageRecord, ...]
     dtype: str = "fp32"
     actions: tuple[tuple[str, ...], ...] | None = None
@@ -109,7 +109,7 @@ class Plan:
             "zero": self.zero,
             "recompute": self.recompute,
             "allow_batch_coupling": self.allow_batch_coupling,
-            "split": [{"path": cut.path, "where": cut.where.value} for cut in self.cuts],
+            "split": [{"path": point.path, "where": point.where.value} for point in self.split_points],
             "sharding": self.sharding.to_json(),
         }
 
@@ -134,7 +134,7 @@ class Plan:
                 schedule=record.schedule,
                 global_batch=record.global_batch,
                 microbatch_size=record.microbatch_size,
-                cuts=tuple(Cut(entry["path"], SplitPoint(entry["where"])) for entry in data["split"]),
+                split_points=tuple(SplitAt(entry["path"], SplitPoint(entry["where"])) for entry in data["split"]),
                 stages=record.stages,
                 actions=None
                 if record.actions is None
@@ -183,7 +183,7 @@ class Plan:
         return as_text(self)
 
 
-def cuts_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> tuple[Cut, ...]:
+def split_points_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> tuple[SplitAt, ...]:
     """Split points as a user writes them: paths, ``{"path": "end"}``, or torch's ``{path: SplitPoint.END}``."""
     pairs: list[tuple[str, Any]] = []
     items: Any = entries.items() if isinstance(entries, Mapping) else entries
@@ -194,10 +194,10 @@ def cuts_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> t
             pairs += list(entry.items())
         else:
             pairs.append(tuple(entry))
-    cuts = []
+    points = []
     for path, where in pairs:
         name = str(getattr(where, "name", where)).lower()
         if name not in ("beginning", "end"):
             raise GraphparError(f"Split point {path!r}: {where!r} must be 'beginning' or 'end'.")
-        cuts.append(Cut(path, SplitPoint(name)))
-    return tuple(cuts)
+        points.append(SplitAt(path, SplitPoint(name)))
+    return tuple(points)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from graphpar.operators import spelling as write
-from graphpar.operators.moves import uncut
-from graphpar.operators.placement import Context, Placement, can_cut, operands_of, results_of, sizes_of
+from graphpar.operators.moves import unsharded
+from graphpar.operators.placement import Context, Placement, can_shard, operands_of, results_of, sizes_of
 from graphpar.operators.record import Kind, Record, each
 from graphpar.runtime.layout import R, Shard
 
@@ -18,7 +18,7 @@ def fresh(node: fx.Node, context: Context) -> list[Placement]:
     return [
         Placement((shard,), tuple(R for _ in results_of(node)))
         for shard in dict.fromkeys(shards)
-        if can_cut(sizes_of(source)[shard.dim], shard, context.degree, padded=True)
+        if can_shard(sizes_of(source)[shard.dim], shard, context.degree, padded=True)
     ]
 
 
@@ -36,7 +36,7 @@ RECORDS: dict[str, Record] = {
         Record(Kind.FACTORY, placements=fresh, spelling=write.METHOD),
     ),
     "new_empty": Record(Kind.FACTORY, placements=fresh),
-    **each("bernoulli multinomial", Record(Kind.RANDOM, uncut)),
+    **each("bernoulli multinomial", Record(Kind.RANDOM, unsharded)),
     # numbers
     "sym_size": Record(Kind.NUMBER, spelling=(write.size,)),
     "sym_float": Record(Kind.NUMBER, spelling=(write.renamed("float"),)),

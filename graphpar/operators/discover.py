@@ -27,7 +27,7 @@ from graphpar.ir.program import concrete_shape, is_of_torch, operator_name, valu
 from graphpar.operators.notation import Factors, Rule
 from graphpar.operators.placement import Placement, Size, operands_of, sizes_of, sums
 from graphpar.operators.prove import Call, Trial, node_of
-from graphpar.runtime.layout import P, R, Shard, Type, cut
+from graphpar.runtime.layout import P, R, Shard, Type, shard_of
 
 _SMALL = ((6, 10, 14, 18, 22, 26, 30), (10, 6, 18, 14, 26, 22, 34), (4, 12, 8, 20, 16, 28, 24))
 """Sizes that the operator's own are replaced by, in three trials: their halves are odd in two."""
@@ -262,7 +262,7 @@ def _holds(trials: Sequence[Trial], dims: _Cut) -> tuple[int | None, ...] | None
 
 def _shapes_of_pieces(trial: Trial, dims: _Cut) -> tuple[int | None, ...] | None:
     """Which dim of each result shrinks where the operands are halved."""
-    pieces = [v if dim is None else cut(v, Shard(dim), 2, 0) for v, dim in zip(trial.values, dims)]
+    pieces = [v if dim is None else shard_of(v, Shard(dim), 2, 0) for v, dim in zip(trial.values, dims)]
     try:
         results = trial.run(pieces)
     except Exception:

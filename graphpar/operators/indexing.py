@@ -13,7 +13,7 @@ from torch import fx
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
-from graphpar.operators.moves import labelled, uncut
+from graphpar.operators.moves import labelled, unsharded
 from graphpar.operators.notation import Factors, Rule
 from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, sizes_of
 from graphpar.operators.record import Kind, Reads, Record, each
@@ -49,7 +49,7 @@ def index(node: fx.Node) -> Rule:
     """x[i, :, j]: indices together, then the dims that pass through."""
     found = _indexed(node)
     if found is None:
-        return uncut(node)
+        return unsharded(node)
     own, picks, made = found
     fixed = frozenset(label for label in own if label.startswith("v"))
     return Rule((own, *picks), (made,), fixed, linear=(frozenset({0}),), uneven=True)
@@ -80,7 +80,7 @@ def gather(node: fx.Node) -> Rule:
     before, after = sizes_of(x), sizes_of(picks)
     given = literal(node, "dim")
     if given is None or not before or len(before) != len(after):
-        return uncut(node)
+        return unsharded(node)
     dim = int(given) % len(before)
     made = sizes_of(node)
     labels = labelled(len(before))
@@ -101,7 +101,7 @@ def scattered(node: fx.Node) -> Rule:
     operands = operands_of(node)
     sizes = [sizes_of(operand) for operand in operands]
     if not sizes[0]:
-        return uncut(node)
+        return unsharded(node)
     dim = int(literal(node, "dim")) % len(sizes[0])
     labels = labelled(len(sizes[0]))
     own = tuple("v" if i == dim else label for i, label in enumerate(labels))
@@ -124,7 +124,7 @@ def index_select(node: fx.Node) -> Rule:
     x, _ = operands_of(node)
     rank = value_of(x).ndim
     if rank == 0 or value_of(operands_of(node)[1]).ndim == 0:
-        return uncut(node)
+        return unsharded(node)
     dim = int(literal(node, "dim")) % rank
     labels = labelled(rank)
     own = tuple("v" if i == dim else label for i, label in enumerate(labels))
@@ -141,7 +141,7 @@ def index_added(node: fx.Node) -> Rule:
     operands = operands_of(node)
     rank = value_of(operands[0]).ndim
     if rank == 0 or value_of(operands[1]).ndim == 0:
-        return uncut(node)
+        return unsharded(node)
     name = operator_name(node)
     dim = int(literal(node, "dim")) % rank
     labels = labelled(rank)
@@ -157,7 +157,7 @@ def one_hot(node: fx.Node) -> Rule:
     classes = literal(node, "num_classes")
     labels = labelled(value_of(operands_of(node)[0]).ndim)
     if not isinstance(classes, int) or classes < 0:
-        return uncut(node)
+        return unsharded(node)
     return Rule((labels,), ((*labels, "class"),), frozenset({"class"}))
 
 
@@ -165,7 +165,7 @@ def searchsorted(node: fx.Node) -> Rule:
     """Among one sorted sequence each element by itself; among one for each row, each row."""
     operands = operands_of(node)
     if len(operands) < 2 or value_of(operands[1]).ndim == 0:
-        return uncut(node)
+        return unsharded(node)
     labels = labelled(value_of(operands[1]).ndim)
     rows = ("sorted",) if value_of(operands[0]).ndim == 1 else (*labels[:-1], "sorted")
     return Rule((rows, labels, *(rows for _ in operands[2:])), (labels,), frozenset({"sorted"}))
@@ -175,7 +175,7 @@ def membership(node: fx.Node) -> Rule:
     """isin: each element by itself, among all that are tested."""
     operands = operands_of(node)
     if len(operands) < 2:
-        return uncut(node)
+        return unsharded(node)
     tested = tuple(f"t{i}" for i in range(value_of(operands[1]).ndim))
     labels = labelled(value_of(operands[0]).ndim)
     return Rule((labels, tested), (labels,), frozenset(tested))
@@ -191,7 +191,7 @@ def bucketize(node: fx.Node) -> Rule:
 
 # ---- records ---------------------------------------------------------------------------------------------------
 
-_UNCUT = Record(Kind.INDEX, uncut)
+_UNSHARDED = Record(Kind.INDEX, unsharded)
 
 RECORDS: dict[str, Record] = {
     "index": Record(Kind.INDEX, index, spelling=(write.indexed,)),
@@ -207,8 +207,8 @@ RECORDS: dict[str, Record] = {
     **each("index_add index_copy index_reduce", Record(Kind.INDEX, index_added, index_add, saves=Reads.OPERANDS)),
     "index_fill": Record(Kind.INDEX, index_added, index_add),
     "index_put": Record(Kind.INDEX, placements=index_put, spelling=write.METHOD),
-    "histc": Record(Kind.INDEX, uncut, spelling=write.METHOD),
-    **each("nonzero masked_scatter _unique2 unique_dim unique_consecutive bincount", _UNCUT),
-    **each("masked_select take put", replace(_UNCUT, saves=Reads.OPERANDS)),
+    "histc": Record(Kind.INDEX, unsharded, spelling=write.METHOD),
+    **each("nonzero masked_scatter _unique2 unique_dim unique_consecutive bincount", _UNSHARDED),
+    **each("masked_select take put", replace(_UNSHARDED, saves=Reads.OPERANDS)),
     **each("expert_rows expert_sums", Record(Kind.INDEX)),
 }  # fmt: skip

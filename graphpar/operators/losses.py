@@ -6,7 +6,7 @@ from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
-from graphpar.operators.moves import uncut
+from graphpar.operators.moves import unsharded
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import Context, Placement, averaged, from_rule, literal, operands_of, sizes_of
 from graphpar.operators.record import Kind, Record, each
@@ -59,7 +59,7 @@ def rowwise(node: fx.Node) -> Rule:
     rank = max(len(sizes) for sizes in operands)
     reduction = literal(node, "reduction")
     if rank < 2 or operator_name(node) == "ctc_loss":
-        return uncut(node)
+        return unsharded(node)
     split = [
         tuple("r" if dim == 0 and size == operands[0][0] else f"o{k}_{dim}" for dim, size in enumerate(sizes))
         for k, sizes in enumerate(operands)
@@ -82,5 +82,5 @@ RECORDS: dict[str, Record] = {
     **each(
         "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss", Record(Kind.LOSS, rowwise)
     ),
-    "ctc_loss": Record(Kind.LOSS, uncut),
+    "ctc_loss": Record(Kind.LOSS, unsharded),
 }

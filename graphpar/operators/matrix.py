@@ -12,7 +12,7 @@ from torch import fx
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
-from graphpar.operators.moves import uncut
+from graphpar.operators.moves import unsharded
 from graphpar.operators.notation import Rule, parse_rule
 from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, results_of, sizes_of
 from graphpar.operators.record import Kind, Reads, Record, each
@@ -121,7 +121,7 @@ def grouped_mm(node: fx.Node, context: Context) -> list[Placement]:
 def grouped(node: fx.Node) -> Rule:
     """Rows by group times each group's matrix: x [t, k], weight [g, k, n], offsets [g] -> [t, n]."""
     if _ranks(node)[0] != [2, 3, 1]:
-        return uncut(node)
+        return unsharded(node)
     return parse_rule("t k, g k n, g -> t n", *_ranks(node), fixed="t g", linear=[{0}])
 
 
@@ -130,7 +130,7 @@ def einsum(node: fx.Node) -> Rule:
     operands = operands_of(node)
     words, right = _equation(str(node.args[0]).replace(" ", ""), [value_of(operand).ndim for operand in operands])
     if len(words) != len(operands):
-        return uncut(node)
+        return unsharded(node)
     twice = {letter for word in words for letter in word if word.count(letter) > 1}  # a diagonal
     largest: dict[str, Size] = {}
     for word, operand in zip(words, operands):
@@ -187,7 +187,7 @@ def line(text: str, fixed: str = "", linear: int = 0) -> Callable[[fx.Node], Rul
         try:
             return parse_rule(text, *_ranks(node), fixed=fixed, linear=[{index} for index in range(linear)])
         except ValueError:
-            return uncut(node)
+            return unsharded(node)
 
     return rule
 
@@ -220,6 +220,6 @@ RECORDS: dict[str, Record] = {
     "scaled_dot_product_attention": Record(Kind.ATTENTION, placements=attention, spelling=(_ATTENTION,)),
     "dropout_attention": Record(Kind.ATTENTION, placements=attention, spelling=(write.stream_function("dropout_attention"),)),
     "embedding": Record(Kind.LOOKUP, placements=embedding, spelling=(write.embedding,)),
-    "embedding_bag": Record(Kind.LOOKUP, uncut, saves=Reads.OPERANDS),
+    "embedding_bag": Record(Kind.LOOKUP, unsharded, saves=Reads.OPERANDS),
     "vocab_embedding": Record(Kind.LOOKUP),
 }  # fmt: skip

@@ -22,7 +22,7 @@ from graphpar.operators.placement import (
     Context,
     Placement,
     argument_place,
-    can_cut,
+    can_shard,
     from_rule,
     literal,
     operands_of,
@@ -40,7 +40,7 @@ def labelled(rank: int) -> tuple[str, ...]:
     return tuple(f"d{dim}" for dim in range(rank))
 
 
-def uncut(node: fx.Node) -> Rule:
+def unsharded(node: fx.Node) -> Rule:
     """Nothing can be cut."""
     rows = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(operands_of(node)))
     results = tuple(tuple(f"r{k}_{i}" for i in range(r.ndim)) for k, r in enumerate(results_of(node)))
@@ -64,7 +64,7 @@ def along(
     kept = tuple(label for i, label in enumerate(labels) if not removed or i not in mixed)
     made = len(results_of(node))
     if any(value_of(o).ndim != rank for o in operands) or any(r.ndim != len(kept) for r in results_of(node)):
-        return uncut(node)
+        return unsharded(node)
     group = (frozenset({0}),) if linear and len(operands) == 1 else ()
     fixed = frozenset(labels[i] for i in mixed)
     tolerant = frozenset(labels) if padded else frozenset()
@@ -124,7 +124,7 @@ def windows(node: fx.Node) -> Rule:
     """unfold: a dim becomes windows, whose elements are the last dim."""
     labels = labelled(value_of(operands_of(node)[0]).ndim)
     if not labels:
-        return uncut(node)
+        return unsharded(node)
     dim = int(literal(node, "dimension")) % len(labels)
     made = (*(f"w{i}" if i == dim else label for i, label in enumerate(labels)), "element")
     return Rule((labels,), (made,), frozenset({labels[dim], f"w{dim}", "element"}), linear=(frozenset({0}),))
@@ -134,7 +134,7 @@ def broadcast(node: fx.Node) -> Rule:
     """broadcast_tensors: every operand in the common shape."""
     made = next((sizes for sizes in result_sizes(node) if sizes is not None), None)
     if made is None:
-        return uncut(node)
+        return unsharded(node)
     labels = labelled(len(made))
     rows = tuple(aligned(sizes_of(operand), made, labels) for operand in operands_of(node))
     return Rule(rows, (labels,) * len(results_of(node)))
@@ -220,7 +220,7 @@ def sliced(node: fx.Node, context: Context) -> list[Placement]:
     source, *others = operands_of(node)
     rank = value_of(source).ndim
     if others:
-        return from_rule(node, uncut(node), context)
+        return from_rule(node, unsharded(node), context)
     dim = int(literal(node, "dim", 1, 0)) % rank
     found = from_rule(node, along(node, [dim], padded=True), context)
     (whole, follows), (made, _) = sizes_of(source)[dim], sizes_of(node)[dim]
@@ -236,7 +236,7 @@ def sliced(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def _slice_cuts(node: fx.Node, dim: int, whole: int, context: Context) -> list[tuple[Shard, Shard]]:
-    """Cuts of a dim by parts, and those of the slice of it: by the bounds of all slices of the same dim, and as neighbours go."""
+    """CallSpecs of a dim by parts, and those of the slice of it: by the bounds of all slices of the same dim, and as neighbours go."""
     source = operands_of(node)[0]
     begin, end = _bounds(node, whole)
     siblings = [user for user in source.users if operator_name(user) in ("slice", "narrow") and user.args[0] is source]
@@ -306,7 +306,7 @@ def repeated(node: fx.Node, context: Context) -> list[Placement]:
             continue
         for shard in [Shard(dim), *(shard for shard in context.known(source, 0) if shard.dim == dim)]:
             parts = shard.parts or (size[0],)
-            if size[0] > 1 and can_cut(size, shard, context.degree):
+            if size[0] > 1 and can_shard(size, shard, context.degree):
                 found.append(Placement((shard,), (Shard(offset + dim, parts),)))
     return found
 
@@ -317,13 +317,13 @@ def interleaved(node: fx.Node, context: Context) -> list[Placement]:
     dim = literal(node, "dim")
     repeats = literal(node, "repeats")
     if counts or dim is None or not isinstance(repeats, int):
-        return from_rule(node, uncut(node), context)
+        return from_rule(node, unsharded(node), context)
     rank = value_of(source).ndim
     found = from_rule(node, along(node, [int(dim)]), context)
     place, size = int(dim) % rank, sizes_of(source)[int(dim) % rank]
     if size[1] == 0 and repeats > 0:
         for shard in [Shard(place), *(shard for shard in context.known(source, 0) if shard.dim == place)]:
-            if can_cut(size, shard, context.degree):
+            if can_shard(size, shard, context.degree):
                 made = Shard(place, tuple(part * repeats for part in shard.parts))
                 found.append(Placement((shard,), (made,), "output_size"))
     return found
@@ -381,7 +381,7 @@ def windowed(node: fx.Node) -> Rule:
     source, *others = operands_of(node)
     rank, made = value_of(source).ndim, value_of(node).ndim
     if rank < 2 or made < 2 or min(rank, made) > 2:
-        return uncut(node)
+        return unsharded(node)
     before, after = ("batch", *(f"s{i}" for i in range(rank - 1))), ("batch", *(f"r{i}" for i in range(made - 1)))
     rest = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(others))
     return Rule((before, *rest), (after,), frozenset({*before[1:], *after[1:], *(f for own in rest for f in own)}))
@@ -421,7 +421,7 @@ RECORDS: dict[str, Record] = {
     "diagonal": Record(Kind.VIEW, diagonal),
     "unfold": Record(Kind.VIEW, windows, spelling=write.METHOD),
     **each("view_as_complex view_as_real", Record(Kind.VIEW, complex_pairs)),
-    "as_strided": Record(Kind.VIEW, uncut),
+    "as_strided": Record(Kind.VIEW, unsharded),
     "broadcast_tensors": Record(Kind.EXPAND, broadcast),
     # joined, repeated, filled
     "cat": replace(Record(Kind.MOVE, placements=cat), adds=True),
@@ -446,5 +446,5 @@ RECORDS: dict[str, Record] = {
     **each("stft istft", Record(Kind.TRANSFORM, windowed)),
     **each("linalg_cholesky linalg_cholesky_ex cholesky", Record(Kind.TRANSFORM, matrices, saves=Reads.RESULT)),
     **each("cholesky_inverse logdet", Record(Kind.TRANSFORM, matrices)),
-    **each("lstm gru rnn_tanh rnn_relu", Record(Kind.RECURRENT, uncut)),
+    **each("lstm gru rnn_tanh rnn_relu", Record(Kind.RECURRENT, unsharded)),
 }

@@ -99,7 +99,7 @@ def result_sizes(node: fx.Node) -> list[tuple[Size, ...] | None]:
     return found
 
 
-def can_cut(size: Size, shard: Shard, degree: int, padded: bool = False) -> bool:
+def can_shard(size: Size, shard: Shard, degree: int, padded: bool = False) -> bool:
     """Whether a dim of ``size`` can be cut so; ``padded``: the last piece may be padded."""
     if size[0] == 0 or size == _UNKNOWN:
         return False
@@ -229,7 +229,7 @@ def _cut(
                 types.append(absent)
                 continue
             shard = Shard(factors.index(factor), parts)
-            if not can_cut(own[shard.dim], shard, context.degree, factor in rule.padded):
+            if not can_shard(own[shard.dim], shard, context.degree, factor in rule.padded):
                 return None
             types.append(shard)
         return types

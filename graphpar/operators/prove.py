@@ -21,9 +21,9 @@ from torch import Tensor, fx
 
 from graphpar.emitted import collectives
 from graphpar.ir.program import value_of
-from graphpar.operators.placement import Context, Placement, can_cut, operands_of, result_sizes, results_of, sizes_of
-from graphpar.operators.rewrite import REWRITES, TOGETHER, Cuts, on_pieces
-from graphpar.runtime.layout import ExpertRows, I, P, Shard, Type, cut, joined, local_size
+from graphpar.operators.placement import Context, Placement, can_shard, operands_of, result_sizes, results_of, sizes_of
+from graphpar.operators.rewrite import REWRITES, TOGETHER, CallSpecs, on_pieces
+from graphpar.runtime.layout import ExpertRows, I, P, Shard, Type, joined, local_size, shard_of
 
 _AXIS = "tp"
 _SOME_ROWS = "some_rows"  # cut as a neighbour's offsets say
@@ -118,7 +118,7 @@ def offers(node: fx.Node, index: int, degree: int) -> list[Shard]:
         for parts in ((), (n,), (n // 2,), (degree,), unequal):
             shard = Shard(dim, parts)
             plain = not parts or (all(part > 0 for part in parts) and (parts != (n,) or size[1] == 1))
-            if plain and n > 0 and can_cut(size, shard, degree, padded=True):
+            if plain and n > 0 and can_shard(size, shard, degree, padded=True):
                 found.append(shard)
     return list(dict.fromkeys(found))
 
@@ -157,11 +157,11 @@ class Trial:
         self.node, self.seed = node, seed
         self.generator = torch.Generator().manual_seed(seed)
         self.values = [value.detach() for value in values]
-        cuts = _uncut(node)
+        specs = _unsharded(node)
         self.smooth = [value.is_floating_point() or value.is_complex() for value in self.values]
-        self.smooth = self._differentiable(cuts)
+        self.smooth = self._differentiable(specs)
         leaves = self._leaves(self.values)
-        self.results = self._run(leaves, cuts, 0)
+        self.results = self._run(leaves, specs, 0)
         self.used = [sizes is not None for sizes in result_sizes(node)]
         self.gradients = [
             self._random(r) if r.requires_grad and used else None for r, used in zip(self.results, self.used)
@@ -172,7 +172,7 @@ class Trial:
 
     def run(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The operator as it stands, on other tensors."""
-        return self._run([value.detach() for value in values], _uncut(self.node), 0)
+        return self._run([value.detach() for value in values], _unsharded(self.node), 0)
 
     def problem(self, placement: Placement, degree: int) -> str:
         """Why the placement is wrong; empty if it holds."""
@@ -191,7 +191,7 @@ class Trial:
             [None] * degree if g is None else self._split(g, _gradient(kind), degree, False)
             for g, kind in zip(self.gradients, placement.results)
         ]
-        cuts = Cuts(
+        specs = CallSpecs(
             {_AXIS: degree},
             tuple((kind,) for kind in placement.operands),
             tuple((kind,) for kind in placement.results),
@@ -200,7 +200,7 @@ class Trial:
 
         def rank(index: int) -> tuple[list[Tensor], list[Tensor | None]]:
             leaves = self._leaves([pieces[index] for pieces in given])
-            results = self._run(leaves, cuts, index)
+            results = self._run(leaves, specs, index)
             return results, self._backward(results, [gradients[index] for gradients in wanted], leaves)
 
         together = placement.rewrite in TOGETHER
@@ -229,7 +229,7 @@ class Trial:
     def _leaves(self, values: Sequence[Tensor]) -> list[Tensor]:
         return [value.clone().requires_grad_(smooth) for value, smooth in zip(values, self.smooth)]
 
-    def _differentiable(self, cuts: Cuts) -> list[bool]:
+    def _differentiable(self, specs: CallSpecs) -> list[bool]:
         """Which operands torch has a gradient for: all floats, or those that it takes one by one."""
         floats = list(self.smooth)
         alone = [[index == at for index in range(len(floats))] for at, smooth in enumerate(floats) if smooth]
@@ -238,7 +238,7 @@ class Trial:
             self.smooth = wanted
             leaves = self._leaves(self.values)
             try:
-                results = self._run(leaves, cuts, 0)
+                results = self._run(leaves, specs, 0)
                 self._backward(results, [torch.ones_like(r) if r.requires_grad else None for r in results], leaves)
             except (RuntimeError, NotImplementedError):
                 continue
@@ -247,7 +247,7 @@ class Trial:
             found = [a or b for a, b in zip(found, wanted)]
         return found
 
-    def _run(self, leaves: Sequence[Tensor], cuts: Cuts, index: int) -> list[Tensor]:
+    def _run(self, leaves: Sequence[Tensor], specs: CallSpecs, index: int) -> list[Tensor]:
         feed = iter(leaves)
         operands = operands_of(self.node)
         assert len(operands) == len(leaves)
@@ -255,11 +255,13 @@ class Trial:
         args, kwargs = fx.map_arg((self.node.args, dict(self.node.kwargs)), lambda _: next(feed))
 
         def emit(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if "cut" in kwargs:
-                kwargs = kwargs | {"cut": [(d, index, cuts.degrees[axis], parts) for d, axis, parts in kwargs["cut"]]}
+            if "sharded" in kwargs:
+                kwargs = kwargs | {
+                    "sharded": [(d, index, specs.degrees[axis], parts) for d, axis, parts in kwargs["sharded"]]
+                }
             return target(*args, **kwargs)
 
-        return tensors_in(on_pieces(self.node, args, kwargs, cuts, emit))
+        return tensors_in(on_pieces(self.node, args, kwargs, specs, emit))
 
     def _backward(
         self, results: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
@@ -280,11 +282,11 @@ class Trial:
         if isinstance(kind, ExpertRows):
             return list(value.split(self._rows(kind, value.shape[0], degree)))
         if isinstance(kind, Shard):
-            pieces = [cut(value, kind, degree, index).clone() for index in range(degree)]
+            pieces = [shard_of(value, kind, degree, index).clone() for index in range(degree)]
             if garbage and not kind.parts and value.is_floating_point():
                 ones = torch.ones(value.shape, dtype=torch.bool)
                 for index, piece in enumerate(pieces):
-                    padding = ~cut(ones, kind, degree, index)
+                    padding = ~shard_of(ones, kind, degree, index)
                     piece[padding] = self._random(piece)[padding].relu()  # zeros, too
             return pieces
         if kind is not P:
@@ -305,8 +307,8 @@ class Trial:
         return torch.randint(-3, 4, like.shape, generator=self.generator).to(like.dtype)
 
 
-def _uncut(node: fx.Node) -> Cuts:
-    return Cuts({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)), ())
+def _unsharded(node: fx.Node) -> CallSpecs:
+    return CallSpecs({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)), ())
 
 
 def _gradient(kind: Type) -> Type:
@@ -328,7 +330,7 @@ def _differs(pieces: Sequence[Tensor], whole: Tensor, kind: Type, limit: float, 
         if not all(piece.isfinite().all() for piece in pieces) and whole.isfinite().all():
             return "what padding holds is not finite"
         if padding:
-            pairs = [(piece, cut(whole, kind, degree, index)) for index, piece in enumerate(pieces)]
+            pairs = [(piece, shard_of(whole, kind, degree, index)) for index, piece in enumerate(pieces)]
         else:
             pairs = [(joined(pieces, kind, size), whole)]
     elif kind is P:

@@ -10,7 +10,7 @@ from torch import fx
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned, elementwise
-from graphpar.operators.moves import along, uncut
+from graphpar.operators.moves import along, unsharded
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import (
     Context,
@@ -108,7 +108,7 @@ def similarity(node: fx.Node) -> Rule:
     sizes = [sizes_of(operand) for operand in operands_of(node)]
     rank = max(len(own) for own in sizes)
     if rank == 0:
-        return uncut(node)
+        return unsharded(node)
     padded = [((1, 0),) * (rank - len(own)) + own for own in sizes]
     whole = tuple(b if a == (1, 0) else a for a, b in zip(*padded))
     labels = tuple(f"d{i}" for i in range(rank))

@@ -32,7 +32,7 @@ _RANDOM = (random_streams.dropout, random_streams.channel_dropout, random_stream
 
 
 @dataclass(frozen=True)
-class Cuts:
+class CallSpecs:
     """How one call is cut: for each operand and result its type on each axis, and the rewriting on each axis."""
 
     degrees: Mapping[str, int]
@@ -48,38 +48,38 @@ class Cuts:
         return count
 
 
-def on_pieces(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], cuts: Cuts, emit: Emit) -> Any:
+def on_pieces(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], specs: CallSpecs, emit: Emit) -> Any:
     """The call ``node`` with the arguments ``args`` and ``kwargs`` of one rank, through ``emit(target, args, kwargs)``."""
     call = _Call(node, list(args), dict(kwargs))
-    if "local_shape" in cuts.rewrites:
-        _local_shape(call, cuts, emit)
+    if "local_shape" in specs.rewrites:
+        _local_shape(call, specs, emit)
     for name, change in _CHANGES.items():
-        if name in cuts.rewrites:
-            change(call, cuts.pieces(name))
+        if name in specs.rewrites:
+            change(call, specs.pieces(name))
     if node.target in _RANDOM:
-        _positions(call, cuts)
-    if "sync_batch_norm" in cuts.rewrites:
-        axes = tuple(axis for axis, name in zip(cuts.degrees, cuts.rewrites) if name == "sync_batch_norm")
+        _positions(call, specs)
+    if "sync_batch_norm" in specs.rewrites:
+        axes = tuple(axis for axis, name in zip(specs.degrees, specs.rewrites) if name == "sync_batch_norm")
         options = {name: call.get(name) for name in ("training", "momentum", "eps")}
         return emit(collectives.sync_batch_norm, (*call.args[:5], axes), options)
-    count = _labels(call, cuts, emit) if "mean_of_labels" in cuts.rewrites else cuts.pieces("mean_of_pieces")
-    result = _replaced(call, cuts, emit)
+    count = _labels(call, specs, emit) if "mean_of_labels" in specs.rewrites else specs.pieces("mean_of_pieces")
+    result = _replaced(call, specs, emit)
     return result if isinstance(count, int) and count == 1 else emit(_aten.div.Tensor, (result, count), {})
 
 
-def _replaced(call: _Call, cuts: Cuts, emit: Emit) -> Any:
-    for axis, name in zip(cuts.degrees, cuts.rewrites):
+def _replaced(call: _Call, specs: CallSpecs, emit: Emit) -> Any:
+    for axis, name in zip(specs.degrees, specs.rewrites):
         if name in _REPLACED:
             return _REPLACED[name](call, axis, emit)
     return emit(call.target or call.node.target, tuple(call.args), call.kwargs)
 
 
-def _labels(call: _Call, cuts: Cuts, emit: Emit) -> Any:
+def _labels(call: _Call, specs: CallSpecs, emit: Emit) -> Any:
     """How many labels the mean of a loss over classes counts on all ranks; the loss becomes its sum."""
     call.set("reduction", 2)
     counted = emit(_aten.ne.Scalar, (call.get("target", call.args[1]), call.get("ignore_index", -100)), {})
     count = emit(_aten.sum.default, (counted,), {})
-    for axis, name in zip(cuts.degrees, cuts.rewrites):
+    for axis, name in zip(specs.degrees, specs.rewrites):
         if name == "mean_of_labels":
             count = emit(collectives.all_reduce, (count, axis), {})
     return count
@@ -112,7 +112,7 @@ class _Call:
             self.kwargs[name] = value
 
 
-def _local_shape(call: _Call, cuts: Cuts, emit: Emit) -> None:
+def _local_shape(call: _Call, specs: CallSpecs, emit: Emit) -> None:
     """Sizes of cut dims; one that follows the batch is left to torch (-1), or divided where -1 means something else."""
     name = operator_name(call.node)
     if name == "squeeze":  # a piece may have dims of size 1 that the whole has not
@@ -124,11 +124,11 @@ def _local_shape(call: _Call, cuts: Cuts, emit: Emit) -> None:
     argument = record_named(name).sizes
     if not argument or call.get(argument) is None:
         return
-    types, coefficients = cuts.results[0], batch_coefficients(call.node)
+    types, coefficients = specs.results[0], batch_coefficients(call.node)
     sizes = list(call.get(argument))
     first = int(call.get("dim")) % value_of(operands_of(call.node)[0]).ndim if name == "unflatten" else 0
     for place, given in enumerate(sizes):
-        own = [(kind, cuts.degrees[axis]) for kind, axis in zip(types, cuts.degrees) if isinstance(kind, Shard)]
+        own = [(kind, specs.degrees[axis]) for kind, axis in zip(types, specs.degrees) if isinstance(kind, Shard)]
         own = [(kind, degree) for kind, degree in own if kind.dim == place + first]
         if not own or (isinstance(given, int) and given == -1):
             continue
@@ -172,18 +172,18 @@ def _output_size(call: _Call, pieces: int) -> None:
         call.set("output_size", call.get("output_size") // pieces)
 
 
-def _positions(call: _Call, cuts: Cuts) -> None:
+def _positions(call: _Call, specs: CallSpecs) -> None:
     """An element's random number depends on its place in the whole tensor."""
     batch_dim = 0
     if call.node.target is not random_streams.dropout_attention:
         batch_dim = call.args[3] if len(call.args) > 3 else call.kwargs.get("batch_dim", 0)
     found = tuple(
         (kind.dim, axis, kind.parts)
-        for axis, kind in zip(cuts.degrees, cuts.operands[0])
+        for axis, kind in zip(specs.degrees, specs.operands[0])
         if isinstance(kind, Shard) and kind.dim != batch_dim
     )
     if found:
-        call.kwargs["cut"] = found
+        call.kwargs["sharded"] = found
 
 
 def _mean(call: _Call, axis: str, emit: Emit) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
 from graphpar.operators.notation import Rule
-from graphpar.operators.placement import Context, Placement, Size, can_cut, from_rule, operands_of, sizes_of, sums
+from graphpar.operators.placement import Context, Placement, Size, can_shard, from_rule, operands_of, sizes_of, sums
 from graphpar.operators.record import Kind, Record, each
 from graphpar.runtime.layout import P, R, Shard
 
@@ -45,7 +45,7 @@ def normal(size: Size, parts: Sequence[int], dim: int) -> Shard:
 
 def reshaped(before: Sequence[Size], after: Sequence[Size], shard: Shard, degree: int) -> Shard | None:
     """Where the cut ``shard`` of a tensor of sizes ``before`` lies in its view of sizes ``after``."""
-    if not can_cut(before[shard.dim], shard, degree):
+    if not can_shard(before[shard.dim], shard, degree):
         return _untouched(before, after, shard)
     inner = _product(before[shard.dim + 1 :])
     whole = not shard.parts
@@ -65,7 +65,7 @@ def reshaped(before: Sequence[Size], after: Sequence[Size], shard: Shard, degree
             found = normal(size, [length[0] for length in scaled if length is not None], dim)
         else:
             continue
-        if can_cut(size, found, degree):
+        if can_shard(size, found, degree):
             return found
     return None
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
-from graphpar.operators.moves import labelled, last, uncut
+from graphpar.operators.moves import labelled, last, unsharded
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import Context, Placement, from_rule, literal, operands_of, results_of, sizes_of
 from graphpar.operators.record import Kind, Reads, Record, each
@@ -49,7 +49,7 @@ def batch_norm(node: fx.Node) -> Rule:
     training = bool(literal(node, "training"))
     running = literal(node, "running_mean") is not None
     if (training and running) or len(labels) < 2:
-        return uncut(node)
+        return unsharded(node)
     fixed = frozenset(label for dim, label in enumerate(labels) if dim != 1) if training or not running else frozenset()
     return Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), fixed)
 
@@ -71,7 +71,7 @@ def instance_norm(node: fx.Node) -> Rule:
     operands = operands_of(node)
     labels = labelled(value_of(operands[0]).ndim)
     if literal(node, "running_mean") is not None or len(labels) < 3:
-        return uncut(node)
+        return unsharded(node)
     return Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), frozenset(labels[2:]))
 
 
@@ -117,7 +117,7 @@ def unfolded(node: fx.Node) -> Rule:
     operand = value_of(operands_of(node)[0]).ndim
     made = results_of(node)[0].ndim
     if operand != {"im2col": 4, "col2im": 3}[operator_name(node)]:
-        return uncut(node)
+        return unsharded(node)
     before, after = ("n", *(f"a{i}" for i in range(operand - 1))), ("n", *(f"b{i}" for i in range(made - 1)))
     return Rule((before,), (after,), frozenset({*before[1:], *after[1:]}), linear=(frozenset({0}),))
 

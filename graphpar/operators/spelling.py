@@ -338,25 +338,25 @@ def stream_function(function: str) -> Spelling:
         if isinstance(node.target, torch._ops.OpOverload):
             return None
         arguments = [shown(argument).text for argument in node.args]
-        options = {key: shown(item).text for key, item in node.kwargs.items() if key not in ("training", "cut")}
+        options = {key: shown(item).text for key, item in node.kwargs.items() if key not in ("training", "sharded")}
         if function != "dropout_attention":
             if len(arguments) > 4:
                 arguments, options["training"] = arguments[:4], "self.training"
             if arguments[3:] == ["0"]:
                 del arguments[3]
         options["training"] = "self.training"
-        if "cut" in node.kwargs:
-            options["cut"] = _cut_dims(node.kwargs["cut"])
+        if "sharded" in node.kwargs:
+            options["sharded"] = _sharded_dims(node.kwargs["sharded"])
         return call(function, arguments, options)
 
     return spelled
 
 
-def _cut_dims(cuts: Any) -> str:
+def _sharded_dims(sharded: Any) -> str:
     """Which dims of a tensor are a rank's piece: ``[(1, rank("tp"), size("tp"))]``."""
     shown = [
         f'({dim}, rank("{axis}"), size("{axis}"){f", {literal(tuple(parts))}" if parts else ""})'
-        for dim, axis, parts in cuts
+        for dim, axis, parts in sharded
     ]
     return f"[{', '.join(shown)}]"
 

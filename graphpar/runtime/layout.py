@@ -120,7 +120,7 @@ def local_shape(shape: Sequence[int], spec: Mapping[str, Type], degrees: Mapping
     return tuple(sizes)
 
 
-def cut(tensor: Tensor, shard: Shard, degree: int, index: int) -> Tensor:
+def shard_of(tensor: Tensor, shard: Shard, degree: int, index: int) -> Tensor:
     """Return shard ``index`` of ``degree`` of a whole tensor; padded with zeros where the degree does not divide the dim."""
     assert not isinstance(shard, ExpertRows), "rows of experts are sharded by the program itself"
     size = tensor.shape[shard.dim]
@@ -158,7 +158,7 @@ def local_shard(
     for axis in AXES:
         kind = spec.get(axis)
         if isinstance(kind, Shard):
-            tensor = cut(tensor, kind, degrees[axis], place[axis])
+            tensor = shard_of(tensor, kind, degrees[axis], place[axis])
     return tensor
 
 
