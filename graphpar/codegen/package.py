@@ -8,6 +8,7 @@ The text depends on the program and the plan alone, byte for byte.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -51,17 +52,18 @@ class Package:
 def emit_package(
     program: Program, plan: Plan, stages: Sequence[Stage], report: Mapping[str, Any], model_file: str | None = None
 ) -> Package:
-    """Print ``program``, cut into ``stages``, as a package.
+    """Print ``program``, split into ``stages``, as a package.
 
     Args:
-        report: what ``plan.json`` says of the decisions besides the plan itself.
+        report: what ``plan.json`` holds of the decisions besides the plan itself.
+        model_file: the model file that ``plan.json`` names: a path relative to the package, or a dotted module name.
     """
     tensors, instances = stage_contents(program, stages)
-    files = {"__init__.py": f'"""{program.name}, cut into {len(stages)} stages by graphpar."""\n'}
+    files = {"__init__.py": f'"""{program.name}, split into {len(stages)} stages by graphpar."""\n'}
     operators = operators_file(_graphs(program, stages), program.name, _taken(program, stages))
     if operators is not None:
         files["operators.py"] = operators.text
-    blocks, exported = _blocks_file(program, plan, stages, operators)
+    blocks, exported = _blocks_file(program, stages, operators)
     if blocks:
         files["blocks.py"] = blocks
     shown = [", ".join(names) or "no parameters" for names in compressed([stage.modules for stage in stages])]
@@ -88,9 +90,9 @@ def emit_package(
 def stage_contents(
     program: Program, stages: Sequence[Stage]
 ) -> tuple[list[dict[str, TensorInfo]], list[dict[str, str]]]:
-    """For each stage its tensors outside of blocks, and its block instances (path -> class).
+    """Return for each stage its tensors outside of blocks, and its block instances (path -> class).
 
-    What no operator uses goes where its neighbours are, so that the stages' keys are the model's keys.
+    A tensor that no operator uses goes where its neighbours are, so that the stages' keys are the model's keys.
     """
     tensors: list[dict[str, TensorInfo]] = []
     instances: list[dict[str, str]] = []
@@ -112,7 +114,7 @@ def stage_contents(
 def _home(
     program: Program, name: str, tensors: Sequence[Mapping[str, TensorInfo]], instances: Sequence[Mapping[str, str]]
 ) -> int:
-    """The stage of a tensor that nobody uses: its tie's, or that of the nearest module."""
+    """The stage of a tensor that no operator uses: that of its tie, or that of the nearest module."""
     tied = set(program.tie_of(name)) - {name}
     for index, infos in enumerate(tensors):
         if tied & set(infos) or any(other.startswith(f"{path}.") for other in tied for path in instances[index]):
@@ -120,15 +122,9 @@ def _home(
     parts = name.split(".")
 
     def nearness(index: int) -> int:
-        best = 0
-        for other in [*tensors[index], *instances[index]]:
-            shared = 0
-            for own, theirs in zip(parts, other.split(".")):
-                if own != theirs:
-                    break
-                shared += 1
-            best = max(best, shared)
-        return best
+        names = (other.split(".") for other in [*tensors[index], *instances[index]])
+        shared = (itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts, other)) for other in names)
+        return max((len(list(pairs)) for pairs in shared), default=0)
 
     return max(range(len(tensors)), key=lambda index: (nearness(index), -index))
 
@@ -151,9 +147,7 @@ def _taken(program: Program, stages: Sequence[Stage]) -> set[str]:
     return {*program.blocks, *helpers, *(f"Stage{stage.index}" for stage in stages), "global_counts"}
 
 
-def _blocks_file(
-    program: Program, plan: Plan, stages: Sequence[Stage], operators: OperatorsFile | None
-) -> tuple[str, set[str]]:
+def _blocks_file(program: Program, stages: Sequence[Stage], operators: OperatorsFile | None) -> tuple[str, set[str]]:
     """``blocks.py`` and the names that it defines."""
     nodes = [node for stage in stages for node in stage.graph.nodes]
     helpers = {node.target.name: node.target for node in nodes if isinstance(node.target, Helper)}
@@ -240,7 +234,7 @@ def _import(module: str, names: Sequence[str]) -> str:
 
 
 def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, Any]:
-    """What the runtime must know: inputs, what each stage takes and sends, denominators, ties."""
+    """Describe for the runtime: inputs, what each stage takes and sends, loss denominators, ties."""
     counts_inputs: list[str] = []
     if program.counts is not None:
         counts_inputs = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
@@ -295,7 +289,7 @@ def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:
 
 
 def _outputs(program: Program, plan: Plan) -> list[dict[str, Any]]:
-    output = next(node for node in program.graph.nodes if node.op == "output")
+    output = program.graph.output_node()
     entries = []
     for described, node in zip(program.outputs, output.args[0]):  # type: ignore[arg-type]
         assert isinstance(node, fx.Node)
@@ -312,7 +306,7 @@ def _outputs(program: Program, plan: Plan) -> list[dict[str, Any]]:
 
 
 def import_stage(folder: Path, index: int) -> nn.Module:
-    """The stage module of the emitted package in ``folder``, on the meta device."""
+    """Import a stage of the emitted package in ``folder`` and build its module on the meta device."""
     manifest = load_manifest(folder)
     stage = manifest.stages[index]
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""``saving``: the emitted package on disk. It is made new as a whole, and what people put into its folder is not lost.
+"""Write the emitted package to disk. Its folder is replaced as a whole, and files that people put there are not lost.
 
 write ──► hidden folder beside ──rename──► out/     with a record: the hash of every file that graphpar wrote there
 out/, its record ──people's files──► refused by name; with ``force``, changed ones are kept as NAME.orig, added ones stay
@@ -26,7 +26,7 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class PeoplesFiles:
-    """What in a package's folder graphpar did not write as it is now, by path in it."""
+    """The files in a package's folder that people changed or added, by path in it."""
 
     changed: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class PeoplesFiles:
 
 
 def peoples_files(folder: Path) -> PeoplesFiles:
-    """Files in ``folder`` that were changed after graphpar wrote them, and files that it did not write."""
+    """Find files in ``folder`` that were changed after graphpar wrote them, and files that it did not write."""
     hashes = _record(folder)
     names = list(_files(folder))
     changed = [name for name in names if name in hashes and _hash(folder / name) != hashes[name]]
@@ -54,10 +54,10 @@ def peoples_files(folder: Path) -> PeoplesFiles:
 
 
 def check_target(folder: str | Path, force: bool = False) -> PeoplesFiles:
-    """Whether a package may be written to ``folder``; what of people's own is kept there.
+    """Check that a package may be written to ``folder``; return people's files in it, which are kept.
 
     Raises:
-        GraphparError: it is no folder, can't be written, or holds something else, or files of people's without ``force``.
+        GraphparError: it is no folder, can't be written, holds something else, or holds people's files and ``force`` is not set.
     """
     target, shown = Path(os.path.realpath(folder)), Path(folder)
     if target.exists() and not target.is_dir():
@@ -85,7 +85,7 @@ def check_target(folder: str | Path, force: bool = False) -> PeoplesFiles:
 
 
 def _check_writable(target: Path, shown: Path) -> None:
-    """Makes a folder where the program's will be made, and removes it: permissions alone don't tell."""
+    """Make a folder beside the program's and remove it: permissions alone don't tell whether that works."""
     parent = next(folder for folder in target.parents if folder.exists())
     with _written(shown):
         os.rmdir(tempfile.mkdtemp(prefix=f".{target.name}.", dir=parent))
@@ -100,7 +100,7 @@ def _written(shown: Path) -> Iterator[None]:
 
 
 def save_package(folder: str | Path, write: Callable[[Path], None], force: bool = False) -> None:
-    """Replace ``folder`` as a whole by what ``write`` puts into an empty folder; until then nothing of it is touched.
+    """Replace ``folder`` as a whole by what ``write`` puts into an empty folder; nothing changes if ``write`` fails.
 
     Raises:
         GraphparError: as :func:`check_target`.
@@ -156,7 +156,7 @@ def _free(name: str, folders: Sequence[Path]) -> str:
 
 
 def record(folder: Path, names: Sequence[str], new: bool = False) -> None:
-    """Note that graphpar wrote these files of ``folder`` as they are now; a folder without a record gets none but when it is new."""
+    """Note that graphpar wrote these files of ``folder`` as they are now. Only a ``new`` folder gets a record if it has none."""
     if not new and not (folder / RECORD).is_file():
         return
     hashes = _record(folder) | {name: _hash(folder / name) for name in names}
@@ -179,7 +179,7 @@ def _hash(file: Path) -> str:
 
 
 def _files(folder: Path, prefix: str = "") -> Iterator[str]:
-    """Files and links below ``folder``, in order; Python's caches are nobody's."""
+    """Files and links below ``folder``, in order, without Python's caches."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
             if entry.name not in _CACHES:

@@ -53,7 +53,7 @@ def to_program(
     inputs = tuple(
         Input(name, tuple(leaf.shape), leaf.dtype, dim, role, _value_range(leaf)) for name, role, dim, leaf in tensors
     )
-    output_node = next(iter(reversed(graph.nodes)))
+    output_node = graph.output_node()
     outputs = tuple(
         Output(name, _batch_dim(node)) for name, node in zip(request.output_names, cast(Any, output_node.args[0]))
     )

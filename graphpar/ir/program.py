@@ -214,8 +214,8 @@ class Program:
     def counts_results(self, expression: Callable[[Any], Any]) -> list[str]:
         """The denominators' expressions, printed by ``expression``."""
         assert self.counts is not None
-        output = next(node for node in self.counts.nodes if node.op == "output")
-        return [expression(node).text for node in output.args[0]]
+        output: Any = self.counts.output_node().args[0]
+        return [expression(node).text for node in output]
 
     def block_of(self, node: fx.Node) -> Block:
         return self.blocks[node.meta["block"]]

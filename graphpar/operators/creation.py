@@ -1,4 +1,4 @@
-"""Operators that make tensors and numbers of none, and those that give nothing."""
+"""Operators that make tensors and numbers from no tensor, and those that return nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphpar.runtime.layout import R, Shard
 
 
 def fresh(node: fx.Node, context: Context) -> list[Placement]:
-    """new_zeros and its kin: the operand gives dtype and device alone."""
+    """new_zeros and its like: the operand gives dtype and device only."""
     (source,) = operands_of(node)
     shards = [Shard(dim) for dim, size in enumerate(sizes_of(source)) if not size[1]] + list(context.known(source, 0))
     return [

@@ -1,4 +1,4 @@
-"""Pointwise operators: any dim can be cut, broadcast dims of size 1 stay whole, and linear ones carry partial sums through."""
+"""Pointwise operators: any dim can be sharded, broadcast dims of size 1 stay whole, and linear ones carry partial sums through."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graphpar.operators.record import EACH, FIRST, TOGETHER, Kind, Reads, Record
 
 
 def elementwise(node: fx.Node) -> Rule | None:
-    """The rule of a pointwise operator; None where it gives no tensor."""
+    """Return the rule of a pointwise operator; None where it gives no tensor."""
     name, info = operator_name(node), RECORDS.get(operator_name(node), PLAIN)
     if not isinstance(value_of(node), Tensor):
         return None
@@ -46,7 +46,7 @@ def elementwise(node: fx.Node) -> Rule | None:
 
 
 def aligned(sizes: tuple[Size, ...], result: tuple[Size, ...], labels: Factors) -> Factors:
-    """An operand's labels: the result's, from the right; 1 where it is broadcast."""
+    """Return an operand's labels: those of the result, from the right; 1 where it is broadcast."""
     offset = len(result) - len(sizes)
     return tuple(
         labels[offset + dim] if size == result[offset + dim] and size != (1, 0) else "1"
@@ -69,9 +69,10 @@ def _linear(node: fx.Node, info: Record, operands: int) -> tuple[frozenset[int],
 
 
 def _dropout(node: fx.Node) -> Rule | None:
-    """``random_streams.dropout(x, p, keys [b], batch_dim)``: every element knows its place in the whole tensor; torch's own has no keys.
+    """``random_streams.dropout(x, p, keys [b], batch_dim)``; torch's dropout has no keys.
 
-    Linear, but ``spmd_types`` can't know that of a ``where``; and masks of whole tensors are dearer than those of pieces.
+    It is linear, but the rule does not say so: ``spmd_types`` can't know that of a ``where``, and partial sums would need masks of
+    whole tensors, which cost more than those of shards.
     """
     if isinstance(node.target, torch._ops.OpOverload):
         return elementwise(node)
@@ -99,7 +100,7 @@ def pointwise_loss(node: fx.Node, free: bool = False) -> Rule:
 
 
 def averaged_loss(node: fx.Node, context: Context) -> list[Placement]:
-    """A mean is the mean of pieces of one size."""
+    """A mean is the mean over equal shards."""
     mean = literal(node, "reduction") == 1
     found = from_rule(node, pointwise_loss(node, free=True), context)
     return averaged(found, "mean_of_pieces") if mean else found
@@ -113,7 +114,7 @@ def _extent(size: Size) -> tuple[int, int]:
 
 
 def pointwise(*spelling: write.Spelling, **facts: Any) -> Record:
-    """The record of a pointwise operator."""
+    """Make the record of a pointwise operator."""
     return Record(Kind.POINTWISE, elementwise, spelling=spelling, **facts)
 
 
@@ -127,7 +128,7 @@ def _error(function: str, keywords: str = "", functions: bool = False) -> Record
 
 _LOSS = Record(Kind.LOSS, pointwise_loss, averaged_loss)
 PLAIN = Record(Kind.POINTWISE, elementwise)
-"""Of what torch says is pointwise, and no record knows more of."""
+"""The record of pointwise operators of which no more is known."""
 _SUM: dict[str, Any] = {"linear": TOGETHER, "adds": True, "tame": True, "saves": Reads.NOTHING, "passes": True}
 _COPY = Record(Kind.COPY, elementwise, linear=FIRST, tame=True)
 _ALIAS = Record(Kind.ALIAS, elementwise, linear=FIRST, tame=True)

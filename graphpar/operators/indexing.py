@@ -1,5 +1,5 @@
-"""Picking and putting by index: dims that pass through can be cut, the dim that is looked up can't; where indices are cut, each
-rank picks its own (and what it adds to a shared tensor is partial).
+"""Reading and writing by index: the indexed dim can't be sharded, other dims can. Sharded indices: each rank reads its own; what it
+adds to a tensor is partial.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _common(sizes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 
 def _indexed(node: fx.Node) -> tuple[Factors, list[Factors], Factors] | None:
-    """(the tensor's, the indices', the result's) factors of ``x[i, :, j]``; None where a mask chooses."""
+    """The factors of tensor, indices and result of ``x[i, :, j]``; None for a boolean mask."""
     source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     rank = value_of(source).ndim  # type: ignore[arg-type]
     indices += [None] * (rank - len(indices))
@@ -56,7 +56,7 @@ def index(node: fx.Node) -> Rule:
 
 
 def index_put(node: fx.Node, context: Context) -> list[Placement]:
-    """x[i, :, j] = values: dims that pass through. Adding (``accumulate``) can be shared: each rank adds its values."""
+    """x[i, :, j] = values: dims that are not indexed; with ``accumulate`` the values, too: each rank adds its own."""
     found = _indexed(node)
     if found is None:
         return []
@@ -75,7 +75,7 @@ def index_put(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def gather(node: fx.Node) -> Rule:
-    """gather, take_along_dim: other dims where they go together; along the dim the indices are cut."""
+    """gather, take_along_dim: other dims where their sizes agree; on the indexed dim the indices can be sharded."""
     x, picks = operands_of(node)
     before, after = sizes_of(x), sizes_of(picks)
     given = literal(node, "dim")
@@ -92,12 +92,12 @@ def gather(node: fx.Node) -> Rule:
 
 
 def scatter(node: fx.Node, context: Context) -> list[Placement]:
-    """scatter, scatter_add, scatter_reduce: what is added can be shared out."""
+    """scatter, scatter_add, scatter_reduce: what is added can be sharded."""
     return _shared(from_rule(node, scattered(node), context))
 
 
 def scattered(node: fx.Node) -> Rule:
-    """scatter, scatter_add, scatter_reduce: other dims where they go together."""
+    """scatter, scatter_add, scatter_reduce: other dims where their sizes agree."""
     operands = operands_of(node)
     sizes = [sizes_of(operand) for operand in operands]
     if not sizes[0]:
@@ -115,7 +115,7 @@ def scattered(node: fx.Node) -> Rule:
 
 
 def _shared(placements: list[Placement]) -> list[Placement]:
-    """Each rank adds its own to a tensor that must be partial as well: added once."""
+    """Where each rank adds its own values, the tensor they are added to must be partial, so that it counts once."""
     return [Placement((P, *p.operands[1:]), p.results) if p.results == (P,) and p.divides else p for p in placements]
 
 
@@ -132,7 +132,7 @@ def index_select(node: fx.Node) -> Rule:
 
 
 def index_add(node: fx.Node, context: Context) -> list[Placement]:
-    """index_add, index_copy, index_fill, index_reduce: what is added can be shared out."""
+    """index_add, index_copy, index_fill, index_reduce: what is added can be sharded."""
     return _shared(from_rule(node, index_added(node), context))
 
 
@@ -153,7 +153,7 @@ def index_added(node: fx.Node) -> Rule:
 
 
 def one_hot(node: fx.Node) -> Rule:
-    """[...] -> [..., classes]; how many classes must be said."""
+    """[...] -> [..., classes], where the number of classes is given."""
     classes = literal(node, "num_classes")
     labels = labelled(value_of(operands_of(node)[0]).ndim)
     if not isinstance(classes, int) or classes < 0:
@@ -182,7 +182,7 @@ def membership(node: fx.Node) -> Rule:
 
 
 def bucketize(node: fx.Node) -> Rule:
-    """Element by element, among boundaries that are whole."""
+    """Element by element; the boundaries are not sharded."""
     x, boundaries = operands_of(node)
     labels = labelled(value_of(x).ndim)
     limits = tuple(f"b{i}" for i in range(value_of(boundaries).ndim))

@@ -1,4 +1,4 @@
-"""Losses over classes: rows are independent; the classes of cross entropy can be cut with three small all-reduces inside."""
+"""Losses over classes: rows are independent; the classes of cross entropy can be sharded with three small all-reduces inside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphpar.runtime.layout import I, R, Shard
 def classified(node: fx.Node, free: bool = False) -> Rule:
     """cross_entropy, nll_loss: input [n, c, ...], target [n, ...] (or [n, c, ...] as probabilities), weight [c].
 
-    ``free``: the rows of a mean, too.
+    ``free``: the rows of a mean can be sharded, too.
     """
     operands = operands_of(node)
     rank = value_of(operands[0]).ndim
@@ -32,7 +32,7 @@ def classified(node: fx.Node, free: bool = False) -> Rule:
 
 
 def class_loss(node: fx.Node, context: Context) -> list[Placement]:
-    """Over the rows: a sum is partial, a mean is the sum over the number of labels that count on all ranks."""
+    """Sharded by rows, a sum is partial; a mean is the sum divided by the number of labels that count on all ranks."""
     if literal(node, "reduction") != 1:
         return from_rule(node, classified(node), context)
     operands = operands_of(node)
@@ -42,7 +42,7 @@ def class_loss(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def cross_entropy(node: fx.Node, context: Context) -> list[Placement]:
-    """Over the classes with three small all-reduces inside; over rows as any loss over classes."""
+    """Sharded by classes with three small all-reduces inside; by rows as any loss over classes."""
     operands = operands_of(node)
     sizes, target = sizes_of(operands[0]), value_of(operands[1])
     found = class_loss(node, context)

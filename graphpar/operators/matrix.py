@@ -24,7 +24,7 @@ def _ranks(node: fx.Node) -> tuple[list[int], list[int]]:
 
 
 def linear(node: fx.Node) -> Rule:
-    """Column-parallel cuts n, row-parallel cuts k."""
+    """Column-parallel shards n, row-parallel shards k."""
     return parse_rule("... k, n k, n? -> ... n", *_ranks(node), padded="n ...", linear=[{0}])
 
 
@@ -64,10 +64,10 @@ def matmul(node: fx.Node) -> Rule | None:
 
 
 def embedding(node: fx.Node, context: Context) -> list[Placement]:
-    """Cut over the vocabulary each rank looks up its own rows, and the others give zero."""
+    """Sharded by vocabulary, each rank looks up the ids that it has rows for and gives zero for the others."""
     by_frequency, sparse = (bool(literal(node, name)) for name in ("scale_grad_by_freq", "sparse"))
     rule = parse_rule("v d, ... -> ... d", *_ranks(node), fixed="v", linear=[{0}])
-    if by_frequency:  # the gradient divides by how often an index comes in the whole
+    if by_frequency:  # the gradient divides by how often an index occurs in the whole batch
         rule = replace(rule, fixed=rule.fixed | set(rule.operands[1]))
     found = from_rule(node, rule, context)
     plain = not by_frequency and not sparse
@@ -102,13 +102,13 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
     found = from_rule(node, rule, context)
     masked = len(operands) > 3 and value_of(operands[3]).ndim >= 3 and sizes_of(operands[3])[-3] != (1, 0)
     if shared and keys[-3][0] % context.degree == 0 and not masked:  # whole groups of heads
-        cut = Shard(rank - 3)
-        found.append(Placement((cut, cut, cut, *(R for _ in operands[3:])), (cut,)))
+        by_heads = Shard(rank - 3)
+        found.append(Placement((by_heads, by_heads, by_heads, *(R for _ in operands[3:])), (by_heads,)))
     return found
 
 
 def grouped_mm(node: fx.Node, context: Context) -> list[Placement]:
-    """Where groups are cut, each rank has the rows of its own groups."""
+    """Where groups are sharded, each rank has the rows of its groups."""
     rule = grouped(node)
     found = from_rule(node, rule, context)
     groups = sizes_of(operands_of(node)[1])[0]
@@ -181,7 +181,7 @@ def bilinear(node: fx.Node) -> Rule:
 
 
 def line(text: str, fixed: str = "", linear: int = 0) -> Callable[[fx.Node], Rule]:
-    """A rule that factors say for every use; linear in each of the first ``linear`` operands."""
+    """Make a rule of one line of factors, for every use of the operator; linear in each of the first ``linear`` operands."""
 
     def rule(node: fx.Node) -> Rule:
         try:

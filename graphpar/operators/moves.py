@@ -1,6 +1,6 @@
-"""Operators that move dims, join and take apart, repeat and pick: each dim keeps its factor, or is left whole.
+"""Operators that permute dims, concatenate, split, slice and repeat: each dim keeps its factor, or is not sharded.
 
-split [.., q+k+v] -> q, k, v          S(-1:q+k+v) -> S(-1)   each projection cut by itself
+split [.., q+k+v] -> q, k, v          S(-1:q+k+v) -> S(-1)   each projection sharded by itself
 x[..., :h]        -> [.., h]          S(-1:h+h) -> S(-1)     a slice is a part, too
 repeat_interleave [b, kv, s] by 4     S(1) -> S(1)           every head stays with its copies
 """
@@ -36,12 +36,12 @@ from graphpar.runtime.layout import Shard
 
 
 def labelled(rank: int) -> tuple[str, ...]:
-    """One factor a dim."""
+    """Name one factor for each dim."""
     return tuple(f"d{dim}" for dim in range(rank))
 
 
 def unsharded(node: fx.Node) -> Rule:
-    """Nothing can be cut."""
+    """The rule of an operator of which nothing can be sharded."""
     rows = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(operands_of(node)))
     results = tuple(tuple(f"r{k}_{i}" for i in range(r.ndim)) for k, r in enumerate(results_of(node)))
     return Rule(rows, results, frozenset(label for factors in (*rows, *results) for label in factors))
@@ -56,7 +56,7 @@ def along(
     padded: bool = False,
     uneven: bool = True,
 ) -> Rule:
-    """An operator that mixes ``dims`` of its first operand (or drops them), and leaves the others as they are."""
+    """The rule of an operator that mixes ``dims`` of its first operand (or drops them: ``removed``), and leaves the others alone."""
     operands = operands_of(node)
     rank = value_of(operands[0]).ndim
     mixed = {dim % rank for dim in dims} if rank else set()
@@ -71,7 +71,7 @@ def along(
     return Rule((labels,) * len(operands), (kept,) * made, fixed, tolerant, linear=group, uneven=uneven)
 
 
-def last(count: int, *, linear: bool = False, at_most: int | None = None) -> Any:
+def last(count: int, *, linear: bool = False) -> Any:
     """The rule of operators that mix the last ``count`` dims (pooling, interpolation, triangles)."""
 
     def rule(node: fx.Node) -> Rule:
@@ -152,7 +152,7 @@ def complex_pairs(node: fx.Node) -> Rule:
 
 
 def cat(node: fx.Node, context: Context) -> list[Placement]:
-    """Along other dims every operand is cut alike; along its own each piece is cut by itself."""
+    """On other dims every operand is sharded alike; on the concatenated dim each operand is sharded by itself."""
     operands = operands_of(node)
     rank = value_of(node).ndim
     if any(value_of(operand).ndim != rank for operand in operands):
@@ -172,7 +172,7 @@ def cat(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def stack(node: fx.Node) -> Rule:
-    """A new dim, which can't be cut; the others cut alike."""
+    """A new dim, which can't be sharded; on the others all operands are sharded alike."""
     operands = operands_of(node)
     rank = value_of(node).ndim
     dim = int(literal(node, "dim", 1, 0)) % rank
@@ -183,12 +183,12 @@ def stack(node: fx.Node) -> Rule:
 
 
 def split(node: fx.Node, context: Context) -> list[Placement]:
-    """split, chunk, split_with_sizes, tensor_split: along the dim each piece is cut by itself."""
+    """split, chunk, split_with_sizes, tensor_split: on the dim that is split each part is sharded by itself."""
     source, *others = operands_of(node)
     results = results_of(node)
     rank = value_of(source).ndim
     if others or rank == 0:
-        return []  # places that only running tells
+        return []  # the places are known at run time only
     dim = int(literal(node, "dim", 2, 0)) % rank
     labels = tuple(f"d{i}" if i != dim else "joined" for i in range(rank))
     rows = tuple(
@@ -205,18 +205,13 @@ def split(node: fx.Node, context: Context) -> list[Placement]:
     return found
 
 
-def unbind(node: fx.Node) -> Rule:
-    """A dim falls away; the others cut alike."""
-    return along(node, [int(literal(node, "dim", 1, 0))], removed=True, padded=True)
-
-
-def selected(node: fx.Node) -> Rule:
-    """select: a dim falls away."""
+def without_dim(node: fx.Node) -> Rule:
+    """unbind, select: a dim is removed."""
     return along(node, [int(literal(node, "dim", 1, 0))], removed=True, padded=True)
 
 
 def sliced(node: fx.Node, context: Context) -> list[Placement]:
-    """slice, narrow: a part of a dim that is cut by parts is cut as well."""
+    """slice, narrow: where the slice is one of the parts that the dim is sharded by, the slice is sharded as well."""
     source, *others = operands_of(node)
     rank = value_of(source).ndim
     if others:
@@ -231,12 +226,13 @@ def sliced(node: fx.Node, context: Context) -> list[Placement]:
         labels = labelled(rank)
         return from_rule(node, Rule((labels,), (labels,), padded=frozenset(labels), linear=(frozenset({0}),)), context)
     if plain and not follows and made:
-        found += [Placement((cut,), (own,), "local_slice") for cut, own in _slice_cuts(node, dim, whole, context)]
+        shardings = _slice_shardings(node, dim, whole, context)
+        found += [Placement((before,), (after,), "local_slice") for before, after in shardings]
     return found
 
 
-def _slice_cuts(node: fx.Node, dim: int, whole: int, context: Context) -> list[tuple[Shard, Shard]]:
-    """CallSpecs of a dim by parts, and those of the slice of it: by the bounds of all slices of the same dim, and as neighbours go."""
+def _slice_shardings(node: fx.Node, dim: int, whole: int, context: Context) -> list[tuple[Shard, Shard]]:
+    """Pair shardings of a dim by parts with those of its slice: parts between the bounds of all slices, and those of neighbours."""
     source = operands_of(node)[0]
     begin, end = _bounds(node, whole)
     siblings = [user for user in source.users if operator_name(user) in ("slice", "narrow") and user.args[0] is source]
@@ -244,8 +240,8 @@ def _slice_cuts(node: fx.Node, dim: int, whole: int, context: Context) -> list[t
         user for user in siblings if int(literal(user, "dim", 1, 0)) % value_of(source).ndim == dim and _plain(user)
     ]
     places = sorted({0, whole, begin, end, *(place for user in same for place in _bounds(user, whole))})
-    own = sorted({0, whole, begin, end})
-    offers = [tuple(b - a for a, b in itertools.pairwise(cuts)) for cuts in (places, own)]
+    bounds = sorted({0, whole, begin, end})
+    offers = [tuple(b - a for a, b in itertools.pairwise(ends)) for ends in (places, bounds)]
     offers += [shard.parts for shard in context.known(source, 0) if shard.dim == dim and shard.parts]
     found = {}
     for offered in offers:
@@ -259,14 +255,14 @@ def _slice_cuts(node: fx.Node, dim: int, whole: int, context: Context) -> list[t
 
 
 def _plain(node: fx.Node) -> bool:
-    """Whether a slice takes a run of elements between places that are known."""
+    """Whether a slice takes consecutive elements between constant bounds."""
     given = [literal(node, name) for name in ("start", "end" if operator_name(node) == "slice" else "length")]
     step = literal(node, "step", 4, 1) if operator_name(node) == "slice" else 1
     return step == 1 and all(item is None or isinstance(item, int) for item in given)
 
 
 def _bounds(node: fx.Node, whole: int) -> tuple[int, int]:
-    """Where a plain slice begins and ends in a dim of ``whole`` elements."""
+    """Return where a plain slice begins and ends in a dim of ``whole`` elements."""
     start = literal(node, "start") or 0
     begin = max(0, start + whole) if start < 0 else min(start, whole)
     if operator_name(node) == "narrow":
@@ -277,7 +273,7 @@ def _bounds(node: fx.Node, whole: int) -> tuple[int, int]:
 
 
 def halves(node: fx.Node, context: Context) -> list[Placement]:
-    """glu: two halves of a dim, cut each by itself; it is no linear operator."""
+    """glu: two halves of a dim, each sharded by itself. Not linear."""
     (source,) = operands_of(node)
     dim = int(literal(node, "dim", 1, -1)) % value_of(source).ndim
     found = from_rule(node, along(node, [dim], linear=False), context)
@@ -291,7 +287,7 @@ def halves(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def repeated(node: fx.Node, context: Context) -> list[Placement]:
-    """repeat, tile: a cut of a dim that is repeated lies in every period of the result."""
+    """repeat, tile: where a repeated dim is sharded, every period of the result is sharded alike."""
     (source,) = operands_of(node)
     before, after = sizes_of(source), sizes_of(node)
     offset = len(after) - len(before)
@@ -330,27 +326,22 @@ def interleaved(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def padding(node: fx.Node) -> Rule:
-    """pad, constant_pad_nd: a dim that grows stays whole."""
+    """pad, constant_pad_nd: a dim that grows is not sharded."""
     rank = value_of(operands_of(node)[0]).ndim
     amounts = list(literal(node, "pad"))
     dims = [rank - 1 - place // 2 for place, amount in enumerate(amounts) if not isinstance(amount, int) or amount]
     value = literal(node, "value")
-    constant = (
-        operator_name(node) != "pad" or literal(node, "mode", default="constant") == "constant"
-    )  # others refuse no rows
-    return along(node, dims, linear=value is None or value == 0, uneven=constant)
+    constant = operator_name(node) != "pad" or literal(node, "mode", default="constant") == "constant"
+    return along(
+        node, dims, linear=value is None or value == 0, uneven=constant
+    )  # other modes refuse a shard of 0 rows
 
 
 def turned(node: fx.Node) -> Rule:
-    """flip, roll: these dims keep their places, but are not cut."""
+    """flip, roll: the dims that are flipped or rolled are not sharded."""
     rank = value_of(operands_of(node)[0]).ndim
     dims = literal(node, "dims")
     return along(node, [int(dim) for dim in dims] if dims else list(range(rank)))
-
-
-def named_dim(node: fx.Node) -> Rule:
-    """An operator that mixes its argument ``dim`` and keeps the rank."""
-    return along(node, [int(literal(node, "dim"))], linear=False)
 
 
 def transformed(node: fx.Node) -> Rule:
@@ -363,7 +354,7 @@ def transformed(node: fx.Node) -> Rule:
 
 
 def matrices(node: fx.Node) -> Rule:
-    """Functions of each matrix of a batch: the last two dims stay whole, and what comes of them."""
+    """Functions of each matrix of a batch: neither its last two dims nor what they become are sharded."""
     (source,) = operands_of(node)
     rank = value_of(source).ndim
     labels = labelled(rank)
@@ -388,7 +379,7 @@ def windowed(node: fx.Node) -> Rule:
 
 
 def inside(node: fx.Node) -> Rule:
-    """slice_scatter, select_scatter: a tensor put into another; its other dims cut alike."""
+    """slice_scatter, select_scatter: one tensor written into another; on the other dims both are sharded alike."""
     labels = labelled(value_of(node).ndim)
     dim = int(literal(node, "dim", default=0)) % len(labels)
     put = operator_name(node) == "slice_scatter"
@@ -413,8 +404,8 @@ RECORDS: dict[str, Record] = {
     # parts
     **each("split chunk", _PARTS),
     **each("split_with_sizes tensor_split unsafe_chunk unsafe_split", replace(_PARTS, spelling=())),
-    "unbind": Record(Kind.VIEW, unbind, spelling=write.METHOD),
-    "select": Record(Kind.VIEW, selected, spelling=(write.selected, write.method)),
+    "unbind": Record(Kind.VIEW, without_dim, spelling=write.METHOD),
+    "select": Record(Kind.VIEW, without_dim, spelling=(write.selected, write.method)),
     "slice": Record(Kind.VIEW, placements=sliced, spelling=(write.sliced,)),
     "narrow": Record(Kind.VIEW, placements=sliced, spelling=write.METHOD),
     "getitem": Record(Kind.VIEW, spelling=(write.item,)),

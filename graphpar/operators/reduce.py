@@ -1,4 +1,4 @@
-"""Sums are partial over a dim that is cut; every other reduction, norm, scan and sort leaves its dims whole."""
+"""Reductions, norms, scans and sorts. A sum over a sharded dim is partial; for all others their dims can't be sharded."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def _reduced(node: fx.Node, fixed: bool) -> Rule:
 
 
 def total(node: fx.Node) -> Rule:
-    """sum: over a cut dim the result is partial."""
+    """sum: over a sharded dim the result is partial."""
     return _reduced(node, fixed=False)
 
 
 def counted(node: fx.Node) -> Rule:
-    """count_nonzero, nansum: a sum of something that is not linear in the operand."""
+    """count_nonzero, nansum: a sum that is not linear in the operand."""
     return replace(_reduced(node, fixed=False), linear=())
 
 
 def mean(node: fx.Node, context: Context) -> list[Placement]:
-    """mean: a partial sum over a sharded dim, divided by the whole size; where the batch is in that, the mean of pieces of one size."""
+    """mean: over a sharded dim a partial sum, divided by the whole size; over the batch the mean over equal shards."""
     found = from_rule(node, _reduced(node, fixed=False), context)
     source = operands_of(node)[0]
     if not sums(value_of(source)):
@@ -78,12 +78,12 @@ def extremum(node: fx.Node) -> Rule | None:
 
 
 def reduction(node: fx.Node) -> Rule:
-    """max, var, norm, any, prod, ...: not over a cut dim."""
+    """max, var, norm, any, prod, ...: not over a sharded dim."""
     return _reduced(node, fixed=True)
 
 
 def normalization(node: fx.Node) -> Rule:
-    """layer_norm, rms_norm: the normalised trailing dims stay whole, as do weight and bias."""
+    """layer_norm, rms_norm: the normalised trailing dims, weight and bias are not sharded."""
     operands = operands_of(node)
     shape = literal(node, "normalized_shape")
     rank = value_of(operands[0]).ndim
@@ -120,7 +120,7 @@ def similarity(node: fx.Node) -> Rule:
 
 
 def weight_norm(node: fx.Node) -> Rule:
-    """v, g of size 1 but along ``dim``: each of its slices has a norm of its own."""
+    """v, and g of size 1 on all dims but ``dim``: each slice along ``dim`` is normalised by itself."""
     rank = value_of(node).ndim
     dim = int(literal(node, "dim")) % rank
     labels = tuple(f"d{i}" for i in range(rank))

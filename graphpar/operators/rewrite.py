@@ -1,12 +1,12 @@
-"""How a call changes where its operands are pieces: literal sizes become those of the piece, and a few operators become others.
+"""How a call changes when its operands are shards: literal sizes become local, and a few operators become others.
 
-    view(x, [b, s, 8, 64])  heads cut over 2     view(x, [b, s, 4, 64])
-    mean(x, [-1])           dim -1 cut           sum(x, [-1]) / whole size
-    mean(x, [0])            replicas' rows       mean(x, [0]) / replicas
-    cross_entropy mean      replicas' rows       sum / labels of all replicas
-    embedding(w, ids)       vocabulary cut       vocab_embedding(ids, w, axis)
+    view(x, [b, s, 8, 64])  heads sharded over 2     view(x, [b, s, 4, 64])
+    mean(x, [-1])           dim -1 sharded           sum(x, [-1]) / whole size
+    mean(x, [0])            replicas' rows           mean(x, [0]) / replicas
+    cross_entropy mean      replicas' rows           sum / labels of all replicas
+    embedding(w, ids)       vocabulary sharded       vocab_embedding(ids, w, axis)
 
-The lowering and the proof of the rules use this one definition: ``emit`` makes a node, or runs the operator.
+The lowering and the proof of the rules share this definition: ``emit`` makes a node, or runs the operator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RANDOM = (random_streams.dropout, random_streams.channel_dropout, random_stream
 
 @dataclass(frozen=True)
 class CallSpecs:
-    """How one call is cut: for each operand and result its type on each axis, and the rewriting on each axis."""
+    """How one call is sharded: the type of each operand and result on each axis, and the rewrite on each axis."""
 
     degrees: Mapping[str, int]
     operands: tuple[tuple[Type, ...], ...]
@@ -41,7 +41,7 @@ class CallSpecs:
     rewrites: tuple[str, ...]
 
     def pieces(self, rewrite: str) -> int:
-        """Over how many ranks the call is cut with this rewriting."""
+        """Return over how many ranks the call is sharded with this rewrite."""
         count = 1
         for degree, name in zip(self.degrees.values(), self.rewrites):
             count *= degree if name == rewrite else 1
@@ -49,7 +49,7 @@ class CallSpecs:
 
 
 def on_pieces(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], specs: CallSpecs, emit: Emit) -> Any:
-    """The call ``node`` with the arguments ``args`` and ``kwargs`` of one rank, through ``emit(target, args, kwargs)``."""
+    """Make the call ``node`` on one rank's arguments ``args`` and ``kwargs``, through ``emit(target, args, kwargs)``."""
     call = _Call(node, list(args), dict(kwargs))
     if "local_shape" in specs.rewrites:
         _local_shape(call, specs, emit)
@@ -75,7 +75,7 @@ def _replaced(call: _Call, specs: CallSpecs, emit: Emit) -> Any:
 
 
 def _labels(call: _Call, specs: CallSpecs, emit: Emit) -> Any:
-    """How many labels the mean of a loss over classes counts on all ranks; the loss becomes its sum."""
+    """Turn the mean of a loss over classes into its sum; return how many labels count on all ranks."""
     call.set("reduction", 2)
     counted = emit(_aten.ne.Scalar, (call.get("target", call.args[1]), call.get("ignore_index", -100)), {})
     count = emit(_aten.sum.default, (counted,), {})
@@ -95,16 +95,18 @@ class _Call:
     target: Any = None
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return the argument ``name``."""
         place = argument_place(self.node, name)
         if place is not None and place < len(self.args):
             return self.args[place]
         return self.kwargs.get(name, default)
 
     def replace(self, target: Any, **options: Any) -> None:
-        """The same operand for another operator."""
+        """Call ``target`` instead, on the same first operand and ``options``."""
         self.target, self.args, self.kwargs = target, [self.args[0], *options.values()], {}
 
     def set(self, name: str, value: Any) -> None:
+        """Replace the argument ``name``."""
         place = argument_place(self.node, name)
         if place is not None and place < len(self.args):
             self.args[place] = value
@@ -113,9 +115,9 @@ class _Call:
 
 
 def _local_shape(call: _Call, specs: CallSpecs, emit: Emit) -> None:
-    """Sizes of cut dims; one that follows the batch is left to torch (-1), or divided where -1 means something else."""
+    """Make sizes of sharded dims local; one that follows the batch becomes -1, or is divided where -1 means something else."""
     name = operator_name(call.node)
-    if name == "squeeze":  # a piece may have dims of size 1 that the whole has not
+    if name == "squeeze":  # a shard may have dims of size 1 that the whole tensor has not
         dims = call.get("dim")
         whole = value_of(operands_of(call.node)[0]).shape
         named = list(range(len(whole))) if dims is None else dims if isinstance(dims, list | tuple) else [dims]
@@ -146,7 +148,7 @@ def _local_shape(call: _Call, specs: CallSpecs, emit: Emit) -> None:
 
 
 def _local_sizes(call: _Call, pieces: int) -> None:
-    """split, split_with_sizes, tensor_split: lengths, or places, in the piece."""
+    """split, split_with_sizes, tensor_split: lengths, or places, in the shard."""
     for name in ("split_sizes", "split_size", "indices"):
         given = call.get(name)
         if given is not None:
@@ -154,7 +156,7 @@ def _local_sizes(call: _Call, pieces: int) -> None:
 
 
 def _local_slice(call: _Call, pieces: int) -> None:
-    """slice, narrow: where a part begins and ends in the piece."""
+    """slice, narrow: begin and end in the shard."""
     for name in ("start", "end", "length"):
         given = call.get(name)
         if isinstance(given, int) and abs(given) < 1 << 62:
@@ -162,7 +164,7 @@ def _local_slice(call: _Call, pieces: int) -> None:
 
 
 def _groups(call: _Call, pieces: int) -> None:
-    """A convolution or group_norm whose groups are cut."""
+    """A convolution or group_norm whose groups are sharded."""
     name = "num_groups" if operator_name(call.node) == "group_norm" else "groups"
     call.set(name, call.get(name, 1) // pieces)
 
@@ -173,7 +175,7 @@ def _output_size(call: _Call, pieces: int) -> None:
 
 
 def _positions(call: _Call, specs: CallSpecs) -> None:
-    """An element's random number depends on its place in the whole tensor."""
+    """Tell a random operator which shard it has: an element's random number depends on its place in the whole tensor."""
     batch_dim = 0
     if call.node.target is not random_streams.dropout_attention:
         batch_dim = call.args[3] if len(call.args) > 3 else call.kwargs.get("batch_dim", 0)
@@ -187,7 +189,7 @@ def _positions(call: _Call, specs: CallSpecs) -> None:
 
 
 def _mean(call: _Call, axis: str, emit: Emit) -> Any:
-    """The mean over a cut dim: the sum of the piece, divided by the size of the whole."""
+    """The mean over a sharded dim: the sum of the shard, divided by the whole size."""
     whole = value_of(operands_of(call.node)[0])
     dims = call.get("dim")
     count = 1
@@ -216,7 +218,7 @@ def _vocab_cross_entropy(call: _Call, axis: str, emit: Emit) -> Any:
 
 
 def _own_experts(call: _Call, axis: str, emit: Emit) -> Any:
-    """A product by groups: where the rows of this rank's groups end among its own rows."""
+    """A grouped product on the rows of this rank's experts: its offsets count from the rank's first row."""
     call.set("offs", emit(collectives.own_offsets, (call.get("offs"), axis), {}))
     return emit(call.node.target, tuple(call.args), call.kwargs)
 
@@ -234,6 +236,6 @@ _REPLACED: dict[str, Callable[[_Call, str, Emit], Any]] = {
     "own_experts": _own_experts,
 }
 REWRITES = ("local_shape", *_CHANGES, *_REPLACED, "mean_of_pieces", "mean_of_labels", "sync_batch_norm")
-"""What ``Placement.rewrite`` may be."""
+"""The names that ``Placement.rewrite`` may have."""
 TOGETHER = ("vocab_embedding", "vocab_cross_entropy", "own_experts", "mean_of_labels", "sync_batch_norm")
-"""Those whose ranks communicate."""
+"""Rewrites in which the ranks communicate."""

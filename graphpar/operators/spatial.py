@@ -1,4 +1,4 @@
-"""Convolutions, normalisations by channels, pooling and interpolation: batch and channels can be cut, places can't."""
+"""Convolutions, norms over channels, pooling and interpolation: batch and channels can be sharded, spatial dims can't."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphpar.runtime.layout import Shard
 def convolution(node: fx.Node, context: Context) -> list[Placement]:
     """x [n, c, ...], weight [o, c / groups, ...] (transposed: [c, o / groups, ...]), bias [o].
 
-    Output channels are cut with their bias; cut input channels give a partial sum; groups are cut on both sides.
+    Output channels are sharded with their bias; sharded input channels give a partial sum; groups are sharded on both sides.
     """
     operands = operands_of(node)
     x, weight = (value_of(operand).ndim for operand in operands[:2])
@@ -43,7 +43,7 @@ def convolution(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def batch_norm(node: fx.Node) -> Rule:
-    """Channels are independent; with running statistics that are only read, everything is. Buffers that are written stay whole."""
+    """Channels are independent; with running statistics that are only read, so is everything. Written buffers are not sharded."""
     operands = operands_of(node)
     labels = labelled(value_of(operands[0]).ndim)
     training = bool(literal(node, "training"))
@@ -55,7 +55,7 @@ def batch_norm(node: fx.Node) -> Rule:
 
 
 def batch_norm_placements(node: fx.Node, context: Context) -> list[Placement]:
-    """In training, each replica's rows, with the statistics of all."""
+    """Adds for training: each replica normalizes its rows, with the statistics of all replicas' rows."""
     found = from_rule(node, batch_norm(node), context)
     operands = operands_of(node)
     labels = labelled(value_of(operands[0]).ndim)
@@ -67,7 +67,7 @@ def batch_norm_placements(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def instance_norm(node: fx.Node) -> Rule:
-    """Examples and channels are independent, unless running statistics come in."""
+    """Examples and channels are independent, unless there are running statistics."""
     operands = operands_of(node)
     labels = labelled(value_of(operands[0]).ndim)
     if literal(node, "running_mean") is not None or len(labels) < 3:
@@ -87,7 +87,7 @@ def group_norm(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def grid(node: fx.Node) -> Rule:
-    """affine_grid_generator: theta [n, ...] -> [n, places ..., 2]. Its sizes are literal, so only what follows the batch is free."""
+    """affine_grid_generator: theta [n, ...] -> [n, h, w, 2] or [n, d, h, w, 3]. Its sizes are literal, so only the batch is sharded."""
     (theta,) = operands_of(node)
     before = ("n", *(f"t{i}" for i in range(value_of(theta).ndim - 1)))
     after = ("n", *(f"s{i}" for i in range(value_of(node).ndim - 1)))
@@ -96,7 +96,7 @@ def grid(node: fx.Node) -> Rule:
 
 
 def shuffled(node: fx.Node) -> Rule:
-    """pixel_shuffle, pixel_unshuffle: channels with what lies in them."""
+    """pixel_shuffle, pixel_unshuffle: [..., c r r, h, w] -> [..., c, h r, w r] or back; only leading dims and channels are sharded."""
     rank = value_of(node).ndim
     lead = labelled(rank - 3)
     return Rule(
@@ -140,7 +140,7 @@ def _resized(dims: int, *spelling: write.Spelling) -> Record:
 
 
 def _by_dims(dims: int) -> dict[str, Record]:
-    """Operators that there are for one, two and three dims of places."""
+    """Operators that exist for one, two and three spatial dims."""
     conv = write.function(f"F.conv{dims}d", "input weight bias", _OPTIONS)
     pool = write.function(f"F.max_pool{dims}d", "self kernel_size", "stride padding dilation ceil_mode")
     return {

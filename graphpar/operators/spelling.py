@@ -1,8 +1,8 @@
-"""How operators are written in Python: what records name, and what they are made of.
+"""How operators are written in Python: the spellings that records name.
 
     linear(x, w, None)  ──function("F.linear", "input weight bias")──►  F.linear(x, self.weight)
 
-A spelling makes an :class:`Expression` of a node whose arguments are printed already, or None where it does not fit.
+A spelling makes an :class:`Expression` of a node whose arguments are printed already; None where it does not fit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Expression:
     level: int = ATOM
 
     def at(self, level: int) -> str:
+        """Return the text, in parentheses if it binds less tightly than ``level``."""
         return self.text if self.level >= level else f"({self.text})"
 
 
@@ -37,8 +38,8 @@ Spelling = Callable[[fx.Node, Printed], Expression | None]
 
 
 def literal(value: Any) -> str:
-    """A Python literal, as one would type it."""
-    if isinstance(value, torch.dtype):
+    """Write a Python literal as one would type it."""
+    if isinstance(value, torch.dtype | torch.memory_format):
         return str(value)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 2**62:
         return "None"  # the end of a slice that goes to the end
@@ -52,8 +53,6 @@ def literal(value: Any) -> str:
         return repr(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, torch.memory_format):
-        return str(value)
     return repr(value)
 
 
@@ -63,7 +62,7 @@ def call(function: str, arguments: list[str], options: Mapping[str, str]) -> Exp
 
 
 def given_arguments(node: fx.Node) -> dict[str, Any]:
-    """The operator's arguments by their schema names; those left at their defaults are absent."""
+    """Return the operator's arguments by their schema names, without those left at their defaults."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
     given = {argument.name: item for argument, item in zip(schema, node.args)} | dict(node.kwargs)
@@ -120,7 +119,7 @@ def attribute(name: str) -> Spelling:
 
 
 def renamed(path: str) -> Spelling:
-    """``path(...)`` with the operator's own arguments."""
+    """``path(...)`` with the operator's arguments."""
 
     def spelled(node: fx.Node, shown: Printed) -> Expression | None:
         return call(path, [shown(argument).text for argument in node.args], _options(node, shown))
@@ -129,7 +128,7 @@ def renamed(path: str) -> Spelling:
 
 
 def _name(node: fx.Node) -> str:
-    """The name of an ATen operator of a tensor; empty for what is called in another way."""
+    """The name of an ATen operator whose first argument is a tensor; empty for any other operator."""
     own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
     return operator_name(node) if own and node.args and isinstance(node.args[0], fx.Node) else ""
 
@@ -139,7 +138,7 @@ def _options(node: fx.Node, shown: Printed) -> dict[str, str]:
 
 
 def function(path: str, positional: str, keywords: str = "") -> Spelling:
-    """``F.name`` with ATen's arguments: some by position (up to the first one absent), the others by keyword."""
+    """``F.name`` with ATen's arguments: ``positional`` ones up to the first that is absent, the others by keyword."""
 
     def spelled(node: fx.Node, shown: Printed) -> Expression | None:
         given = given_arguments(node)
@@ -154,11 +153,11 @@ def function(path: str, positional: str, keywords: str = "") -> Spelling:
 
 
 REDUCTIONS = ("none", "mean", "sum")
-"""ATen's numbers for the reduction of a loss in the words of torch.nn.functional."""
+"""The words of torch.nn.functional for ATen's numbers of a loss's reduction."""
 
 
 def loss(path: str, keywords: str = "") -> Spelling:
-    """``F.cross_entropy(input, target)``: ATen's number for the reduction is F's word."""
+    """``F.cross_entropy(input, target)``, with the reduction as a word."""
 
     def spelled(node: fx.Node, shown: Printed) -> Expression | None:
         given = given_arguments(node)
@@ -175,9 +174,9 @@ def interpolated(mode: str, *, antialias: bool = False) -> Spelling:
     """``F.interpolate`` to a size, or by factors."""
 
     def spelled(node: fx.Node, shown: Printed) -> Expression | None:
-        given = given_arguments(node)
         if node.target._overloadname != "vec":  # type: ignore[union-attr]
             return None
+        given = given_arguments(node)
         options = {}
         if given.get("output_size") is not None:
             options["size"] = shown(given["output_size"]).text
@@ -201,8 +200,7 @@ def sliced(node: fx.Node, shown: Printed) -> Expression | None:
     source = node.args[0]
     value = value_of(source)  # type: ignore[arg-type]
     dim, start, end, step = (given.get(key) for key in ("dim", "start", "end", "step"))
-    position = int(dim or 0)
-    position = position if position >= 0 else position + value.ndim
+    position = int(dim or 0) % value.ndim
     text = f"{'' if start in (None, 0) else shown(start).text}:"
     if end is not None and not (isinstance(end, int) and end >= 2**62):
         text += shown(end).text
@@ -240,7 +238,7 @@ def size(node: fx.Node, shown: Printed) -> Expression | None:
 
 
 def flattened(node: fx.Node, shown: Printed) -> Expression | None:
-    """``flatten`` and ``unflatten`` where that is all a view does: no size of batch or sequence is spelled out."""
+    """``flatten`` or ``unflatten`` where the view does no more, so that no size of batch or sequence is spelled out."""
     source = node.args[0]
     before, after = value_of(source), value_of(node)  # type: ignore[arg-type]
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
@@ -321,7 +319,7 @@ def embedding(node: fx.Node, shown: Printed) -> Expression | None:
 
 
 def batch_norm(node: fx.Node, shown: Printed) -> Expression | None:
-    """``F.batch_norm``, training as the module is."""
+    """``F.batch_norm``, in training where the module is."""
     given = dict(zip(["x", "weight", "bias", "mean", "var", "training", "momentum", "eps"], node.args))
     options = {"training": "self.training" if given["training"] else "False"}
     if given["training"]:
@@ -332,7 +330,7 @@ def batch_norm(node: fx.Node, shown: Printed) -> Expression | None:
 
 
 def stream_function(function: str) -> Spelling:
-    """graphpar's own dropout, which draws an example's numbers from its key."""
+    """A dropout of ``random_streams.py``, which draws an example's numbers from its key."""
 
     def spelled(node: fx.Node, shown: Printed) -> Expression | None:
         if isinstance(node.target, torch._ops.OpOverload):
@@ -353,7 +351,7 @@ def stream_function(function: str) -> Spelling:
 
 
 def _sharded_dims(sharded: Any) -> str:
-    """Which dims of a tensor are a rank's piece: ``[(1, rank("tp"), size("tp"))]``."""
+    """The sharded dims of a tensor: ``[(1, rank("tp"), size("tp"))]``."""
     shown = [
         f'({dim}, rank("{axis}"), size("{axis}"){f", {literal(tuple(parts))}" if parts else ""})'
         for dim, axis, parts in sharded
