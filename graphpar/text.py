@@ -50,6 +50,7 @@ def share_text(value: float) -> str:
 
 
 def flops_text(value: float) -> str:
+    """``5.2 TFLOP``."""
     return " ".join(_scaled(value, _FLOPS))
 
 
@@ -107,8 +108,8 @@ def plural(count: int, singular: str, several: str | None = None) -> str:
 
 
 def compressed(stages: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The module paths of each stage, shorter: a module that lies wholly on one stage stands for all that is in it,
-    and consecutive numbers are one run (``layers.4-7``)."""
+    """Shorten the module paths of each stage: a module that is wholly on one stage stands for all modules in it,
+    and consecutive numbers become one run (``layers.4-7``)."""
     holders: dict[str, set[int]] = {}
     for index, paths in enumerate(stages):
         for path in paths:

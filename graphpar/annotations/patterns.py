@@ -1,4 +1,4 @@
-"""The user's shard plan: patterns over the model's names, resolved into pins that constrain the search.
+"""Resolve the user's shard plan, patterns over the model's names, into pins that constrain the search.
 
     {"layers.*.q_proj": "colwise"}      what the user writes: pattern -> value (:mod:`graphpar.annotations.values`)
        + ModelNames, mesh degrees       what the model has
@@ -226,7 +226,7 @@ _KINDS = (
 
 
 def _kind_of(path: str, names: ModelNames) -> _Kind | None:
-    """The kind of a module that holds a weight of its own, ``None`` for any other."""
+    """The kind of a module that holds a weight, ``None`` for any other."""
     shape = names.parameters.get(path_under(path, "weight"))
     short = names.modules.get(path, "").rpartition(".")[2]
     for kind in _KINDS:
@@ -368,18 +368,21 @@ class _Sheet:
         self._origins: dict[str, list[str]] = {}
 
     def add_style(self, path: str, style: str, pattern: str) -> None:
+        """Note that ``pattern`` gives ``path`` a style."""
         self._remember(path, pattern)
         for name in self._all_names(path):
             styles = self._styles.setdefault(name, [])
             styles += [style] if style not in styles else []
 
     def pin_parameter(self, name: str, spec: Spec, pattern: str) -> None:
+        """Pin a parameter's types; ``GraphparError`` where they do not fit it or another pattern disagrees."""
         shape = self.names.parameters[name]
         checked = {axis: frozenset(self._checked(kind, axis, name, shape, pattern) for kind in choice)
                    for axis, choice in spec.items()}  # fmt: skip
         self._pin(("parameter", self._all_names(name)[0], None), checked, name, pattern)
 
     def pin_activation(self, path: str, what: str, position: Position, spec: Spec, pattern: str) -> None:
+        """Pin an input or output (``what``) of a module; ``GraphparError`` where another pattern disagrees."""
         self._pin((what, self._all_names(path)[0], position), spec, path, pattern)
 
     def pins(self) -> ShardConstraints:

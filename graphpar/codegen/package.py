@@ -30,7 +30,7 @@ from graphpar.ir.program import Helper, Program, TensorInfo, concrete_shape, val
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages import emitted_package, stage_module
-from graphpar.text import compressed
+from graphpar.text import compressed, plural
 
 _PARAMETERS = '''def parameters(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> nn.Module:
     """A module that holds parameters of these shapes."""
@@ -59,7 +59,7 @@ def emit_package(
         model_file: the model file that ``plan.json`` names: a path relative to the package, or a dotted module name.
     """
     tensors, instances = stage_contents(program, stages)
-    files = {"__init__.py": f'"""{program.name}, split into {len(stages)} stages by graphpar."""\n'}
+    files = {"__init__.py": f'"""{program.name}, split into {plural(len(stages), "stage")} by graphpar."""\n'}
     operators = operators_file(_graphs(program, stages), program.name, _taken(program, stages))
     if operators is not None:
         files["operators.py"] = operators.text

@@ -1,4 +1,4 @@
-"""Computes values of tensors that were made under fake tensors, by replaying only the operators that made them.
+"""Compute values of tensors that were made under fake tensors, by replaying only the operators that made them.
 
 A model of any size is built under ``FakeTensorMode``, where nothing has a value; but the values of its
 non-persistent buffers (rotary tables, masks) belong to the program. The tape records what the constructor

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.deferred import Tape
 
-RESERVED = ("sample_keys", "self")  # names that graphpar gives to inputs of its own
+RESERVED = ("sample_keys", "self")  # names of inputs that graphpar adds
 
 
 @dataclasses.dataclass
@@ -38,9 +38,7 @@ class Request:
     module_mode: str | None = None  # train | infer: what the modules are set to while they are traced
     takes_scalar: bool = True  # whether the only scalar in the model's output that needs a gradient is its loss
     scalar: str | None = None  # that one; filled by the trace
-    scalars: list[str] = dataclasses.field(
-        default_factory=list
-    )  # several of them, of which none is known to be the loss
+    scalars: list[str] = dataclasses.field(default_factory=list)  # several that may be the loss; filled by the trace
     output_names: list[str] = dataclasses.field(default_factory=list)  # filled by the trace
 
 
@@ -88,7 +86,7 @@ def make_request(
 
 
 def _check_targets(loss_fn: Callable[..., Any] | None, targets: tuple[Any, ...]) -> None:
-    """``loss_fn`` is called with the model's output and the targets; it must take as many."""
+    """Check that ``loss_fn`` can be called with the model's output and the targets."""
     forward = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     if forward is None:
         return
@@ -132,9 +130,8 @@ def _leaf_names(
     wanted: list[str] = []
     if loss_fn is not None and targets:
         with contextlib.suppress(TypeError, ValueError):
-            wanted = [p.name for p in inspect.signature(loss_fn).parameters.values() if p.kind is not p.VAR_POSITIONAL][
-                1:
-            ]
+            _, *parameters = inspect.signature(loss_fn).parameters.values()
+            wanted = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     for index, value in enumerate(targets):
         fallback = "target" if len(targets) == 1 else f"target_{index}"
         names += leaf_paths(wanted[index] if index < len(wanted) else fallback, value)
@@ -148,7 +145,7 @@ def _leaf_names(
 
 
 def leaf_paths(name: str, value: Any) -> list[str]:
-    """Names of the leaves of ``value``: ``name``, or ``name_key`` for containers."""
+    """Name the leaves of ``value``: ``name``, or ``name_key`` for containers."""
     leaves = torch.utils._pytree.tree_leaves_with_path(value)
     result = []
     for path, _ in leaves:

@@ -1,11 +1,10 @@
-"""The user's model file: a plain Python file (or ``package.module``) with a few known names in it.
+"""Read the user's model file: a plain Python file (or ``package.module``) with a few known names in it.
 
     model.py ──import, once a process──► ModelFile: model, args, kwargs, loss_fn, targets, ...
                                             ├─initial_weights─► state_dict of the model, built for real
                                             └─example_batch──► a global batch, by the program's input names
 
-What is wrong in the file is the user's to change, so everything that it raises becomes a ``GraphparError`` with the
-file's own line.
+Everything that the file raises becomes a ``GraphparError`` with the line of the file.
 """
 
 from __future__ import annotations

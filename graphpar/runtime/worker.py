@@ -148,6 +148,7 @@ class _Results:
         write_tensors(self.folder / f"{file}.safetensors", tensors)
 
     def close(self) -> None:
+        """Write the report."""
         self.folder.with_suffix(".json").write_text(json.dumps(self.report))
 
 
