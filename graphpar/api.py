@@ -22,11 +22,11 @@ from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.execution import Execution
 from graphpar.display import as_page, as_text
 from graphpar.errors import GraphparError
-from graphpar.frontend.build import DTYPES, ModelLike
+from graphpar.frontend.build import ModelLike
 from graphpar.frontend.capture import capture
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Program
+from graphpar.ir.program import ModelSource, Program
 from graphpar.parts import Parts
 from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.planning.asked import Splits, ask, planned
@@ -75,23 +75,12 @@ def export(
     Raises:
         GraphparError: the model can't be traced, or a trace would lose part of its meaning.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise GraphparError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
     for name, value in (("args", args), ("targets", targets)):
         if isinstance(value, Tensor):
             raise GraphparError(f"{name} is a tensor; it must be a tuple: {name}=(tensor,).")
     row_list = PASSES if passes is None else PassList.of(passes)
     check_skipped(row_list, skip)
-    raw = capture(
-        model,
-        args,
-        kwargs,
-        loss_fn=loss_fn,
-        targets=targets,
-        batch_dims=batch_dims,
-        mode=mode,
-        dtype=DTYPES[dtype] if dtype else None,
-    )
+    raw = capture(ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), dtype, mode), batch_dims)
     if after_pass is not None:
         after_pass(STEPS[0], raw)
     program, _ = run_passes(raw, row_list, skip=skip, after=after_pass)

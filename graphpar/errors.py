@@ -1,4 +1,4 @@
-"""Errors for people: what was found, what was expected, and what to do.
+"""Errors for users: what was found, what was expected, and what to do.
 
 ``GraphparError`` is for the user (the command line prints it without a traceback and exits with 2);
 ``assert`` is for our own bugs.

@@ -63,7 +63,7 @@ class Parts:
 
         Args:
             weights: tensors by state_dict name, written to ``weights/model.safetensors``.
-            force: write although people changed or added files in ``folder``. Changed ones are kept as ``NAME.orig``, others stay.
+            force: write although files in ``folder`` were changed or added. Changed ones are kept as ``NAME.orig``, others stay.
 
         Raises:
             GraphparError: ``folder`` can't be written, holds something else, or holds changed or added files and ``force`` is not set.

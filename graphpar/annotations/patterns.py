@@ -32,6 +32,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.layout import P, R, Shard, Type
+from graphpar.text import listed
 
 ShardPlan = Mapping[str, Any]
 Position = int | str | None  # of an activation: a place among the positional ones, or a keyword
@@ -189,8 +190,8 @@ def _children(parent: Sequence[str], names: ModelNames) -> list[str]:
     return list(dict.fromkeys(levels[-1] for levels in found if levels and _matches(parent, levels[:-1])))
 
 
-def _listed(entries: Sequence[str], limit: int = 8) -> str:
-    return ", ".join(entries[:limit]) + (f" and {len(entries) - limit} more" if len(entries) > limit else "")
+def _listed(entries: Sequence[str]) -> str:
+    return listed(entries, 8)
 
 
 # ---- what a style means for a module ---------------------------------------------------------------------------
@@ -248,8 +249,8 @@ def _no_kind(wish: Wish, path: str, names: ModelNames) -> str:
     inner = {name: child for name, child in names.modules.items() if name and name.rpartition(".")[0] == path}
     message = f"{wish.style!r} is for a {', '.join(kinds)}, but {shown}"
     if own:
-        listed = _listed([f"{name.rpartition('.')[2]} {list(names.parameters[name])}" for name in own])
-        return f"{message} with {listed}. Give a spec for each, such as {own[0]!r}: 'S(0)@tp'."
+        shapes = _listed([f"{name.rpartition('.')[2]} {list(names.parameters[name])}" for name in own])
+        return f"{message} with {shapes}. Give a spec for each, such as {own[0]!r}: 'S(0)@tp'."
     if inner:
         children = [f"{name.rpartition('.')[2]} ({child.rpartition('.')[2]})" for name, child in inner.items()]
         return f"{message} without a weight. Below it are {_listed(children)}."
@@ -351,7 +352,7 @@ def _pin_activations(sheet: _Sheet, wish: Wish, pattern: str, path: str) -> None
 
 
 _Cell = tuple[str, str, Position]  # parameter | input | output, the first of its names, which activation
-_Claim = tuple[str, Choice]  # the pattern and what it says of one axis
+_Claim = tuple[str, Choice]  # the pattern and the types that it allows on one axis
 
 
 class _Sheet:

@@ -144,7 +144,7 @@ class GraphPrinter:
         self.names: dict[fx.Node, str] = {}
         self.skipped: set[fx.Node] = set()  # printed as part of another statement
         self._lengths: dict[fx.Node, int] = {}
-        self._last: dict[Any, fx.Node] = {}  # the operator of torch's modules that a line of the user's ends with
+        self._last: dict[Any, fx.Node] = {}  # by user's line: its last operator in a module of torch
         for node in self.nodes:
             if _line_of(node) is not None:
                 self._last[_line_of(node)] = node
@@ -258,7 +258,7 @@ class GraphPrinter:
         return parts if parts is not None else [node]
 
     def unpacked(self, node: fx.Node) -> list[fx.Node] | None:
-        """The ``getitem`` nodes of a node with several results, in order, where each result is used."""
+        """List the ``getitem`` nodes of a node with several results, in order; None where a result is not used."""
         value = value_of(node)
         if node.op == "placeholder" or not isinstance(value, tuple | list):
             return None
@@ -284,11 +284,11 @@ class GraphPrinter:
         return last
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """The values that ``node``'s statement reads."""
+        """List the values that ``node``'s statement reads."""
         return [_written(argument) for argument in node.all_input_nodes]
 
     def held(self, node: fx.Node) -> list[fx.Node]:
-        """Operands that must not be overwritten by the statement's own result (a loop reads them again)."""
+        """List the operands that the statement's result must not overwrite (a loop reads them again)."""
         return []
 
     def _fresh(self, name: str, taken: Iterable[str], reserved: set[str]) -> str:
@@ -365,9 +365,9 @@ class GraphPrinter:
             assert self.call is not None
             arguments = ", ".join(self.expression(argument).text for argument in node.args)
             return Expression(f"{self.call(node)}({arguments})")
-        return spell(node, self.expression, self.anchor(node))
+        return spell(node, self.expression, self.anchor())
 
-    def anchor(self, node: fx.Node) -> str:
+    def anchor(self) -> str:
         """Return an expression with a ``.device``: a tensor argument, or a parameter."""
         numbers = {name for n, name in self.names.items() if not isinstance(value_of(n), Tensor)}
         for candidate in self.nodes:

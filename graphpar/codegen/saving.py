@@ -1,7 +1,7 @@
-"""Write the emitted package to disk. Its folder is replaced as a whole, and files that people put there are not lost.
+"""Write the emitted package to disk. Its folder is replaced as a whole, but files that the user changed or added are kept.
 
 write ──► hidden folder beside ──rename──► out/     with a record: the hash of every file that graphpar wrote there
-out/, its record ──people's files──► refused by name; with ``force``, changed ones are kept as NAME.orig, added ones stay
+out/, its record ──edited files──► refused by name; with ``force``, changed ones are kept as NAME.orig, added ones stay
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NAMED = 8
 
 
 @dataclass(frozen=True)
-class PeoplesFiles:
-    """The files in a package's folder that people changed or added, by path in it."""
+class EditedFiles:
+    """The files in a package's folder that the user changed or added, by path in it."""
 
     changed: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class PeoplesFiles:
         return "; ".join(f"{what} {listed(names, _NAMED)}" for what, names in groups.items() if names)
 
 
-def peoples_files(folder: Path) -> PeoplesFiles:
+def edited_files(folder: Path) -> EditedFiles:
     """Find files in ``folder`` that were changed after graphpar wrote them, and files that it did not write."""
     hashes = _record(folder)
     names = list(_files(folder))
@@ -50,14 +50,14 @@ def peoples_files(folder: Path) -> PeoplesFiles:
     shown = dict.fromkeys(
         f"{top}/" if "/" in name and (top := name.partition("/")[0]) in whole else name for name in added
     )
-    return PeoplesFiles(tuple(changed), tuple(shown), (folder / RECORD).is_file())
+    return EditedFiles(tuple(changed), tuple(shown), (folder / RECORD).is_file())
 
 
-def check_target(folder: str | Path, force: bool = False) -> PeoplesFiles:
-    """Check that a package may be written to ``folder``; return people's files in it, which are kept.
+def check_target(folder: str | Path, force: bool = False) -> EditedFiles:
+    """Check that a package may be written to ``folder``; return the user's edits in it, which are kept.
 
     Raises:
-        GraphparError: it is no folder, can't be written, holds something else, or holds people's files and ``force`` is not set.
+        GraphparError: it is no folder, can't be written, holds something else, or holds edited files and ``force`` is not set.
     """
     target, shown = Path(os.path.realpath(folder)), Path(folder)
     if target.exists() and not target.is_dir():
@@ -69,10 +69,10 @@ def check_target(folder: str | Path, force: bool = False) -> PeoplesFiles:
         )
     _check_writable(target, shown)
     if not target.exists() or not any(target.iterdir()):
-        return PeoplesFiles()
+        return EditedFiles()
     if not (target / "plan.json").exists():
         raise GraphparError(f"{shown} exists and holds something other than a graphpar program; choose another folder.")
-    found = peoples_files(target)
+    found = edited_files(target)
     if found and not force:
         why = f"{shown} holds files that would be lost: {found}."
         if not found.recorded:
@@ -135,7 +135,7 @@ def _move(source: Path, target: Path, moved: list[tuple[Path, Path]]) -> None:
 
 
 def _kept(old: Path, new: Path) -> Iterator[tuple[Path, Path]]:
-    """People's files in ``old``, and where they go in ``new``."""
+    """The edited files in ``old``, and where they go in ``new``."""
     hashes = _record(old)
     for name in list(_files(old)):
         if name == RECORD or (name in hashes and _hash(old / name) == hashes[name]):

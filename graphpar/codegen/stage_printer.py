@@ -62,12 +62,12 @@ class StagePrinter(GraphPrinter):
                     self.skipped.add(argument)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """The values that ``node``'s statement or loop reads."""
+        """List the values that ``node``'s statement or loop reads."""
         run = self.runs.get(node)
         return super().operands(node) if run is None else list(run.operands.values())
 
     def held(self, node: fx.Node) -> list[fx.Node]:
-        """What a loop reads again in each turn: all but the value that it carries."""
+        """List the values that a loop reads again in each iteration: all but the one that it carries."""
         run = self.runs.get(node)
         return [] if run is None else [value for place, value in run.operands.items() if place != run.carried]
 

@@ -1,4 +1,4 @@
-"""The top-level statements of a user's file: what each defines and refers to, and whether it registers an operator."""
+"""The top-level statements of a Python file: what each defines and refers to, and whether it registers an operator."""
 
 from __future__ import annotations
 

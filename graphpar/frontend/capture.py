@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tre
 
 from graphpar.codegen.operators import check_function
 from graphpar.errors import GraphparError
-from graphpar.frontend.build import DTYPES, ModelLike, build
+from graphpar.frontend.build import DTYPES, build
 from graphpar.frontend.equal_masks import EqualMasks
 from graphpar.frontend.exported import to_program
 from graphpar.frontend.fixed_size import mark_batch
@@ -47,31 +47,23 @@ from graphpar.operators.functions import opaque_apply, plain_apply, refusal
 from graphpar.quiet_torch import torch_is_quiet
 
 
-def capture(
-    model: ModelLike,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    targets: Sequence[Any] = (),
-    batch_dims: Mapping[str, int | None] | None = None,
-    mode: str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Program:
-    """Trace ``model`` (or what the factory ``model`` returns) on the example inputs. See :func:`graphpar.export`."""
-    if mode not in (None, "train", "infer"):
-        raise GraphparError(f"mode is {mode!r}; it must be 'train' or 'infer'.")
-    built, fake, tape = build(model, dtype)
-    request = make_request(
-        built, fake, tape, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), batch_dims or {}
-    )
-    request.training = mode != "infer"
-    request.module_mode = mode
+def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = None) -> Program:
+    """Trace a model (or what a factory of it returns) on its example inputs; arguments as for :func:`graphpar.export`.
+
+    Raises:
+        GraphparError: the model can't be traced, or a trace would lose part of its meaning.
+    """
+    if source.mode not in (None, "train", "infer"):
+        raise GraphparError(f"mode is {source.mode!r}; it must be 'train' or 'infer'.")
+    if source.dtype is not None and source.dtype not in DTYPES:
+        raise GraphparError(f"dtype is {source.dtype!r}; it must be one of {', '.join(DTYPES)}.")
+    built, fake, tape = build(source.model, DTYPES[source.dtype] if source.dtype else None)
+    request = make_request(source, built, fake, tape, batch_dims or {})
     program = _with_own_loss(request)
-    if program.mode == "infer" and mode is None and any(info.requires_grad for info in program.parameters.values()):
+    trains = any(info.requires_grad for info in program.parameters.values())
+    if program.mode == "infer" and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
-    name = next((key for key, value in DTYPES.items() if value is dtype), None)
-    program.source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), name, mode)
+    program.source = source
     return program
 
 
@@ -101,7 +93,7 @@ def _ancestors(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _inference_meant(request: Request) -> str:
-    """The warning that the program is for inference, though nobody said so, and how to train it."""
+    """The warning that the program is for inference, though no mode was given, and how to train it."""
     given = f"it returns {', '.join(request.output_names)}"
     how = "loss_fn = lambda output, target: ..., with example targets"
     if request.scalars:

@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 from graphpar.errors import GraphparError
 from graphpar.frontend.fixed_size import NUMBERS, TWIN
 from graphpar.frontend.inputs import Request
-from graphpar.ir.program import Input, Output, Program, TensorInfo, size_coefficient
+from graphpar.ir.program import Input, Output, Program, TensorInfo, memory_of, size_coefficient
 from graphpar.ir.source import source_of
 
 
@@ -114,8 +114,7 @@ def _parameters(model: nn.Module) -> tuple[dict[str, TensorInfo], tuple[tuple[st
     for name, parameter in model.named_parameters(remove_duplicate=False):
         infos[name] = TensorInfo(tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
         owners.setdefault(id(parameter), []).append(name)
-        storage = int(torch._C._storage_id(parameter))  # type: ignore[attr-defined]
-        first, first_name = storages.setdefault(storage, (id(parameter), name))
+        first, first_name = storages.setdefault(memory_of(parameter), (id(parameter), name))
         if first != id(parameter) and parameter.numel():
             raise GraphparError(
                 f"Parameters {first_name!r} and {name!r} share memory but are two Parameter objects, so an optimizer would "

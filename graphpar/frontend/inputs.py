@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.deferred import Tape
+from graphpar.ir.program import ModelSource
 
 RESERVED = ("sample_keys", "self")  # names of inputs that graphpar adds
 
@@ -34,7 +35,7 @@ class Request:
     batch_dims: list[int | None]
     batch: int
     loss_fn: Callable[..., Any] | None
-    training: bool
+    training: bool  # whether the loss is traced, too
     module_mode: str | None = None  # train | infer: what the modules are set to while they are traced
     takes_scalar: bool = True  # whether the only scalar in the model's output that needs a gradient is its loss
     scalar: str | None = None  # that one; filled by the trace
@@ -43,20 +44,21 @@ class Request:
 
 
 def make_request(
+    source: ModelSource,
     model: nn.Module,
     fake: FakeTensorMode | None,
     tape: Tape | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss_fn: Callable[..., Any] | None,
-    targets: tuple[Any, ...],
     batch_dims: Mapping[str, int | None],
 ) -> Request:
     """Flatten example arguments and targets into named leaves, and find the batch size and each leaf's batch dim.
 
+    Args:
+        model: as :func:`graphpar.frontend.build.build` made it, with its fake mode and tape.
+
     Raises:
         GraphparError: arguments don't fit the model or the loss, or no batch can be found.
     """
+    args, kwargs, loss_fn, targets = source.args, dict(source.kwargs), source.loss_fn, source.targets
     _check_targets(loss_fn, targets)
     named = _bind(model, args, kwargs)
     leaves, spec = tree_flatten((args, kwargs, targets))
@@ -82,7 +84,8 @@ def make_request(
         else:
             dims.append(0 if leaf.ndim and leaf.shape[0] == batch else None)
     roles = ["target" if flag else "input" for flag in is_target]
-    return Request(model, fake, tape, spec, leaves, names, roles, dims, batch, loss_fn, True)
+    training = source.mode != "infer"
+    return Request(model, fake, tape, spec, leaves, names, roles, dims, batch, loss_fn, training, source.mode)
 
 
 def _check_targets(loss_fn: Callable[..., Any] | None, targets: tuple[Any, ...]) -> None:

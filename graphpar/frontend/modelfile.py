@@ -66,7 +66,7 @@ class ModelFile:
     optimizer: Callable[..., Any] | None
     path: Path
     reference: str | None = None
-    passes: Any = None  # graphpar.PASSES with passes of the user's own
+    passes: Any = None  # graphpar.PASSES with the user's passes
 
 
 def load_model_file(path_or_module: str | Path) -> ModelFile:

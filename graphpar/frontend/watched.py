@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar.errors import GraphparError
 from graphpar.frontend.modes import FunctionMode
+from graphpar.ir.program import memory_of
 from graphpar.ir.source import source_of, stack_line
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
@@ -118,7 +119,7 @@ class DataAsDetached(FunctionMode):
                 "to a buffer (self.count.copy_(value))."
             )
         if name == "__get__" and function == Tensor.data.__get__:  # type: ignore[attr-defined]
-            self.taken.setdefault(_memory(args[0]), (args[0], stack_line()))
+            self.taken.setdefault(memory_of(args[0]), (args[0], stack_line()))
             return args[0].detach()
         writes = (
             name == "__setitem__"
@@ -128,16 +129,12 @@ class DataAsDetached(FunctionMode):
         written = [args[0]] if writes and args and isinstance(args[0], Tensor) else []
         written += [leaf for leaf in tree_leaves(options.get("out")) if isinstance(leaf, Tensor)]
         for tensor in written if self.taken else ():
-            if _memory(tensor) in self.taken:
+            if memory_of(tensor) in self.taken:
                 raise GraphparError(
-                    f"The model writes{_at(stack_line())} to a tensor whose .data it took{_at(self.taken[_memory(tensor)][1])}: autograd "
+                    f"The model writes{_at(stack_line())} to a tensor whose .data it took{_at(self.taken[memory_of(tensor)][1])}: autograd "
                     "does not see such a write, and a trace can't follow it. Write to a buffer, or compute a new tensor."
                 )
         return function(*args, **options)
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
 
 
 def _at(place: str) -> str:

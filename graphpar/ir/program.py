@@ -92,13 +92,13 @@ class Block:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The user's model and examples, as ``export`` was given them; ``verify`` runs the model on its own for reference."""
+    """The user's model and examples, as ``export`` was given them; ``verify`` runs the model for reference."""
 
     model: Any
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    loss_fn: Callable[..., Any] | None
-    targets: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[..., Any] | None = None
+    targets: tuple[Any, ...] = ()
     dtype: str | None = None
     mode: str | None = None
 
@@ -307,6 +307,11 @@ def where(node: fx.Node) -> str:
 def value_of(node: fx.Node) -> Any:
     """Return the fake value that tracing saw for ``node``."""
     return node.meta.get("val")
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that tensors with the same memory share, fake ones too."""
+    return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
 
 
 def batch_coefficients(node: fx.Node) -> tuple[int | None, ...]:

@@ -45,7 +45,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Source:
-    """A line of the user's code: file name (without folders), line, what it assigns, and the lines that called it."""
+    """A line of user code: file name (without folders), line, what it assigns, and the lines that called it."""
 
     file: str
     line: int

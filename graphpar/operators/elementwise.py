@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
-from graphpar.operators.notation import Factors, Rule
+from graphpar.operators.notation import Factors, Rule, labelled
 from graphpar.operators.placement import (
     Context,
     Placement,
@@ -31,7 +31,7 @@ def elementwise(node: fx.Node) -> Rule | None:
     if not isinstance(value_of(node), Tensor):
         return None
     result = sizes_of(node)
-    labels = tuple(f"d{dim}" for dim in range(len(result)))
+    labels = labelled(len(result))
     operands = [aligned(sizes_of(operand), result, labels) for operand in operands_of(node)]
     if name in ("type_as", "to") and len(operands) > 1:  # the second gives its dtype alone
         operands[1] = tuple(f"like{dim}" for dim in range(len(sizes_of(operands_of(node)[1]))))
@@ -77,7 +77,7 @@ def _dropout(node: fx.Node) -> Rule | None:
     if isinstance(node.target, torch._ops.OpOverload):
         return elementwise(node)
     rank = value_of(node).ndim
-    labels = tuple(f"d{dim}" for dim in range(rank))
+    labels = labelled(rank)
     batch_dim = int(literal(node, "batch_dim", 3, 0)) % rank
     return Rule((labels, (labels[batch_dim],)), (labels,), padded=frozenset(labels))
 
@@ -90,7 +90,7 @@ def pointwise_loss(node: fx.Node, free: bool = False) -> Rule:
         max((sizes[dim - rank + len(sizes)] for sizes in operands if dim >= rank - len(sizes)), key=_extent)
         for dim in range(rank)
     )
-    labels = tuple(f"d{dim}" for dim in range(rank))
+    labels = labelled(rank)
     rows = tuple(aligned(sizes, whole, labels) for sizes in operands)
     reduction = literal(node, "reduction")
     if reduction == 0:
@@ -146,7 +146,7 @@ RECORDS: dict[str, Record] = {
     "divide": pointwise(linear=FIRST, neutral=1),
     "floor_divide": pointwise(write.infix("//", write.PRODUCT), saves=Reads.NOTHING),
     "remainder": pointwise(write.infix("%", write.PRODUCT)),
-    "neg": pointwise(write.negative, linear=FIRST, tame=True, saves=Reads.NOTHING),
+    "neg": pointwise(write.prefix("-"), linear=FIRST, tame=True, saves=Reads.NOTHING),
     "negative": pointwise(linear=FIRST, saves=Reads.NOTHING),
     "pow": pointwise(write.power, write.method),
     # comparisons and bits
@@ -162,8 +162,8 @@ RECORDS: dict[str, Record] = {
     **each("__xor__ bitwise_xor", pointwise(write.infix("^", write.XOR))),
     **each("__lshift__ bitwise_left_shift", pointwise(write.infix("<<", write.SHIFT))),
     **each("__rshift__ bitwise_right_shift", pointwise(write.infix(">>", write.SHIFT))),
-    "__invert__": pointwise(write.inverted),
-    "bitwise_not": pointwise(write.inverted, write.method),
+    "__invert__": pointwise(write.prefix("~")),
+    "bitwise_not": pointwise(write.prefix("~"), write.method),
     **each("logical_and logical_or", pointwise(tame=True)),
     "logical_not": pointwise(write.method, tame=True),
     # functions

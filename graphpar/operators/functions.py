@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphpar.errors import GraphparError
-from graphpar.ir.program import FUNCTION_OPERATORS
+from graphpar.ir.program import FUNCTION_OPERATORS, memory_of
 
 _INSTEAD = (
     "Or register it as an operator: torch.library.custom_op for the forward, and register_autograd for the backward."
@@ -56,11 +56,11 @@ class FunctionOperator:
         """Run the forward: the operator's implementation."""
         made = plain_apply(self.function, *self.given(arguments))
         results = made if isinstance(made, tuple) else (made,)
-        memory = {_memory(item) for item in arguments if isinstance(item, Tensor)}
+        memory = {memory_of(item) for item in arguments if isinstance(item, Tensor)}
         own = []
         for result in results:  # an operator's results share no memory, a function's may: x.view_as(x)
-            own.append(result.clone() if _memory(result) in memory else result)
-            memory.add(_memory(own[-1]))
+            own.append(result.clone() if memory_of(result) in memory else result)
+            memory.add(memory_of(own[-1]))
         return own[0] if self.results == 1 else tuple(own)
 
     def remember(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -173,10 +173,6 @@ def _kind(function: type, index: int, item: Any) -> str:
         f"is given {what} as its argument {index}, which emitted code can't write down",
         "Pass tensors, numbers, strings, dtypes and lists of numbers. ",
     )
-
-
-def _memory(tensor: Tensor) -> Any:
-    return torch._C._storage_id(tensor)  # type: ignore[attr-defined]
 
 
 # ---- a trial run of a function ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ adds to a tensor is partial.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,10 +13,10 @@ from torch import fx
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
-from graphpar.operators.moves import labelled, unsharded
-from graphpar.operators.notation import Factors, Rule
+from graphpar.operators.moves import unsharded
+from graphpar.operators.notation import Factors, Rule, labelled
 from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, sizes_of
-from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.operators.record import FIRST, Kind, PlacementsOf, Reads, Record, each
 from graphpar.runtime.layout import P
 
 
@@ -52,7 +52,7 @@ def index(node: fx.Node) -> Rule:
         return unsharded(node)
     own, picks, made = found
     fixed = frozenset(label for label in own if label.startswith("v"))
-    return Rule((own, *picks), (made,), fixed, linear=(frozenset({0}),), uneven=True)
+    return Rule((own, *picks), (made,), fixed, linear=FIRST, uneven=True)
 
 
 def index_put(node: fx.Node, context: Context) -> list[Placement]:
@@ -88,12 +88,7 @@ def gather(node: fx.Node) -> Rule:
     rows = tuple(label if size == made[i] else "1" for i, (label, size) in enumerate(zip(labels, after)))
     broken = {f"d{i}" for i, label in enumerate(own) if label.startswith("x")}
     fixed = frozenset({"v", *(label for label in own if label.startswith("x")), *broken})
-    return Rule((own, rows), (labels,), fixed, linear=(frozenset({0}),))
-
-
-def scatter(node: fx.Node, context: Context) -> list[Placement]:
-    """scatter, scatter_add, scatter_reduce: what is added can be sharded."""
-    return _shared(from_rule(node, scattered(node), context))
+    return Rule((own, rows), (labels,), fixed, linear=FIRST)
 
 
 def scattered(node: fx.Node) -> Rule:
@@ -114,6 +109,11 @@ def scattered(node: fx.Node) -> Rule:
     return Rule(rows, (own,), frozenset(fixed), linear=(everything,) if everything else ())
 
 
+def adding(rule: Callable[[fx.Node], Rule]) -> PlacementsOf:
+    """Make placements of ``rule`` for an operator that adds to its first operand: what is added can be sharded, too."""
+    return lambda node, context: _shared(from_rule(node, rule(node), context))
+
+
 def _shared(placements: list[Placement]) -> list[Placement]:
     """Where each rank adds its own values, the tensor they are added to must be partial, so that it counts once."""
     return [Placement((P, *p.operands[1:]), p.results) if p.results == (P,) and p.divides else p for p in placements]
@@ -128,12 +128,7 @@ def index_select(node: fx.Node) -> Rule:
     dim = int(literal(node, "dim")) % rank
     labels = labelled(rank)
     own = tuple("v" if i == dim else label for i, label in enumerate(labels))
-    return Rule((own, (labels[dim],)), (labels,), frozenset({"v"}), linear=(frozenset({0}),))
-
-
-def index_add(node: fx.Node, context: Context) -> list[Placement]:
-    """index_add, index_copy, index_fill, index_reduce: what is added can be sharded."""
-    return _shared(from_rule(node, index_added(node), context))
+    return Rule((own, (labels[dim],)), (labels,), frozenset({"v"}), linear=FIRST)
 
 
 def index_added(node: fx.Node) -> Rule:
@@ -192,6 +187,8 @@ def bucketize(node: fx.Node) -> Rule:
 # ---- records ---------------------------------------------------------------------------------------------------
 
 _UNSHARDED = Record(Kind.INDEX, unsharded)
+_SCATTER = Record(Kind.INDEX, scattered, adding(scattered))
+_INDEX_ADD = Record(Kind.INDEX, index_added, adding(index_added))
 
 RECORDS: dict[str, Record] = {
     "index": Record(Kind.INDEX, index, spelling=(write.indexed,)),
@@ -202,10 +199,10 @@ RECORDS: dict[str, Record] = {
     "bucketize": Record(Kind.INDEX, bucketize),
     "searchsorted": Record(Kind.INDEX, searchsorted),
     "isin": Record(Kind.INDEX, membership),
-    **each("scatter scatter_add", Record(Kind.INDEX, scattered, scatter, spelling=write.METHOD)),
-    "scatter_reduce": Record(Kind.INDEX, scattered, scatter, saves=Reads.OPERANDS),
-    **each("index_add index_copy index_reduce", Record(Kind.INDEX, index_added, index_add, saves=Reads.OPERANDS)),
-    "index_fill": Record(Kind.INDEX, index_added, index_add),
+    **each("scatter scatter_add", replace(_SCATTER, spelling=write.METHOD)),
+    "scatter_reduce": replace(_SCATTER, saves=Reads.OPERANDS),
+    **each("index_add index_copy index_reduce", replace(_INDEX_ADD, saves=Reads.OPERANDS)),
+    "index_fill": _INDEX_ADD,
     "index_put": Record(Kind.INDEX, placements=index_put, spelling=write.METHOD),
     "histc": Record(Kind.INDEX, unsharded, spelling=write.METHOD),
     **each("nonzero masked_scatter _unique2 unique_dim unique_consecutive bincount", _UNSHARDED),

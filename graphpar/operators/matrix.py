@@ -15,7 +15,7 @@ from graphpar.operators.elementwise import aligned
 from graphpar.operators.moves import unsharded
 from graphpar.operators.notation import Rule, parse_rule
 from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, results_of, sizes_of
-from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.operators.record import EACH, Kind, Reads, Record, each
 from graphpar.runtime.layout import ExpertRows, P, R, Shard
 
 
@@ -59,7 +59,7 @@ def matmul(node: fx.Node) -> Rule | None:
         (tuple(first), tuple(second)),
         (tuple(made),),
         padded=frozenset({"m", "n"}),
-        linear=(frozenset({0}), frozenset({1})),
+        linear=EACH,
     )
 
 
@@ -126,7 +126,7 @@ def grouped(node: fx.Node) -> Rule:
 
 
 def einsum(node: fx.Node) -> Rule:
-    """The equation is the rule."""
+    """Read the rule off the equation."""
     operands = operands_of(node)
     words, right = _equation(str(node.args[0]).replace(" ", ""), [value_of(operand).ndim for operand in operands])
     if len(words) != len(operands):
@@ -171,7 +171,7 @@ def tensordot(node: fx.Node) -> Rule:
         left[a], right[b] = (f"k{number}",) * 2 if same else ("1", "1")
     made = tuple(name for name in (*left, *right) if name[0] in "mn")
     fixed = frozenset() if "1" not in (*left, *right) else frozenset((*left, *right))
-    return Rule((tuple(left), tuple(right)), (made,), fixed, linear=(frozenset({0}), frozenset({1})))
+    return Rule((tuple(left), tuple(right)), (made,), fixed, linear=EACH)
 
 
 def bilinear(node: fx.Node) -> Rule:
@@ -219,7 +219,7 @@ RECORDS: dict[str, Record] = {
     **each("grouped_mm grouped_mm_fallback _grouped_mm", _GROUPED),
     "scaled_dot_product_attention": Record(Kind.ATTENTION, placements=attention, spelling=(_ATTENTION,)),
     "dropout_attention": Record(Kind.ATTENTION, placements=attention, spelling=(write.stream_function("dropout_attention"),)),
-    "embedding": Record(Kind.LOOKUP, placements=embedding, spelling=(write.embedding,)),
+    "embedding": Record(Kind.LOOKUP, placements=embedding, spelling=(write.function("F.embedding", "indices weight", "padding_idx"),)),
     "embedding_bag": Record(Kind.LOOKUP, unsharded, saves=Reads.OPERANDS),
     "vocab_embedding": Record(Kind.LOOKUP),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from torch import fx
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
-from graphpar.operators.notation import Rule
+from graphpar.operators.notation import Rule, labelled
 from graphpar.operators.placement import (
     Context,
     Placement,
@@ -30,18 +30,13 @@ from graphpar.operators.placement import (
     results_of,
     sizes_of,
 )
-from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.operators.record import FIRST, Kind, Reads, Record, each
 from graphpar.operators.shape import normal
 from graphpar.runtime.layout import Shard
 
 
-def labelled(rank: int) -> tuple[str, ...]:
-    """Name one factor for each dim."""
-    return tuple(f"d{dim}" for dim in range(rank))
-
-
 def unsharded(node: fx.Node) -> Rule:
-    """The rule of an operator of which nothing can be sharded."""
+    """Make the rule of an operator of which nothing can be sharded."""
     rows = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(operands_of(node)))
     results = tuple(tuple(f"r{k}_{i}" for i in range(r.ndim)) for k, r in enumerate(results_of(node)))
     return Rule(rows, results, frozenset(label for factors in (*rows, *results) for label in factors))
@@ -56,7 +51,7 @@ def along(
     padded: bool = False,
     uneven: bool = True,
 ) -> Rule:
-    """The rule of an operator that mixes ``dims`` of its first operand (or drops them: ``removed``), and leaves the others alone."""
+    """Make the rule of an operator that mixes ``dims`` of its first operand (or drops them: ``removed``), and leaves the others alone."""
     operands = operands_of(node)
     rank = value_of(operands[0]).ndim
     mixed = {dim % rank for dim in dims} if rank else set()
@@ -65,14 +60,14 @@ def along(
     made = len(results_of(node))
     if any(value_of(o).ndim != rank for o in operands) or any(r.ndim != len(kept) for r in results_of(node)):
         return unsharded(node)
-    group = (frozenset({0}),) if linear and len(operands) == 1 else ()
+    group = FIRST if linear and len(operands) == 1 else ()
     fixed = frozenset(labels[i] for i in mixed)
     tolerant = frozenset(labels) if padded else frozenset()
     return Rule((labels,) * len(operands), (kept,) * made, fixed, tolerant, linear=group, uneven=uneven)
 
 
 def last(count: int, *, linear: bool = False) -> Any:
-    """The rule of operators that mix the last ``count`` dims (pooling, interpolation, triangles)."""
+    """Make the rule of operators that mix the last ``count`` dims (pooling, interpolation, triangles)."""
 
     def rule(node: fx.Node) -> Rule:
         rank = value_of(operands_of(node)[0]).ndim
@@ -89,7 +84,7 @@ def permuted(node: fx.Node) -> Rule:
     rank = value_of(operands_of(node)[0]).ndim
     labels, order, name = labelled(rank), list(range(rank)), operator_name(node)
     if rank == 0:
-        return Rule(((),), ((),), linear=(frozenset({0}),))
+        return Rule(((),), ((),), linear=FIRST)
     if name == "permute":
         order = [int(dim) % rank for dim in literal(node, "dims", 1)]
     elif name in ("transpose", "swapaxes", "swapdims"):
@@ -103,7 +98,7 @@ def permuted(node: fx.Node) -> Rule:
         order.reverse()
     elif rank >= 2:  # t, mT, adjoint
         order[-2], order[-1] = order[-1], order[-2]
-    return Rule((labels,), (tuple(labels[dim] for dim in order),), padded=frozenset(labels), linear=(frozenset({0}),))
+    return Rule((labels,), (tuple(labels[dim] for dim in order),), padded=frozenset(labels), linear=FIRST)
 
 
 def _dims(given: Any, rank: int) -> list[int]:
@@ -117,7 +112,7 @@ def diagonal(node: fx.Node) -> Rule:
     pair = [int(literal(node, name)) % rank for name in ("dim1", "dim2")]
     rest = tuple(label for i, label in enumerate(labels) if i not in pair)
     fixed = frozenset({"diagonal", *(labels[i] for i in pair)})
-    return Rule((labels,), ((*rest, "diagonal"),), fixed, linear=(frozenset({0}),))
+    return Rule((labels,), ((*rest, "diagonal"),), fixed, linear=FIRST)
 
 
 def windows(node: fx.Node) -> Rule:
@@ -127,7 +122,7 @@ def windows(node: fx.Node) -> Rule:
         return unsharded(node)
     dim = int(literal(node, "dimension")) % len(labels)
     made = (*(f"w{i}" if i == dim else label for i, label in enumerate(labels)), "element")
-    return Rule((labels,), (made,), frozenset({labels[dim], f"w{dim}", "element"}), linear=(frozenset({0}),))
+    return Rule((labels,), (made,), frozenset({labels[dim], f"w{dim}", "element"}), linear=FIRST)
 
 
 def broadcast(node: fx.Node) -> Rule:
@@ -145,7 +140,7 @@ def complex_pairs(node: fx.Node) -> Rule:
     ranks = value_of(operands_of(node)[0]).ndim, value_of(node).ndim
     labels = labelled(min(ranks))
     before, after = ((*labels, "pair") if rank > len(labels) else labels for rank in ranks)
-    return Rule((before,), (after,), frozenset({"pair"}), linear=(frozenset({0}),))
+    return Rule((before,), (after,), frozenset({"pair"}), linear=FIRST)
 
 
 # ---- joining and taking apart ----------------------------------------------------------------------------------
@@ -195,7 +190,7 @@ def split(node: fx.Node, context: Context) -> list[Placement]:
         tuple(f"part{k}" if i == dim else label for i, label in enumerate(labels)) for k in range(len(results))
     )
     fixed = frozenset({"joined", *(f"part{k}" for k in range(len(results)))})
-    rule = Rule((labels,), rows, fixed, frozenset(labels), linear=(frozenset({0}),), uneven=True)
+    rule = Rule((labels,), rows, fixed, frozenset(labels), linear=FIRST, uneven=True)
     found = from_rule(node, rule, context)
     lengths = [result.shape[dim] for result in results]
     static = sizes_of(source)[dim][1] == 0 and all(isinstance(length, int) for length in lengths)
@@ -224,7 +219,7 @@ def sliced(node: fx.Node, context: Context) -> list[Placement]:
     plain = _plain(node)
     if plain and sizes_of(source)[dim] == sizes_of(node)[dim] and start == 0 and (end is None or end >= 1 << 62):
         labels = labelled(rank)
-        return from_rule(node, Rule((labels,), (labels,), padded=frozenset(labels), linear=(frozenset({0}),)), context)
+        return from_rule(node, Rule((labels,), (labels,), padded=frozenset(labels), linear=FIRST), context)
     if plain and not follows and made:
         shardings = _slice_shardings(node, dim, whole, context)
         found += [Placement((before,), (after,), "local_slice") for before, after in shardings]
@@ -296,7 +291,7 @@ def repeated(node: fx.Node, context: Context) -> list[Placement]:
     labels = labelled(len(after))
     own = tuple(labels[offset + dim] if size == after[offset + dim] else f"r{dim}" for dim, size in enumerate(before))
     fixed = frozenset(label for label in (*own, *labels) if label not in own or label.startswith("r"))
-    found = from_rule(node, Rule((own,), (labels,), fixed, linear=(frozenset({0}),)), context)
+    found = from_rule(node, Rule((own,), (labels,), fixed, linear=FIRST), context)
     for dim, size in enumerate(before):
         if size == after[offset + dim] or size[1] or after[offset + dim][0] == 0:
             continue

@@ -38,6 +38,11 @@ class Rule:
         return f"{text}  fixed {' '.join(sorted(self.fixed))}" if self.fixed else text
 
 
+def labelled(rank: int) -> Factors:
+    """Name one factor for each dim."""
+    return tuple(f"d{dim}" for dim in range(rank))
+
+
 def _shown(tensors: Sequence[Factors]) -> str:
     return ", ".join(" ".join(factors) or "()" for factors in tensors)
 

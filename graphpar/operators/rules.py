@@ -16,7 +16,7 @@ from graphpar.runtime.layout import P, R
 
 __all__ = ["REGISTERED", "has_rule", "placements", "register_rule", "rule_of"]
 
-# Rules of the user's own operators, by qualified name.
+# Rules that the user registered, by qualified name.
 REGISTERED: dict[str, str] = {}
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
-from graphpar.operators.notation import Rule
+from graphpar.operators.notation import Rule, labelled
 from graphpar.operators.placement import Context, Placement, Size, can_shard, from_rule, operands_of, sizes_of, sums
-from graphpar.operators.record import Kind, Record, each
+from graphpar.operators.record import FIRST, Kind, Record, each
 from graphpar.runtime.layout import P, R, Shard
 
 # ---- reshaping -------------------------------------------------------------------------------------------------
@@ -121,9 +121,9 @@ def expand(node: fx.Node, context: Context) -> list[Placement]:
     source, *shape_of = operands_of(node)
     before, after = sizes_of(source), sizes_of(node)
     offset = len(after) - len(before)
-    labels = tuple(f"d{dim}" for dim in range(len(after)))
+    labels = labelled(len(after))
     own = tuple(labels[offset + dim] if size == after[offset + dim] else "1" for dim, size in enumerate(before))
-    rule = Rule((own, *(labels for _ in shape_of)), (labels,), linear=(frozenset({0}),))
+    rule = Rule((own, *(labels for _ in shape_of)), (labels,), linear=FIRST)
     return [Placement(p.operands, p.results, "local_shape") for p in from_rule(node, rule, context)]
 
 

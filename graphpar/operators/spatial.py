@@ -8,10 +8,10 @@ from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
-from graphpar.operators.moves import labelled, last, unsharded
-from graphpar.operators.notation import Rule
+from graphpar.operators.moves import last, unsharded
+from graphpar.operators.notation import Rule, labelled
 from graphpar.operators.placement import Context, Placement, from_rule, literal, operands_of, results_of, sizes_of
-from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.operators.record import FIRST, Kind, Reads, Record, each
 from graphpar.runtime.layout import Shard
 
 
@@ -99,9 +99,7 @@ def shuffled(node: fx.Node) -> Rule:
     """pixel_shuffle, pixel_unshuffle: [..., c r r, h, w] -> [..., c, h r, w r] or back; only leading dims and channels are sharded."""
     rank = value_of(node).ndim
     lead = labelled(rank - 3)
-    return Rule(
-        ((*lead, "c", "h", "w"),), ((*lead, "c", "H", "W"),), frozenset({"h", "w", "H", "W"}), linear=(frozenset({0}),)
-    )
+    return Rule(((*lead, "c", "h", "w"),), ((*lead, "c", "H", "W"),), frozenset({"h", "w", "H", "W"}), linear=FIRST)
 
 
 def grid_sample(node: fx.Node) -> Rule:
@@ -109,7 +107,7 @@ def grid_sample(node: fx.Node) -> Rule:
     places = value_of(node).ndim - 2
     whole, made = tuple(f"s{i}" for i in range(places)), tuple(f"p{i}" for i in range(places))
     rows = (("n", "c", *whole), ("n", *made, "xy"))
-    return Rule(rows, (("n", "c", *made),), frozenset({*whole, "xy"}), linear=(frozenset({0}),))
+    return Rule(rows, (("n", "c", *made),), frozenset({*whole, "xy"}), linear=FIRST)
 
 
 def unfolded(node: fx.Node) -> Rule:
@@ -119,7 +117,7 @@ def unfolded(node: fx.Node) -> Rule:
     if operand != {"im2col": 4, "col2im": 3}[operator_name(node)]:
         return unsharded(node)
     before, after = ("n", *(f"a{i}" for i in range(operand - 1))), ("n", *(f"b{i}" for i in range(made - 1)))
-    return Rule((before,), (after,), frozenset({*before[1:], *after[1:]}), linear=(frozenset({0}),))
+    return Rule((before,), (after,), frozenset({*before[1:], *after[1:]}), linear=FIRST)
 
 
 # ---- records ---------------------------------------------------------------------------------------------------

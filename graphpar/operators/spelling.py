@@ -120,11 +120,7 @@ def attribute(name: str) -> Spelling:
 
 def renamed(path: str) -> Spelling:
     """``path(...)`` with the operator's arguments."""
-
-    def spelled(node: fx.Node, shown: Printed) -> Expression | None:
-        return call(path, [shown(argument).text for argument in node.args], _options(node, shown))
-
-    return spelled
+    return lambda node, shown: call(path, [shown(argument).text for argument in node.args], _options(node, shown))
 
 
 def _name(node: fx.Node) -> str:
@@ -142,6 +138,8 @@ def function(path: str, positional: str, keywords: str = "") -> Spelling:
 
     def spelled(node: fx.Node, shown: Printed) -> Expression | None:
         given = given_arguments(node)
+        if "reduction" in given:
+            given["reduction"] = REDUCTIONS[given["reduction"]]
         arguments: list[str] = []
         positions = positional.split()
         while positions and positions[0] in given:
@@ -158,16 +156,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 def loss(path: str, keywords: str = "") -> Spelling:
     """``F.cross_entropy(input, target)``, with the reduction as a word."""
-
-    def spelled(node: fx.Node, shown: Printed) -> Expression | None:
-        given = given_arguments(node)
-        arguments = [shown(given[name]).text for name in ("self", "target") if name in given]
-        options = {name: shown(given[name]).text for name in keywords.split() if name in given}
-        if given.get("reduction", 1) != 1:
-            options["reduction"] = literal(REDUCTIONS[given["reduction"]])
-        return call(path, arguments, options)
-
-    return spelled
+    return function(path, "self target", f"{keywords} reduction")
 
 
 def interpolated(mode: str, *, antialias: bool = False) -> Spelling:
@@ -267,19 +256,14 @@ def flattened(node: fx.Node, shown: Printed) -> Expression | None:
     return None
 
 
+_CASTS: dict[Any, str] = {torch.float32: "float", torch.bool: "bool", torch.int64: "long",
+                          torch.bfloat16: "bfloat16", torch.float16: "half"}  # fmt: skip
+
+
 def cast(node: fx.Node, shown: Printed) -> Expression | None:
     """``x.float()``"""
-    dtype = node.args[1] if len(node.args) > 1 else node.kwargs.get("dtype")
-    short = {
-        torch.float32: "float",
-        torch.bool: "bool",
-        torch.int64: "long",
-        torch.bfloat16: "bfloat16",
-        torch.float16: "half",
-    }
-    if len(node.args) == 2 and not node.kwargs and dtype in short:
-        return Expression(f"{shown(node.args[0]).at(ATOM)}.{short[dtype]}()")  # type: ignore[index]
-    return None
+    name = _CASTS.get(node.args[1]) if len(node.args) == 2 and not node.kwargs else None
+    return None if name is None else Expression(f"{shown(node.args[0]).at(ATOM)}.{name}()")
 
 
 def tensordot(node: fx.Node, shown: Printed) -> Expression | None:
@@ -288,34 +272,18 @@ def tensordot(node: fx.Node, shown: Printed) -> Expression | None:
     return call("torch.tensordot", [first, second], {"dims": f"({', '.join(dims)})"})
 
 
-def negative(node: fx.Node, shown: Printed) -> Expression | None:
+def prefix(symbol: str) -> Spelling:
     """``-x``"""
-    return Expression(f"-{shown(node.args[0]).at(UNARY)}", UNARY)
-
-
-def inverted(node: fx.Node, shown: Printed) -> Expression | None:
-    """``~x``"""
-    return Expression(f"~{shown(node.args[0]).at(UNARY)}", UNARY)
+    return lambda node, shown: Expression(f"{symbol}{shown(node.args[0]).at(UNARY)}", UNARY)
 
 
 def power(node: fx.Node, shown: Printed) -> Expression | None:
     """``x.pow(2)``"""
-    if isinstance(node.args[0], fx.Node) and isinstance(node.args[1], int | float):
-        exponent = node.args[1]
-        number = (
-            int(exponent) if float(exponent).is_integer() and value_of(node.args[0]).is_floating_point() else exponent
-        )
-        return Expression(f"{shown(node.args[0]).at(ATOM)}.pow({number!r})")
-    return None
-
-
-def embedding(node: fx.Node, shown: Printed) -> Expression | None:
-    """``F.embedding(ids, weight)``"""
-    given = given_arguments(node)
-    options = {}
-    if given.get("padding_idx", -1) != -1:
-        options["padding_idx"] = shown(given["padding_idx"]).text
-    return call("F.embedding", [shown(given["indices"]).text, shown(given["weight"]).text], options)
+    base, exponent = node.args[:2]
+    if not isinstance(base, fx.Node) or not isinstance(exponent, int | float):
+        return None
+    whole = float(exponent).is_integer() and value_of(base).is_floating_point()
+    return Expression(f"{shown(base).at(ATOM)}.pow({int(exponent) if whole else exponent!r})")
 
 
 def batch_norm(node: fx.Node, shown: Printed) -> Expression | None:

@@ -1,4 +1,4 @@
-"""Starting torchrun as a child that never outlives this process, passing on what it prints, and finding out why it failed.
+"""Start torchrun as a child that never outlives this process, pass on what it prints, and find out why it failed.
 
 torchrun("out/train.py", ["--steps", "3"], nproc=2, timeout_s=300) -> LaunchResult, or LaunchError with the
 message of the rank that failed first

@@ -1,4 +1,4 @@
-"""Running emitted programs for verification: several jobs in one launch, since starting takes longer than running.
+"""Run emitted programs for verification: several jobs in one launch, since starting takes longer than running.
 
 parent: run_jobs([job_0, job_1], world_size=2, timeout_s=300)
 ranks:  python -m graphpar.runtime.worker TIMEOUT job_0 job_1      (under torchrun)
