@@ -26,7 +26,7 @@ from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
 from graphpar.codegen.train_script import train_script
 from graphpar.emitted import collectives, random_streams
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Helper, Program, TensorInfo, concrete_shape, value_of
+from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages import emitted_package, stage_module
@@ -261,47 +261,33 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
     }
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _described(name: str, shape: Sequence[int], dtype: torch.dtype, **more: Any) -> dict[str, Any]:
+    return {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch."), **more}
 
 
-def _input(entry: Any, plan: Plan) -> dict[str, Any]:
-    shape = list(entry.shape)
-    if entry.batch_dim is not None:
-        shape[entry.batch_dim] = plan.global_batch
-    return {
-        "name": entry.name,
-        "shape": shape,
-        "dtype": _dtype(entry.dtype),
-        "batch_dim": entry.batch_dim,
-        "role": entry.role,
-    }
+def _input(entry: Input, plan: Plan) -> dict[str, Any]:
+    shape = entry.shape_at(plan.global_batch)
+    return _described(entry.name, shape, entry.dtype, batch_dim=entry.batch_dim, role=entry.role)
 
 
 def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:
-    return {
-        "name": boundary.name,
-        "shape": list(concrete_shape(boundary.node, plan.microbatch_size)),
-        "dtype": _dtype(value_of(boundary.node).dtype),
-        "requires_grad": boundary.requires_grad,
-        "types": {axis: str(kind) for axis, kind in boundary.node.meta.get("types", {}).items()},
-    }
+    node = boundary.node
+    return _described(
+        boundary.name,
+        concrete_shape(node, plan.microbatch_size),
+        value_of(node).dtype,
+        requires_grad=boundary.requires_grad,
+        types={axis: str(kind) for axis, kind in node.meta.get("types", {}).items()},
+    )
 
 
 def _outputs(program: Program, plan: Plan) -> list[dict[str, Any]]:
-    output = program.graph.output_node()
+    nodes: Any = program.graph.output_node().args[0]
     entries = []
-    for described, node in zip(program.outputs, output.args[0]):  # type: ignore[arg-type]
-        assert isinstance(node, fx.Node)
-        batch_dim = None if program.mode == "train" else described.batch_dim
-        entries.append(
-            {
-                "name": described.name,
-                "shape": list(concrete_shape(node, plan.microbatch_size)),
-                "dtype": _dtype(value_of(node).dtype),
-                "batch_dim": batch_dim,
-            }
-        )
+    for output, node in zip(program.outputs, nodes):
+        shape, dtype = concrete_shape(node, plan.microbatch_size), value_of(node).dtype
+        batch_dim = None if program.mode == "train" else output.batch_dim
+        entries.append(_described(output.name, shape, dtype, batch_dim=batch_dim))
     return entries
 
 

@@ -167,10 +167,7 @@ def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
 
 
 def _random(entry: Input, plan: Plan) -> str:
-    shape = list(entry.shape)
-    if entry.batch_dim is not None:
-        shape[entry.batch_dim] = plan.global_batch
-    size = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+    size = repr(entry.shape_at(plan.global_batch))
     if entry.dtype.is_floating_point:
         dtype = "" if entry.dtype is torch.float32 else f", dtype={entry.dtype}"
         return f"torch.randn({size}, generator=generator{dtype})"

@@ -34,7 +34,7 @@ def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module
         GraphparError: ``model`` is neither a module nor a function without arguments that returns one.
     """
     if isinstance(model, nn.Module):
-        return _with_values_apart(_unwrapped(model), None, None)
+        return _with_values_apart(unwrapped(model), None, None)
     if not callable(model):
         raise GraphparError(
             f"model is a {type(model).__name__}; it must be an nn.Module or a function that returns one."
@@ -55,7 +55,7 @@ def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module
                 built, fake, tape = model(), cast(Any, None), cast(Any, None)
     if not isinstance(built, nn.Module):
         raise GraphparError(f"The model factory returned a {type(built).__name__}; it must return an nn.Module.")
-    return _with_values_apart(_unwrapped(built), fake, tape)
+    return _with_values_apart(unwrapped(built), fake, tape)
 
 
 def _with_values_apart(
@@ -87,8 +87,8 @@ def _shared_by_copies() -> Iterator[None]:
         del FakeTensorMode.__deepcopy__  # type: ignore[attr-defined]
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of a DataParallel or DistributedDataParallel wrapper."""
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Take a model out of its DataParallel or DistributedDataParallel wrappers."""
     while type(model).__name__ in ("DataParallel", "DistributedDataParallel") and hasattr(model, "module"):
         model = cast(nn.Module, model.module)
     return model

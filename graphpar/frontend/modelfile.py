@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.frontend.build import ModelLike, default_dtype, needed_arguments
+from graphpar.frontend.build import ModelLike, default_dtype, needed_arguments, unwrapped
 
 NAMES = (
     "model",
@@ -303,9 +303,7 @@ def initial_weights(file: ModelFile, dtype: torch.dtype | None = None, seed: int
         with torch.random.fork_rng(devices=[]), default_dtype(dtype):
             torch.manual_seed(seed)
             model = model()
-    while type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
-        model = cast(nn.Module, model.module)
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state = {name: value for name, value in unwrapped(model).state_dict().items() if isinstance(value, Tensor)}
     empty = next((name for name, value in state.items() if value.is_meta), None)
     if empty is not None:
         raise GraphparError(

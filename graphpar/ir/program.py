@@ -61,6 +61,10 @@ class Input:
     role: str = "input"  # input | target | sample_keys
     values: tuple[int, int] = (0, 1)  # smallest and largest value of an integer example
 
+    def shape_at(self, rows: int) -> tuple[int, ...]:
+        """Return the shape for a batch of ``rows``."""
+        return tuple(rows if dim == self.batch_dim else size for dim, size in enumerate(self.shape))
+
 
 @dataclass(frozen=True)
 class Output:
