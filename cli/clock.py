@@ -17,11 +17,11 @@ class Clock:
     started: float = field(default_factory=time.perf_counter)
 
     def step(self, name: str) -> None:
-        """The step that ends now; it began where the last one ended."""
+        """Note the end of a step; it began where the last one ended."""
         self.steps[name] = time.perf_counter() - self.started - math.fsum(self.steps.values())
 
     def within(self, name: str, parts: Mapping[str, float]) -> None:
-        """What of the step ``name`` were steps of their own."""
+        """Count ``parts`` of the step ``name`` as separate steps."""
         self.steps[name] -= math.fsum(parts.values())
         self.steps |= parts
 

@@ -22,7 +22,7 @@ from graphpar.cli.passes_command import step_rows
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cli.trace import export_file
 from graphpar.codegen.printer import print_graph
-from graphpar.codegen.saving import PeoplesFiles, check_target
+from graphpar.codegen.saving import EditedFiles, check_target
 from graphpar.cost_models.estimates import Alone
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.build import DTYPES
@@ -71,7 +71,7 @@ class _Request:
     given: Plan | None
     asked: Asked
     folder: Path | None
-    kept: PeoplesFiles  # in the folder
+    kept: EditedFiles  # in the folder
 
 
 def compile_model(options: argparse.Namespace) -> Result:
@@ -150,7 +150,7 @@ def _request(options: argparse.Namespace) -> _Request:
     if rows is not None:
         check_batch(asked, rows)
     if options.no_emit:
-        return _Request(file, given, asked, None, PeoplesFiles())
+        return _Request(file, given, asked, None, EditedFiles())
     devices = asked.size if given is None else given.mesh.size
     folder = Path(options.out or f"{file.path.stem}-{devices}dev")
     return _Request(file, given, asked, folder, check_target(folder, options.force))

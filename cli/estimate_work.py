@@ -68,7 +68,7 @@ def estimate_plan(options: argparse.Namespace) -> Result:
 
 
 def _grown(record: dict[str, Any], parameters: int) -> list[str]:
-    """Warn of a plan that was made when the model had another size, which is legal."""
+    """Warn of a plan that was made for the model at another size, which is legal."""
     before = record.get("report", record).get("model", {})
     count = before.get("parameters") if isinstance(before, dict) else None
     if count in (None, parameters):

@@ -74,13 +74,13 @@ def _why(plan: Plan, stage: int) -> str:
     """Say between which split points a stage is."""
 
     def described(index: int) -> str:
-        cut = plan.cuts[index]
-        return f"{cut.path!r}" if cut.where.value == "beginning" else f"the end of {cut.path!r}"
+        point = plan.split_points[index]
+        return f"{point.path!r}" if point.where.value == "beginning" else f"the end of {point.path!r}"
 
-    if not plan.cuts:
+    if not plan.split_points:
         return "the only one"
     first = f"begins at {described(stage - 1)}" if stage else "begins with the inputs"
-    last = f"ends before {described(stage)}" if stage < len(plan.cuts) else "ends with the result"
+    last = f"ends before {described(stage)}" if stage < len(plan.split_points) else "ends with the result"
     return f"which {first} and {last}"
 
 

@@ -62,9 +62,7 @@ class ShardingExplainer:
         self.sent = SentPrices(self.program, plan.mesh, plan.microbatch_size, self.cluster)
         self.parameters = dict(self._parameters())
         self._next: dict[Operator, str] = {}
-        self._told: dict[
-            tuple[str, str], str
-        ] = {}  # what several instances share, by the name under which it was explained
+        self._told: dict[tuple[str, str], str] = {}  # by scope and name in it: the instance that was explained first
 
     def lines(self, name: str) -> list[str]:
         """Explain the parameter or the module ``name``; empty for anything else."""
@@ -85,14 +83,11 @@ class ShardingExplainer:
     def _parameters(self) -> Iterator[tuple[str, Operator]]:
         for operator in self.problem.operators:
             if operator.kind == "parameter":
-                for prefix in self._prefixes(operator.scope):
+                for prefix in self.program.prefixes(operator.scope):
                     yield f"{prefix}{operator.node.target}", operator
 
-    def _prefixes(self, scope: str) -> list[str]:
-        return [f"{path}." for path in self.program.blocks[scope].instances] if scope else [""]
-
     def _place(self, path: str) -> tuple[Block | None, str]:
-        """The block that contains a module, and the module's path in the instance that the block's graph was made of."""
+        """The block that contains a module, and the module's path in the instance of the block that was traced."""
         for block in self.program.blocks.values():
             for instance in block.instances:
                 if _within(path, instance):
@@ -206,15 +201,11 @@ class ShardingExplainer:
             if pinned:
                 return f"pinned by the shard plan: {', '.join(map(repr, self._origins(operator)))}"
             return (
-                "no rule allows another spec"
-                if not possible
-                else "no other spec is possible with the rest of the program"
+                "no other spec is possible with the rest of the program" if possible else "no rule allows another spec"
             )
         seconds = self._step_s(sharding_of(best))
         change = seconds / self.step - 1
-        cheaper = (
-            ", but slower by the prices of the search for placements, or with more memory" if change < -5e-4 else ""
-        )
+        cheaper = ", but slower by the costs that the search minimises, or with more memory" if change < -5e-4 else ""
         return (
             f"next best {self._spec(best.types(operator))}: {seconds_text(seconds)} a step instead of "
             f"{seconds_text(self.step)} ({change:+.1%}{cheaper})"
@@ -230,7 +221,7 @@ class ShardingExplainer:
         return self.pins.origins.get(name, ("a module's input or output",))
 
     def _first_name(self, operator: Operator) -> str:
-        return f"{self._prefixes(operator.scope)[0]}{operator.node.target}"
+        return f"{self.program.prefixes(operator.scope)[0]}{operator.node.target}"
 
     def _with(self, operator: Operator, axis: str, allowed: Choice) -> SearchConstraints:
         """The user's pins, and ``operator`` with a type of ``allowed``."""

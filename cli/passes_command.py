@@ -20,7 +20,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def step_rows(seconds: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
-    """The list of steps as plain data; with what each took, where it ran, if ``seconds`` are given by name."""
+    """List the steps as plain data, with ``seconds`` by name if they are given."""
     from graphpar.passes.table import STEPS, Pass
 
     rows: list[dict[str, Any]] = [
@@ -40,7 +40,7 @@ def step_rows(seconds: Mapping[str, float] | None = None) -> list[dict[str, Any]
     if seconds is None:
         return rows
     listed = {row["name"] for row in rows}
-    rows += [{"name": name} for name in seconds if name not in listed]  # passes of the user's
+    rows += [{"name": name} for name in seconds if name not in listed]  # the user's passes
     return [row | {"seconds": round(seconds.get(row["name"], 0.0), 4)} for row in rows]
 
 

@@ -25,7 +25,7 @@ def add_parser(commands: Commands) -> None:
     """Add the parser of the command."""
     parser = commands.add_parser("verify", help="compare an emitted program with the unpartitioned model")
     add_program(parser)
-    parser.add_argument("--steps", type=count, default=4, help="optimizer steps, each on data of its own (default: 4)")
+    parser.add_argument("--steps", type=count, default=4, help="optimizer steps, each on another batch (default: 4)")
     parser.add_argument("--fp64", action="store_true", help="decide in float64 even where rounding leaves no doubt")
     add_json(parser)
 

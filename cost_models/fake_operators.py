@@ -29,8 +29,8 @@ def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
         return _OF_EXPERTS[target](even_experts, *args, **kwargs)
     if target is F.grouped_mm:
         return _GroupedProduct.apply(*args, **kwargs)
-    if "cut" in kwargs:
-        kwargs = kwargs | {"cut": [_piece(*entry) for entry in kwargs["cut"]]}
+    if "sharded" in kwargs:
+        kwargs = kwargs | {"sharded": [_piece(*entry) for entry in kwargs["sharded"]]}
     return target(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from graphpar.cost_models.workload import Size, Work
-from graphpar.ir.plan import Cut
+from graphpar.ir.plan import SplitAt
 from graphpar.ir.stage import Stage
 
 ROWS = (2, 3)
@@ -89,7 +89,7 @@ class UnitClass:
 class Unit:
     """One piece."""
 
-    cut: Cut | None
+    cut: SplitAt | None
     """Where it begins; None for the first."""
     position: int
     """The same as an index into the nodes of the root graph."""

@@ -22,11 +22,11 @@ from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.execution import Execution
 from graphpar.display import as_page, as_text
 from graphpar.errors import GraphparError
-from graphpar.frontend.build import DTYPES, ModelLike
+from graphpar.frontend.build import ModelLike
 from graphpar.frontend.capture import capture
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Program
+from graphpar.ir.program import ModelSource, Program
 from graphpar.parts import Parts
 from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.planning.asked import Splits, ask, planned
@@ -68,30 +68,19 @@ def export(
         batch_dims: ``{input name: dim or None}`` for inputs whose batch is not on dim 0.
         mode: "train" or "infer"; sets the modules' mode. By default they stay as they are built.
         dtype: "fp32", "bf16" or "fp16": the default dtype while a factory builds the model.
-        passes: ``graphpar.PASSES``, or that with passes of your own: ``PASSES.insert_after("simplify", my_pass)``.
+        passes: ``graphpar.PASSES``, or these with your passes: ``PASSES.insert_after("simplify", my_pass)``.
         skip: names of optional passes to leave out.
         after_pass: called with each step, ``capture`` first, and the program after it.
 
     Raises:
         GraphparError: the model can't be traced, or a trace would lose part of its meaning.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise GraphparError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
     for name, value in (("args", args), ("targets", targets)):
         if isinstance(value, Tensor):
-            raise GraphparError(f"{name} is a tensor; it must be a tuple of what is given: {name}=(tensor,).")
+            raise GraphparError(f"{name} is a tensor; it must be a tuple: {name}=(tensor,).")
     row_list = PASSES if passes is None else PassList.of(passes)
     check_skipped(row_list, skip)
-    raw = capture(
-        model,
-        args,
-        kwargs,
-        loss_fn=loss_fn,
-        targets=targets,
-        batch_dims=batch_dims,
-        mode=mode,
-        dtype=DTYPES[dtype] if dtype else None,
-    )
+    raw = capture(ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), dtype, mode), batch_dims)
     if after_pass is not None:
         after_pass(STEPS[0], raw)
     program, _ = run_passes(raw, row_list, skip=skip, after=after_pass)
@@ -126,30 +115,30 @@ def plan(
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Plan:
-    """Decide how to run ``program`` on ``cluster``; what is given is taken as it is.
+    """Decide how to run ``program`` on ``cluster``. What the arguments leave open is searched.
 
     Args:
         cluster: the hardware, as a :class:`Cluster`, by name (``"2xH100"``) or file; or how many devices of this machine's kind. The
             axes pp, dp_replicate and tp that ``mesh`` leaves out are searched, and so are the schedule and the microbatch size: the
             fastest plan that fits is taken.
-        devices: how many devices, by name.
+        devices: how many devices, as a keyword.
         global_batch: rows of the whole batch; by default that of the example inputs.
         mesh: degrees of axes, e.g. ``{"pp": 4}`` or ``"pp=4"``. Without a cluster or a number of devices, the other axes are 1 and
             the schedule and the microbatches are the usual ones.
         split: split points, e.g. ``["layers.4"]``, ``[{"layers.3": "end"}]`` or ``{"layers.3": SplitPoint.END}``; ``["layers.*"]``
-            spreads the layers evenly; a function of the program returns such a list. Without any, ``pipe_split()`` calls in the
-            model's forward count, else stages are searched (with a mesh alone, balanced by flops).
+            spreads the layers evenly; a function of the program returns such a list. By default ``pipe_split()`` calls in the
+            model's forward are used; without them stages are searched (with a mesh alone, balanced by flops).
         stages: instead of split points, the modules of each stage.
-        layers_per_stage, edge_layers: instead, how many layers a stage has, and how many layers the parts before and after
-            them count as.
-        table: a schedule of one's own as CSV text, one row a rank: ``0F0,0F1,0B0,0B1``.
-        shard_plan: how parameters, inputs and outputs of modules lie, by pattern; see :mod:`graphpar.annotations.patterns`.
+        layers_per_stage, edge_layers: instead of split points, how many layers a stage has, and how many layers the parts before
+            and after them count as.
+        table: a custom schedule as CSV text, one row for each rank: ``0F0,0F1,0B0,0B1``.
+        shard_plan: specs of parameters and of inputs and outputs of modules, by pattern; see :mod:`graphpar.annotations.patterns`.
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
-        dtype: in which the model was built, where it was not ``export`` that was told so.
+        dtype: in which the model was built, where ``export`` was not given one.
         top: how many of the plans that were not taken are kept in ``plan.found``.
 
     Raises:
-        GraphparError: what is asked for is wrong by itself (said before anything is searched), or not possible for this program.
+        GraphparError: an argument is wrong (found before any search), or the plan is not possible for this program.
     """
     _take(program, Program, "plan")
     asked = ask(
@@ -173,13 +162,13 @@ def plan(
 
 
 def _take(value: object, kind: type, function: str, position: str = "first") -> None:
-    """Raise where a function is given something else than what comes before it makes."""
+    """Raise where a function is not given the result of the function that comes before it."""
     if isinstance(value, kind):
         return
     given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-    made_by = {Program: "graphpar.export(model, args, loss_fn=..., targets=...)", Plan: "graphpar.plan(program, ...)"}[
-        kind
-    ]
+    made_by = (
+        "graphpar.export(model, args, loss_fn=..., targets=...)" if kind is Program else "graphpar.plan(program, ...)"
+    )
     what = " (a model)" if isinstance(value, nn.Module) else ""
     raise GraphparError(
         f"The {position} argument of {function} is {given}{what}; it must be a {kind.__name__}, which {made_by} returns. Call that first."
@@ -195,7 +184,14 @@ def _take_parts(value: object, function: str) -> None:
 
 
 def partition(program: Program, plan: Plan, *, model_file: str | None = None) -> Parts:
-    """Split ``program`` as ``plan`` says and print the stage modules."""
+    """Split ``program`` as ``plan`` says and print the stage modules.
+
+    Args:
+        model_file: the model file that ``plan.json`` shall name: a path relative to the package, or a dotted module name.
+
+    Raises:
+        GraphparError: the plan is for another program, or contradicts itself.
+    """
     _take(program, Program, "partition")
     _take(plan, Plan, "partition", "second")
     compilation = compiled(program, validate_plan(program, plan))
@@ -213,10 +209,10 @@ def printed(compilation: Compilation, report: dict[str, Any], model_file: str | 
 def estimate(
     program: Program, plan: Plan, cluster: Cluster | str | Path | None = None, execution: Execution | None = None
 ) -> Estimate:
-    """What a training step (or a batch of inference) of ``plan`` takes: seconds, communication, memory.
+    """Predict a training step (or a batch of inference) of ``plan``: seconds, communication, memory.
 
     Args:
-        cluster: by default the plan's own, or else as many devices of this machine's kind.
+        cluster: by default that of the plan, else as many devices of this machine's kind.
         execution: how the program is run, where it is not as graphpar emits it: fused kernels, optimizer, overlap.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How nouns are shown. Who draws them registers here (:mod:`graphpar.api` does), so that they need not know of it."""
+"""How objects such as plans are shown. :mod:`graphpar.api` registers the functions here, so that ``ir`` need not import the report."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from html import escape
 
 @singledispatch
 def as_text(value: object) -> str:
-    """What ``str`` gives."""
+    """Return the text that ``str`` returns."""
     return repr(value)
 
 
 @singledispatch
 def as_page(value: object) -> str:
-    """What a notebook shows, as HTML."""
+    """Return the HTML that a notebook shows."""
     return f"<pre>{escape(repr(value))}</pre>"

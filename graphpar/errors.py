@@ -1,4 +1,4 @@
-"""Errors for people: what was found, what was expected, and what to do.
+"""Errors for users: what was found, what was expected, and what to do.
 
 ``GraphparError`` is for the user (the command line prints it without a traceback and exits with 2);
 ``assert`` is for our own bugs.
@@ -15,7 +15,7 @@ class GraphparError(ValueError):
 
 
 def near_match(name: str, known: Iterable[str]) -> str:
-    """A ``" Did you mean 'x'?"`` suffix, or the empty string when nothing is close; what ``name`` begins is closest."""
+    """Write the suffix ``" Did you mean 'x'?"``; empty when no name is close. Names that begin with ``name`` come first."""
     names = list(known)
     begun = [other for other in names if len(name) > 1 and other.startswith(name)]
     close = begun[:3] or difflib.get_close_matches(name, names, n=3, cutoff=0.6)

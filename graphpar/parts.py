@@ -23,7 +23,7 @@ from graphpar.report.notebook import report_frame
 
 @dataclass
 class Parts:
-    """A partitioned program: what was compiled, the text of the emitted package, and the data of its report."""
+    """A partitioned program: its compilation, the text of the emitted package, and the data of its report."""
 
     compilation: Compilation
     files: dict[str, str]
@@ -33,15 +33,17 @@ class Parts:
 
     @property
     def program(self) -> Program:
-        """What a rank of the compute axes runs, before it is split."""
+        """The program of one rank, before it is split into stages."""
         return self.compilation.sharded.local
 
     @property
     def plan(self) -> Plan:
+        """The plan that the program was compiled by."""
         return self.compilation.plan
 
     @property
     def stages(self) -> list[Stage]:
+        """The stages, in order."""
         return self.compilation.stages
 
     @property
@@ -57,14 +59,14 @@ class Parts:
         return report_frame(self.report)
 
     def save(self, folder: str | Path, weights: Mapping[str, Tensor] | None = None, force: bool = False) -> Path:
-        """Write the package to ``folder``, which is replaced as a whole; ``weights`` by state_dict name go with it.
+        """Write the package to ``folder``, which is replaced as a whole; return the folder.
 
         Args:
-            force: write although files in ``folder`` were changed or added. Those that are written anew are kept as ``NAME.orig``,
-                others stay.
+            weights: tensors by state_dict name, written to ``weights/model.safetensors``.
+            force: write although files in ``folder`` were changed or added. Changed ones are kept as ``NAME.orig``, others stay.
 
         Raises:
-            GraphparError: ``folder`` can't be written, holds something else, or such files without ``force``; these are named.
+            GraphparError: ``folder`` can't be written, holds something else, or holds changed or added files and ``force`` is not set.
         """
         from safetensors.torch import save_file
 
@@ -88,7 +90,11 @@ class Parts:
         return self.save(Path(self._folder.name) / "out")
 
     def stage(self, rank: int) -> nn.Module | list[nn.Module]:
-        """The emitted stage module of pp rank ``rank`` on the meta device (a list where the rank holds several)."""
+        """Build the emitted stage module of pp rank ``rank`` on the meta device (a list where the rank holds several).
+
+        Raises:
+            GraphparError: the plan has no such rank.
+        """
         indices = [stage.index for stage in self.plan.stages if stage.rank == rank]
         if not indices:
             raise GraphparError(f"There is no rank {rank}; the plan has ranks 0 to {self.plan.mesh.pp - 1}.")
@@ -97,7 +103,7 @@ class Parts:
 
 
 def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tied tensors under their first name only: a safetensors file holds no shared memory."""
+    """Keep tied tensors under their first name only: a safetensors file can't hold shared memory."""
     seen: set[tuple[int, Any, tuple[int, ...]]] = set()
     kept: dict[str, Tensor] = {}
     for name, value in weights.items():

@@ -1,4 +1,4 @@
-"""torch prints what fails before it raises; what went wrong is said in our own error, if it is one."""
+"""Silence torch, which prints failures before it raises them; graphpar's errors explain them."""
 
 from __future__ import annotations
 

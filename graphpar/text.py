@@ -16,7 +16,7 @@ _KEPT = "\N{NO-BREAK SPACE}"
 _UNITS = "|".join((*_TIMES, *_BYTES, *_FLOPS))
 _UNIT = re.compile(rf"(?<=\d) (?=(?:{_UNITS})\b)")
 _OF = re.compile(rf"(?<!\S{{15}})(?<=\w) (?=[\d.,]+{_KEPT}(?:{_UNITS})\b)")
-"""Between a number and its unit; before these, after what they are of, unless that is long."""
+"""The space between a number and its unit, and the one before them, after a short word."""
 
 
 def _scaled(value: float, steps: Sequence[str], base: int = 1000) -> tuple[str, str]:
@@ -50,16 +50,17 @@ def share_text(value: float) -> str:
 
 
 def flops_text(value: float) -> str:
+    """``5.2 TFLOP``."""
     return " ".join(_scaled(value, _FLOPS))
 
 
 def kept(text: str) -> str:
-    """``text`` as one word, which :func:`wrapped` does not break."""
+    """Make ``text`` one word, which :func:`wrapped` does not break."""
     return text.replace(" ", _KEPT)
 
 
 def wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:
-    """Lines of at most ``width``, unless one word is longer: no name is broken, and no number leaves its unit and what it is of.
+    """Wrap to lines of at most ``width``, unless one word is longer. Names, and numbers with their units, are not broken.
 
     Args:
         first, then: what the first line and the others begin with.
@@ -72,7 +73,7 @@ def wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]
 
 
 def shortened(name: str, room: int) -> str:
-    """``name`` in ``room`` columns, its middle left out where it is longer: both ends tell names apart."""
+    """Shorten ``name`` to ``room`` columns by leaving out its middle, since both ends tell names apart."""
     if len(name) <= room:
         return name
     head = (room - 1) // 2
@@ -91,13 +92,13 @@ def indices_text(values: Sequence[int]) -> str:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """The first ``most`` names, and how many more there are."""
+    """List the first ``most`` names, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def place_text(data: Mapping[str, Any]) -> str:
-    """The cluster of a plan, or its number of devices where none was named (nor known, when the report was written)."""
+    """Name the cluster of a plan, or its number of devices where the report names no cluster."""
     return data.get("cluster") or plural(data["devices"], "device")
 
 
@@ -107,8 +108,8 @@ def plural(count: int, singular: str, several: str | None = None) -> str:
 
 
 def compressed(stages: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The module paths of each stage, shorter: a module that lies wholly on one stage stands for all that is in it,
-    and consecutive numbers are one run (``layers.4-7``)."""
+    """Shorten the module paths of each stage: a module that is wholly on one stage stands for all modules in it,
+    and consecutive numbers become one run (``layers.4-7``)."""
     holders: dict[str, set[int]] = {}
     for index, paths in enumerate(stages):
         for path in paths:
@@ -122,7 +123,7 @@ def compressed(stages: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def short_names(parameters: Sequence[str]) -> dict[str, str]:
-    """What a few parameters are called among themselves: ``q, k, o`` for ``self_attn.q_proj.weight`` and its like.
+    """Shorten parameter names as far as they stay distinct: ``q, k, o`` for ``self_attn.q_proj.weight`` and its like.
 
     An ending that three of them share is left out.
     """

@@ -53,7 +53,7 @@ def compiled(program: Program, plan: Plan, cluster: Cluster | None = None) -> Co
     """
     sharded = sharded_as(program, plan)
     started = perf_counter()
-    stages = split(sharded.local, positions_of(sharded.local, plan.cuts))
+    stages = split(sharded.local, positions_of(sharded.local, plan.split_points))
     seconds = {"split": perf_counter() - started}
     hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
     return priced(Compilation(program, plan, sharded, stages, hardware, seconds=seconds), hardware)

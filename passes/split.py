@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.ir.plan import Cut, SplitPoint
+from graphpar.ir.plan import SplitAt, SplitPoint
 from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.naming import unique_names, value_name
@@ -32,10 +32,10 @@ from graphpar.runtime.layout import ExpertRows
 # ---- where the cuts are ----------------------------------------------------------------------------------------
 
 
-def positions_of(program: Program, cuts: Sequence[Cut]) -> list[int]:
+def positions_of(program: Program, cuts: Sequence[SplitAt]) -> list[int]:
     """The index in the root graph's node list at which each stage after the first begins."""
     nodes, again = list(program.graph.nodes), first_applications(program)
-    found: dict[int, Cut] = {}
+    found: dict[int, SplitAt] = {}
     for cut in cuts:
         inside = [index for index, node in enumerate(nodes) if node not in again and _belongs(node, cut.path)]
         if not inside:

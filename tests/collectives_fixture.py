@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from graphpar.emitted import collectives
 from graphpar.operators.transitions import Step, path
 from graphpar.runtime import start
-from graphpar.runtime.layout import I, P, R, Shard, Type, cut
+from graphpar.runtime.layout import I, P, R, Shard, Type, shard_of
 
 SHAPE = (6, 5, 24)
 GARBAGE = 7
@@ -95,8 +95,8 @@ def gradient(case: Case) -> Tensor:
 def given(whole: Tensor, kind: Type, degree: int, rank: int) -> Tensor:
     """What a rank holds of a whole value, in memory order other than that of its dims."""
     if isinstance(kind, Shard):
-        padding = cut(torch.zeros_like(whole, dtype=torch.int64) + 1, kind, degree, rank) == 0
-        local = cut(whole, kind, degree, rank).masked_fill(padding, GARBAGE)
+        padding = shard_of(torch.zeros_like(whole, dtype=torch.int64) + 1, kind, degree, rank) == 0
+        local = shard_of(whole, kind, degree, rank).masked_fill(padding, GARBAGE)
     elif kind is P:
         others = [
             (torch.arange(whole.numel()).view_as(whole) * (r + 3) % 5 - 2).to(whole.dtype) for r in range(1, degree)
@@ -222,7 +222,7 @@ def indices(degree: int, rank: int) -> dict[str, Tensor]:
     found = {}
     for kind in types(degree):
         if isinstance(kind, Shard):
-            local = cut(torch.empty(SHAPE), kind, degree, rank).shape[kind.dim]
+            local = shard_of(torch.empty(SHAPE), kind, degree, rank).shape[kind.dim]
             found[str(kind)] = collectives.global_index(local, "tp", kind.parts)
     return found
 

@@ -1,4 +1,4 @@
-"""The user's shard plan: patterns over the model's names, resolved into pins that constrain the search.
+"""Resolve the user's shard plan, patterns over the model's names, into pins that constrain the search.
 
     {"layers.*.q_proj": "colwise"}      what the user writes: pattern -> value (:mod:`graphpar.annotations.values`)
        + ModelNames, mesh degrees       what the model has
@@ -32,6 +32,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.layout import P, R, Shard, Type
+from graphpar.text import listed
 
 ShardPlan = Mapping[str, Any]
 Position = int | str | None  # of an activation: a place among the positional ones, or a keyword
@@ -189,8 +190,8 @@ def _children(parent: Sequence[str], names: ModelNames) -> list[str]:
     return list(dict.fromkeys(levels[-1] for levels in found if levels and _matches(parent, levels[:-1])))
 
 
-def _listed(entries: Sequence[str], limit: int = 8) -> str:
-    return ", ".join(entries[:limit]) + (f" and {len(entries) - limit} more" if len(entries) > limit else "")
+def _listed(entries: Sequence[str]) -> str:
+    return listed(entries, 8)
 
 
 # ---- what a style means for a module ---------------------------------------------------------------------------
@@ -226,7 +227,7 @@ _KINDS = (
 
 
 def _kind_of(path: str, names: ModelNames) -> _Kind | None:
-    """The kind of a module that holds a weight of its own, ``None`` for any other."""
+    """The kind of a module that holds a weight, ``None`` for any other."""
     shape = names.parameters.get(path_under(path, "weight"))
     short = names.modules.get(path, "").rpartition(".")[2]
     for kind in _KINDS:
@@ -248,8 +249,8 @@ def _no_kind(wish: Wish, path: str, names: ModelNames) -> str:
     inner = {name: child for name, child in names.modules.items() if name and name.rpartition(".")[0] == path}
     message = f"{wish.style!r} is for a {', '.join(kinds)}, but {shown}"
     if own:
-        listed = _listed([f"{name.rpartition('.')[2]} {list(names.parameters[name])}" for name in own])
-        return f"{message} with {listed}. Give a spec for each, such as {own[0]!r}: 'S(0)@tp'."
+        shapes = _listed([f"{name.rpartition('.')[2]} {list(names.parameters[name])}" for name in own])
+        return f"{message} with {shapes}. Give a spec for each, such as {own[0]!r}: 'S(0)@tp'."
     if inner:
         children = [f"{name.rpartition('.')[2]} ({child.rpartition('.')[2]})" for name, child in inner.items()]
         return f"{message} without a weight. Below it are {_listed(children)}."
@@ -351,7 +352,7 @@ def _pin_activations(sheet: _Sheet, wish: Wish, pattern: str, path: str) -> None
 
 
 _Cell = tuple[str, str, Position]  # parameter | input | output, the first of its names, which activation
-_Claim = tuple[str, Choice]  # the pattern and what it says of one axis
+_Claim = tuple[str, Choice]  # the pattern and the types that it allows on one axis
 
 
 class _Sheet:
@@ -368,18 +369,21 @@ class _Sheet:
         self._origins: dict[str, list[str]] = {}
 
     def add_style(self, path: str, style: str, pattern: str) -> None:
+        """Note that ``pattern`` gives ``path`` a style."""
         self._remember(path, pattern)
         for name in self._all_names(path):
             styles = self._styles.setdefault(name, [])
             styles += [style] if style not in styles else []
 
     def pin_parameter(self, name: str, spec: Spec, pattern: str) -> None:
+        """Pin a parameter's types; ``GraphparError`` where they do not fit it or another pattern disagrees."""
         shape = self.names.parameters[name]
         checked = {axis: frozenset(self._checked(kind, axis, name, shape, pattern) for kind in choice)
                    for axis, choice in spec.items()}  # fmt: skip
         self._pin(("parameter", self._all_names(name)[0], None), checked, name, pattern)
 
     def pin_activation(self, path: str, what: str, position: Position, spec: Spec, pattern: str) -> None:
+        """Pin an input or output (``what``) of a module; ``GraphparError`` where another pattern disagrees."""
         self._pin((what, self._all_names(path)[0], position), spec, path, pattern)
 
     def pins(self) -> ShardConstraints:

@@ -1,4 +1,4 @@
-"""The values of a shard plan: words, specs, mappings and torch's style objects, read into one form.
+"""Read the values of a shard plan: words, specs, mappings and torch's style objects.
 
     "colwise"                                       Wish(style="colwise")
     "S(0)@tp, R@cp"                                 Wish(spec={"tp": {S(0)}, "cp": {R}})
@@ -74,7 +74,7 @@ def read_value(value: Any, pattern: str) -> tuple[Wish, ...]:
 
 
 def allows(choice: Choice, kind: Type, rank: int) -> bool:
-    """Tell whether a pin lets a tensor of ``rank`` dims have the type ``kind``.
+    """Whether a pin lets a tensor of ``rank`` dims have the type ``kind``.
 
     A pinned ``S(-1)`` counts from the end, and a pinned ``S(d)`` without parts allows any parts of that dim: ``colwise`` on
     a fused projection may be sharded part by part.

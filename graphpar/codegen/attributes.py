@@ -1,8 +1,8 @@
-"""``__init__``: a module's parameters, buffers and blocks, under the names that they have in the user's model.
+"""Print ``__init__``: a module's parameters, buffers and blocks, under the names that they have in the user's model.
 
 Names with numbers become ``nn.ModuleDict`` entries, so a stage that holds layers 4 to 7 has the keys ``layers.4`` to
-``layers.7``. Everything is built without values; the runtime allocates and loads it. A comment says how a tensor is cut, and
-whether its gradient is still to be summed over ranks.
+``layers.7``. Everything is built without values; the runtime allocates and loads it. A comment says how a tensor is sharded, and
+whether its gradient must still be summed over ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Tree:
 
 
 def build_tree(infos: Mapping[str, TensorInfo], blocks: Mapping[str, str], modules: Sequence[str]) -> Tree:
-    """The tree of the tensors ``infos`` (by name) and of the block instances ``blocks`` (path -> class name).
+    """Build the tree of the tensors ``infos`` (by name) and the block instances ``blocks`` (path -> class name).
 
-    ``modules``: all paths of the user's model, whose order the tree keeps.
+    Args:
+        modules: all paths of the user's model, whose order the tree keeps.
     """
     root = Tree(root=True)
 
@@ -59,7 +60,7 @@ def build_tree(infos: Mapping[str, TensorInfo], blocks: Mapping[str, str], modul
 
 
 def reference(tree: Tree, name: str) -> str:
-    """How the class's forward reaches ``name``: ``self.layers["4"].mlp.weight``."""
+    """Write how the class's forward reaches ``name``: ``self.layers["4"].mlp.weight``."""
     text, current = "self", tree
     parts = name.split(".")
     for position, part in enumerate(parts):
@@ -68,7 +69,7 @@ def reference(tree: Tree, name: str) -> str:
             inside = Tree(block=current.block) if position < len(parts) - 1 else None
         if current.keyed() and inside is not None:
             text += f'["{part}"]'
-        elif part.isidentifier() and not keyword.iskeyword(part):
+        elif _is_plain(part):
             text += f".{part}"
         else:
             text = f"getattr({text}, {literal(part)})"
@@ -98,7 +99,7 @@ class InitPrinter:
         self.needs_parameters = False
 
     def print(self, ties: Sequence[tuple[str, ...]] = ()) -> list[tuple[str, str]]:
-        """The statements, each with a comment or with none."""
+        """List the statements, each with a comment or an empty one."""
         self._tensors("self", self.tree.tensors)
         for name, child in self.tree.children.items():
             self._child("self", self.tree, name, child, name)
@@ -111,28 +112,20 @@ class InitPrinter:
         self.lines.append((text, comment))
 
     def _child(self, owner: str, parent: Tree, name: str, child: Tree, path: str) -> None:
-        plain = name.isidentifier() and not keyword.iskeyword(name)
-        target = (
-            f'{owner}["{name}"]'
-            if parent.keyed()
-            else f"{owner}.{name}"
-            if plain
-            else f"getattr({owner}, {literal(name)})"
-        )
         made = self._constructor(child, path)
-        built = made not in ("nn.Module()", "nn.ModuleDict()") and child.block is None
-        comment = self._lying({n: i for n, i in child.tensors.items() if _is_parameter(i)}) if built else ""
-        if plain or parent.keyed():
+        container = made in ("nn.Module()", "nn.ModuleDict()")
+        parameters = {n: info for n, info in child.tensors.items() if _is_parameter(info)}
+        comment = "" if container or child.block is not None else self._placed(parameters)
+        target = f'{owner}["{name}"]' if parent.keyed() else f"{owner}.{name}"
+        if parent.keyed() or _is_plain(name):
             self._line(f"{target} = {made}", comment)
         else:
+            target = f"getattr({owner}, {literal(name)})"
             self._line(f"{owner}.add_module({literal(name)}, {made})", comment)
         self._frozen(target, child, made)
         if child.block is not None:
             return
-        if made in ("nn.Module()", "nn.ModuleDict()"):
-            self._tensors(target, child.tensors)
-        else:
-            self._tensors(target, {n: i for n, i in child.tensors.items() if not _is_parameter(i)})
+        self._tensors(target, {n: info for n, info in child.tensors.items() if container or n not in parameters})
         if not self._all_blocks(child):
             for inner, grandchild in child.children.items():
                 self._child(target, child, inner, grandchild, f"{path}.{inner}")
@@ -153,17 +146,12 @@ class InitPrinter:
         known = _known_module(self.classes.get(f"{self.prefix}{path}", ""), parameters)
         if known is not None:
             return known
-        if not all(name.isidentifier() and not keyword.iskeyword(name) for name in parameters):
+        dtype, *others = {info.dtype for info in parameters.values()}
+        if others or "dtype" in parameters or not all(map(_is_plain, parameters)):
             return "nn.Module()"
         self.needs_parameters = True
-        dtypes = {info.dtype for info in parameters.values()}
-        if "dtype" in parameters:
-            return "nn.Module()"
         shapes = ", ".join(f"{name}={_shape(info)}" for name, info in parameters.items())
-        if len(dtypes) > 1:
-            return "nn.Module()"
-        (dtype,) = dtypes
-        return f"parameters({shapes}{'' if dtype is torch.float32 else f', dtype={dtype}'})"
+        return f"parameters({shapes}{_dtype_option(dtype)})"
 
     def _frozen(self, target: str, child: Tree, made: str) -> None:
         if made.startswith(("nn.Module", "Block")) or child.block is not None:
@@ -177,21 +165,16 @@ class InitPrinter:
 
     def _tensors(self, target: str, tensors: Mapping[str, TensorInfo]) -> None:
         for name, info in tensors.items():
-            made = f"torch.empty({_shape(info)}{'' if info.dtype is torch.float32 else f', dtype={info.dtype}'})"
+            made = f"torch.empty({_shape(info)}{_dtype_option(info.dtype)})"
             if not _is_parameter(info):
                 persistent = "" if info.persistent else ", persistent=False"
                 self._line(f"{target}.register_buffer({literal(name)}, {made}{persistent})")
                 continue
             parameter = f"nn.Parameter({made}{'' if info.requires_grad else ', requires_grad=False'})"
-            plain = name.isidentifier() and not keyword.iskeyword(name)
-            text = (
-                f"{target}.{name} = {parameter}"
-                if plain
-                else f"{target}.register_parameter({literal(name)}, {parameter})"
-            )
-            self._line(text, self._lying({"": info}))
+            registered = f"{target}.register_parameter({literal(name)}, {parameter})"
+            self._line(f"{target}.{name} = {parameter}" if _is_plain(name) else registered, self._placed({"": info}))
 
-    def _lying(self, tensors: Mapping[str, TensorInfo]) -> str:
+    def _placed(self, tensors: Mapping[str, TensorInfo]) -> str:
         """``weight S(0)@tp of [4096, 4096]; bias R@tp: its gradient is summed once a step``"""
         groups: dict[str, list[str]] = {}
         for name, info in tensors.items():
@@ -209,12 +192,21 @@ class InitPrinter:
         return "; ".join(shown)
 
     def _summed(self, info: TensorInfo, kind: Type) -> bool:
-        """Whether each rank has only its own part of the gradient until the end of a step."""
+        """Whether each rank has only a partial gradient until the end of a step."""
         return kind is R and info.requires_grad and self.train
 
 
 def _is_parameter(info: TensorInfo) -> bool:
     return info.kind == "parameter"
+
+
+def _is_plain(name: str) -> bool:
+    """Whether ``name`` can be written behind a dot."""
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _dtype_option(dtype: torch.dtype) -> str:
+    return "" if dtype is torch.float32 else f", dtype={dtype}"
 
 
 def _shape(info: TensorInfo) -> str:
@@ -249,15 +241,13 @@ def _range(begin: int, end: int) -> str:
 def _known_module(module_class: str, parameters: Mapping[str, TensorInfo]) -> str | None:
     """The constructor of a torch module that has just these parameters."""
     shapes = {name: info.shape for name, info in parameters.items()}
-    (dtype,) = (
-        {info.dtype for info in parameters.values()} if len({i.dtype for i in parameters.values()}) == 1 else (None,)
-    )
-    if dtype is None or "weight" not in shapes or set(shapes) - {"weight", "bias"}:
+    dtype, *others = {info.dtype for info in parameters.values()}
+    if others or "weight" not in shapes or set(shapes) - {"weight", "bias"}:
         return None
     weight = shapes["weight"]
     if shapes.get("bias", weight[:1]) != (weight if "LayerNorm" in module_class else weight[:1]):
         return None
-    typed = "" if dtype is torch.float32 else f", dtype={dtype}"
+    typed = _dtype_option(dtype)
     unbiased = "" if "bias" in shapes else ", bias=False"
     if module_class == "torch.nn.modules.linear.Linear" and len(weight) == 2:
         return f"nn.Linear({weight[1]}, {weight[0]}{unbiased}{typed})"

@@ -1,4 +1,4 @@
-"""Classes and functions of the emitted package: one a distinct block, one a stage, one a helper."""
+"""Classes and functions of the emitted package: one for each distinct block, stage and helper."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLUMN = 84  # where comments about types begin
 
 
 def block_class(program: Program, block: Block) -> tuple[str, bool]:
-    """The text of a block's class, and whether it needs the helper ``parameters``."""
+    """Print a block's class; return its text and whether it needs the helper ``parameters``."""
     instance = block.instances[0]
     prefix = f"{instance}."
     infos = {name.removeprefix(prefix): info for name, info in _owned(program, prefix).items()}
@@ -34,18 +34,24 @@ def block_class(program: Program, block: Block) -> tuple[str, bool]:
     printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=block.path)
     printed = printer.print()
     where = ", ".join(numbered_runs(list(dict.fromkeys(block.instances))))
-    lines = [f"class {block.name}(nn.Module):", *docstring(f"{where}: {_flow(block.graph, printed)}{_cuts(infos)}")]
+    lines = [
+        f"class {block.name}(nn.Module):",
+        *docstring(f"{where}: {_flow(block.graph, printed)}{_shardings(infos)}"),
+    ]
     lines += _init_lines(body)
-    lines += _forward_lines(printed, block.graph, printer, base=block.path)
+    lines += _forward_lines(printed, block.graph, base=block.path)
     return "\n".join(lines) + "\n", init.needs_parameters
 
 
 def stage_class(
     program: Program, stage: Stage, modules: str, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]
 ) -> tuple[str, bool]:
-    """The text of a stage's class, which says that it holds ``modules``.
+    """Print a stage's class; return its text and whether it needs the helper ``parameters``.
 
-    ``infos``: its tensors outside of blocks; ``blocks``: path -> class of its instances.
+    Args:
+        modules: what the stage holds, for the docstring.
+        infos: its tensors outside of blocks.
+        blocks: its block instances, path -> class.
     """
     tree = build_tree(infos, blocks, list(program.module_classes))
     init = InitPrinter(tree, program.module_classes, train=program.mode == "train")
@@ -56,12 +62,12 @@ def stage_class(
     summary = f"{modules}. {_flow(stage.graph, printed)}"
     lines = [f"class Stage{stage.index}(nn.Module):", *docstring(summary)]
     lines += _init_lines(body)
-    lines += _forward_lines(printed, stage.graph, printer, keyword_after=len(received))
+    lines += _forward_lines(printed, stage.graph, keyword_after=len(received))
     return "\n".join(lines) + "\n", init.needs_parameters
 
 
 def helper_function(helper: Helper) -> str:
-    """The text of a helper: a parameter-free part of the root."""
+    """Print a helper function: a parameter-free part of the root."""
     printer = GraphPrinter(helper.graph, lambda name: name)
     printed = printer.print()
     arguments = ", ".join(f"{name}: {_type(node)}" for name, node in _parameters(printed, helper.graph))
@@ -72,7 +78,7 @@ def helper_function(helper: Helper) -> str:
 
 
 def counts_function(program: Program) -> str:
-    """``global_counts``: the loss's denominators from one microbatch's inputs; they add up over microbatches."""
+    """Print ``global_counts``: the loss denominators from one microbatch's inputs; they add up over microbatches."""
     assert program.counts is not None
 
     def constant(name: str) -> str:
@@ -96,7 +102,7 @@ def counts_function(program: Program) -> str:
 
 
 def stage_ties(program: Program, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Groups of a stage's names that are one parameter."""
+    """List the groups of a stage's names that are one parameter."""
     groups = []
     for group in program.ties:
         held = tuple(n for n in group if n in infos or any(n.startswith(f"{path}.") for path in blocks))
@@ -108,11 +114,7 @@ def stage_ties(program: Program, infos: Mapping[str, TensorInfo], blocks: Mappin
 
 def _owned(program: Program, prefix: str) -> dict[str, TensorInfo]:
     """Parameters, buffers and constants below ``prefix``, in the order of the user's model."""
-    names = [
-        *program.parameters,
-        *program.buffers,
-        *(name for name in program.constants if name not in program.buffers),
-    ]
+    names = dict.fromkeys([*program.parameters, *program.buffers, *program.constants])
     return {name: program.tensor_info(name) for name in names if name.startswith(prefix)}
 
 
@@ -120,7 +122,7 @@ def _owned(program: Program, prefix: str) -> dict[str, TensorInfo]:
 
 
 def docstring(text: str, indent: str = _INDENT) -> list[str]:
-    """A docstring of one line, or of several where it is long."""
+    """Write a docstring of one line, or of several where it is long."""
     room = 120 - len(indent) - 6
     text = " ".join(text.split())
     if len(text) <= room:
@@ -131,30 +133,30 @@ def docstring(text: str, indent: str = _INDENT) -> list[str]:
 
 def _flow(graph: fx.Graph, printed: Printed) -> str:
     """``hidden [b, 16, 64], mask [b, 1, 16, 16] -> [b, 16, 64]``"""
-    takes = [f"{name} {_lying(node)}".strip() for name, node in _parameters(printed, graph)]
-    output = next(node for node in graph.nodes if node.op == "output").args[0]
+    takes = [f"{name} {_placed(node)}".strip() for name, node in _parameters(printed, graph)]
+    output = graph.output_node().args[0]
     results = output if isinstance(output, tuple | list) else [output]
-    gives = [_lying(node) or "int" for node in results if isinstance(node, fx.Node)]
+    gives = [_placed(node) or "int" for node in results if isinstance(node, fx.Node)]
     return f"{', '.join(takes)} -> {', '.join(gives)}"
 
 
-def _lying(node: fx.Node) -> str:
+def _placed(node: fx.Node) -> str:
     """``[b, 8, 64] S(1)@tp``"""
     shape = describe_shape(node)
     return shape if shape in ("", "scalar") else f"{shape} {describe_types(node)}".strip()
 
 
-def _cuts(infos: Mapping[str, TensorInfo]) -> str:
-    """``. Cut: q, k, v S(0)@tp; o S(1)@tp``; other weights are whole."""
-    names = short_names([name for name, info in infos.items() if _cut(info) and len(info.shape) > 1])
+def _shardings(infos: Mapping[str, TensorInfo]) -> str:
+    """``. Sharded: q, k, v S(0)@tp; o S(1)@tp``; other weights are not sharded."""
+    names = short_names([name for name, info in infos.items() if _sharding(info) and len(info.shape) > 1])
     groups: dict[str, list[str]] = {}
     for name, shown in names.items():
-        groups.setdefault(_cut(infos[name]), []).append(shown)
+        groups.setdefault(_sharding(infos[name]), []).append(shown)
     listed = [f"{', '.join(group)} {spec}" for spec, group in groups.items()]
-    return f". Cut: {'; '.join(listed)}" if groups else ""
+    return f". Sharded: {'; '.join(listed)}" if groups else ""
 
 
-def _cut(info: TensorInfo) -> str:
+def _sharding(info: TensorInfo) -> str:
     return ", ".join(f"{kind}@{axis}" for axis, kind in info.spec if isinstance(kind, Shard))
 
 
@@ -167,7 +169,7 @@ def _type(node: fx.Node) -> str:
 
 
 def _result_type(graph: fx.Graph) -> str:
-    output = next(node for node in graph.nodes if node.op == "output").args[0]
+    output = graph.output_node().args[0]
     if isinstance(output, tuple | list):
         return f"tuple[{', '.join('Tensor' for _ in output)}]"
     return "Tensor"
@@ -186,9 +188,7 @@ def _init_lines(body: Sequence[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def _forward_lines(
-    printed: Printed, graph: fx.Graph, printer: GraphPrinter, *, base: str = "", keyword_after: int | None = None
-) -> list[str]:
+def _forward_lines(printed: Printed, graph: fx.Graph, *, base: str = "", keyword_after: int | None = None) -> list[str]:
     parameters = [f"{name}: {_type(node)}" for name, node in _parameters(printed, graph)]
     if keyword_after is not None and len(parameters) > keyword_after:
         parameters.insert(keyword_after, "*")
@@ -202,18 +202,14 @@ def _forward_lines(
 
 
 def _statement_lines(printed: Printed, indent: str, base: str, *, fold: bool = True) -> list[str]:
-    """Statements, with a comment where another module of the user's begins: its name and source line."""
+    """Statements, with a comment where another of the user's modules begins: its name and source line."""
     lines: list[str] = []
     shown: str | None = None
     statements = list(printed.statements)
-    if (
-        fold
-        and statements
-        and statements[-1].text.startswith(f"{printed.returned} = ")
-        and "\n" not in statements[-1].text
-    ):
+    last = statements[-1] if fold and statements else None
+    if last is not None and last.text.startswith(f"{printed.returned} = ") and "\n" not in last.text:
         # `x = f(...)` directly before `return x` is `return f(...)`.
-        last = statements.pop()
+        statements.pop()
         printed.returned, printed.notes = last.text.partition(" = ")[2], last.notes
     for statement in statements:
         part = _module_part(statement.path, base) if statement.path else shown
@@ -228,7 +224,7 @@ def _statement_lines(printed: Printed, indent: str, base: str, *, fold: bool = T
 
 
 def _noted(lines: list[str], notes: Sequence[tuple[str, str]]) -> list[str]:
-    """The lines of a statement, with what its transitions do behind those that call them, where there is room."""
+    """The lines of a statement, with a comment on each redistribution behind the line that calls it, where there is room."""
     noted, left = [], list(notes)
     for line in lines:
         own = []
@@ -244,10 +240,8 @@ def _noted(lines: list[str], notes: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _module_part(path: str, base: str) -> str:
-    """The child of ``base`` that ``path`` lies in."""
+    """The child of ``base`` that contains ``path``; empty for a path outside of ``base``."""
     if not base:
         return path
-    inner = (
-        path.removeprefix(base) if path == base or path.startswith(f"{base}.") else ""
-    )  # what comes in is from elsewhere
-    return inner.lstrip(".").split(".")[0]
+    inside = path == base or path.startswith(f"{base}.")
+    return path.removeprefix(base).lstrip(".").split(".")[0] if inside else ""

@@ -1,4 +1,4 @@
-"""Modules of the user's: which of them another process can import by name, and which module an operator comes from."""
+"""The user's modules: which of them another process can import by name, and which module an operator comes from."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _found_elsewhere(name: str) -> str:
 
 
 def resolved_name(module: types.ModuleType, node: ast.ImportFrom) -> str:
-    """The full name of the module that an import statement of ``module`` means."""
+    """Return the full name of the module that an import statement in ``module`` refers to."""
     if not node.level:
         return node.module or ""
     return importlib.util.resolve_name("." * node.level + (node.module or ""), module.__package__ or "")
 
 
 def attribute_of(module: types.ModuleType, qualname: str) -> Any:
-    """What a module has under a dotted name; None for nothing."""
+    """Look up a dotted name in a module; None where there is nothing."""
     found: Any = module
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -64,7 +64,7 @@ def attribute_of(module: types.ModuleType, qualname: str) -> Any:
 
 
 def is_builtin(operator: str) -> bool:
-    """Whether an operator is of torch, or has no overload at all."""
+    """Whether an operator belongs to torch, or has no overload at all."""
     namespace, _, name = operator.partition("::")
     packet = getattr(getattr(torch.ops, namespace, None), name, None)
     overloads = packet.overloads() if packet is not None else []
@@ -72,7 +72,7 @@ def is_builtin(operator: str) -> bool:
 
 
 def module_of_kernel(name: str, target: Any) -> types.ModuleType | None:
-    """The module that registered the fake kernel of an operator, if Python did."""
+    """Find the module that registered the fake kernel of an operator in Python; None where there is none."""
     entry = singleton.get(name) or (singleton.get(target._name) if target is not None else None)
     kernel = entry.fake_impl.kernel if entry is not None else None
     place = re.match(r"(.+):\d+$", kernel.source) if kernel is not None else None

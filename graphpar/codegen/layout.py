@@ -1,4 +1,4 @@
-"""Lines of Python: comments at module boundaries, long calls broken over lines."""
+"""Lay out lines of Python: comments behind statements, long calls broken over lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ WIDTH = 120
 
 
 def commented(line: str, indent: str, comment: str, column: int = 0) -> list[str]:
-    """``line`` with a comment behind it from ``column`` on, or above it where there is no room."""
+    """Write ``line`` with a comment behind it from ``column`` on, or above it where there is no room."""
     if not comment:
         return wrapped(line, indent)
     code = wrapped(line, indent)
@@ -17,7 +17,7 @@ def commented(line: str, indent: str, comment: str, column: int = 0) -> list[str
 
 
 def wrapped(line: str, indent: str) -> list[str]:
-    """``indent + line``, broken inside its outermost brackets where it is too long."""
+    """Write ``indent + line``, broken inside its outermost brackets where it is too long."""
     if len(indent) + len(line) <= WIDTH:
         return [indent + line]
     span = _outer_brackets(line)

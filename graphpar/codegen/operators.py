@@ -1,11 +1,11 @@
-"""``operators.py`` of the emitted package: the user's own operators, so that no rank needs the model's file.
+"""Write ``operators.py`` of the emitted package: the user's operators, so that no rank needs the model file.
 
     mylib::squared, defined in an installed module    ──►  import mylib.ops
     mylib::squared, defined in the model's file       ──►  the statements of that file that define it, and what they use
     Scaled(torch.autograd.Function)                   ──►  the same for a class
 
-Copied are whole statements, in the file's order: functions, classes, imports and constants that the definition refers to, one
-after the other. Statements that register an operator stand under a condition: another program of the process may have done so.
+Whole statements are copied, in the file's order: functions, classes, imports and constants that the definition refers to.
+Statements that register an operator stand under a condition: another program in the process may have registered it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class OperatorsFile:
 
 
 def operators_file(graphs: Iterable[fx.Graph], model: str, taken: Iterable[str]) -> OperatorsFile | None:
-    """``operators.py`` for the user's operators in ``graphs``; None where there are none.
+    """Write ``operators.py`` for the user's operators in ``graphs``; None where there are none.
 
     Args:
-        taken: names of the emitted package, which no class of the user's may have.
+        model: the model's name, for the docstring.
+        taken: names of the emitted package, which no class of the user may have.
 
     Raises:
         GraphparError: an operator's definition can't be imported or copied.
@@ -92,13 +93,13 @@ def check_function(function: type) -> None:
 
 @dataclass
 class _File:
-    """A Python file of the user's, cut into its top-level statements."""
+    """A Python file of the user as its top-level statements."""
 
     path: str
     module: types.ModuleType
     statements: list[Statement]
     needed: set[int] = field(default_factory=set)
-    constants: dict[int, str] = field(default_factory=dict)  # what stands instead of a computed constant
+    constants: dict[int, str] = field(default_factory=dict)  # the text in place of a computed constant
     guarded: dict[int, str] = field(default_factory=dict)  # statement -> the operator that it registers
     names: set[str] = field(default_factory=set)
 
@@ -116,6 +117,7 @@ class _Copied:
     # ---- what graphpar asks for ----
 
     def add_class(self, function: type) -> None:
+        """Copy or import a custom ``autograd.Function``."""
         self.subject = f"The custom autograd.Function {function_name(function)}"
         outer = function.__qualname__.split(".")[0]
         if "<locals>" in function.__qualname__:
@@ -129,6 +131,7 @@ class _Copied:
             self._need(self._file(module), outer)
 
     def add_operator(self, name: str, target: Any = None) -> None:
+        """Copy the definition of the operator ``name``, or import the module that has it."""
         if name in self.registered:
             return
         self.subject = f"The operator {name}"
@@ -173,9 +176,7 @@ class _Copied:
         file.names.add(name)
         value = vars(file.module).get(name)
         if isinstance(value, CustomOpDef):
-            subject = self.subject
-            self.add_operator(value._qualname)
-            self.subject = subject
+            self._need_operator(value._qualname)
         binding = [index for index, statement in enumerate(file.statements) if name in statement.binds]
         for index in binding:
             self._need_statement(file, index)
@@ -200,9 +201,13 @@ class _Copied:
             self._need(file, name)
         for name in called_operators(statement.node):
             if not is_builtin(name):
-                subject = self.subject
-                self.add_operator(name)
-                self.subject = subject
+                self._need_operator(name)
+
+    def _need_operator(self, name: str) -> None:
+        """Add an operator that the current subject uses."""
+        subject = self.subject
+        self.add_operator(name)
+        self.subject = subject
 
     def _define(self, name: str, origin: str) -> None:
         """Two files may import the same thing; they may not define different things of one name."""
@@ -265,6 +270,7 @@ class _Copied:
     # ---- the text ----
 
     def text(self, model: str) -> str:
+        """Assemble the file."""
         plain: list[str] = []
         guarded: dict[str, list[str]] = {}
         for file in self.files.values():

@@ -8,6 +8,7 @@ The text depends on the program and the plan alone, byte for byte.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,11 @@ from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
 from graphpar.codegen.train_script import train_script
 from graphpar.emitted import collectives, random_streams
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Helper, Program, TensorInfo, concrete_shape, value_of
+from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages import emitted_package, stage_module
-from graphpar.text import compressed
+from graphpar.text import compressed, plural
 
 _PARAMETERS = '''def parameters(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> nn.Module:
     """A module that holds parameters of these shapes."""
@@ -51,17 +52,18 @@ class Package:
 def emit_package(
     program: Program, plan: Plan, stages: Sequence[Stage], report: Mapping[str, Any], model_file: str | None = None
 ) -> Package:
-    """Print ``program``, cut into ``stages``, as a package.
+    """Print ``program``, split into ``stages``, as a package.
 
     Args:
-        report: what ``plan.json`` says of the decisions besides the plan itself.
+        report: what ``plan.json`` holds of the decisions besides the plan itself.
+        model_file: the model file that ``plan.json`` names: a path relative to the package, or a dotted module name.
     """
     tensors, instances = stage_contents(program, stages)
-    files = {"__init__.py": f'"""{program.name}, cut into {len(stages)} stages by graphpar."""\n'}
+    files = {"__init__.py": f'"""{program.name}, split into {plural(len(stages), "stage")} by graphpar."""\n'}
     operators = operators_file(_graphs(program, stages), program.name, _taken(program, stages))
     if operators is not None:
         files["operators.py"] = operators.text
-    blocks, exported = _blocks_file(program, plan, stages, operators)
+    blocks, exported = _blocks_file(program, stages, operators)
     if blocks:
         files["blocks.py"] = blocks
     shown = [", ".join(names) or "no parameters" for names in compressed([stage.modules for stage in stages])]
@@ -88,9 +90,9 @@ def emit_package(
 def stage_contents(
     program: Program, stages: Sequence[Stage]
 ) -> tuple[list[dict[str, TensorInfo]], list[dict[str, str]]]:
-    """For each stage its tensors outside of blocks, and its block instances (path -> class).
+    """Return for each stage its tensors outside of blocks, and its block instances (path -> class).
 
-    What no operator uses goes where its neighbours are, so that the stages' keys are the model's keys.
+    A tensor that no operator uses goes where its neighbours are, so that the stages' keys are the model's keys.
     """
     tensors: list[dict[str, TensorInfo]] = []
     instances: list[dict[str, str]] = []
@@ -112,7 +114,7 @@ def stage_contents(
 def _home(
     program: Program, name: str, tensors: Sequence[Mapping[str, TensorInfo]], instances: Sequence[Mapping[str, str]]
 ) -> int:
-    """The stage of a tensor that nobody uses: its tie's, or that of the nearest module."""
+    """The stage of a tensor that no operator uses: that of its tie, or that of the nearest module."""
     tied = set(program.tie_of(name)) - {name}
     for index, infos in enumerate(tensors):
         if tied & set(infos) or any(other.startswith(f"{path}.") for other in tied for path in instances[index]):
@@ -120,15 +122,9 @@ def _home(
     parts = name.split(".")
 
     def nearness(index: int) -> int:
-        best = 0
-        for other in [*tensors[index], *instances[index]]:
-            shared = 0
-            for own, theirs in zip(parts, other.split(".")):
-                if own != theirs:
-                    break
-                shared += 1
-            best = max(best, shared)
-        return best
+        names = (other.split(".") for other in [*tensors[index], *instances[index]])
+        shared = (itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts, other)) for other in names)
+        return max((len(list(pairs)) for pairs in shared), default=0)
 
     return max(range(len(tensors)), key=lambda index: (nearness(index), -index))
 
@@ -151,9 +147,7 @@ def _taken(program: Program, stages: Sequence[Stage]) -> set[str]:
     return {*program.blocks, *helpers, *(f"Stage{stage.index}" for stage in stages), "global_counts"}
 
 
-def _blocks_file(
-    program: Program, plan: Plan, stages: Sequence[Stage], operators: OperatorsFile | None
-) -> tuple[str, set[str]]:
+def _blocks_file(program: Program, stages: Sequence[Stage], operators: OperatorsFile | None) -> tuple[str, set[str]]:
     """``blocks.py`` and the names that it defines."""
     nodes = [node for stage in stages for node in stage.graph.nodes]
     helpers = {node.target.name: node.target for node in nodes if isinstance(node.target, Helper)}
@@ -240,7 +234,7 @@ def _import(module: str, names: Sequence[str]) -> str:
 
 
 def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, Any]:
-    """What the runtime must know: inputs, what each stage takes and sends, denominators, ties."""
+    """Describe for the runtime: inputs, what each stage takes and sends, loss denominators, ties."""
     counts_inputs: list[str] = []
     if program.counts is not None:
         counts_inputs = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
@@ -267,52 +261,38 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
     }
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _described(name: str, shape: Sequence[int], dtype: torch.dtype, **more: Any) -> dict[str, Any]:
+    return {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch."), **more}
 
 
-def _input(entry: Any, plan: Plan) -> dict[str, Any]:
-    shape = list(entry.shape)
-    if entry.batch_dim is not None:
-        shape[entry.batch_dim] = plan.global_batch
-    return {
-        "name": entry.name,
-        "shape": shape,
-        "dtype": _dtype(entry.dtype),
-        "batch_dim": entry.batch_dim,
-        "role": entry.role,
-    }
+def _input(entry: Input, plan: Plan) -> dict[str, Any]:
+    shape = entry.shape_at(plan.global_batch)
+    return _described(entry.name, shape, entry.dtype, batch_dim=entry.batch_dim, role=entry.role)
 
 
 def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:
-    return {
-        "name": boundary.name,
-        "shape": list(concrete_shape(boundary.node, plan.microbatch_size)),
-        "dtype": _dtype(value_of(boundary.node).dtype),
-        "requires_grad": boundary.requires_grad,
-        "types": {axis: str(kind) for axis, kind in boundary.node.meta.get("types", {}).items()},
-    }
+    node = boundary.node
+    return _described(
+        boundary.name,
+        concrete_shape(node, plan.microbatch_size),
+        value_of(node).dtype,
+        requires_grad=boundary.requires_grad,
+        types={axis: str(kind) for axis, kind in node.meta.get("types", {}).items()},
+    )
 
 
 def _outputs(program: Program, plan: Plan) -> list[dict[str, Any]]:
-    output = next(node for node in program.graph.nodes if node.op == "output")
+    nodes: Any = program.graph.output_node().args[0]
     entries = []
-    for described, node in zip(program.outputs, output.args[0]):  # type: ignore[arg-type]
-        assert isinstance(node, fx.Node)
-        batch_dim = None if program.mode == "train" else described.batch_dim
-        entries.append(
-            {
-                "name": described.name,
-                "shape": list(concrete_shape(node, plan.microbatch_size)),
-                "dtype": _dtype(value_of(node).dtype),
-                "batch_dim": batch_dim,
-            }
-        )
+    for output, node in zip(program.outputs, nodes):
+        shape, dtype = concrete_shape(node, plan.microbatch_size), value_of(node).dtype
+        batch_dim = None if program.mode == "train" else output.batch_dim
+        entries.append(_described(output.name, shape, dtype, batch_dim=batch_dim))
     return entries
 
 
 def import_stage(folder: Path, index: int) -> nn.Module:
-    """The stage module of the emitted package in ``folder``, on the meta device."""
+    """Import a stage of the emitted package in ``folder`` and build its module on the meta device."""
     manifest = load_manifest(folder)
     stage = manifest.stages[index]
     with torch.device("meta"):

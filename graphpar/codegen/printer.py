@@ -1,6 +1,6 @@
-"""The printer: an fx graph as the body of a forward, in the user's own names.
+"""Print an fx graph as the body of a forward, in the user's names.
 
-    graph ──which nodes stand in a statement of their own──► names by liveness ──► statements
+    graph ──choose which nodes get a statement──► name values by liveness ──► statements
 
 A value used once is written where it is used. A statement's variable is the one that the user's code assigns there,
 re-used when its old value is dead, so ``hidden_states = ...`` can follow ``hidden_states = ...``.
@@ -42,9 +42,11 @@ RESERVED = ("F", "Tensor", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES
 
 @dataclass
 class Statement:
-    """One line (or a loop) of a forward. ``path`` is the module that it belongs to, for the comments.
+    """One line (or a loop) of a forward.
 
-    ``notes``: of each transition in it, the call as the text has it and what it does to the types.
+    Attributes:
+        path: the module that it belongs to, for the comments.
+        notes: for each redistribution in it, the call as the text has it and what it does to the types.
     """
 
     node: fx.Node
@@ -65,8 +67,8 @@ class Printed:
     notes: tuple[tuple[str, str], ...] = ()  # of what is returned
 
 
-def _is_cut(node: fx.Node) -> bool:
-    return "cut" in node.kwargs or getattr(node.target, "__module__", None) == collectives.__name__
+def _is_sharded(node: fx.Node) -> bool:
+    return "sharded" in node.kwargs or getattr(node.target, "__module__", None) == collectives.__name__
 
 
 def _line_of(node: fx.Node) -> tuple[str, int, str] | None:
@@ -78,7 +80,7 @@ def _line_of(node: fx.Node) -> tuple[str, int, str] | None:
 
 
 def describe_shape(node: fx.Node) -> str:
-    """``[b, 16, 768]``, with ``b`` for the (micro)batch, and ``own`` for the rows of a rank's own experts."""
+    """Write a shape as ``[b, 16, 768]``, with ``b`` for the (micro)batch, and ``own`` for the rows of a rank's experts."""
     value = value_of(node)
     if not isinstance(value, Tensor):
         return ""
@@ -91,13 +93,13 @@ def describe_shape(node: fx.Node) -> str:
 
 
 def describe_types(node: fx.Node) -> str:
-    """``S(1)@tp``: how a value lies on the axes on which it is not R."""
+    """Write a spec as ``S(1)@tp``, without the axes on which the value is R."""
     types = node.meta.get("types", {})
     return ", ".join(f"{kind}@{axis}" for axis, kind in types.items() if kind is not R)
 
 
 def note_of(node: fx.Node) -> tuple[str, str]:
-    """A transition as its statement's comment tells it: the call, and ``S(1) -> R  [b, 16, 64]``."""
+    """Return the call of a redistribution and the comment on it: ``all_gather(`` and ``S(1) -> R  [b, 16, 64]``."""
     source, target = node.meta["transition"]
     return f"{operator_name(node)}(", f"{source} -> {target}  {describe_shape(node)}"
 
@@ -106,9 +108,13 @@ _BUILTINS_USED = {"bool", "enumerate", "float", "getattr", "int", "range", "str"
 
 
 class GraphPrinter:
-    """Prints one graph. ``attribute`` spells a parameter, ``call`` a block; loops are found by the caller.
+    """Prints one graph.
 
-    ``keywords``: placeholders that are given by name, so that their names can't be changed.
+    Args:
+        attribute: spells a parameter or buffer of this name.
+        call: spells a block of this ``call_module`` node.
+        base: the path of the module that the graph is of.
+        keywords: placeholders that are passed by name, so that their names can't be changed.
     """
 
     def __init__(
@@ -129,16 +135,16 @@ class GraphPrinter:
         self.reserved |= {
             OPERATORS[n.target].function.__qualname__.split(".")[0] for n in graph.nodes if n.target in OPERATORS
         }
-        self.reserved |= set(COLLECTIVES) if any(_is_cut(node) for node in graph.nodes) else set()
+        self.reserved |= set(COLLECTIVES) if any(_is_sharded(node) for node in graph.nodes) else set()
         self.reserved |= {node.target.name for node in graph.nodes if isinstance(node.target, Helper)}
         self.keywords = set(keywords)
         self.nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]
-        self.output = next(node for node in graph.nodes if node.op == "output")
+        self.output = graph.output_node()
         self.inlined: set[fx.Node] = set()
         self.names: dict[fx.Node, str] = {}
         self.skipped: set[fx.Node] = set()  # printed as part of another statement
         self._lengths: dict[fx.Node, int] = {}
-        self._last: dict[Any, fx.Node] = {}  # the operator of torch's modules that a line of the user's ends with
+        self._last: dict[Any, fx.Node] = {}  # by user's line: its last operator in a module of torch
         for node in self.nodes:
             if _line_of(node) is not None:
                 self._last[_line_of(node)] = node
@@ -146,6 +152,7 @@ class GraphPrinter:
     # ---- which nodes get a statement ----
 
     def choose_inlined(self) -> None:
+        """Find the nodes that are written inside of the statement that uses them."""
         before_write = self._before_write()
         for node in self.nodes:
             if node not in before_write and self._may_inline(node):
@@ -207,6 +214,7 @@ class GraphPrinter:
     # ---- names ----
 
     def statements_of(self) -> list[fx.Node]:
+        """List the nodes that get a statement."""
         return [
             node
             for node in self.nodes
@@ -214,7 +222,7 @@ class GraphPrinter:
         ]
 
     def assign_names(self, order: list[fx.Node]) -> None:
-        """Names in order of statements; a name is free again once its value has had its last use."""
+        """Name values in the order of statements; a name is free again after the last use of its value."""
         last = self._last_uses(order)
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
         live = {self._keyword(node): node for node in placeholders if self._given_by_name(node)}
@@ -250,7 +258,7 @@ class GraphPrinter:
         return parts if parts is not None else [node]
 
     def unpacked(self, node: fx.Node) -> list[fx.Node] | None:
-        """The ``getitem`` nodes of a node with several results, in order, where each result is used."""
+        """List the ``getitem`` nodes of a node with several results, in order; None where a result is not used."""
         value = value_of(node)
         if node.op == "placeholder" or not isinstance(value, tuple | list):
             return None
@@ -272,17 +280,15 @@ class GraphPrinter:
 
         for position, node in enumerate(order):
             visit(node, position)
-            for part in self.unpacked(node) or ():
-                self.skipped.add(part)
         visit(self.output, len(order))
         return last
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """The values that ``node``'s statement reads."""
+        """List the values that ``node``'s statement reads."""
         return [_written(argument) for argument in node.all_input_nodes]
 
     def held(self, node: fx.Node) -> list[fx.Node]:
-        """Operands that must not be overwritten by the statement's own result (a loop reads them again)."""
+        """List the operands that the statement's result must not overwrite (a loop reads them again)."""
         return []
 
     def _fresh(self, name: str, taken: Iterable[str], reserved: set[str]) -> str:
@@ -337,6 +343,7 @@ class GraphPrinter:
     # ---- text ----
 
     def expression(self, item: Any) -> Expression:
+        """Spell an argument: a value, a literal, or a list or tuple of them."""
         if isinstance(item, fx.Node):
             item = _written(item)
             if item.op == "get_attr":
@@ -353,14 +360,15 @@ class GraphPrinter:
         return Expression(text, 80 if text.startswith("-") else 100)
 
     def spelled(self, node: fx.Node) -> Expression:
+        """Spell the call that ``node`` is."""
         if node.op == "call_module":
             assert self.call is not None
             arguments = ", ".join(self.expression(argument).text for argument in node.args)
             return Expression(f"{self.call(node)}({arguments})")
-        return spell(node, self.expression, self.anchor(node))
+        return spell(node, self.expression, self.anchor())
 
-    def anchor(self, node: fx.Node) -> str:
-        """An expression with a ``.device``: a tensor that comes in, or a parameter."""
+    def anchor(self) -> str:
+        """Return an expression with a ``.device``: a tensor argument, or a parameter."""
         numbers = {name for n, name in self.names.items() if not isinstance(value_of(n), Tensor)}
         for candidate in self.nodes:
             # The name may stand for another tensor by now; it is on the same device.
@@ -371,11 +379,10 @@ class GraphPrinter:
         return self.attribute(str(attribute.target)) if attribute is not None else "torch.empty(0)"
 
     def print(self) -> Printed:
+        """Print the graph."""
         self.choose_inlined()
-        order = self.statements_of()
-        for node in order:
-            for part in self.unpacked(node) or ():
-                self.skipped.add(part)
+        for node in self.statements_of():
+            self.skipped.update(self.unpacked(node) or ())
         order = self.statements_of()
         self.assign_names(order)
         statements = [self.statement(node) for node in order]
@@ -387,6 +394,7 @@ class GraphPrinter:
         return Printed(parameters, statements, text, self.names, tuple(self._notes(self.output)))
 
     def statement(self, node: fx.Node) -> Statement:
+        """Write the statement of ``node``."""
         parts = self.unpacked(node)
         spelled = self.spelled(node).text
         if _writes(node):
@@ -411,7 +419,7 @@ class GraphPrinter:
         return any(str(mean).rpartition(".")[0] == module for mean in means)
 
     def _notes(self, node: fx.Node) -> list[tuple[str, str]]:
-        """The transitions in a statement, in the order of their calls."""
+        """The redistributions in a statement, in the order of their calls."""
         own = [note_of(node)] if "transition" in node.meta else []
         inner = (self._notes(argument) for argument in node.all_input_nodes if argument in self.inlined)
         return [*own, *itertools.chain.from_iterable(inner)]
@@ -427,7 +435,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _buffer_of(node: fx.Node) -> fx.Node:
-    """The buffer that ``node`` writes or shows."""
+    """The buffer that ``node`` writes or views."""
     while node.op == "call_function":
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
@@ -435,7 +443,7 @@ def _buffer_of(node: fx.Node) -> fx.Node:
 
 
 def _written(node: fx.Node) -> fx.Node:
-    """What ``node`` writes, which is what it gives; another node is its own."""
+    """The value that ``node`` writes in place, which is its result; ``node`` itself if it writes nothing."""
     while _writes(node):
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
@@ -456,7 +464,7 @@ def _identifier(name: str) -> str:
 
 
 def print_graph(graph: fx.Graph) -> str:
-    """A graph as a Python function, for people who want to look at a pass's result."""
+    """Print a graph as a Python function, for people who want to look at a pass's result."""
     printer = GraphPrinter(graph, lambda name: f"self.{name}", lambda node: f"self.{node.target}")
     printed = printer.print()
     lines = [f"def forward(self, {', '.join(printed.parameters)}):"]
@@ -471,7 +479,7 @@ def print_graph(graph: fx.Graph) -> str:
 
 
 def program_text(program: Program) -> str:
-    """The graphs of a program, as code."""
+    """Print the graphs of a program as code."""
     parts = [f"# {program.name}\n{print_graph(program.graph)}"]
     parts += [
         f"# block {name} ({len(block.instances)} instances)\n{print_graph(block.graph)}"

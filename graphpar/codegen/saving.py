@@ -1,7 +1,7 @@
-"""``saving``: the emitted package on disk. It is made new as a whole, and what people put into its folder is not lost.
+"""Write the emitted package to disk. Its folder is replaced as a whole, but files that the user changed or added are kept.
 
 write ──► hidden folder beside ──rename──► out/     with a record: the hash of every file that graphpar wrote there
-out/, its record ──people's files──► refused by name; with ``force``, changed ones are kept as NAME.orig, added ones stay
+out/, its record ──edited files──► refused by name; with ``force``, changed ones are kept as NAME.orig, added ones stay
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NAMED = 8
 
 
 @dataclass(frozen=True)
-class PeoplesFiles:
-    """What in a package's folder graphpar did not write as it is now, by path in it."""
+class EditedFiles:
+    """The files in a package's folder that the user changed or added, by path in it."""
 
     changed: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
@@ -40,8 +40,8 @@ class PeoplesFiles:
         return "; ".join(f"{what} {listed(names, _NAMED)}" for what, names in groups.items() if names)
 
 
-def peoples_files(folder: Path) -> PeoplesFiles:
-    """Files in ``folder`` that were changed after graphpar wrote them, and files that it did not write."""
+def edited_files(folder: Path) -> EditedFiles:
+    """Find files in ``folder`` that were changed after graphpar wrote them, and files that it did not write."""
     hashes = _record(folder)
     names = list(_files(folder))
     changed = [name for name in names if name in hashes and _hash(folder / name) != hashes[name]]
@@ -50,14 +50,14 @@ def peoples_files(folder: Path) -> PeoplesFiles:
     shown = dict.fromkeys(
         f"{top}/" if "/" in name and (top := name.partition("/")[0]) in whole else name for name in added
     )
-    return PeoplesFiles(tuple(changed), tuple(shown), (folder / RECORD).is_file())
+    return EditedFiles(tuple(changed), tuple(shown), (folder / RECORD).is_file())
 
 
-def check_target(folder: str | Path, force: bool = False) -> PeoplesFiles:
-    """Whether a package may be written to ``folder``; what of people's own is kept there.
+def check_target(folder: str | Path, force: bool = False) -> EditedFiles:
+    """Check that a package may be written to ``folder``; return the user's edits in it, which are kept.
 
     Raises:
-        GraphparError: it is no folder, can't be written, or holds something else, or files of people's without ``force``.
+        GraphparError: it is no folder, can't be written, holds something else, or holds edited files and ``force`` is not set.
     """
     target, shown = Path(os.path.realpath(folder)), Path(folder)
     if target.exists() and not target.is_dir():
@@ -69,10 +69,10 @@ def check_target(folder: str | Path, force: bool = False) -> PeoplesFiles:
         )
     _check_writable(target, shown)
     if not target.exists() or not any(target.iterdir()):
-        return PeoplesFiles()
+        return EditedFiles()
     if not (target / "plan.json").exists():
         raise GraphparError(f"{shown} exists and holds something other than a graphpar program; choose another folder.")
-    found = peoples_files(target)
+    found = edited_files(target)
     if found and not force:
         why = f"{shown} holds files that would be lost: {found}."
         if not found.recorded:
@@ -85,7 +85,7 @@ def check_target(folder: str | Path, force: bool = False) -> PeoplesFiles:
 
 
 def _check_writable(target: Path, shown: Path) -> None:
-    """Makes a folder where the program's will be made, and removes it: permissions alone don't tell."""
+    """Make a folder beside the program's and remove it: permissions alone don't tell whether that works."""
     parent = next(folder for folder in target.parents if folder.exists())
     with _written(shown):
         os.rmdir(tempfile.mkdtemp(prefix=f".{target.name}.", dir=parent))
@@ -100,7 +100,7 @@ def _written(shown: Path) -> Iterator[None]:
 
 
 def save_package(folder: str | Path, write: Callable[[Path], None], force: bool = False) -> None:
-    """Replace ``folder`` as a whole by what ``write`` puts into an empty folder; until then nothing of it is touched.
+    """Replace ``folder`` as a whole by what ``write`` puts into an empty folder; nothing changes if ``write`` fails.
 
     Raises:
         GraphparError: as :func:`check_target`.
@@ -135,7 +135,7 @@ def _move(source: Path, target: Path, moved: list[tuple[Path, Path]]) -> None:
 
 
 def _kept(old: Path, new: Path) -> Iterator[tuple[Path, Path]]:
-    """People's files in ``old``, and where they go in ``new``."""
+    """The edited files in ``old``, and where they go in ``new``."""
     hashes = _record(old)
     for name in list(_files(old)):
         if name == RECORD or (name in hashes and _hash(old / name) == hashes[name]):
@@ -156,7 +156,7 @@ def _free(name: str, folders: Sequence[Path]) -> str:
 
 
 def record(folder: Path, names: Sequence[str], new: bool = False) -> None:
-    """Note that graphpar wrote these files of ``folder`` as they are now; a folder without a record gets none but when it is new."""
+    """Note that graphpar wrote these files of ``folder`` as they are now. Only a ``new`` folder gets a record if it has none."""
     if not new and not (folder / RECORD).is_file():
         return
     hashes = _record(folder) | {name: _hash(folder / name) for name in names}
@@ -179,7 +179,7 @@ def _hash(file: Path) -> str:
 
 
 def _files(folder: Path, prefix: str = "") -> Iterator[str]:
-    """Files and links below ``folder``, in order; Python's caches are nobody's."""
+    """Files and links below ``folder``, in order, without Python's caches."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
             if entry.name not in _CACHES:

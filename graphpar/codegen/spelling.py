@@ -1,6 +1,6 @@
-"""How each operator is spelled in Python: as its record says, or by rule.
+"""How each operator is written in Python: as its record says, or by rule.
 
-    aten.linear(x, w)  ──record──►  F.linear(x, self.weight)         aten.erfinv(x)  ──what torch has──►  torch.erfinv(x)
+    aten.linear(x, w)  ──record──►  F.linear(x, self.weight)         aten.erfinv(x)  ──rule──►  torch.erfinv(x)
 
 Operators whose record has no spelling that fits are spelled ``F.name``, ``torch.name``, ``torch.linalg.name`` or as a method, whichever
 takes the same arguments; else ``torch.ops.namespace.name``.
@@ -23,7 +23,7 @@ from graphpar.operators.table import record_named
 
 
 def spell(node: fx.Node, shown: Printed, anchor: str) -> Expression:
-    """The Python expression of a ``call_function`` node. ``anchor`` is an expression whose ``.device`` factories use."""
+    """Write a ``call_function`` node in Python. ``anchor`` is an expression whose ``.device`` factories use."""
     if getattr(node.target, "__module__", None) == collectives.__name__:
         return _collective(node, shown)
     name = operator_name(node)
@@ -61,7 +61,7 @@ def _by_rule(node: fx.Node, name: str, shown: Printed, anchor: str) -> Expressio
 
 
 def _is_factory(node: fx.Node) -> bool:
-    """Whether an operator makes a tensor like no other, on a device that it is told."""
+    """Whether an operator makes a tensor from numbers alone, on the device of its argument ``device``."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return "device" in names and names[0] not in ("self", "input")
 
@@ -84,9 +84,9 @@ def _functions(name: str) -> list[tuple[Any, str]]:
 
 
 def _fitting(function: Any, node: fx.Node, shown: Printed) -> tuple[list[str], dict[str, str]] | None:
-    """The node's arguments as ``function`` takes them; None where it takes other ones.
+    """The node's arguments as ``function`` takes them; None where it takes other arguments.
 
-    Functions written in C++ take the operator's own. Those written in Python may differ in order, have further options
+    Functions written in C++ take those of the operator. Functions written in Python may differ in order, have further options
     that change the meaning (``stft(center=True)``), or return something else (``adaptive_max_pool2d``: no indices).
     """
     try:
@@ -131,13 +131,8 @@ def _fitting(function: Any, node: fx.Node, shown: Printed) -> tuple[list[str], d
 
 
 def _collective(node: fx.Node, shown: Printed) -> Expression:
-    """A transition: ``all_gather(hidden, "tp", dim=1)``."""
-    arguments = [f'"{item}"' if isinstance(item, str) else shown(item).text for item in node.args]
-    options = {
-        key: f'"{item}"' if isinstance(item, str) else shown(item).text
-        for key, item in node.kwargs.items()
-        if item is not None and item != ()
-    }
+    """A redistribution: ``all_gather(hidden, "tp", dim=1)``."""
+    options = {key: shown(item).text for key, item in node.kwargs.items() if item is not None and item != ()}
     if "training" in options:
         options["training"] = "self.training"
-    return call(operator_name(node), arguments, options)
+    return call(operator_name(node), [shown(item).text for item in node.args], options)

@@ -1,4 +1,4 @@
-"""A stage's forward: as a graph, with runs of blocks as loops.
+"""Print a stage's forward, with runs of blocks as loops.
 
 hidden = h.0(hidden, mask); hidden = h.1(hidden, mask); ...
     ->  for block in self.h.values(): hidden = block(hidden, mask)
@@ -19,24 +19,32 @@ from graphpar.emitted import random_streams
 
 @dataclass
 class Run:
-    """Consecutive instances of one container, each taking the one before's result."""
+    """Consecutive calls of blocks in one container, each taking the result of the one before."""
 
     calls: list[fx.Node]
     parent: str
     carried: int  # which argument is the previous result
-    streams: dict[int, tuple[int, int]]  # argument -> (first stream, streams an instance)
+    streams: dict[int, tuple[int, int]]  # argument -> (first stream, streams per instance)
 
     @property
     def first(self) -> int:
-        return int(str(self.calls[0].target).rpartition(".")[2])
+        """The number of the first instance."""
+        return int(self.path.rpartition(".")[2])
 
     @property
     def path(self) -> str:
+        """The path of the first instance."""
         return str(self.calls[0].target)
+
+    @property
+    def operands(self) -> dict[int, fx.Node]:
+        """The values that the loop reads, by argument; of a random stream its keys."""
+        given = {place: item for place, item in enumerate(self.calls[0].args) if isinstance(item, fx.Node)}
+        return {place: item.args[0] if place in self.streams else item for place, item in given.items()}  # type: ignore[misc]
 
 
 class StagePrinter(GraphPrinter):
-    """Prints a root graph whose attributes lie in ``tree``."""
+    """Prints a root graph whose attributes are in ``tree``."""
 
     def __init__(self, graph: fx.Graph, tree: Tree, keywords: Iterable[str]) -> None:
         super().__init__(
@@ -54,26 +62,14 @@ class StagePrinter(GraphPrinter):
                     self.skipped.add(argument)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
+        """List the values that ``node``'s statement or loop reads."""
         run = self.runs.get(node)
-        if run is None:
-            return super().operands(node)
-        first = run.calls[0]
-        operands = []
-        for position, argument in enumerate(first.args):
-            if isinstance(argument, fx.Node):
-                operands.append(argument.args[0] if position in run.streams else argument)
-        return operands  # type: ignore[return-value]
+        return super().operands(node) if run is None else list(run.operands.values())
 
     def held(self, node: fx.Node) -> list[fx.Node]:
+        """List the values that a loop reads again in each iteration: all but the one that it carries."""
         run = self.runs.get(node)
-        if run is None:
-            return []
-        first = run.calls[0]
-        return [
-            argument.args[0] if position in run.streams else argument  # type: ignore[misc]
-            for position, argument in enumerate(first.args)
-            if isinstance(argument, fx.Node) and position != run.carried
-        ]
+        return [] if run is None else [value for place, value in run.operands.items() if place != run.carried]
 
     def _wanted(self, node: fx.Node) -> list[str]:
         wanted = super()._wanted(node)
@@ -84,6 +80,7 @@ class StagePrinter(GraphPrinter):
         return wanted
 
     def statement(self, node: fx.Node) -> Statement:
+        """Write the statement of ``node``, or the loop that ends with it."""
         run = self.runs.get(node)
         if run is None:
             return super().statement(node)
@@ -131,7 +128,7 @@ class StagePrinter(GraphPrinter):
 
 
 def _singular(path: str) -> str:
-    """What one of ``model.layers`` is called: ``layer``."""
+    """Name one of ``model.layers``: ``layer``."""
     words = [part for part in path.split(".") if part and not part.isdigit()]
     name = words[-1] if words else "block"
     if name.endswith("ies"):
@@ -149,7 +146,7 @@ def _progression(begin: int, step: int, first: int) -> str:
 
 
 def find_runs(graph: fx.Graph) -> list[Run]:
-    """Maximal runs of at least two calls that a loop says as well."""
+    """Find the longest runs of at least two calls that can be written as a loop."""
     calls = [node for node in graph.nodes if node.op == "call_module"]
     runs: list[Run] = []
     position = 0

@@ -1,4 +1,4 @@
-"""The top-level statements of a user's file: what each defines and refers to, and whether it registers an operator."""
+"""The top-level statements of a Python file: what each defines and refers to, and whether it registers an operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Statement:
-    """A top-level statement: the names that it defines, and those that it refers to."""
+    """A top-level statement: the names that it defines (``binds``), and those that it refers to (``uses``)."""
 
     node: ast.stmt
     text: str
@@ -20,7 +20,7 @@ class Statement:
 
 
 def statements_of(path: str, lines: Sequence[str]) -> Iterator[Statement]:
-    """The statements of a file, in order."""
+    """Yield the statements of a file, in order."""
     for node in ast.parse("".join(lines)).body:
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
             continue
@@ -70,7 +70,7 @@ def _used(node: ast.stmt, path: str) -> set[str]:
 
 
 def _parts(node: ast.stmt) -> Iterator[ast.AST]:
-    """What runs when a top-level statement does: of a function its decorators alone."""
+    """What is executed with a top-level statement: of a function only its decorators."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         for decorator in node.decorator_list:
             yield from ast.walk(decorator)
@@ -92,7 +92,7 @@ _REGISTERING = {
 
 
 def registers(node: ast.stmt, operator: str, own: Sequence[str]) -> bool:
-    """Whether a statement has to do with the registration of ``operator``, whose object has the names ``own``."""
+    """Whether a statement registers something for ``operator``, whose object has the names ``own``."""
     if defines(node, operator, own):
         return True
     for part in _parts(node):
@@ -118,7 +118,7 @@ def defines(node: ast.stmt, operator: str, own: Sequence[str]) -> bool:
 
 
 def called_operators(node: ast.stmt) -> Iterator[str]:
-    """``mylib::other`` for each ``torch.ops.mylib.other`` in a statement."""
+    """Yield ``mylib::other`` for each ``torch.ops.mylib.other`` in a statement."""
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Attribute):
             owner = part.value.value
@@ -127,7 +127,7 @@ def called_operators(node: ast.stmt) -> Iterator[str]:
 
 
 def movable(statement: Statement, text: str) -> str:
-    """The text of a statement that may be indented: strings of several lines must not change."""
+    """Return the text of a statement in a form that may be indented: strings of several lines must not change."""
     lines = [
         part.end_lineno != part.lineno
         for part in ast.walk(statement.node)

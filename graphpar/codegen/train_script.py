@@ -111,7 +111,7 @@ _INFER = """        for step, batch in zip(range(args.steps), batches(args.seed,
 
 
 def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
-    """The text of ``train.py`` for this plan; ``stages`` says what each stage holds."""
+    """Write ``train.py`` for this plan; ``stages`` says what each stage holds."""
     count, devices = len(stages), plan.mesh.size
     degrees = {axis: degree for axis, degree in plan.mesh.degrees().items() if degree > 1}
     mesh = f" ({' x '.join(f'{axis}={degree}' for axis, degree in degrees.items())})" if set(degrees) - {"pp"} else ""
@@ -148,7 +148,7 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
 
 
 def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
-    """What each rank holds: a line a stage, and one for each other axis, by its ranks that are first in the others."""
+    """What each rank holds: a line for each stage, and one for each other axis, with ranks that differ on this axis alone."""
     degrees = plan.mesh.degrees()
     inside = plan.mesh.size // plan.mesh.pp  # ranks at one pp coordinate: pp is the outermost axis
     lines = []
@@ -167,10 +167,7 @@ def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
 
 
 def _random(entry: Input, plan: Plan) -> str:
-    shape = list(entry.shape)
-    if entry.batch_dim is not None:
-        shape[entry.batch_dim] = plan.global_batch
-    size = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+    size = repr(entry.shape_at(plan.global_batch))
     if entry.dtype.is_floating_point:
         dtype = "" if entry.dtype is torch.float32 else f", dtype={entry.dtype}"
         return f"torch.randn({size}, generator=generator{dtype})"

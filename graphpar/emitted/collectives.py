@@ -201,8 +201,7 @@ def sync_batch_norm(
     return result.to(x.dtype)
 
 
-# Rows that are sorted by expert, of which each rank has those of its own experts. ``offs`` [experts] says where each
-# one's rows end.
+# Rows that are sorted by expert; each rank has the rows of its experts. ``offs`` [experts]: where each expert's rows end.
 
 
 def rank_ends(offs: Tensor, axis: str) -> list[int]:
@@ -219,7 +218,7 @@ def expert_rows(x: Tensor, axis: str, ends: Sequence[int]) -> Tensor:
     """R -> E: the rows of this rank's experts; backward pads with zeros. [n, ...] -> [own, ...]"""
     begin, end = ([0, *ends])[rank(axis)], ends[rank(axis)]
     torch._check(ends[-1] == x.size(0), lambda: "every row must be one of an expert: the offsets end elsewhere")
-    torch._check(begin >= 0)  # said for torch.compile, which knows nothing of the numbers
+    torch._check(begin >= 0)  # for torch.compile, which does not see the numbers
     torch._check(end >= begin)
     torch._check(end <= x.size(0))
     return x.narrow(0, begin, end - begin)
@@ -349,27 +348,27 @@ def _sum_piece(x: Tensor, axis: str, dim: int, parts: Sequence[int]) -> Tensor:
 def _exchange(
     x: Tensor,
     axis: str,
-    cut_dim: int,
-    cut_parts: Sequence[int],
+    sharded_dim: int,
+    sharded_parts: Sequence[int],
     joined_dim: int,
     joined_parts: Sequence[int],
     joined_size: int | None,
 ) -> Tensor:
-    pieces = _all_to_all(_pieces(x, cut_dim, cut_parts, size(axis)), axis)
+    pieces = _all_to_all(_pieces(x, sharded_dim, sharded_parts, size(axis)), axis)
     return _joined(pieces, joined_dim, joined_parts, joined_size)
 
 
 def _piece(x: Tensor, axis: str, dim: int, parts: Sequence[int]) -> Tensor:
-    columns = _cut(x, dim, parts, size(axis))
+    columns = _shards(x, dim, parts, size(axis))
     return _cat([column.select(0, rank(axis)) for column in columns], dim + 1).flatten(dim, dim + 1).contiguous()
 
 
 def _pieces(x: Tensor, dim: int, parts: Sequence[int], count: int) -> Tensor:
     """[.., n, ..] -> [count, .., ceil(n / count), ..]"""
-    return _cat(_cut(x, dim, parts, count), dim + 2).flatten(dim + 1, dim + 2)
+    return _cat(_shards(x, dim, parts, count), dim + 2).flatten(dim + 1, dim + 2)
 
 
-def _cut(x: Tensor, dim: int, parts: Sequence[int], count: int) -> list[Tensor]:
+def _shards(x: Tensor, dim: int, parts: Sequence[int], count: int) -> list[Tensor]:
     """[.., n, ..] -> a view of each part: [count, .., periods, a rank's share of the part, ..]"""
     periods = x.size(dim) // sum(parts) if parts else 1
     if not parts:

@@ -27,14 +27,14 @@ def _hash(counter: Tensor) -> Tensor:
     return counter ^ ((counter >> 31) & 0x1FFFFFFFF)
 
 
-Cut = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]]
+ShardedDim = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]]
 """A sharded dim: (dim, this rank, ranks), and the parts of each run of elements that are sharded by themselves."""
 
 
-def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int, cut: Sequence[Cut] = ()) -> Tensor:
+def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int, sharded: Sequence[ShardedDim] = ()) -> Tensor:
     """True with probability ``1 - p``, for a tensor of ``shape`` whose dim ``batch_dim`` has the examples of ``keys``.
 
-    ``cut``: the sharded dims, where the tensor is a rank's shard; every element is numbered as in the whole tensor.
+    ``sharded``: the sharded dims, where the tensor is a rank's shard; every element is numbered as in the whole tensor.
     """
     position = torch.zeros([1] * len(shape), dtype=torch.int64, device=keys.device)
     stride = 1
@@ -42,7 +42,7 @@ def keep_mask(shape: list[int], p: float, keys: Tensor, batch_dim: int, cut: Seq
         if dim == batch_dim:
             continue
         index, size = torch.arange(shape[dim], device=keys.device), shape[dim]
-        for _, rank, ranks, *parts in (entry for entry in cut if entry[0] == dim):
+        for _, rank, ranks, *parts in (entry for entry in sharded if entry[0] == dim):
             index, size = _whole_index(index, size, rank, ranks, parts[0] if parts else ()), size * ranks
         position = position + (index * stride).view([-1 if d == dim else 1 for d in range(len(shape))])
         stride *= size
@@ -63,22 +63,22 @@ def _whole_index(index: Tensor, size: int, rank: int, ranks: int, parts: tuple[i
 
 
 def dropout(
-    x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True, cut: Sequence[Cut] = ()
+    x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True, sharded: Sequence[ShardedDim] = ()
 ) -> Tensor:
     """Compute ``F.dropout`` with masks from ``keys`` [b], one for each index of ``x``'s dim ``batch_dim``."""
     if not training or p == 0.0:
         return x
-    keep = keep_mask(list(x.shape), p, keys, batch_dim, cut)
+    keep = keep_mask(list(x.shape), p, keys, batch_dim, sharded)
     return torch.where(keep, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def channel_dropout(
-    x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True, cut: Sequence[Cut] = ()
+    x: Tensor, p: float, keys: Tensor, batch_dim: int = 0, training: bool = True, sharded: Sequence[ShardedDim] = ()
 ) -> Tensor:
     """Compute ``F.dropout1d``, ``2d`` or ``3d``: drop whole channels, for ``x`` [b, channels, ...]."""
     if not training or p == 0.0:
         return x
-    keep = keep_mask(list(x.shape[:2]), p, keys, batch_dim, [c for c in cut if c[0] < 2]).view(
+    keep = keep_mask(list(x.shape[:2]), p, keys, batch_dim, [c for c in sharded if c[0] < 2]).view(
         list(x.shape[:2]) + [1] * (x.ndim - 2)
     )
     return torch.where(keep, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
@@ -95,7 +95,7 @@ def dropout_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     training: bool = True,
-    cut: Sequence[Cut] = (),
+    sharded: Sequence[ShardedDim] = (),
 ) -> Tensor:
     """Compute ``F.scaled_dot_product_attention`` with dropout from ``keys``.
 
@@ -110,4 +110,4 @@ def dropout_attention(
         scores = scores.masked_fill(torch.arange(key.size(-2), device=query.device) > rows, float("-inf"))
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return dropout(scores.softmax(-1), dropout_p, keys, 0, training, cut) @ value
+    return dropout(scores.softmax(-1), dropout_p, keys, 0, training, sharded) @ value

@@ -1,4 +1,4 @@
-"""``build``: the module that is traced, from a module or a factory; a factory's takes no memory.
+"""Make the module that is traced, from a module or a factory; one from a factory takes no memory.
 
 module ──────────────────────────────┐
 factory ──under fake tensors, a tape─┴──► module, its FakeTensorMode, what its constructor computed
@@ -22,16 +22,19 @@ from graphpar.frontend.watched import OffMeta, is_on_meta, off_meta
 
 ModelLike = nn.Module | Callable[[], nn.Module]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""In which a factory may build the model, by the names that plans have for them."""
+"""The dtypes in which a factory may build the model, by their names in plans."""
 
 
 def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
-    """The module itself, or the factory's under fake tensors: no memory, whatever its size.
+    """Return the module to trace, with its fake mode and tape where a factory built it under fake tensors, without memory.
 
     Some constructors can't run on fake tensors (they read values, or copy modules); those run for real.
+
+    Raises:
+        GraphparError: ``model`` is neither a module nor a function without arguments that returns one.
     """
     if isinstance(model, nn.Module):
-        return _with_values_apart(_unwrapped(model), None, None)
+        return _with_values_apart(unwrapped(model), None, None)
     if not callable(model):
         raise GraphparError(
             f"model is a {type(model).__name__}; it must be an nn.Module or a function that returns one."
@@ -45,20 +48,20 @@ def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module
     tape = Tape()
     with default_dtype(dtype):
         try:
-            with fake, tape, OffMeta(), _shared_by_copies(fake):
+            with fake, tape, OffMeta(), _shared_by_copies():
                 built = model()
         except Exception:
             with OffMeta():
                 built, fake, tape = model(), cast(Any, None), cast(Any, None)
     if not isinstance(built, nn.Module):
         raise GraphparError(f"The model factory returned a {type(built).__name__}; it must return an nn.Module.")
-    return _with_values_apart(_unwrapped(built), fake, tape)
+    return _with_values_apart(unwrapped(built), fake, tape)
 
 
 def _with_values_apart(
     model: nn.Module, fake: FakeTensorMode | None, tape: Tape | None
 ) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
-    """A model on the device meta as one that was built under fake tensors."""
+    """Turn a model on the device meta into one as if built under fake tensors."""
     if not is_on_meta(model):
         return model, fake, tape
     fake = fake or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -66,7 +69,7 @@ def _with_values_apart(
 
 
 def needed_arguments(factory: Callable[..., Any]) -> list[str]:
-    """Names of the arguments without which ``factory`` can't be called."""
+    """List the arguments without which ``factory`` can't be called."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
@@ -75,8 +78,8 @@ def needed_arguments(factory: Callable[..., Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _shared_by_copies(mode: FakeTensorMode) -> Iterator[None]:
-    """Copies of fake tensors stay in ``mode`` (nn.Transformer deep-copies its layers)."""
+def _shared_by_copies() -> Iterator[None]:
+    """Make copies of fake tensors stay in the mode that made them (nn.Transformer deep-copies its layers)."""
     FakeTensorMode.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
     try:
         yield
@@ -84,8 +87,8 @@ def _shared_by_copies(mode: FakeTensorMode) -> Iterator[None]:
         del FakeTensorMode.__deepcopy__  # type: ignore[attr-defined]
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of a DataParallel or DistributedDataParallel wrapper."""
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Take a model out of its DataParallel or DistributedDataParallel wrappers."""
     while type(model).__name__ in ("DataParallel", "DistributedDataParallel") and hasattr(model, "module"):
         model = cast(nn.Module, model.module)
     return model
@@ -93,6 +96,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Set torch's default dtype within the block; None leaves it."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype or previous)
     try:

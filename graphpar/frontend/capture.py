@@ -1,10 +1,10 @@
-"""Capture: from an ordinary model to a :class:`~graphpar.ir.program.Program`.
+"""Trace an ordinary model into a :class:`~graphpar.ir.program.Program`.
 
     factory ──FakeTensorMode──► model ─┐
     example inputs ──flatten──► leaves ┴─ torch.export ─► training-IR graph ─► Program (get_attr parameters, named inputs)
 
 The batch is traced as a symbol where the model allows it. Where it doesn't, the program is traced at a fixed
-batch size, and once more at another one, so that every dim that follows the batch is still known.
+batch size, and once more at another one: the dims that differ are those that follow the batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tre
 
 from graphpar.codegen.operators import check_function
 from graphpar.errors import GraphparError
-from graphpar.frontend.build import DTYPES, ModelLike, build
+from graphpar.frontend.build import DTYPES, build
 from graphpar.frontend.equal_masks import EqualMasks
 from graphpar.frontend.exported import to_program
 from graphpar.frontend.fixed_size import mark_batch
@@ -47,36 +47,28 @@ from graphpar.operators.functions import opaque_apply, plain_apply, refusal
 from graphpar.quiet_torch import torch_is_quiet
 
 
-def capture(
-    model: ModelLike,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    targets: Sequence[Any] = (),
-    batch_dims: Mapping[str, int | None] | None = None,
-    mode: str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Program:
-    """Trace ``model`` (or what the factory ``model`` returns) on the example inputs. See :func:`graphpar.export`."""
-    if mode not in (None, "train", "infer"):
-        raise GraphparError(f"mode is {mode!r}; it must be 'train' or 'infer'.")
-    built, fake, tape = build(model, dtype)
-    request = make_request(
-        built, fake, tape, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), batch_dims or {}
-    )
-    request.training = mode != "infer"
-    request.module_mode = mode
+def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = None) -> Program:
+    """Trace a model (or what a factory of it returns) on its example inputs; arguments as for :func:`graphpar.export`.
+
+    Raises:
+        GraphparError: the model can't be traced, or a trace would lose part of its meaning.
+    """
+    if source.mode not in (None, "train", "infer"):
+        raise GraphparError(f"mode is {source.mode!r}; it must be 'train' or 'infer'.")
+    if source.dtype is not None and source.dtype not in DTYPES:
+        raise GraphparError(f"dtype is {source.dtype!r}; it must be one of {', '.join(DTYPES)}.")
+    built, fake, tape = build(source.model, DTYPES[source.dtype] if source.dtype else None)
+    request = make_request(source, built, fake, tape, batch_dims or {})
     program = _with_own_loss(request)
-    if program.mode == "infer" and mode is None and any(info.requires_grad for info in program.parameters.values()):
+    trains = any(info.requires_grad for info in program.parameters.values())
+    if program.mode == "infer" and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
-    name = next((key for key, value in DTYPES.items() if value is dtype), None)
-    program.source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), name, mode)
+    program.source = source
     return program
 
 
 def _with_own_loss(request: Request) -> Program:
-    """The trace, with a scalar of the model's output as the loss only where it is one: it must come of the inputs."""
+    """Trace; take a scalar of the model's output as the loss only if it is computed from the inputs."""
     program = _trace(request)
     if request.scalar is None:
         return program
@@ -90,7 +82,7 @@ def _with_own_loss(request: Request) -> Program:
 
 
 def _ancestors(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that the graph's result is computed from."""
+    """All nodes that the graph's result is computed from."""
     found: set[fx.Node] = set()
     waiting = [node for node in graph.nodes if node.op == "output"]
     while waiting:
@@ -101,14 +93,14 @@ def _ancestors(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _inference_meant(request: Request) -> str:
-    """That nobody said whether to train, and how to."""
+    """The warning that the program is for inference, though no mode was given, and how to train it."""
     given = f"it returns {', '.join(request.output_names)}"
     how = "loss_fn = lambda output, target: ..., with example targets"
     if request.scalars:
         given = f"{', '.join(request.scalars)} are scalars that need a gradient, and one would have to be named"
         how = f"loss_fn = lambda output: {request.scalars[-1]}"
     return (
-        f"The program is for inference, since the model has no loss of its own: {given}. To train it give a loss, such as {how}; where "
+        f"The program is for inference, since the model returns no loss: {given}. To train it give a loss, such as {how}; where "
         "inference is meant, say so with mode 'infer' (--mode infer)."
     )
 
@@ -125,6 +117,7 @@ class _Traced(nn.Module):
         object.__setattr__(self, "request", request)
 
     def forward(self, *tensors: Tensor) -> Any:
+        """Return the loss as a tuple of one, or the tensors of the model's output."""
         request = cast(Request, self.request)
         feed = iter(tensors)
         leaves = [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in request.leaves]
@@ -159,7 +152,7 @@ class _Traced(nn.Module):
 
 
 def own_loss(output: Any, takes_scalar: bool = True) -> Tensor | None:
-    """The loss that the model itself returns: a scalar output, a ``loss`` in it, or the only scalar in it that needs a gradient."""
+    """Find the loss that the model returns: a scalar output, ``loss`` in it, or the only scalar in it that needs a gradient."""
     loss = _named_loss(output)
     scalars = _scalars(output) if takes_scalar and loss is None else []
     return scalars[0][1] if len(scalars) == 1 else loss
@@ -173,7 +166,7 @@ def _named_loss(output: Any) -> Tensor | None:
 
 
 def _scalars(output: Any) -> list[tuple[str, Tensor]]:
-    """Scalars in a model's output that need a gradient, each with how to write it."""
+    """Scalars in a model's output that need a gradient, each with the expression for it."""
     items = [("", output)]
     if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
         items = [(f".{field.name}", getattr(output, field.name)) for field in dataclasses.fields(output)]
@@ -186,13 +179,18 @@ def _scalars(output: Any) -> list[tuple[str, Tensor]]:
 
 
 def _note_scalars(request: Request, output: Any, loss: Tensor | None) -> None:
-    """Keeps which scalar became the loss, or which could have been."""
+    """Note in the request which scalar became the loss, or which ones could be."""
     scalars = _scalars(output) if request.takes_scalar and _named_loss(output) is None else []
     request.scalar = scalars[0][0] if len(scalars) == 1 else None
     request.scalars = [place for place, _ in scalars] if loss is None else []
 
 
 def named_outputs(output: Any) -> list[tuple[str, Tensor]]:
+    """List the tensors of a model's output by name.
+
+    Raises:
+        GraphparError: it holds something other than tensors and numbers.
+    """
     if isinstance(output, Tensor):
         return [("output", output)]
     if isinstance(output, Mapping):
@@ -230,7 +228,7 @@ def _trace(request: Request) -> Program:
 
 
 def _trace_static(request: Request, size: int, why: Exception | None, other_size: int | None = None) -> Program:
-    """A trace at a fixed batch, with the dims that follow the batch found by comparing it with one at another size."""
+    """Trace at a fixed batch; find the dims that follow the batch by comparing with a trace at another size."""
     try:
         exported, notes = _export(request, size, symbolic=False)
     except GraphparError:
@@ -254,7 +252,7 @@ def _trace_static(request: Request, size: int, why: Exception | None, other_size
 
 
 def _retrace(request: Request, why: Exception | None, size: int) -> Program:
-    """The trace for microbatches of ``size`` rows, which must be the example's but for the size."""
+    """Trace for microbatches of ``size`` rows; the program must be the same but for the size."""
     program = _trace_static(request, size, why, other_size=request.batch if size != request.batch else None)
     if program.unsplittable is not None:
         raise GraphparError(f"The model is another one for microbatches of {size} rows: {program.unsplittable}.")
@@ -302,7 +300,7 @@ def _export(request: Request, size: int, *, symbolic: bool) -> tuple[ExportedPro
 
 
 def _example(leaf: Tensor, shape: list[int], mode: FakeTensorMode | None) -> Tensor:
-    """A tensor of its own for each input (one object given twice would be merged into one graph input)."""
+    """A new tensor for each input: torch.export merges one object that is given twice into one graph input."""
     make = functools.partial(torch.zeros, shape, dtype=leaf.dtype, requires_grad=False)
     if mode is None:
         return make()
@@ -312,7 +310,7 @@ def _example(leaf: Tensor, shape: list[int], mode: FakeTensorMode | None) -> Ten
 
 @contextlib.contextmanager
 def _in_mode(request: Request) -> Iterator[None]:
-    """The modules in training or evaluation mode while they are traced, as the user asked; then all their attributes as they were."""
+    """Set the modules to the mode that the user asked for while they are traced; then restore all their attributes."""
     before = [(module, dict(vars(module))) for module in request.model.modules()]
     if request.module_mode is not None:
         request.model.train(request.module_mode == "train")
@@ -326,7 +324,7 @@ def _in_mode(request: Request) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _assignments_as_writes(model: nn.Module) -> Iterator[None]:
-    """``self.count = self.count + 1`` writes the buffer; a trace would lose it in all modules but the outermost."""
+    """Turn ``self.count = self.count + 1`` into a write of the buffer; a trace would lose it in all modules but the outermost."""
     before = [
         (module, name, buffer)
         for module in model.modules()
@@ -347,7 +345,7 @@ def _assignments_as_writes(model: nn.Module) -> Iterator[None]:
 
 
 def _check_averages(request: Request) -> None:
-    """A cumulative average weighs each batch by a number read from a buffer, which a trace would fix."""
+    """Refuse cumulative averages: they weigh each batch by a number read from a buffer, which a trace would fix."""
     for name, module in request.model.named_modules():
         averages = (
             isinstance(module, nn.modules.batchnorm._NormBase)
@@ -365,7 +363,7 @@ def _check_averages(request: Request) -> None:
 
 @contextlib.contextmanager
 def _lines_of(loss_fn: Callable[..., Any] | None) -> Iterator[None]:
-    """The loss's own lines in the trace, which keeps those of functions named ``forward`` alone."""
+    """Keep the source lines of the loss function in the trace; torch keeps those of functions named ``forward`` only."""
     anchors = getattr(torch.fx.proxy, "_STACK_TRACE_ANCHORS", None)  # torch < 2.13 knows no others
     code = getattr(loss_fn, "__code__", None)
     place = (code.co_filename, code.co_name) if code is not None else None
@@ -381,11 +379,11 @@ def _lines_of(loss_fn: Callable[..., Any] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
-    """Keeps what a trace would silently lose, custom backwards, and notices the user's own checkpoint regions."""
+    """Keep custom backwards, which a trace would silently lose, and note the user's checkpoint regions."""
     inside = False  # of a custom function
     functions: Any = torch.autograd.function
     transformed = functions.custom_function_call
-    # What autograd.grad, backward, vjp and jvp come to. Dynamo keeps the public functions in a table of its own, by object.
+    # autograd.grad, backward, vjp and jvp all call these. The public functions can't be replaced: Dynamo has them in a table, by object.
     autograd: Any = torch.autograd
     transforms: Any = torch._functorch.eager_transforms
     backward, jvp = autograd._engine_run_backward, transforms.jvp_increment_nesting
@@ -415,14 +413,14 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
         place = stack_line()
         raise GraphparError(
             f"The model computes gradients in its forward{f' ({place})' if place else ''} (autograd.grad, backward or torch.func). A trace "
-            "records forward operators alone, so that these gradients would be constants in the program; write the derivative out."
+            "records only forward operators, so these gradients would be constants in the program; write the derivative out."
         )
 
     def regions(*args: Any, **kwargs: Any) -> Any:
         notes.append("checkpoint")
         return checkpoint_regions(*args, **kwargs)
 
-    # One class above Function: a method bound long ago, ``scaled = Scaled.apply``, comes by here, too.
+    # One class above Function, so that a method bound before, ``scaled = Scaled.apply``, is caught, too.
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     functions.custom_function_call = under_transforms
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = regions
@@ -437,7 +435,7 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
 
 
 def _explained(error: Exception, model: nn.Module) -> GraphparError:
-    """torch.export's failure in the user's terms."""
+    """Explain a failure of torch.export in the user's terms."""
     kind, text = type(error).__name__, str(error)
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, _ in frames:
@@ -459,7 +457,7 @@ def _explained(error: Exception, model: nn.Module) -> GraphparError:
 
 
 def _where(error: Exception, model: nn.Module) -> str:
-    """The module in which ``error`` was raised, and the innermost line of the user's on the way: " in Linear 'head' (model.py:12)"."""
+    """The module in which ``error`` was raised and the user's innermost line on the way: " in Linear 'head' (model.py:12)"."""
     names = {module: name for name, module in model.named_modules()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
@@ -468,5 +466,5 @@ def _where(error: Exception, model: nn.Module) -> str:
     where = f" in {type(module).__name__} {names[module]!r}" if module is not None and names[module] else ""
     where += f" ({place})" if place else ""
     if isinstance(module, nn.modules.batchnorm._NormBase):
-        where += f", which takes dim 1 of its input as its {module.num_features} features, while the batch lies there"
+        where += f", which takes dim 1 of its input as its {module.num_features} features, but dim 1 is the batch"
     return where

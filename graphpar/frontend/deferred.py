@@ -1,4 +1,4 @@
-"""Computes values of tensors that were made under fake tensors, by replaying only the operators that made them.
+"""Compute values of tensors that were made under fake tensors, by replaying only the operators that made them.
 
 A model of any size is built under ``FakeTensorMode``, where nothing has a value; but the values of its
 non-persistent buffers (rotary tables, masks) belong to the program. The tape records what the constructor
@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-
-def _storage(tensor: Tensor) -> int:
-    return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
+from graphpar.ir.program import memory_of
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -47,14 +45,14 @@ class Tape(TorchDispatchMode):
 
     def materialize(self, wanted: Sequence[Tensor]) -> list[Tensor]:
         """Compute real values of the fake tensors ``wanted``, in order. Raises ``KeyError`` for one that is not on the tape."""
-        storages = {_storage(tensor) for tensor in wanted}
+        storages = {memory_of(tensor) for tensor in wanted}
         needed = []
         for entry in reversed(self.entries):
             func, args, kwargs, result = entry
             touched = _tensors(result) + (_tensors((args, kwargs)) if func._schema.is_mutable else [])
-            if any(_storage(tensor) in storages for tensor in touched):
+            if any(memory_of(tensor) in storages for tensor in touched):
                 needed.append(entry)
-                storages.update(_storage(tensor) for tensor in _tensors((args, kwargs)))
+                storages.update(memory_of(tensor) for tensor in _tensors((args, kwargs)))
         real: dict[int, Tensor] = {}
         twins: dict[tuple[Any, ...], Tensor] = {}
 
@@ -86,4 +84,4 @@ class Tape(TorchDispatchMode):
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     """A key that is equal for two tensor objects that are the same view of the same memory."""
-    return (_storage(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+    return (memory_of(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)

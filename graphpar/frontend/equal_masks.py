@@ -1,11 +1,11 @@
-"""Lets masks that are computed by equal expressions choose the same number of rows, while a model is traced.
+"""While a model is traced, give masks of equal expressions the same number of chosen rows.
 
     mse_loss(o[t > 0], t[t > 0])
 
-A trace gives the number of rows that a mask chooses a name, one for each mask tensor, and ``t > 0`` written twice are two
-tensors: the loss would compare two unknown names. Here they get one name. Each keeps its own operator and its own
-tensor, so that writing to one of them changes nothing in the other. No mask is assumed to choose no row, since the program made
-from the trace works on all rows (:mod:`graphpar.passes.normalize.unchosen`).
+A trace has a symbol for the number of rows that each mask tensor chooses, and ``t > 0`` written twice makes two tensors: the loss
+would compare two unknown sizes. Here both get one symbol. They stay two operators and two tensors, so that writing to one
+does not change the other. Every mask is assumed to choose at least one row; that is safe, since the program made from the trace
+works on all rows (:mod:`graphpar.passes.normalize.unchosen`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphpar.operators.record import Kind
 from graphpar.operators.table import record_named
 
 _CASTS = ("bool", "int", "long")
-"""Methods of tensors that no operator is called like."""
+"""Methods of tensors that have no operator of their name."""
 
 
 class EqualMasks(FunctionMode):
@@ -31,12 +31,12 @@ class EqualMasks(FunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[
-            int, tuple[Tensor, int, Hashable]
-        ] = {}  # by identity: the tensor, its version then, its expression
+        # By identity of a tensor: the tensor, its version then, its expression.
+        self.made: dict[int, tuple[Tensor, int, Hashable]] = {}
         self.chosen: dict[Hashable, Any] = {}
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call ``function``, with known numbers of chosen rows for the masks among its arguments."""
         name = getattr(function, "__name__", "").strip("_")
         masks = [leaf for leaf in tree_leaves((args, options)) if _is_mask(leaf)] if _chooses(name) else []
         for mask in masks:
@@ -65,7 +65,7 @@ def _chooses(name: str) -> bool:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it gives equal masks of equal operands."""
+    """Whether a function returns equal masks for equal operands."""
     return name in _CASTS or record_named(name).pure or record_named(f"__{name}__").pure
 
 

@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 from graphpar.errors import GraphparError
 from graphpar.frontend.fixed_size import NUMBERS, TWIN
 from graphpar.frontend.inputs import Request
-from graphpar.ir.program import Input, Output, Program, TensorInfo, size_coefficient
+from graphpar.ir.program import Input, Output, Program, TensorInfo, memory_of, size_coefficient
 from graphpar.ir.source import source_of
 
 
@@ -44,7 +44,7 @@ def to_program(
     parameters, ties = _parameters(model)
     buffers = _buffers(model)
     placeholders, constants = _lifted(exported)
-    graph = _unlifted_graph(exported, placeholders, request, parameters, ties)
+    graph = _unlifted_graph(exported, placeholders, request, ties)
     tensors = [
         (n, r, d, leaf)
         for n, r, d, leaf in zip(request.names, request.roles, request.batch_dims, request.leaves)
@@ -53,7 +53,7 @@ def to_program(
     inputs = tuple(
         Input(name, tuple(leaf.shape), leaf.dtype, dim, role, _value_range(leaf)) for name, role, dim, leaf in tensors
     )
-    output_node = next(iter(reversed(graph.nodes)))
+    output_node = graph.output_node()
     outputs = tuple(
         Output(name, _batch_dim(node)) for name, node in zip(request.output_names, cast(Any, output_node.args[0]))
     )
@@ -63,7 +63,7 @@ def to_program(
         graph=graph,
         parameters=parameters,
         buffers=buffers,
-        constants=_values(request, constants, buffers, exported),
+        constants=_values(request, constants, buffers),
         ties=ties,
         inputs=inputs,
         outputs=outputs,
@@ -114,8 +114,7 @@ def _parameters(model: nn.Module) -> tuple[dict[str, TensorInfo], tuple[tuple[st
     for name, parameter in model.named_parameters(remove_duplicate=False):
         infos[name] = TensorInfo(tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
         owners.setdefault(id(parameter), []).append(name)
-        storage = int(torch._C._storage_id(parameter))  # type: ignore[attr-defined]
-        first, first_name = storages.setdefault(storage, (id(parameter), name))
+        first, first_name = storages.setdefault(memory_of(parameter), (id(parameter), name))
         if first != id(parameter) and parameter.numel():
             raise GraphparError(
                 f"Parameters {first_name!r} and {name!r} share memory but are two Parameter objects, so an optimizer would "
@@ -160,7 +159,6 @@ def _unlifted_graph(
     exported: ExportedProgram,
     placeholders: dict[str, tuple[InputKind, str]],
     request: Request,
-    parameters: dict[str, TensorInfo],
     ties: tuple[tuple[str, ...], ...],
 ) -> fx.Graph:
     """The exported graph with parameters and buffers as ``get_attr`` and inputs under the user's names.
@@ -188,7 +186,7 @@ def _unlifted_graph(
         if target in tied:
             target = alias_used_in(kept_meta(user, stacks)["module_stack"], tied[target])
         if target not in attributes:
-            with _inserted_after_inputs(graph, attributes, env):
+            with _inserted_after_inputs(graph, attributes):
                 attributes[target] = graph.get_attr(target)
             attributes[target].meta = kept_meta(node, stacks)
         return attributes[target]
@@ -231,9 +229,7 @@ def _batch_number(
 
 
 @contextlib.contextmanager
-def _inserted_after_inputs(
-    graph: fx.Graph, attributes: dict[str, fx.Node], env: dict[fx.Node, fx.Node]
-) -> Iterator[None]:
+def _inserted_after_inputs(graph: fx.Graph, attributes: dict[str, fx.Node]) -> Iterator[None]:
     """Move parameters before all operators, in the order of their first use."""
     last = next(reversed(attributes.values()), None)
     if last is None:
@@ -270,9 +266,7 @@ def kept_meta(node: fx.Node, stacks: dict[tuple[str, ...], tuple[tuple[str, str,
     return meta
 
 
-def _values(
-    request: Request, lifted: dict[str, Any], buffers: dict[str, TensorInfo], exported: ExportedProgram
-) -> dict[str, Tensor]:
+def _values(request: Request, lifted: dict[str, Any], buffers: dict[str, TensorInfo]) -> dict[str, Tensor]:
     """Real values of lifted constants and of non-persistent buffers."""
     wanted: dict[str, Any] = dict(lifted)
     for name, info in buffers.items():

@@ -1,4 +1,4 @@
-"""Traces at a fixed batch size: finds what depends on the batch by comparing with a trace at another size.
+"""For a trace at a fixed batch size: find what depends on the batch by comparing with a trace at another size.
 
 6 rows:  view(x, [6, 4, 8])   div(s, 6)          7 rows:  view(x, [7, 4, 8])   div(s, 7)
          dim 0 is 1 * batch   the number is 1 * batch

@@ -16,8 +16,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.deferred import Tape
+from graphpar.ir.program import ModelSource
 
-RESERVED = ("sample_keys", "self")  # names that graphpar gives to inputs of its own
+RESERVED = ("sample_keys", "self")  # names of inputs that graphpar adds
 
 
 @dataclasses.dataclass
@@ -34,31 +35,30 @@ class Request:
     batch_dims: list[int | None]
     batch: int
     loss_fn: Callable[..., Any] | None
-    training: bool
+    training: bool  # whether the loss is traced, too
     module_mode: str | None = None  # train | infer: what the modules are set to while they are traced
     takes_scalar: bool = True  # whether the only scalar in the model's output that needs a gradient is its loss
     scalar: str | None = None  # that one; filled by the trace
-    scalars: list[str] = dataclasses.field(
-        default_factory=list
-    )  # several of them, of which none is known to be the loss
+    scalars: list[str] = dataclasses.field(default_factory=list)  # several that may be the loss; filled by the trace
     output_names: list[str] = dataclasses.field(default_factory=list)  # filled by the trace
 
 
 def make_request(
+    source: ModelSource,
     model: nn.Module,
     fake: FakeTensorMode | None,
     tape: Tape | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss_fn: Callable[..., Any] | None,
-    targets: tuple[Any, ...],
     batch_dims: Mapping[str, int | None],
 ) -> Request:
     """Flatten example arguments and targets into named leaves, and find the batch size and each leaf's batch dim.
 
+    Args:
+        model: as :func:`graphpar.frontend.build.build` made it, with its fake mode and tape.
+
     Raises:
         GraphparError: arguments don't fit the model or the loss, or no batch can be found.
     """
+    args, kwargs, loss_fn, targets = source.args, dict(source.kwargs), source.loss_fn, source.targets
     _check_targets(loss_fn, targets)
     named = _bind(model, args, kwargs)
     leaves, spec = tree_flatten((args, kwargs, targets))
@@ -84,11 +84,12 @@ def make_request(
         else:
             dims.append(0 if leaf.ndim and leaf.shape[0] == batch else None)
     roles = ["target" if flag else "input" for flag in is_target]
-    return Request(model, fake, tape, spec, leaves, names, roles, dims, batch, loss_fn, True)
+    training = source.mode != "infer"
+    return Request(model, fake, tape, spec, leaves, names, roles, dims, batch, loss_fn, training, source.mode)
 
 
 def _check_targets(loss_fn: Callable[..., Any] | None, targets: tuple[Any, ...]) -> None:
-    """``loss_fn`` is called with the model's output and the targets; it must take as many."""
+    """Check that ``loss_fn`` can be called with the model's output and the targets."""
     forward = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     if forward is None:
         return
@@ -132,9 +133,8 @@ def _leaf_names(
     wanted: list[str] = []
     if loss_fn is not None and targets:
         with contextlib.suppress(TypeError, ValueError):
-            wanted = [p.name for p in inspect.signature(loss_fn).parameters.values() if p.kind is not p.VAR_POSITIONAL][
-                1:
-            ]
+            _, *parameters = inspect.signature(loss_fn).parameters.values()
+            wanted = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     for index, value in enumerate(targets):
         fallback = "target" if len(targets) == 1 else f"target_{index}"
         names += leaf_paths(wanted[index] if index < len(wanted) else fallback, value)
@@ -148,7 +148,7 @@ def _leaf_names(
 
 
 def leaf_paths(name: str, value: Any) -> list[str]:
-    """Names of the leaves of ``value``: ``name``, or ``name_key`` for containers."""
+    """Name the leaves of ``value``: ``name``, or ``name_key`` for containers."""
     leaves = torch.utils._pytree.tree_leaves_with_path(value)
     result = []
     for path, _ in leaves:

@@ -1,11 +1,10 @@
-"""The user's model file: a plain Python file (or ``package.module``) with a few known names in it.
+"""Read the user's model file: a plain Python file (or ``package.module``) with a few known names in it.
 
     model.py ──import, once a process──► ModelFile: model, args, kwargs, loss_fn, targets, ...
                                             ├─initial_weights─► state_dict of the model, built for real
                                             └─example_batch──► a global batch, by the program's input names
 
-What is wrong in the file is the user's to change, so everything that it raises becomes a ``GraphparError`` with the
-file's own line.
+Everything that the file raises becomes a ``GraphparError`` with the line of the file.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.frontend.build import ModelLike, default_dtype, needed_arguments
+from graphpar.frontend.build import ModelLike, default_dtype, needed_arguments, unwrapped
 
 NAMES = (
     "model",
@@ -67,7 +66,7 @@ class ModelFile:
     optimizer: Callable[..., Any] | None
     path: Path
     reference: str | None = None
-    passes: Any = None  # graphpar.PASSES with passes of the user's own
+    passes: Any = None  # graphpar.PASSES with the user's passes
 
 
 def load_model_file(path_or_module: str | Path) -> ModelFile:
@@ -304,9 +303,7 @@ def initial_weights(file: ModelFile, dtype: torch.dtype | None = None, seed: int
         with torch.random.fork_rng(devices=[]), default_dtype(dtype):
             torch.manual_seed(seed)
             model = model()
-    while type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
-        model = cast(nn.Module, model.module)
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state = {name: value for name, value in unwrapped(model).state_dict().items() if isinstance(value, Tensor)}
     empty = next((name for name, value in state.items() if value.is_meta), None)
     if empty is not None:
         raise GraphparError(

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class FunctionMode(TorchFunctionMode):
-    """Sees every call of a function of torch inside a ``with`` block; a subclass answers it in :meth:`call`."""
+    """Intercepts every call of a torch function inside a ``with`` block; a subclass answers it in :meth:`call`."""
 
     def __torch_function__(
         self,
@@ -23,4 +23,4 @@ class FunctionMode(TorchFunctionMode):
 
     @abstractmethod
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Return the result of ``function(*args, **options)``, or what stands for it."""
+        """Return the result of ``function(*args, **options)``, or another in its place."""

@@ -1,4 +1,4 @@
-"""Handles, while a model is traced, what a trace would lose or confuse: makes it exact, or refuses it with the user's line.
+"""Handle calls that a trace would lose or get wrong: make them exact, or refuse them with the user's line.
 
 torch.arange(n, device="meta")   the device that the program runs on: a model on ``meta`` is traced as one on the CPU
 x + table.data                   ``table.detach()``, as long as nothing is written to the table from there on
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar.errors import GraphparError
 from graphpar.frontend.modes import FunctionMode
+from graphpar.ir.program import memory_of
 from graphpar.ir.source import source_of, stack_line
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
@@ -36,16 +37,14 @@ COLLECTIVE_MODULES = (
 
 
 class OffMeta(FunctionMode):
-    """``device="meta"`` means the CPU, whether a function or ``torch.device`` says so."""
+    """``device="meta"`` means the CPU, as an option or as a ``torch.device``."""
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call ``function`` with the CPU in place of the device meta."""
         if str(options.get("device")) == "meta":
             options["device"] = torch.device("cpu")
-        args = (
-            tree_map(lambda leaf: torch.device("cpu") if leaf == torch.device("meta") else leaf, args)
-            if _devices(args)
-            else args
-        )
+        if _devices(args):
+            args = tree_map(lambda leaf: torch.device("cpu") if leaf == torch.device("meta") else leaf, args)
         if getattr(function, "__name__", "") == "to" and len(args) > 1 and args[1] == "meta":
             args = (args[0], torch.device("cpu"), *args[2:])
         return function(*args, **options)
@@ -68,9 +67,8 @@ def off_meta(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         for kind in kinds:
             for key, leaf in ((key, leaf) for key, value in kind.items() for leaf in tree_leaves(value)):
                 if isinstance(leaf, Tensor) and id(leaf) not in memo:
-                    loaded = kind is module._parameters or (
-                        kind is module._buffers and key not in module._non_persistent_buffers_set
-                    )
+                    persistent = kind is module._buffers and key not in module._non_persistent_buffers_set
+                    loaded = kind is module._parameters or persistent
                     if leaf.is_meta and not loaded:
                         raise _without_values(f"{name}.{key}" if name else key, module, kind is module._buffers)
                     memo[id(leaf)] = _on_cpu(leaf, mode) if leaf.is_meta else leaf
@@ -94,7 +92,7 @@ def _on_cpu(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Tell whether a parameter or buffer has no values."""
+    """Whether a parameter or buffer is on the device meta, without values."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -109,6 +107,11 @@ class DataAsDetached(FunctionMode):
         self.taken: dict[int, tuple[Tensor, str]] = {}  # by memory: the tensor whose data was taken, and where
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call ``function``, or detach instead of taking ``.data``.
+
+        Raises:
+            GraphparError: it assigns to ``.data``, or writes to memory whose ``.data`` was taken.
+        """
         name = getattr(function, "__name__", "")
         if name == "__set__" and function == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise GraphparError(
@@ -116,7 +119,7 @@ class DataAsDetached(FunctionMode):
                 "to a buffer (self.count.copy_(value))."
             )
         if name == "__get__" and function == Tensor.data.__get__:  # type: ignore[attr-defined]
-            self.taken.setdefault(_memory(args[0]), (args[0], stack_line()))
+            self.taken.setdefault(memory_of(args[0]), (args[0], stack_line()))
             return args[0].detach()
         writes = (
             name == "__setitem__"
@@ -126,16 +129,12 @@ class DataAsDetached(FunctionMode):
         written = [args[0]] if writes and args and isinstance(args[0], Tensor) else []
         written += [leaf for leaf in tree_leaves(options.get("out")) if isinstance(leaf, Tensor)]
         for tensor in written if self.taken else ():
-            if _memory(tensor) in self.taken:
+            if memory_of(tensor) in self.taken:
                 raise GraphparError(
-                    f"The model writes{_at(stack_line())} to a tensor whose .data it took{_at(self.taken[_memory(tensor)][1])}: autograd "
+                    f"The model writes{_at(stack_line())} to a tensor whose .data it took{_at(self.taken[memory_of(tensor)][1])}: autograd "
                     "does not see such a write, and a trace can't follow it. Write to a buffer, or compute a new tensor."
                 )
         return function(*args, **options)
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
 
 
 def _at(place: str) -> str:
@@ -161,7 +160,11 @@ def masks_as_given() -> Iterator[None]:
 
 
 def check_collectives(exported: ExportedProgram) -> None:
-    """Refuses collectives in a model, which must be written for one device."""
+    """Refuse collectives in a model, which must be written for one device.
+
+    Raises:
+        GraphparError: the model calls a collective.
+    """
     for module in exported.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             refuse_collective(node)

@@ -30,10 +30,11 @@ class Mesh:
 
     @property
     def compute(self) -> dict[str, int]:
-        """The axes of several ranks on which operators are cut."""
+        """The degrees of the axes over which operators are sharded, without those of one rank."""
         return {axis: degree for axis, degree in self.degrees().items() if AXIS[axis].compute and degree > 1}
 
     def degrees(self) -> dict[str, int]:
+        """Return the degree of each axis, outermost first."""
         return {axis: int(getattr(self, axis)) for axis in AXES}
 
     @property
@@ -43,7 +44,11 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> dict[str, int]:
-        """``pp=2,tp=2`` as a dictionary of degrees; errors name the axis."""
+        """Parse ``pp=2,tp=2`` into a dictionary of degrees.
+
+        Raises:
+            GraphparError: the text is no list of axis=degree pairs; the axis is named.
+        """
         degrees: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -64,7 +69,7 @@ class Mesh:
 
     @staticmethod
     def pinned(degrees: Mapping[str, int] | None, devices: int | None = None) -> dict[str, int]:
-        """The degrees that are given, checked; ``dp_shard=-1`` is what the others leave of ``devices``.
+        """Check the degrees that are given; ``dp_shard=-1`` becomes what the others leave of ``devices``.
 
         Raises:
             GraphparError: an axis is unknown, a degree is no positive number, or they don't divide the devices.
@@ -99,10 +104,10 @@ class Mesh:
 
     @staticmethod
     def resolve(degrees: Mapping[str, int] | None, devices: int | None) -> Mesh:
-        """The mesh of the degrees that are given, and 1 for the others.
+        """Make the mesh of the degrees that are given, with 1 for the others.
 
         Raises:
-            GraphparError: as :meth:`pinned`, or it has not as many devices as there are.
+            GraphparError: as :meth:`pinned`, or the product of the degrees is not ``devices``.
         """
         given = Mesh.pinned(degrees, devices)
         product = math.prod(given.values())

@@ -1,6 +1,6 @@
-"""What is in ``fx.Node.meta``: every key that graphpar writes or reads, and its type. Tests look for others.
+"""Every key of ``fx.Node.meta`` that graphpar writes or reads, and its type. A test fails on any other key.
 
-kept for good     val, batch_coefficients, module_stack, source        from the trace, on every operator
+always            val, batch_coefficients, module_stack, source        from the trace, on every operator
 of a Program      block, stage_begins, batch_factor, batch_numbers, twin
 while sharding    pin_point, bias_of, types, origin, transition, name
 of a stage        boundary
@@ -18,14 +18,14 @@ from graphpar.runtime.layout import Type
 
 
 class NodeMeta(TypedDict, total=False):
-    """The metadata of a node; no key is there always."""
+    """The metadata of a node. Every key is optional."""
 
     val: Any
     """The fake value: a tensor, a tuple of them, a number. Its sizes may be symbols of the batch."""
     batch_coefficients: tuple[int | None, ...]
-    """Of a trace at a fixed batch: for each dim the ``c`` of a size ``c * batch``, None where it does not follow the batch."""
+    """In a trace at a fixed batch: for each dim the ``c`` of a size ``c * batch``, None where it does not follow the batch."""
     batch_factor: int
-    """Of a number in such a trace: it is this many times the batch."""
+    """For a number in such a trace: how many times the batch it is."""
     batch_numbers: Mapping[Any, int]
     """The same for numbers among an operator's arguments."""
     twin: Any
@@ -35,25 +35,25 @@ class NodeMeta(TypedDict, total=False):
     source: Source | None
     """The user's line."""
     block: str
-    """Of ``call_module``: the name of the block in :attr:`graphpar.ir.program.Program.blocks`."""
+    """For ``call_module``: the name of the block in :attr:`graphpar.ir.program.Program.blocks`."""
     stage_begins: bool
-    """Whether ``pipe_split()`` stood before it."""
+    """Whether ``pipe_split()`` was called before it."""
     pin_point: tuple[str, int, str]
-    """Of an identity that stands for a pinned value: input or output, which, and the module's path."""
+    """For the identity that marks a pinned value: input or output, which, and the module's path."""
     bias_of: str
-    """Of the sum of a bias that stands alone: the operator that it was part of."""
+    """For the addition of a bias that was split off: the operator that it was part of."""
     types: Mapping[str, Type]
-    """Of a rank's program: how the value is laid out on each axis."""
+    """In a rank's program: the value's type on each axis."""
     origin: fx.Node
-    """Of a rank's program: the node of the whole program that it was made from."""
+    """In a rank's program: the node of the unsharded program that it was made from."""
     transition: tuple[str, str]
-    """Of a collective: the types that it leads from and to."""
+    """For a collective: the types before and after it."""
     name: str
-    """Of a collective that is written for an operator: what the report calls it."""
+    """For a collective that replaces an operator: its name in the report."""
     boundary: bool | fx.Node
-    """Of a stage's placeholder: it is received. The node is the one of the stage before."""
+    """For a stage's placeholder: it is received. A node is that of the stage before."""
     real: Tensor
-    """While a rule is proven: the value that the operator is run on."""
+    """While a rule is proven: the tensor that the operator is run on."""
     nn_module_stack: Any
     """torch's own: of a fresh trace alone."""
     stack_trace: str

@@ -33,8 +33,8 @@ class SplitPoint(Enum):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A split point: a stage begins before (or after) the module ``path``."""
+class SplitAt:
+    """A split point: a stage begins before the module ``path``, or after it (``SplitPoint.END``)."""
 
     path: str
     where: SplitPoint = SplitPoint.BEGINNING
@@ -42,11 +42,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Plan:
-    """What graphpar decided. ``actions`` is a schedule table of the user's own, one tuple of cells a rank.
+    """What graphpar decided.
 
-    ``cluster`` is what it was decided for; None where only a mesh is known, and then nothing is ``predicted``: what a step takes there.
-    ``found`` is what else a search saw, ``alone`` what one device takes, ``sharded`` the program that its sharding was found for, with
-    what follows from both. None of these is part of the plan's data.
+    Attributes:
+        split_points: where stages begin, after the first.
+        actions: the user's schedule table, one tuple of cells for each rank.
+        sharding: how every operator is sharded.
+        cluster: the hardware that it was decided for; None where only a mesh is known.
+        predicted: time and memory of a step on ``cluster``. This and the following are not part of the plan's data.
+        found: the other plans that the search saw.
+        alone: the same step on one device.
+        sharded: the program of one rank, as the search made it.
     """
 
     model: str
@@ -55,7 +61,7 @@ class Plan:
     schedule: str
     global_batch: int
     microbatch_size: int
-    cuts: tuple[Cut, ...]
+    split_points: tuple[SplitAt, ...]
     stages: tuple[StageRecord, ...]
     dtype: str = "fp32"
     actions: tuple[tuple[str, ...], ...] | None = None
@@ -76,7 +82,7 @@ class Plan:
         return self.global_batch // (self.microbatch_size * self.mesh.dp_replicate)
 
     def parameters(self) -> dict[str, dict[str, str]]:
-        """Types of parameters by name, on every axis of several ranks but pp. Not listed: R on dp_replicate, I elsewhere."""
+        """Return the types of parameters by name, on every axis of several ranks but pp. Not listed: R on dp_replicate, I elsewhere."""
         return {name: {axis: str(kind) for axis, kind in spec.items()} for name, spec in self._types().items()}
 
     def _types(self) -> dict[str, dict[str, Type]]:
@@ -85,10 +91,11 @@ class Plan:
 
     @property
     def stages_per_rank(self) -> int:
+        """How many stages each pp rank holds."""
         return len(self.stages) // self.mesh.pp
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; :meth:`from_json` is its inverse."""
+        """Convert to plain data; :meth:`from_json` is its inverse."""
         actions = None if self.actions is None else tuple(tuple(cell or None for cell in row) for row in self.actions)
         record = PlanRecord(
             self.mode,
@@ -109,16 +116,16 @@ class Plan:
             "zero": self.zero,
             "recompute": self.recompute,
             "allow_batch_coupling": self.allow_batch_coupling,
-            "split": [{"path": cut.path, "where": cut.where.value} for cut in self.cuts],
+            "split": [{"path": point.path, "where": point.where.value} for point in self.split_points],
             "sharding": self.sharding.to_json(),
         }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
-        """The plan that :meth:`to_json` gave as a dictionary.
+        """Read the dictionary that :meth:`to_json` returned.
 
         Raises:
-            GraphparError: it is none, of another version, or has parts missing.
+            GraphparError: it is no such dictionary, is of another version, or lacks a field.
         """
         if not isinstance(data, Mapping):
             what = "text: parse it with json.loads first" if isinstance(data, str) else f"a {type(data).__name__}"
@@ -134,7 +141,7 @@ class Plan:
                 schedule=record.schedule,
                 global_batch=record.global_batch,
                 microbatch_size=record.microbatch_size,
-                cuts=tuple(Cut(entry["path"], SplitPoint(entry["where"])) for entry in data["split"]),
+                split_points=tuple(SplitAt(entry["path"], SplitPoint(entry["where"])) for entry in data["split"]),
                 stages=record.stages,
                 actions=None
                 if record.actions is None
@@ -152,7 +159,11 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read ``plan.json`` (or a folder that holds one)."""
+        """Read ``plan.json``, or that of a folder.
+
+        Raises:
+            GraphparError: there is none, or it is no plan.
+        """
         file = Path(path)
         if file.is_dir():
             file = file / "plan.json"
@@ -165,14 +176,11 @@ class Plan:
         return Plan.from_json(data)
 
     def __repr__(self) -> str:
-        degrees = (
-            ", ".join(f"{axis}={degree}" for axis, degree in self.mesh.degrees().items() if degree > 1) or "1 device"
-        )
-        step = (
-            ""
-            if self.predicted is None
-            else f", {seconds_text(self.predicted.step_time_s)} a step on {self.predicted.cluster}"
-        )
+        degrees = ", ".join(f"{axis}={degree}" for axis, degree in self.mesh.degrees().items() if degree > 1)
+        degrees = degrees or "1 device"
+        step = ""
+        if self.predicted is not None:
+            step = f", {seconds_text(self.predicted.step_time_s)} a step on {self.predicted.cluster}"
         batches = f"{plural(self.microbatches, 'microbatch', 'microbatches')} of {self.microbatch_size}"
         return f"Plan({self.model}, {self.mode}, {degrees}, {self.schedule}, {batches}{step})"
 
@@ -183,8 +191,12 @@ class Plan:
         return as_text(self)
 
 
-def cuts_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> tuple[Cut, ...]:
-    """Split points as a user writes them: paths, ``{"path": "end"}``, or torch's ``{path: SplitPoint.END}``."""
+def split_points_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> tuple[SplitAt, ...]:
+    """Read split points as a user writes them: paths, ``{"path": "end"}``, or torch's ``{path: SplitPoint.END}``.
+
+    Raises:
+        GraphparError: one is neither at the beginning nor at the end of a module.
+    """
     pairs: list[tuple[str, Any]] = []
     items: Any = entries.items() if isinstance(entries, Mapping) else entries
     for entry in items:
@@ -194,10 +206,10 @@ def cuts_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> t
             pairs += list(entry.items())
         else:
             pairs.append(tuple(entry))
-    cuts = []
+    points = []
     for path, where in pairs:
         name = str(getattr(where, "name", where)).lower()
         if name not in ("beginning", "end"):
             raise GraphparError(f"Split point {path!r}: {where!r} must be 'beginning' or 'end'.")
-        cuts.append(Cut(path, SplitPoint(name)))
-    return tuple(cuts)
+        points.append(SplitAt(path, SplitPoint(name)))
+    return tuple(points)

@@ -1,4 +1,4 @@
-"""``Program``: the traced model, the noun that every pass takes and gives.
+"""``Program``: the traced model, which every pass takes and returns.
 
 A program is an ``fx.Graph`` over ATen operators in which
 
@@ -13,7 +13,8 @@ Every program is runnable on one device (:meth:`Program.run`), before and after 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,31 +29,30 @@ from graphpar.text import count_text
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A parameter's or buffer's shape and dtype, as they are in the user's model."""
+    """A parameter's or buffer's shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
     persistent: bool = True
     kind: str = "parameter"  # parameter | buffer
-    whole: tuple[int, ...] | None = None  # the whole shape, where ``shape`` is that of a rank's piece
+    whole: tuple[int, ...] | None = None  # the whole shape, where ``shape`` is that of a rank's shard
     spec: tuple[tuple[str, Type], ...] = ()  # its type on each compute axis
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        """The number of elements."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The size in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Input:
-    """A root input. ``batch_dim`` is the dim that is cut into microbatches, ``None`` for an input given whole."""
+    """A root input. ``batch_dim`` is the dim that is split into microbatches, ``None`` for an input that each microbatch gets whole."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,6 +60,10 @@ class Input:
     batch_dim: int | None
     role: str = "input"  # input | target | sample_keys
     values: tuple[int, int] = (0, 1)  # smallest and largest value of an integer example
+
+    def shape_at(self, rows: int) -> tuple[int, ...]:
+        """Return the shape for a batch of ``rows``."""
+        return tuple(rows if dim == self.batch_dim else size for dim, size in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Block:
 
     @property
     def path(self) -> str:
-        """The path of the instance that the graph was made of, which its operators' module stacks name."""
+        """The path of the instance that was traced, as its operators' module stacks name it."""
         stacks = (node.meta.get("module_stack", ()) for node in self.graph.nodes if node.op == "call_function")
         paths = (str(path) for stack in stacks for path, module_class, _ in stack if module_class == self.module_class)
         return next(paths, self.instances[0])
@@ -92,13 +96,13 @@ class Block:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The user's model and examples, kept for the reference run of ``verify``."""
+    """The user's model and examples, as ``export`` was given them; ``verify`` runs the model for reference."""
 
     model: Any
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    loss_fn: Callable[..., Any] | None
-    targets: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[..., Any] | None = None
+    targets: tuple[Any, ...] = ()
     dtype: str | None = None
     mode: str | None = None
 
@@ -109,7 +113,7 @@ class Helper:
 
     name: str
     graph: fx.Graph
-    like: int | None = None  # the argument of which only the batch size (on its own batch dim) and the device are used
+    like: int | None = None  # the argument of which only the batch size and the device are used
 
     @property
     def __name__(self) -> str:
@@ -121,7 +125,7 @@ class Helper:
 
 @dataclass(frozen=True)
 class Coupling:
-    """An operator that mixes examples, so that cutting the batch changes the result: why, in which module, on which source line."""
+    """An operator that mixes examples, so that splitting the batch changes the result: why, in which module, on which source line."""
 
     reason: str
     module: str = ""
@@ -134,7 +138,7 @@ class Coupling:
 
 @dataclass
 class Program:
-    """A traced model. Passes treat it as immutable: they take one and give a new one."""
+    """A traced model. Passes treat it as immutable: they take one and return a new one."""
 
     name: str
     mode: str  # train | infer
@@ -147,7 +151,7 @@ class Program:
     outputs: tuple[Output, ...]
     batch: int  # the batch size that the trace saw
     symbolic: bool  # whether the batch is a symbol of the graph's shapes
-    unsplittable: str | None  # why the batch can't be cut, where neither trace allows it
+    unsplittable: str | None  # why the batch can't be split, where neither trace allows it
     module_classes: dict[str, str]
     blocks: dict[str, Block] = field(default_factory=dict)
     subgraphs: dict[str, fx.GraphModule] = field(default_factory=dict)
@@ -155,33 +159,32 @@ class Program:
     retrace: Callable[[int], Program] | None = None
     source: ModelSource | None = None
     couplings: tuple[Coupling, ...] = ()
-    counts: fx.Graph | None = None  # the loss's denominators as a graph of the inputs alone
+    counts: fx.Graph | None = None  # the loss denominators as a graph of the inputs alone
     count_names: tuple[str, ...] = ()
-    random_calls: int = 0  # dropouts in execution order, each with a stream of its own
+    random_calls: int = 0  # number of dropouts; each has its own random stream, in execution order
 
     def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
-        """This program with another graph (and other fields as given)."""
+        """Return this program with another graph (and other fields as given)."""
         return replace(self, graph=graph, **changes)
 
     def warn(self, *lines: str) -> Program:
+        """Return this program with more warnings, each once."""
         fresh = tuple(line for line in lines if line not in self.warnings)
         return replace(self, warnings=self.warnings + fresh)
 
     def at_batch(self, size: int) -> Program:
-        """The program for microbatches of ``size`` rows: itself where the batch is symbolic, else a new trace."""
+        """Return the program for microbatches of ``size`` rows: itself where the batch is symbolic, else a new trace."""
         if self.symbolic or size == self.batch:
             return self
         assert self.retrace is not None
         return self.retrace(size)
 
     def input(self, name: str) -> Input:
-        for entry in self.inputs:
-            if entry.name == name:
-                return entry
-        raise KeyError(name)
+        """Look up the root input ``name``; ``KeyError`` if there is none."""
+        return {entry.name: entry for entry in self.inputs}[name]
 
     def tensor_info(self, fqn: str) -> TensorInfo:
-        """Shape and dtype of the parameter, buffer or constant ``fqn``."""
+        """Look up the shape and dtype of the parameter, buffer or constant ``fqn``."""
         if fqn in self.parameters:
             return self.parameters[fqn]
         if fqn in self.buffers:
@@ -190,34 +193,32 @@ class Program:
         return TensorInfo(tuple(value.shape), value.dtype, persistent=False, kind="buffer")
 
     def tie_of(self, fqn: str) -> tuple[str, ...]:
-        """All names of the parameter ``fqn``, itself included."""
-        for group in self.ties:
-            if fqn in group:
-                return group
-        return (fqn,)
+        """List all names of the parameter ``fqn``, itself included."""
+        return next((group for group in self.ties if fqn in group), (fqn,))
 
     def prefixes(self, block: str) -> list[str]:
-        """What the names of each instance of ``block`` begin with; for "" that of the root's."""
+        """List the prefix of names for each instance of ``block``: its path and a dot. The block "" is the root."""
         return [f"{path}." for path in dict.fromkeys(self.blocks[block].instances)] if block else [""]
 
     def ties_below(self, path: str) -> list[tuple[str, ...]]:
-        """Groups of names below the module ``path`` that are one parameter, relative to it."""
+        """List the groups of names below the module ``path`` that are one parameter, relative to it."""
         prefix = f"{path}."
         groups = (tuple(name.removeprefix(prefix) for name in group if name.startswith(prefix)) for group in self.ties)
         return [group for group in groups if len(group) > 1]
 
     def parameter_count(self) -> int:
-        """Number of parameter elements, each tied parameter counted once."""
+        """Count parameter elements, those of a tied parameter once."""
         skipped = {name for group in self.ties for name in group[1:]}
         return sum(info.numel for name, info in self.parameters.items() if name not in skipped)
 
     def counts_results(self, expression: Callable[[Any], Any]) -> list[str]:
-        """The denominators' expressions, printed by ``expression``."""
+        """Print the expressions of the loss denominators with ``expression``."""
         assert self.counts is not None
-        output = next(node for node in self.counts.nodes if node.op == "output")
-        return [expression(node).text for node in output.args[0]]
+        output: Any = self.counts.output_node().args[0]
+        return [expression(node).text for node in output]
 
     def block_of(self, node: fx.Node) -> Block:
+        """Look up the block that the ``call_module`` node calls."""
         return self.blocks[node.meta["block"]]
 
     def run(self, state: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
@@ -233,85 +234,92 @@ class Program:
         return as_text(self)
 
 
-def run_plain(graph: fx.Graph, arguments: Sequence[Any]) -> Any:
-    """Run a graph without parameters."""
+Evaluate = Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]
+"""Computes the value of a node from its arguments."""
+
+
+def _interpret(graph: fx.Graph, arguments: Sequence[Any], evaluate: Evaluate) -> Any:
+    """Run a graph whose placeholders take ``arguments``. Values live until it is done, as the locals of a function do."""
     env: dict[fx.Node, Any] = {}
     feed = iter(arguments)
     for node in graph.nodes:
         if node.op == "output":
-            return fx.map_arg(node.args[0], env.__getitem__)
+            break
         if node.op == "placeholder":
             env[node] = next(feed)
-            continue
-        assert callable(node.target)
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
-        env[node] = node.target(*args, **kwargs)
-    raise AssertionError("a graph without an output")
+        else:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+            env[node] = evaluate(node, args, kwargs)
+    return fx.map_arg(graph.output_node().args[0], env.__getitem__)
+
+
+def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def run_plain(graph: fx.Graph, arguments: Sequence[Any]) -> Any:
+    """Run a graph without parameters."""
+    return _interpret(graph, arguments, _call)
 
 
 class Runner:
-    """Runs graphs and the blocks that they call; ``get_attr`` targets are looked up in a dictionary.
-
-    Values live until their graph is done, as the locals of an emitted function do.
-    """
+    """Runs graphs and the blocks that they call; ``get_attr`` targets are looked up in a dictionary."""
 
     def __init__(self, program: Program, state: Mapping[str, Tensor]) -> None:
         self.program = program
         self.state = state
 
     def run_graph(self, graph: fx.Graph, prefix: str, arguments: Sequence[Any]) -> Any:
-        env: dict[fx.Node, Any] = {}
-        feed = iter(arguments)
-        for node in graph.nodes:
-            if node.op == "output":
-                return fx.map_arg(node.args[0], env.__getitem__)
-            env[node] = self._value(node, prefix, env, feed)
-        raise AssertionError("a graph without an output")
+        """Run a graph whose parameters' names begin with ``prefix``."""
 
-    def _value(self, node: fx.Node, prefix: str, env: dict[fx.Node, Any], feed: Iterator[Any]) -> Any:
-        if node.op == "placeholder":
-            return next(feed)
-        target = str(node.target)
-        if node.op == "get_attr":
-            return self.program.subgraphs[target] if target in self.program.subgraphs else self.tensor(prefix + target)
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
-        if node.op == "call_module":
-            return self.block(self.program.block_of(node), f"{prefix}{target}.", args)
-        return self.call(node, args, kwargs)
+        def value(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            target, subgraphs = str(node.target), self.program.subgraphs
+            if node.op == "get_attr":
+                return subgraphs[target] if target in subgraphs else self.tensor(prefix + target)
+            if node.op == "call_module":
+                return self.block(self.program.block_of(node), f"{prefix}{target}.", args)
+            return self.call(node, args, kwargs)
+
+        return _interpret(graph, arguments, value)
 
     def tensor(self, name: str) -> Tensor:
-        """The parameter, buffer or constant ``name``."""
+        """Look up the parameter, buffer or constant ``name``."""
         return self.state[name]
 
     def block(self, block: Block, prefix: str, args: tuple[Any, ...]) -> Any:
-        """What the instance of ``block`` whose names begin with ``prefix`` makes of ``args``."""
+        """Run the instance of ``block`` whose names begin with ``prefix``."""
         return self.run_graph(block.graph, prefix, args)
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator makes of its arguments."""
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+        """Run an operator."""
+        return _call(node, args, kwargs)
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the innermost module whose forward made ``node`` (empty for the root)."""
+    """Return the path of the innermost module whose forward made ``node`` (empty for the root)."""
     stack = node.meta.get("module_stack", ())
     return stack[-1][0] if stack else ""
 
 
 def where(node: fx.Node) -> str:
-    """`` (file:line)`` of the user's code, for messages; nothing where it isn't known."""
+    """Write `` (file:line)`` of the user's code, for messages; empty where it isn't known."""
     source = node.meta.get("source")
     return f" ({source.file}:{source.line})" if source else ""
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake value that tracing saw for ``node``."""
+    """Return the fake value that tracing saw for ``node``."""
     return node.meta.get("val")
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that tensors with the same memory share, fake ones too."""
+    return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
+
+
 def batch_coefficients(node: fx.Node) -> tuple[int | None, ...]:
-    """For each dim of ``node``'s tensor: ``c`` where its size is ``c`` times the batch, ``None`` where it is fixed."""
+    """Return for each dim of ``node``'s tensor: ``c`` where its size is ``c`` times the batch, ``None`` where it is fixed."""
     known = node.meta.get("batch_coefficients")
     if known is not None:
         return tuple(known)
@@ -322,7 +330,11 @@ def batch_coefficients(node: fx.Node) -> tuple[int | None, ...]:
 
 
 def size_coefficient(size: Any) -> int | None:
-    """``c`` for a size that is ``c * batch``; ``None`` for a fixed one."""
+    """Return ``c`` for a size that is ``c * batch``; ``None`` for a fixed one.
+
+    Raises:
+        GraphparError: the size depends on the batch in another way.
+    """
     if isinstance(size, int) and not isinstance(size, torch.SymInt):
         return None
     expression = size.node.expr
@@ -339,7 +351,7 @@ def size_coefficient(size: Any) -> int | None:
 
 
 def concrete_shape(node: fx.Node, batch: int) -> tuple[int, ...]:
-    """The shape of ``node``'s tensor for a batch of ``batch`` rows."""
+    """Return the shape of ``node``'s tensor for a batch of ``batch`` rows."""
     value = value_of(node)
     assert isinstance(value, Tensor)
     return tuple(
@@ -350,31 +362,19 @@ def concrete_shape(node: fx.Node, batch: int) -> tuple[int, ...]:
 
 FUNCTION_OPERATORS = "graphpar_functions"
 """Namespace of the operators that stand for custom autograd functions."""
-_OF_TORCH = frozenset(
-    (
-        "aten",
-        "prims",
-        "prim",
-        "quantized",
-        "mkldnn",
-        "sparse",
-        "inductor",
-        "higher_order",
-        "c10d",
-        "_c10d_functional",
-        "c10d_functional",
-    )
-    + ("_dtensor", "dist_inductor", "pipelining", "pippy", "profiler")
-)
+_OF_TORCH = frozenset((
+    "aten", "prims", "prim", "quantized", "mkldnn", "sparse", "inductor", "higher_order", "c10d", "_c10d_functional", "c10d_functional",
+    "_dtensor", "dist_inductor", "pipelining", "pippy", "profiler",
+))  # fmt: skip
 
 
 def is_of_torch(target: Any) -> bool:
-    """Whether ``target`` is an operator of torch's, and none of a user's or of another library."""
+    """Whether ``target`` is an operator of torch, not of the user or of another library."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace in _OF_TORCH
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator without its overload: ``linear``, ``mylib::op``, ``Scaled.apply``; for a block ``call_module``."""
+    """Return the operator without its overload: ``linear``, ``mylib::op``, ``Scaled.apply``; for a block ``call_module``."""
     if node.op != "call_function":
         return node.op
     if isinstance(node.target, torch._ops.OpOverload):

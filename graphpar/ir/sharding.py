@@ -21,20 +21,25 @@ Types = tuple[Type, ...]
 
 @dataclass(frozen=True)
 class Decision:
-    """How one operator runs: types of its tensor operands and results, and how it is rewritten, on each axis."""
+    """How one operator is sharded: the types of its tensor operands and results, and its rewrite, on each axis."""
 
     operands: tuple[Types, ...]
     results: tuple[Types, ...]
     rewrites: tuple[str, ...]
 
     def to_json(self) -> str:
-        """``R, S(0) -> S(2)``; axes are separated by ``|``, rewritings follow a ``;``."""
+        """Write ``R, S(0) -> S(2)``; axes are separated by ``|``, rewrites follow a ``;``."""
         sides = [", ".join("|".join(map(str, types)) for types in side) for side in (self.operands, self.results)]
         rewrites = "|".join(self.rewrites)
         return f"{sides[0]} -> {sides[1]}".strip() + (f" ; {rewrites}" if rewrites.strip("|") else "")
 
     @staticmethod
     def from_json(text: str, axes: int) -> Decision:
+        """Read what :meth:`to_json` wrote, for a sharding of ``axes`` axes.
+
+        Raises:
+            GraphparError: the text is no decision.
+        """
         body, _, rewrites = text.partition(" ; ")
         left, arrow, right = body.partition("->")
         try:
@@ -65,22 +70,25 @@ class Point:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Decisions by scope ("" is the root, else a block's name) and key (:mod:`graphpar.passes.sharding.keys`); types of parameters by
-    name, on each axis."""
+    """How every operator and parameter is sharded.
+
+    ``decisions``: by scope ("" is the root, else a block's name) and key (:mod:`graphpar.passes.sharding.keys`). ``parameters``: types
+    by name, on each axis.
+    """
 
     degrees: Mapping[str, int] = field(default_factory=dict)
     decisions: Mapping[str, Mapping[str, Decision]] = field(default_factory=dict)
     parameters: Mapping[str, Mapping[str, Type]] = field(default_factory=dict)
-    variants: Mapping[str, str] = field(default_factory=dict)  # block instances with a definition of their own
+    variants: Mapping[str, str] = field(default_factory=dict)  # block instances that are sharded unlike the others
     points: tuple[Point, ...] = ()
     cost: Mapping[str, float] = field(default_factory=dict)  # seconds of a microbatch as it was solved for, by part
     gap: float = 0.0
     undivided: tuple[str, ...] = ()  # warnings: work that every rank of an axis does
-    discovered: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # operators whose rules were found by running them
+    # Rules that were found by running operators.
+    discovered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """Convert to plain data, without ``parameters``."""
         discovered = {operator: list(rules) for operator, rules in self.discovered.items()}
         return {
             "axes": dict(self.degrees),
@@ -98,6 +106,7 @@ class Sharding:
 
     @staticmethod
     def from_json(data: Mapping[str, Any], parameters: Mapping[str, Mapping[str, Type]]) -> Sharding:
+        """Read what :meth:`to_json` returned, with the types of ``parameters``."""
         degrees = {axis: int(degree) for axis, degree in data["axes"].items()}
         return Sharding(
             degrees,

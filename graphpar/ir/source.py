@@ -20,8 +20,7 @@ _LIBRARY = tuple(
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a statement assigns: ``names``, the operators that its expression calls, and where it is written element by element
-    those of each.
+    """What a statement assigns: ``names``, and the operators that its expression calls; of a tuple those of each element.
 
     ``cos, sin = x.cos(), x.sin()`` has the names ``("cos", "sin")``, made of ``({"cos"}, {"sin"})``.
     """
@@ -31,9 +30,9 @@ class Assignment:
     made_of: tuple[frozenset[str], ...] = ()
 
     def name(self, position: int = 0, operator: str = "") -> str | None:
-        """The variable that holds the value at ``position`` of the result, or what ``operator`` makes; None for neither.
+        """Return the variable that holds the value at ``position`` of the result, or what ``operator`` makes; None if there is none.
 
-        Of a statement with an expression for each variable only an operator that stands in a single one says which it makes.
+        Where each variable has its own expression, ``operator`` decides if it is in only one of them.
         """
         usable = [name for name in self.names if name.isidentifier() and name != "_"]
         if self.made_of:
@@ -46,7 +45,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Source:
-    """A line of the user's code: file name (without folders), line, what it assigns, and the lines that called it."""
+    """A line of user code: file name (without folders), line, what it assigns, and the lines that called it."""
 
     file: str
     line: int
@@ -60,17 +59,17 @@ class Source:
 
 
 def _is_library(path: str) -> bool:
-    """Whether a file is torch's or ours. By folder, not by name: a user's folder may well be called ``torch``."""
+    """Whether a file belongs to torch or graphpar. By folder, not by name: a user's folder may be called ``torch``."""
     return path.startswith(_LIBRARY)
 
 
 def user_line(error: BaseException) -> str:
-    """``file.py:12``: the innermost line of the user's on the way to where ``error`` was raised; empty where there is none."""
+    """Return ``file.py:12``, the user's innermost line on the way to where ``error`` was raised; empty if there is none."""
     return _innermost(traceback.extract_tb(error.__traceback__))
 
 
 def stack_line() -> str:
-    """``file.py:12``: the innermost line of the user's that is running now; empty where there is none."""
+    """Return ``file.py:12``, the user's innermost line that is running now; empty if there is none."""
     return _innermost(traceback.extract_stack())
 
 
@@ -81,7 +80,7 @@ def _innermost(stack: traceback.StackSummary) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def source_of(stack_trace: str) -> Source | None:
-    """The innermost frame of ``stack_trace`` that is not torch's own."""
+    """Find the user's innermost line in torch's ``stack_trace``; None if there is none."""
     frames = [(path, int(line)) for path, line, _ in _FRAME.findall(stack_trace)]
     own = [(path, line) for path, line in frames if not path.startswith("<") and not _is_library(path)]
     if not own:
@@ -93,7 +92,7 @@ def source_of(stack_trace: str) -> Source | None:
 
 @functools.lru_cache(maxsize=16384)
 def assignment(path: str, line: int) -> Assignment:
-    """What the statement at ``path:line`` assigns; nothing for any other statement."""
+    """Read what the statement at ``path:line`` assigns; an empty ``Assignment`` for any other statement."""
     statement = _statements(path).get(line)
     if statement is None:
         return Assignment()
@@ -116,7 +115,7 @@ def _name(target: ast.expr) -> str:
 _SYMBOLS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.MatMult: "matmul", ast.Pow: "pow",
             ast.USub: "neg", ast.Mod: "remainder", ast.FloorDiv: "floor_divide", ast.BitAnd: "__and__", ast.BitOr: "__or__",
             ast.Invert: "bitwise_not"}  # fmt: skip
-"""Names in ATen of Python's own operators."""
+"""The ATen names of Python's operators."""
 
 
 def _operators(expression: ast.expr) -> frozenset[str]:
@@ -148,7 +147,7 @@ def _statements(path: str) -> dict[int, ast.Assign | ast.AugAssign | ast.AnnAssi
 
 
 def variable_name(source: Source | None, position: int = 0, operator: str = "") -> str | None:
-    """The name that the user's code gives to what ``operator`` made at ``source``: that of the innermost statement with one.
+    """Find the name that the user's code gives to what ``operator`` made at ``source``, in the innermost statement with one.
 
     Args:
         position: which of several results it is (``q, k, v = ...``).

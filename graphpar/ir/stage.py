@@ -1,4 +1,4 @@
-"""Stages: the graphs that a program is cut into, and what crosses between them."""
+"""Stages: the graphs that a program is split into, and the tensors that are sent between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Boundary:
 
 @dataclass
 class Stage:
-    """One stage: its graph (placeholders: received values, then inputs, then counts) and what belongs to it."""
+    """One stage: its graph (placeholders: received values, then inputs, then loss denominators) and what belongs to it."""
 
     index: int
     graph: fx.Graph

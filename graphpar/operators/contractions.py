@@ -1,4 +1,4 @@
-"""Work as products of matrices: how many of [m, k] by [k, n] an operator's are, from the factors of its rule.
+"""Count an operator's work as products of matrices [m, k] and [k, n], from the factors of its rule.
 
 einsum("bij,bjk->bik")       b products   m = i   n = k   k = j            2 b i j k flops
 einsum("ij,jk,kl->il")       two, from the left to the right
@@ -7,6 +7,8 @@ conv2d                       a product a group, as the columns of im2col give it
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +35,7 @@ class Size:
     __rmul__ = __mul__
 
     def at(self, batch: int) -> float:
-        """The number for a batch of ``batch`` rows."""
+        """Return the number for a batch of ``batch`` rows."""
         return float(self.number * float(batch) ** self.power)
 
 
@@ -43,18 +45,17 @@ Sizes = Callable[[fx.Node], Sequence[Size]]
 
 
 def product_of(sizes: Iterable[Size]) -> Size:
-    """The product; 1 of none."""
-    found = ONE
-    for size in sizes:
-        found = found * size
-    return found
+    """Multiply sizes; 1 for none."""
+    return functools.reduce(operator.mul, sizes, ONE)
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """As many products as ``count`` of [m, k] and [k, n]. ``left`` and ``right``: the operands that each side is made of.
+    """``count`` products of [m, k] and [k, n].
 
-    ``shared``: one matrix is applied to all rows, so its gradient is of no one example.
+    Attributes:
+        left, right: the operands that each side is made of.
+        shared: one matrix is applied to all rows, so that its gradient is a sum over the examples.
     """
 
     left: tuple[fx.Node, ...]
@@ -67,12 +68,12 @@ class Matrices:
 
     @property
     def flops(self) -> Size:
-        """A multiplication and an addition for each product of two elements."""
+        """Count 2: a multiplication and an addition, for each product of two elements."""
         return 2.0 * product_of((self.count, self.m, self.n, self.k))
 
 
 def matrices(node: fx.Node, sizes: Sizes) -> list[Matrices]:
-    """The products of matrices that an operator is, in order; none for attention, and for what multiplies no matrices."""
+    """List the products of matrices that an operator computes, in order; none for attention and for other kinds of operators."""
     record = record_of(node)
     if record.kind is Kind.CONVOLUTION:
         return [_convolution(node, sizes)]
@@ -86,7 +87,7 @@ def matrices(node: fx.Node, sizes: Sizes) -> list[Matrices]:
         return []
     taken = [place for place in range(len(operands)) if place != record.bias]
     if rule.fixed and not rule.linear:
-        return []  # one of a kind: no factor says what is summed
+        return []  # no factor says what is summed
     return _contracted([operands[i] for i in taken], [rule.operands[i] for i in taken], set(rule.results[0]), sizes)
 
 
@@ -121,7 +122,7 @@ def _contracted(
 
 
 def _convolution(node: fx.Node, sizes: Sizes) -> Matrices:
-    """Each group of channels: places of the result (transposed: of the operand) by the kernel's."""
+    """For each group of channels: positions of the result (transposed: of the operand) by those of the kernel."""
     x, weight = operands_of(node)[:2]
     groups = int(literal(node, "groups", default=1))
     kernel = list(sizes(weight))
@@ -135,7 +136,7 @@ def _convolution(node: fx.Node, sizes: Sizes) -> Matrices:
 
 
 def _grouped(node: fx.Node, sizes: Sizes) -> Matrices:
-    """Rows are taken to be spread evenly over the groups."""
+    """Assumes that rows are spread evenly over the groups."""
     x, weight = operands_of(node)[:2]
     a, b, out = sizes(x), sizes(weight), sizes(node)
     if value_of(x).ndim == 2 and value_of(weight).ndim == 3:

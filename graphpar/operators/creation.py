@@ -1,24 +1,24 @@
-"""Operators that make tensors and numbers of none, and those that give nothing."""
+"""Operators that make tensors and numbers from no tensor, and those that return nothing."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from graphpar.operators import spelling as write
-from graphpar.operators.moves import uncut
-from graphpar.operators.placement import Context, Placement, can_cut, operands_of, results_of, sizes_of
+from graphpar.operators.moves import unsharded
+from graphpar.operators.placement import Context, Placement, can_shard, operands_of, results_of, sizes_of
 from graphpar.operators.record import Kind, Record, each
 from graphpar.runtime.layout import R, Shard
 
 
 def fresh(node: fx.Node, context: Context) -> list[Placement]:
-    """new_zeros and its kin: the operand gives dtype and device alone."""
+    """new_zeros and its like: the operand gives dtype and device only."""
     (source,) = operands_of(node)
     shards = [Shard(dim) for dim, size in enumerate(sizes_of(source)) if not size[1]] + list(context.known(source, 0))
     return [
         Placement((shard,), tuple(R for _ in results_of(node)))
         for shard in dict.fromkeys(shards)
-        if can_cut(sizes_of(source)[shard.dim], shard, context.degree, padded=True)
+        if can_shard(sizes_of(source)[shard.dim], shard, context.degree, padded=True)
     ]
 
 
@@ -36,7 +36,7 @@ RECORDS: dict[str, Record] = {
         Record(Kind.FACTORY, placements=fresh, spelling=write.METHOD),
     ),
     "new_empty": Record(Kind.FACTORY, placements=fresh),
-    **each("bernoulli multinomial", Record(Kind.RANDOM, uncut)),
+    **each("bernoulli multinomial", Record(Kind.RANDOM, unsharded)),
     # numbers
     "sym_size": Record(Kind.NUMBER, spelling=(write.size,)),
     "sym_float": Record(Kind.NUMBER, spelling=(write.renamed("float"),)),

@@ -1,9 +1,9 @@
-"""An operator without a rule is tried: run on small random tensors, whole and cut, which dims go together?
+"""Find the rule of an operator that has none by running it on small random tensors, whole and sharded.
 
-    mylib::scaled(x [b, s, d], w [d])     cut b: same rows     cut d of both: same columns     so its rule is "b s d, d -> b s d"
+    mylib::scaled(x [b, s, d], w [d])     shard b: same rows     shard d of both: same columns     so its rule is "b s d, d -> b s d"
 
-What passes forward and backward, on several shapes, cut evenly and by unequal parts, becomes the operator's rule. What fails, or
-can't be run, stays whole. Trials run in a copy of the process. The same operator on the same sizes always gives the same rule.
+A sharding that holds forward and backward, on several shapes, in even and in unequal parts, enters the operator's rule. What fails
+or can't be run is not sharded. Trials run in a forked process. The same operator on the same sizes always gives the same rule.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from graphpar.ir.program import concrete_shape, is_of_torch, operator_name, valu
 from graphpar.operators.notation import Factors, Rule
 from graphpar.operators.placement import Placement, Size, operands_of, sizes_of, sums
 from graphpar.operators.prove import Call, Trial, node_of
-from graphpar.runtime.layout import P, R, Shard, Type, cut
+from graphpar.runtime.layout import P, R, Shard, Type, shard_of
 
 _SMALL = ((6, 10, 14, 18, 22, 26, 30), (10, 6, 18, 14, 26, 22, 34), (4, 12, 8, 20, 16, 28, 24))
-"""Sizes that the operator's own are replaced by, in three trials: their halves are odd in two."""
+"""The sizes used in place of the operator's, for three trials; in two of them their halves are odd."""
 _LARGEST, _MOST, _BATCH, _LONGEST_S = 1 << 18, 400, 4, 60.0
-_Cut = tuple[int | None, ...]  # for each operand the dim that is cut
+_Dims = tuple[int | None, ...]  # for each operand (or result) the dim that is sharded
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """What trying an operator gave; ``rule`` is None where nothing could be cut."""
+    """The outcome of trying an operator; ``rule`` is None where nothing could be sharded."""
 
     operator: str
     rule: Rule | None
@@ -45,11 +45,11 @@ class Discovery:
 
 
 _FOUND: dict[Any, Discovery] = {}
-"""By operator, sizes and literals, which decide the outcome: what another program found is what this one would."""
+"""By operator, sizes and literals. They decide the outcome, so programs share it."""
 
 
 def discovered(nodes: Iterable[fx.Node]) -> dict[str, tuple[str, ...]]:
-    """The rules that were found for operators among ``nodes``, by name; none where nothing of an operator can be cut."""
+    """List the rules found for operators among ``nodes``, by name; an empty list where nothing of an operator can be sharded."""
     found: dict[str, dict[str, None]] = {}
     for node in nodes:
         if _can_be_tried(node) and (known := _FOUND.get(_key(node))) is not None:
@@ -58,7 +58,7 @@ def discovered(nodes: Iterable[fx.Node]) -> dict[str, tuple[str, ...]]:
 
 
 def discover(node: fx.Node) -> Rule | None:
-    """The rule of an operator, found by running it; None where nothing is proven."""
+    """Find the rule of an operator by running it; None where nothing is proven."""
     if not _can_be_tried(node):
         return None
     key = _key(node)
@@ -70,7 +70,7 @@ def discover(node: fx.Node) -> Rule | None:
 
 
 def sums_gradients(node: fx.Node) -> bool:
-    """Whether the operator may be given a summand of its results' gradients: a user's own backward may clip or round them."""
+    """Whether the backward is linear, so that ranks may run it on partial gradients: a user's backward may clip or round them."""
     if not isinstance(node.target, torch._ops.OpOverload) or is_of_torch(node.target):
         return True
     discover(node)
@@ -101,7 +101,7 @@ _Outcome = tuple[Rule | None, bool]
 
 
 def _isolated(work: Callable[[], _Outcome | None]) -> _Outcome | None:
-    """``work`` in a copy of this process: an operator that does not check its shapes may end it."""
+    """Run ``work`` in a fork of this process: an operator that does not check its shapes may crash."""
     if not sys.platform.startswith("linux"):
         return work()
     copies = multiprocessing.get_context("fork")
@@ -111,7 +111,7 @@ def _isolated(work: Callable[[], _Outcome | None]) -> _Outcome | None:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        faulthandler.disable()  # it may have been told of another place to write to
+        faulthandler.disable()  # it may write to another file than stderr
         torch.set_num_threads(1)  # threads don't survive the copy
         sender.send(work())
 
@@ -149,7 +149,7 @@ def _summands(trial: Trial) -> Placement:
 
 
 def _trial(node: fx.Node, sizes: Mapping[Size, int] | None, double: bool, seed: int) -> Trial | None:
-    """The operator on random tensors, with its sizes replaced; None where it does not run."""
+    """Run the operator on random tensors, with its sizes replaced; None where it fails."""
     operands = operands_of(node)
     shapes = [concrete_shape(o, _BATCH) if sizes is None else [sizes[size] for size in sizes_of(o)] for o in operands]
     if sum(math.prod(shape) for shape in shapes) > _LARGEST:
@@ -190,7 +190,7 @@ def _scaled(node: fx.Node, seed: int) -> Mapping[Size, int] | None:
 
 
 def _original(node: fx.Node, seed: int) -> None:
-    """The operator's own sizes: what it reads from its literals may fit no others."""
+    """Keep the operator's sizes: its literals may fit no others."""
 
 
 # ---- from trials to a rule -------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def _original(node: fx.Node, seed: int) -> None:
 
 def _rule(trials: Sequence[Trial]) -> Rule | None:
     values, results = trials[0].values, trials[0].results
-    factors: list[tuple[_Cut, tuple[int | None, ...]]] = []
+    factors: list[tuple[_Dims, _Dims]] = []
     taken: set[tuple[int, int]] = set()
     for dims in itertools.islice(_candidates(trials), _MOST):
         places = {(operand, dim) for operand, dim in enumerate(dims) if dim is not None}
@@ -226,8 +226,8 @@ def _frozen(rows: Sequence[Sequence[str]]) -> tuple[Factors, ...]:
     return tuple(tuple(row) for row in rows)
 
 
-def _candidates(trials: Sequence[Trial]) -> Iterator[_Cut]:
-    """Dims of equal size, one an operand, that might be one factor; those of fewest operands first."""
+def _candidates(trials: Sequence[Trial]) -> Iterator[_Dims]:
+    """Choose dims of equal size, at most one of each operand, that might be one factor; those of fewest operands first."""
     shapes = [[tuple(value.shape) for value in trial.values] for trial in trials]
     options = [[None, *range(len(shape))] for shape in shapes[0]]
     found = []
@@ -240,8 +240,8 @@ def _candidates(trials: Sequence[Trial]) -> Iterator[_Cut]:
     )
 
 
-def _holds(trials: Sequence[Trial], dims: _Cut) -> tuple[int | None, ...] | None:
-    """The dim of each result that is cut (None: it is partial) if these operands' dims can be cut."""
+def _holds(trials: Sequence[Trial], dims: _Dims) -> _Dims | None:
+    """Find the dim of each result that is sharded (None: it is partial) when operands are sharded on ``dims``; None if they can't be."""
     made = _shapes_of_pieces(trials[0], dims)
     if made is None:
         return None
@@ -260,9 +260,9 @@ def _holds(trials: Sequence[Trial], dims: _Cut) -> tuple[int | None, ...] | None
     return made
 
 
-def _shapes_of_pieces(trial: Trial, dims: _Cut) -> tuple[int | None, ...] | None:
-    """Which dim of each result shrinks where the operands are halved."""
-    pieces = [v if dim is None else cut(v, Shard(dim), 2, 0) for v, dim in zip(trial.values, dims)]
+def _shapes_of_pieces(trial: Trial, dims: _Dims) -> _Dims | None:
+    """Find which dim of each result shrinks when the operands are halved."""
+    pieces = [v if dim is None else shard_of(v, Shard(dim), 2, 0) for v, dim in zip(trial.values, dims)]
     try:
         results = trial.run(pieces)
     except Exception:
@@ -292,8 +292,7 @@ def _is_linear(trials: Sequence[Trial], group: frozenset[int]) -> bool:
     for trial in trials:
         before = tuple(P if index in group else R for index in range(len(trial.values)))
         claim = Placement(before, (P,) * len(trial.results))
-        if any(
-            trial.problem(claim, degree) for degree in (2, 3, 4) * 3
-        ):  # |x| is linear where all summands have one sign
+        # Several times, since |x| is linear where all summands have one sign.
+        if any(trial.problem(claim, degree) for degree in (2, 3, 4) * 3):
             return False
     return True

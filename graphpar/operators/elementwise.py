@@ -1,4 +1,4 @@
-"""Pointwise operators: any dim can be cut, broadcast dims of size 1 stay whole, and linear ones carry partial sums through."""
+"""Pointwise operators: any dim can be sharded, broadcast dims of size 1 stay whole, and linear ones carry partial sums through."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
-from graphpar.operators.notation import Factors, Rule
+from graphpar.operators.notation import Factors, Rule, labelled
 from graphpar.operators.placement import (
     Context,
     Placement,
@@ -26,12 +26,12 @@ from graphpar.operators.record import EACH, FIRST, TOGETHER, Kind, Reads, Record
 
 
 def elementwise(node: fx.Node) -> Rule | None:
-    """The rule of a pointwise operator; None where it gives no tensor."""
+    """Return the rule of a pointwise operator; None where it gives no tensor."""
     name, info = operator_name(node), RECORDS.get(operator_name(node), PLAIN)
     if not isinstance(value_of(node), Tensor):
         return None
     result = sizes_of(node)
-    labels = tuple(f"d{dim}" for dim in range(len(result)))
+    labels = labelled(len(result))
     operands = [aligned(sizes_of(operand), result, labels) for operand in operands_of(node)]
     if name in ("type_as", "to") and len(operands) > 1:  # the second gives its dtype alone
         operands[1] = tuple(f"like{dim}" for dim in range(len(sizes_of(operands_of(node)[1]))))
@@ -46,7 +46,7 @@ def elementwise(node: fx.Node) -> Rule | None:
 
 
 def aligned(sizes: tuple[Size, ...], result: tuple[Size, ...], labels: Factors) -> Factors:
-    """An operand's labels: the result's, from the right; 1 where it is broadcast."""
+    """Return an operand's labels: those of the result, from the right; 1 where it is broadcast."""
     offset = len(result) - len(sizes)
     return tuple(
         labels[offset + dim] if size == result[offset + dim] and size != (1, 0) else "1"
@@ -69,14 +69,15 @@ def _linear(node: fx.Node, info: Record, operands: int) -> tuple[frozenset[int],
 
 
 def _dropout(node: fx.Node) -> Rule | None:
-    """``random_streams.dropout(x, p, keys [b], batch_dim)``: every element knows its place in the whole tensor; torch's own has no keys.
+    """``random_streams.dropout(x, p, keys [b], batch_dim)``; torch's dropout has no keys.
 
-    Linear, but ``spmd_types`` can't know that of a ``where``; and masks of whole tensors are dearer than those of pieces.
+    It is linear, but the rule does not say so: ``spmd_types`` can't know that of a ``where``, and partial sums would need masks of
+    whole tensors, which cost more than those of shards.
     """
     if isinstance(node.target, torch._ops.OpOverload):
         return elementwise(node)
     rank = value_of(node).ndim
-    labels = tuple(f"d{dim}" for dim in range(rank))
+    labels = labelled(rank)
     batch_dim = int(literal(node, "batch_dim", 3, 0)) % rank
     return Rule((labels, (labels[batch_dim],)), (labels,), padded=frozenset(labels))
 
@@ -89,7 +90,7 @@ def pointwise_loss(node: fx.Node, free: bool = False) -> Rule:
         max((sizes[dim - rank + len(sizes)] for sizes in operands if dim >= rank - len(sizes)), key=_extent)
         for dim in range(rank)
     )
-    labels = tuple(f"d{dim}" for dim in range(rank))
+    labels = labelled(rank)
     rows = tuple(aligned(sizes, whole, labels) for sizes in operands)
     reduction = literal(node, "reduction")
     if reduction == 0:
@@ -99,7 +100,7 @@ def pointwise_loss(node: fx.Node, free: bool = False) -> Rule:
 
 
 def averaged_loss(node: fx.Node, context: Context) -> list[Placement]:
-    """A mean is the mean of pieces of one size."""
+    """A mean is the mean over equal shards."""
     mean = literal(node, "reduction") == 1
     found = from_rule(node, pointwise_loss(node, free=True), context)
     return averaged(found, "mean_of_pieces") if mean else found
@@ -113,7 +114,7 @@ def _extent(size: Size) -> tuple[int, int]:
 
 
 def pointwise(*spelling: write.Spelling, **facts: Any) -> Record:
-    """The record of a pointwise operator."""
+    """Make the record of a pointwise operator."""
     return Record(Kind.POINTWISE, elementwise, spelling=spelling, **facts)
 
 
@@ -127,7 +128,7 @@ def _error(function: str, keywords: str = "", functions: bool = False) -> Record
 
 _LOSS = Record(Kind.LOSS, pointwise_loss, averaged_loss)
 PLAIN = Record(Kind.POINTWISE, elementwise)
-"""Of what torch says is pointwise, and no record knows more of."""
+"""The record of pointwise operators of which no more is known."""
 _SUM: dict[str, Any] = {"linear": TOGETHER, "adds": True, "tame": True, "saves": Reads.NOTHING, "passes": True}
 _COPY = Record(Kind.COPY, elementwise, linear=FIRST, tame=True)
 _ALIAS = Record(Kind.ALIAS, elementwise, linear=FIRST, tame=True)
@@ -145,7 +146,7 @@ RECORDS: dict[str, Record] = {
     "divide": pointwise(linear=FIRST, neutral=1),
     "floor_divide": pointwise(write.infix("//", write.PRODUCT), saves=Reads.NOTHING),
     "remainder": pointwise(write.infix("%", write.PRODUCT)),
-    "neg": pointwise(write.negative, linear=FIRST, tame=True, saves=Reads.NOTHING),
+    "neg": pointwise(write.prefix("-"), linear=FIRST, tame=True, saves=Reads.NOTHING),
     "negative": pointwise(linear=FIRST, saves=Reads.NOTHING),
     "pow": pointwise(write.power, write.method),
     # comparisons and bits
@@ -161,8 +162,8 @@ RECORDS: dict[str, Record] = {
     **each("__xor__ bitwise_xor", pointwise(write.infix("^", write.XOR))),
     **each("__lshift__ bitwise_left_shift", pointwise(write.infix("<<", write.SHIFT))),
     **each("__rshift__ bitwise_right_shift", pointwise(write.infix(">>", write.SHIFT))),
-    "__invert__": pointwise(write.inverted),
-    "bitwise_not": pointwise(write.inverted, write.method),
+    "__invert__": pointwise(write.prefix("~")),
+    "bitwise_not": pointwise(write.prefix("~"), write.method),
     **each("logical_and logical_or", pointwise(tame=True)),
     "logical_not": pointwise(write.method, tame=True),
     # functions

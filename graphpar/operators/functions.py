@@ -1,15 +1,16 @@
-"""Custom autograd functions as operators: a trace would go into ``forward`` and lose ``backward``.
+"""Trace custom autograd functions as operators: a plain trace would go into ``forward`` and lose ``backward``.
 
     Scaled.apply(x, 2.0) ──while tracing──► graphpar_functions::Scaled.0(x, 2.0)     one operator in the graph, with its backward
                          ◄──emitted code──                                            Scaled.apply(x, 2.0), as the user wrote it
 
-The operator's forward is the class's own. So is its backward: it applies the class again to detached operands and asks torch for
-their gradients. That costs a second forward, but only where graphpar itself runs the operator (in trials of how it can be cut);
-and it keeps everything that a class may say through its ``ctx``, whatever torch stores there.
+The operator runs the class's forward. Its backward applies the class again to detached operands and asks torch for their
+gradients, which keeps everything that a class may store in its ``ctx``. That costs a second forward, but only where graphpar
+itself runs the operator (in trials of how it can be sharded).
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphpar.errors import GraphparError
-from graphpar.ir.program import FUNCTION_OPERATORS
+from graphpar.ir.program import FUNCTION_OPERATORS, memory_of
 
 _INSTEAD = (
     "Or register it as an operator: torch.library.custom_op for the forward, and register_autograd for the backward."
@@ -35,8 +36,9 @@ class FunctionOperator:
     """An ``autograd.Function`` as an operator, for one kind of arguments.
 
     Attributes:
-        kinds: of each argument, its type in the operator's schema.
-        tuples: positions of arguments that are tuples (schemas know lists only).
+        kinds: the type of each argument in the operator's schema.
+        tuples: positions of arguments that are tuples (schemas have lists only).
+        results: how many tensors it returns.
         alone: the class returns a tuple of one tensor.
     """
 
@@ -47,25 +49,28 @@ class FunctionOperator:
     alone: bool
 
     def given(self, arguments: Sequence[Any]) -> list[Any]:
-        """The arguments as the class takes them."""
+        """Convert the operator's arguments to those of the class."""
         return [tuple(item) if index in self.tuples else item for index, item in enumerate(arguments)]
 
     def run(self, *arguments: Any) -> Any:
+        """Run the forward: the operator's implementation."""
         made = plain_apply(self.function, *self.given(arguments))
         results = made if isinstance(made, tuple) else (made,)
-        memory = {_memory(item) for item in arguments if isinstance(item, Tensor)}
+        memory = {memory_of(item) for item in arguments if isinstance(item, Tensor)}
         own = []
         for result in results:  # an operator's results share no memory, a function's may: x.view_as(x)
-            own.append(result.clone() if _memory(result) in memory else result)
-            memory.add(_memory(own[-1]))
+            own.append(result.clone() if memory_of(result) in memory else result)
+            memory.add(memory_of(own[-1]))
         return own[0] if self.results == 1 else tuple(own)
 
     def remember(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        """Save the inputs for the backward: the operator's ``setup_context``."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(item for item in inputs if isinstance(item, Tensor)))
         ctx.others = [None if isinstance(item, Tensor) else item for item in inputs]
 
     def backward(self, ctx: Any, *gradients: Tensor | None) -> Any:
+        """Compute the gradients of the inputs by applying the class again."""
         saved = iter(ctx.saved_tensors)
         arguments = [next(saved) if kind == "Tensor" else item for kind, item in zip(self.kinds, ctx.others)]
         wanted = [index for index, needed in enumerate(ctx.needs_input_grad) if needed]
@@ -86,39 +91,41 @@ class FunctionOperator:
 
 
 OPERATORS: dict[Any, FunctionOperator] = {}
-"""Overload -> the function that it stands for."""
+"""By the operator's overload: the function that it stands for."""
 _targets: dict[FunctionOperator, Any] = {}
 _library = torch.library.Library(FUNCTION_OPERATORS, "FRAGMENT")
 
 
 def plain_apply(function: type, *arguments: Any, **options: Any) -> Any:
-    """``function.apply`` as torch has it, whatever stands in its place while a model is traced."""
+    """Call torch's own ``function.apply``, which is replaced while a model is traced."""
     return torch._C._FunctionBase.__dict__["apply"].__get__(None, function)(*arguments, **options)
 
 
 def function_name(function: type) -> str:
+    """Return ``module.Class``."""
     return f"{function.__module__}.{function.__qualname__}"
 
 
 def names_of(function: type) -> tuple[str, ...]:
-    """The names under which a rule of ``function`` may be registered: of a model's file its own name, too."""
+    """List the names under which a rule of ``function`` may be registered: for a model file also by the file's name."""
     stem = Path(getattr(sys.modules.get(function.__module__), "__file__", None) or "").stem
     return (function_name(function), *((f"{stem}.{function.__qualname__}",) if stem else ()))
 
 
 def refusal(function: type, why: str, advice: str = "") -> GraphparError:
+    """Make the error for a custom function that can't be an operator."""
     return GraphparError(f"The custom autograd.Function {function_name(function)} {why}. {advice}{_INSTEAD}")
 
 
 def opaque_apply(function: type, arguments: Sequence[Any]) -> Any:
-    """What ``function.apply(*arguments)`` gives, as one operator of the trace."""
+    """Call ``function.apply(*arguments)`` as one operator of the trace."""
     kinds = tuple(_kind(function, index, item) for index, item in enumerate(arguments))
     results, differentiable, alone = _tried(function, arguments)
     tuples = tuple(index for index, item in enumerate(arguments) if isinstance(item, tuple))
     target = _operator(FunctionOperator(function, kinds, tuples, results, alone))
     made = target(*arguments)
     parts = made if isinstance(made, tuple) else (made,)
-    # What the class marks as non-differentiable, or gives as integers, carries no gradient on in the graph either.
+    # Results that the class marks as non-differentiable, and integers, carry no gradient in the graph either.
     kept = [p if d or not p.is_floating_point() else p.detach() for p, d in zip(parts, differentiable)]
     return kept[0] if results == 1 and not alone else tuple(kept)
 
@@ -160,11 +167,7 @@ def _kind(function: type, index: int, item: Any) -> str:
         kinds = {_KINDS.get(type(part)) for part in item}
         if not kinds or (len(kinds) == 1 and kinds <= {"SymInt", "float", "bool", "str"}):
             return f"{(kinds or {'SymInt'}).pop()}[]"
-    what = (
-        f"a {type(item).__name__}"
-        if not isinstance(item, list | tuple)
-        else f"a {type(item).__name__} of other things than numbers"
-    )
+    what = f"a {type(item).__name__}" + (" of other things than numbers" if isinstance(item, list | tuple) else "")
     raise refusal(
         function,
         f"is given {what} as its argument {index}, which emitted code can't write down",
@@ -172,15 +175,11 @@ def _kind(function: type, index: int, item: Any) -> str:
     )
 
 
-def _memory(tensor: Tensor) -> Any:
-    return torch._C._storage_id(tensor)  # type: ignore[attr-defined]
-
-
-# ---- what a function does, seen once ---------------------------------------------------------------------------
+# ---- a trial run of a function ---------------------------------------------------------------------------------
 
 
 class _Watched(TorchDispatchMode):
-    """Notices operators that draw random numbers."""
+    """Records operators that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,16 +197,12 @@ def _tried(function: type, arguments: Sequence[Any]) -> tuple[int, list[bool], b
     with _disable_current_modes(), torch.enable_grad():
         given = [_fresh(item) if isinstance(item, Tensor) else item for item in arguments]
         versions = [item._version for item in given if isinstance(item, Tensor)]
-        with _Watched() as watched:
-            if modes:
-                with modes[0]:
-                    made = plain_apply(function, *given)
-            else:
-                made = plain_apply(function, *given)
+        with _Watched() as watched, modes[0] if modes else contextlib.nullcontext():
+            made = plain_apply(function, *given)
         written = versions != [item._version for item in given if isinstance(item, Tensor)]
     results = made if isinstance(made, tuple) else (made,)
     if any(not isinstance(result, Tensor) for result in results) or not results:
-        raise refusal(function, "returns something else than tensors", "Return a tensor, or a tuple of tensors. ")
+        raise refusal(function, "returns something other than tensors", "Return a tensor, or a tuple of tensors. ")
     if written:
         raise refusal(function, "writes its argument in place (mark_dirty)", "Let it return a new tensor. ")
     if watched.random:
@@ -220,6 +215,6 @@ def _tried(function: type, arguments: Sequence[Any]) -> tuple[int, list[bool], b
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """A tensor like ``tensor`` that carries a gradient and is no leaf (which may not be written in place)."""
+    """A tensor like ``tensor`` that carries a gradient and is no leaf (a leaf may not be written in place)."""
     fresh = tensor.detach()
     return fresh.requires_grad_().clone() if fresh.is_floating_point() or fresh.is_complex() else fresh.clone()

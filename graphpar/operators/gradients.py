@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from graphpar.ir.program import Block, Helper, Program, operator_name
-from graphpar.operators.placement import results_of
+from graphpar.operators.placement import results_of, sums
 
 
 def block_results(graph: fx.Graph) -> list[fx.Node]:
-    """What a block returns."""
-    output = next(node for node in graph.nodes if node.op == "output")
-    returned = output.args[0]
-    return list(returned) if isinstance(returned, tuple | list) else [returned]  # type: ignore[list-item]
+    """List the values that a block returns."""
+    returned: Any = graph.output_node().args[0]
+    return list(returned) if isinstance(returned, tuple | list) else [returned]
 
 
 def differentiable_nodes(program: Program) -> set[fx.Node]:
-    """The values that a gradient flows through. One inside a block is among them if that is so in any call of it; of the root's
-    values each call has its own."""
+    """Find the values that a gradient flows through. One inside a block counts if it does in any call of the block."""
     found: set[fx.Node] = set()
     walked: dict[tuple[str, frozenset[int]], list[bool]] = {}
     for node in program.graph.nodes:
@@ -54,7 +54,7 @@ def _differentiable_inside(program: Program, block: Block, given: frozenset[int]
 
 
 def _has_gradients(node: fx.Node) -> bool:
-    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in results_of(node))
+    return any(sums(tensor) for tensor in results_of(node))
 
 
 def _differentiable(program: Program, node: fx.Node, prefix: str, found: set[fx.Node]) -> bool:

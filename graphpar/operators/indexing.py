@@ -1,10 +1,10 @@
-"""Picking and putting by index: dims that pass through can be cut, the dim that is looked up can't; where indices are cut, each
-rank picks its own (and what it adds to a shared tensor is partial).
+"""Reading and writing by index: the indexed dim can't be sharded, other dims can. Sharded indices: each rank reads its own; what it
+adds to a tensor is partial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,10 +13,10 @@ from torch import fx
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
-from graphpar.operators.moves import labelled, uncut
-from graphpar.operators.notation import Factors, Rule
+from graphpar.operators.moves import unsharded
+from graphpar.operators.notation import Factors, Rule, labelled
 from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, sizes_of
-from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.operators.record import FIRST, Kind, PlacementsOf, Reads, Record, each
 from graphpar.runtime.layout import P
 
 
@@ -28,7 +28,7 @@ def _common(sizes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 
 def _indexed(node: fx.Node) -> tuple[Factors, list[Factors], Factors] | None:
-    """(the tensor's, the indices', the result's) factors of ``x[i, :, j]``; None where a mask chooses."""
+    """The factors of tensor, indices and result of ``x[i, :, j]``; None for a boolean mask."""
     source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     rank = value_of(source).ndim  # type: ignore[arg-type]
     indices += [None] * (rank - len(indices))
@@ -49,14 +49,14 @@ def index(node: fx.Node) -> Rule:
     """x[i, :, j]: indices together, then the dims that pass through."""
     found = _indexed(node)
     if found is None:
-        return uncut(node)
+        return unsharded(node)
     own, picks, made = found
     fixed = frozenset(label for label in own if label.startswith("v"))
-    return Rule((own, *picks), (made,), fixed, linear=(frozenset({0}),), uneven=True)
+    return Rule((own, *picks), (made,), fixed, linear=FIRST, uneven=True)
 
 
 def index_put(node: fx.Node, context: Context) -> list[Placement]:
-    """x[i, :, j] = values: dims that pass through. Adding (``accumulate``) can be shared: each rank adds its values."""
+    """x[i, :, j] = values: dims that are not indexed; with ``accumulate`` the values, too: each rank adds its own."""
     found = _indexed(node)
     if found is None:
         return []
@@ -75,12 +75,12 @@ def index_put(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def gather(node: fx.Node) -> Rule:
-    """gather, take_along_dim: other dims where they go together; along the dim the indices are cut."""
+    """gather, take_along_dim: other dims where their sizes agree; on the indexed dim the indices can be sharded."""
     x, picks = operands_of(node)
     before, after = sizes_of(x), sizes_of(picks)
     given = literal(node, "dim")
     if given is None or not before or len(before) != len(after):
-        return uncut(node)
+        return unsharded(node)
     dim = int(given) % len(before)
     made = sizes_of(node)
     labels = labelled(len(before))
@@ -88,20 +88,15 @@ def gather(node: fx.Node) -> Rule:
     rows = tuple(label if size == made[i] else "1" for i, (label, size) in enumerate(zip(labels, after)))
     broken = {f"d{i}" for i, label in enumerate(own) if label.startswith("x")}
     fixed = frozenset({"v", *(label for label in own if label.startswith("x")), *broken})
-    return Rule((own, rows), (labels,), fixed, linear=(frozenset({0}),))
-
-
-def scatter(node: fx.Node, context: Context) -> list[Placement]:
-    """scatter, scatter_add, scatter_reduce: what is added can be shared out."""
-    return _shared(from_rule(node, scattered(node), context))
+    return Rule((own, rows), (labels,), fixed, linear=FIRST)
 
 
 def scattered(node: fx.Node) -> Rule:
-    """scatter, scatter_add, scatter_reduce: other dims where they go together."""
+    """scatter, scatter_add, scatter_reduce: other dims where their sizes agree."""
     operands = operands_of(node)
     sizes = [sizes_of(operand) for operand in operands]
     if not sizes[0]:
-        return uncut(node)
+        return unsharded(node)
     dim = int(literal(node, "dim")) % len(sizes[0])
     labels = labelled(len(sizes[0]))
     own = tuple("v" if i == dim else label for i, label in enumerate(labels))
@@ -114,8 +109,13 @@ def scattered(node: fx.Node) -> Rule:
     return Rule(rows, (own,), frozenset(fixed), linear=(everything,) if everything else ())
 
 
+def adding(rule: Callable[[fx.Node], Rule]) -> PlacementsOf:
+    """Make placements of ``rule`` for an operator that adds to its first operand: what is added can be sharded, too."""
+    return lambda node, context: _shared(from_rule(node, rule(node), context))
+
+
 def _shared(placements: list[Placement]) -> list[Placement]:
-    """Each rank adds its own to a tensor that must be partial as well: added once."""
+    """Where each rank adds its own values, the tensor they are added to must be partial, so that it counts once."""
     return [Placement((P, *p.operands[1:]), p.results) if p.results == (P,) and p.divides else p for p in placements]
 
 
@@ -124,16 +124,11 @@ def index_select(node: fx.Node) -> Rule:
     x, _ = operands_of(node)
     rank = value_of(x).ndim
     if rank == 0 or value_of(operands_of(node)[1]).ndim == 0:
-        return uncut(node)
+        return unsharded(node)
     dim = int(literal(node, "dim")) % rank
     labels = labelled(rank)
     own = tuple("v" if i == dim else label for i, label in enumerate(labels))
-    return Rule((own, (labels[dim],)), (labels,), frozenset({"v"}), linear=(frozenset({0}),))
-
-
-def index_add(node: fx.Node, context: Context) -> list[Placement]:
-    """index_add, index_copy, index_fill, index_reduce: what is added can be shared out."""
-    return _shared(from_rule(node, index_added(node), context))
+    return Rule((own, (labels[dim],)), (labels,), frozenset({"v"}), linear=FIRST)
 
 
 def index_added(node: fx.Node) -> Rule:
@@ -141,7 +136,7 @@ def index_added(node: fx.Node) -> Rule:
     operands = operands_of(node)
     rank = value_of(operands[0]).ndim
     if rank == 0 or value_of(operands[1]).ndim == 0:
-        return uncut(node)
+        return unsharded(node)
     name = operator_name(node)
     dim = int(literal(node, "dim")) % rank
     labels = labelled(rank)
@@ -153,11 +148,11 @@ def index_added(node: fx.Node) -> Rule:
 
 
 def one_hot(node: fx.Node) -> Rule:
-    """[...] -> [..., classes]; how many classes must be said."""
+    """[...] -> [..., classes], where the number of classes is given."""
     classes = literal(node, "num_classes")
     labels = labelled(value_of(operands_of(node)[0]).ndim)
     if not isinstance(classes, int) or classes < 0:
-        return uncut(node)
+        return unsharded(node)
     return Rule((labels,), ((*labels, "class"),), frozenset({"class"}))
 
 
@@ -165,7 +160,7 @@ def searchsorted(node: fx.Node) -> Rule:
     """Among one sorted sequence each element by itself; among one for each row, each row."""
     operands = operands_of(node)
     if len(operands) < 2 or value_of(operands[1]).ndim == 0:
-        return uncut(node)
+        return unsharded(node)
     labels = labelled(value_of(operands[1]).ndim)
     rows = ("sorted",) if value_of(operands[0]).ndim == 1 else (*labels[:-1], "sorted")
     return Rule((rows, labels, *(rows for _ in operands[2:])), (labels,), frozenset({"sorted"}))
@@ -175,14 +170,14 @@ def membership(node: fx.Node) -> Rule:
     """isin: each element by itself, among all that are tested."""
     operands = operands_of(node)
     if len(operands) < 2:
-        return uncut(node)
+        return unsharded(node)
     tested = tuple(f"t{i}" for i in range(value_of(operands[1]).ndim))
     labels = labelled(value_of(operands[0]).ndim)
     return Rule((labels, tested), (labels,), frozenset(tested))
 
 
 def bucketize(node: fx.Node) -> Rule:
-    """Element by element, among boundaries that are whole."""
+    """Element by element; the boundaries are not sharded."""
     x, boundaries = operands_of(node)
     labels = labelled(value_of(x).ndim)
     limits = tuple(f"b{i}" for i in range(value_of(boundaries).ndim))
@@ -191,7 +186,9 @@ def bucketize(node: fx.Node) -> Rule:
 
 # ---- records ---------------------------------------------------------------------------------------------------
 
-_UNCUT = Record(Kind.INDEX, uncut)
+_UNSHARDED = Record(Kind.INDEX, unsharded)
+_SCATTER = Record(Kind.INDEX, scattered, adding(scattered))
+_INDEX_ADD = Record(Kind.INDEX, index_added, adding(index_added))
 
 RECORDS: dict[str, Record] = {
     "index": Record(Kind.INDEX, index, spelling=(write.indexed,)),
@@ -202,13 +199,13 @@ RECORDS: dict[str, Record] = {
     "bucketize": Record(Kind.INDEX, bucketize),
     "searchsorted": Record(Kind.INDEX, searchsorted),
     "isin": Record(Kind.INDEX, membership),
-    **each("scatter scatter_add", Record(Kind.INDEX, scattered, scatter, spelling=write.METHOD)),
-    "scatter_reduce": Record(Kind.INDEX, scattered, scatter, saves=Reads.OPERANDS),
-    **each("index_add index_copy index_reduce", Record(Kind.INDEX, index_added, index_add, saves=Reads.OPERANDS)),
-    "index_fill": Record(Kind.INDEX, index_added, index_add),
+    **each("scatter scatter_add", replace(_SCATTER, spelling=write.METHOD)),
+    "scatter_reduce": replace(_SCATTER, saves=Reads.OPERANDS),
+    **each("index_add index_copy index_reduce", replace(_INDEX_ADD, saves=Reads.OPERANDS)),
+    "index_fill": _INDEX_ADD,
     "index_put": Record(Kind.INDEX, placements=index_put, spelling=write.METHOD),
-    "histc": Record(Kind.INDEX, uncut, spelling=write.METHOD),
-    **each("nonzero masked_scatter _unique2 unique_dim unique_consecutive bincount", _UNCUT),
-    **each("masked_select take put", replace(_UNCUT, saves=Reads.OPERANDS)),
+    "histc": Record(Kind.INDEX, unsharded, spelling=write.METHOD),
+    **each("nonzero masked_scatter _unique2 unique_dim unique_consecutive bincount", _UNSHARDED),
+    **each("masked_select take put", replace(_UNSHARDED, saves=Reads.OPERANDS)),
     **each("expert_rows expert_sums", Record(Kind.INDEX)),
 }  # fmt: skip

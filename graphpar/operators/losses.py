@@ -1,4 +1,4 @@
-"""Losses over classes: rows are independent; the classes of cross entropy can be cut with three small all-reduces inside."""
+"""Losses over classes: rows are independent; the classes of cross entropy can be sharded with three small all-reduces inside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
-from graphpar.operators.moves import uncut
+from graphpar.operators.moves import unsharded
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import Context, Placement, averaged, from_rule, literal, operands_of, sizes_of
 from graphpar.operators.record import Kind, Record, each
@@ -16,7 +16,7 @@ from graphpar.runtime.layout import I, R, Shard
 def classified(node: fx.Node, free: bool = False) -> Rule:
     """cross_entropy, nll_loss: input [n, c, ...], target [n, ...] (or [n, c, ...] as probabilities), weight [c].
 
-    ``free``: the rows of a mean, too.
+    ``free``: the rows of a mean can be sharded, too.
     """
     operands = operands_of(node)
     rank = value_of(operands[0]).ndim
@@ -32,7 +32,7 @@ def classified(node: fx.Node, free: bool = False) -> Rule:
 
 
 def class_loss(node: fx.Node, context: Context) -> list[Placement]:
-    """Over the rows: a sum is partial, a mean is the sum over the number of labels that count on all ranks."""
+    """Sharded by rows, a sum is partial; a mean is the sum divided by the number of labels that count on all ranks."""
     if literal(node, "reduction") != 1:
         return from_rule(node, classified(node), context)
     operands = operands_of(node)
@@ -42,7 +42,7 @@ def class_loss(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def cross_entropy(node: fx.Node, context: Context) -> list[Placement]:
-    """Over the classes with three small all-reduces inside; over rows as any loss over classes."""
+    """Sharded by classes with three small all-reduces inside; by rows as any loss over classes."""
     operands = operands_of(node)
     sizes, target = sizes_of(operands[0]), value_of(operands[1])
     found = class_loss(node, context)
@@ -59,7 +59,7 @@ def rowwise(node: fx.Node) -> Rule:
     rank = max(len(sizes) for sizes in operands)
     reduction = literal(node, "reduction")
     if rank < 2 or operator_name(node) == "ctc_loss":
-        return uncut(node)
+        return unsharded(node)
     split = [
         tuple("r" if dim == 0 and size == operands[0][0] else f"o{k}_{dim}" for dim, size in enumerate(sizes))
         for k, sizes in enumerate(operands)
@@ -82,5 +82,5 @@ RECORDS: dict[str, Record] = {
     **each(
         "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss", Record(Kind.LOSS, rowwise)
     ),
-    "ctc_loss": Record(Kind.LOSS, uncut),
+    "ctc_loss": Record(Kind.LOSS, unsharded),
 }

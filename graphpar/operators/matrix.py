@@ -12,10 +12,10 @@ from torch import fx
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
-from graphpar.operators.moves import uncut
+from graphpar.operators.moves import unsharded
 from graphpar.operators.notation import Rule, parse_rule
 from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, results_of, sizes_of
-from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.operators.record import EACH, Kind, Reads, Record, each
 from graphpar.runtime.layout import ExpertRows, P, R, Shard
 
 
@@ -24,7 +24,7 @@ def _ranks(node: fx.Node) -> tuple[list[int], list[int]]:
 
 
 def linear(node: fx.Node) -> Rule:
-    """Column-parallel cuts n, row-parallel cuts k."""
+    """Column-parallel shards n, row-parallel shards k."""
     return parse_rule("... k, n k, n? -> ... n", *_ranks(node), padded="n ...", linear=[{0}])
 
 
@@ -59,15 +59,15 @@ def matmul(node: fx.Node) -> Rule | None:
         (tuple(first), tuple(second)),
         (tuple(made),),
         padded=frozenset({"m", "n"}),
-        linear=(frozenset({0}), frozenset({1})),
+        linear=EACH,
     )
 
 
 def embedding(node: fx.Node, context: Context) -> list[Placement]:
-    """Cut over the vocabulary each rank looks up its own rows, and the others give zero."""
+    """Sharded by vocabulary, each rank looks up the ids that it has rows for and gives zero for the others."""
     by_frequency, sparse = (bool(literal(node, name)) for name in ("scale_grad_by_freq", "sparse"))
     rule = parse_rule("v d, ... -> ... d", *_ranks(node), fixed="v", linear=[{0}])
-    if by_frequency:  # the gradient divides by how often an index comes in the whole
+    if by_frequency:  # the gradient divides by how often an index occurs in the whole batch
         rule = replace(rule, fixed=rule.fixed | set(rule.operands[1]))
     found = from_rule(node, rule, context)
     plain = not by_frequency and not sparse
@@ -102,13 +102,13 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
     found = from_rule(node, rule, context)
     masked = len(operands) > 3 and value_of(operands[3]).ndim >= 3 and sizes_of(operands[3])[-3] != (1, 0)
     if shared and keys[-3][0] % context.degree == 0 and not masked:  # whole groups of heads
-        cut = Shard(rank - 3)
-        found.append(Placement((cut, cut, cut, *(R for _ in operands[3:])), (cut,)))
+        by_heads = Shard(rank - 3)
+        found.append(Placement((by_heads, by_heads, by_heads, *(R for _ in operands[3:])), (by_heads,)))
     return found
 
 
 def grouped_mm(node: fx.Node, context: Context) -> list[Placement]:
-    """Where groups are cut, each rank has the rows of its own groups."""
+    """Where groups are sharded, each rank has the rows of its groups."""
     rule = grouped(node)
     found = from_rule(node, rule, context)
     groups = sizes_of(operands_of(node)[1])[0]
@@ -121,16 +121,16 @@ def grouped_mm(node: fx.Node, context: Context) -> list[Placement]:
 def grouped(node: fx.Node) -> Rule:
     """Rows by group times each group's matrix: x [t, k], weight [g, k, n], offsets [g] -> [t, n]."""
     if _ranks(node)[0] != [2, 3, 1]:
-        return uncut(node)
+        return unsharded(node)
     return parse_rule("t k, g k n, g -> t n", *_ranks(node), fixed="t g", linear=[{0}])
 
 
 def einsum(node: fx.Node) -> Rule:
-    """The equation is the rule."""
+    """Read the rule off the equation."""
     operands = operands_of(node)
     words, right = _equation(str(node.args[0]).replace(" ", ""), [value_of(operand).ndim for operand in operands])
     if len(words) != len(operands):
-        return uncut(node)
+        return unsharded(node)
     twice = {letter for word in words for letter in word if word.count(letter) > 1}  # a diagonal
     largest: dict[str, Size] = {}
     for word, operand in zip(words, operands):
@@ -171,7 +171,7 @@ def tensordot(node: fx.Node) -> Rule:
         left[a], right[b] = (f"k{number}",) * 2 if same else ("1", "1")
     made = tuple(name for name in (*left, *right) if name[0] in "mn")
     fixed = frozenset() if "1" not in (*left, *right) else frozenset((*left, *right))
-    return Rule((tuple(left), tuple(right)), (made,), fixed, linear=(frozenset({0}), frozenset({1})))
+    return Rule((tuple(left), tuple(right)), (made,), fixed, linear=EACH)
 
 
 def bilinear(node: fx.Node) -> Rule:
@@ -181,13 +181,13 @@ def bilinear(node: fx.Node) -> Rule:
 
 
 def line(text: str, fixed: str = "", linear: int = 0) -> Callable[[fx.Node], Rule]:
-    """A rule that factors say for every use; linear in each of the first ``linear`` operands."""
+    """Make a rule of one line of factors, for every use of the operator; linear in each of the first ``linear`` operands."""
 
     def rule(node: fx.Node) -> Rule:
         try:
             return parse_rule(text, *_ranks(node), fixed=fixed, linear=[{index} for index in range(linear)])
         except ValueError:
-            return uncut(node)
+            return unsharded(node)
 
     return rule
 
@@ -219,7 +219,7 @@ RECORDS: dict[str, Record] = {
     **each("grouped_mm grouped_mm_fallback _grouped_mm", _GROUPED),
     "scaled_dot_product_attention": Record(Kind.ATTENTION, placements=attention, spelling=(_ATTENTION,)),
     "dropout_attention": Record(Kind.ATTENTION, placements=attention, spelling=(write.stream_function("dropout_attention"),)),
-    "embedding": Record(Kind.LOOKUP, placements=embedding, spelling=(write.embedding,)),
-    "embedding_bag": Record(Kind.LOOKUP, uncut, saves=Reads.OPERANDS),
+    "embedding": Record(Kind.LOOKUP, placements=embedding, spelling=(write.function("F.embedding", "indices weight", "padding_idx"),)),
+    "embedding_bag": Record(Kind.LOOKUP, unsharded, saves=Reads.OPERANDS),
     "vocab_embedding": Record(Kind.LOOKUP),
 }  # fmt: skip

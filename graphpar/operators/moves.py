@@ -1,6 +1,6 @@
-"""Operators that move dims, join and take apart, repeat and pick: each dim keeps its factor, or is left whole.
+"""Operators that permute dims, concatenate, split, slice and repeat: each dim keeps its factor, or is not sharded.
 
-split [.., q+k+v] -> q, k, v          S(-1:q+k+v) -> S(-1)   each projection cut by itself
+split [.., q+k+v] -> q, k, v          S(-1:q+k+v) -> S(-1)   each projection sharded by itself
 x[..., :h]        -> [.., h]          S(-1:h+h) -> S(-1)     a slice is a part, too
 repeat_interleave [b, kv, s] by 4     S(1) -> S(1)           every head stays with its copies
 """
@@ -17,12 +17,12 @@ from torch import fx
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
-from graphpar.operators.notation import Rule
+from graphpar.operators.notation import Rule, labelled
 from graphpar.operators.placement import (
     Context,
     Placement,
     argument_place,
-    can_cut,
+    can_shard,
     from_rule,
     literal,
     operands_of,
@@ -30,18 +30,13 @@ from graphpar.operators.placement import (
     results_of,
     sizes_of,
 )
-from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.operators.record import FIRST, Kind, Reads, Record, each
 from graphpar.operators.shape import normal
 from graphpar.runtime.layout import Shard
 
 
-def labelled(rank: int) -> tuple[str, ...]:
-    """One factor a dim."""
-    return tuple(f"d{dim}" for dim in range(rank))
-
-
-def uncut(node: fx.Node) -> Rule:
-    """Nothing can be cut."""
+def unsharded(node: fx.Node) -> Rule:
+    """Make the rule of an operator of which nothing can be sharded."""
     rows = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(operands_of(node)))
     results = tuple(tuple(f"r{k}_{i}" for i in range(r.ndim)) for k, r in enumerate(results_of(node)))
     return Rule(rows, results, frozenset(label for factors in (*rows, *results) for label in factors))
@@ -56,7 +51,7 @@ def along(
     padded: bool = False,
     uneven: bool = True,
 ) -> Rule:
-    """An operator that mixes ``dims`` of its first operand (or drops them), and leaves the others as they are."""
+    """Make the rule of an operator that mixes ``dims`` of its first operand (or drops them: ``removed``), and leaves the others alone."""
     operands = operands_of(node)
     rank = value_of(operands[0]).ndim
     mixed = {dim % rank for dim in dims} if rank else set()
@@ -64,15 +59,15 @@ def along(
     kept = tuple(label for i, label in enumerate(labels) if not removed or i not in mixed)
     made = len(results_of(node))
     if any(value_of(o).ndim != rank for o in operands) or any(r.ndim != len(kept) for r in results_of(node)):
-        return uncut(node)
-    group = (frozenset({0}),) if linear and len(operands) == 1 else ()
+        return unsharded(node)
+    group = FIRST if linear and len(operands) == 1 else ()
     fixed = frozenset(labels[i] for i in mixed)
     tolerant = frozenset(labels) if padded else frozenset()
     return Rule((labels,) * len(operands), (kept,) * made, fixed, tolerant, linear=group, uneven=uneven)
 
 
-def last(count: int, *, linear: bool = False, at_most: int | None = None) -> Any:
-    """The rule of operators that mix the last ``count`` dims (pooling, interpolation, triangles)."""
+def last(count: int, *, linear: bool = False) -> Any:
+    """Make the rule of operators that mix the last ``count`` dims (pooling, interpolation, triangles)."""
 
     def rule(node: fx.Node) -> Rule:
         rank = value_of(operands_of(node)[0]).ndim
@@ -89,7 +84,7 @@ def permuted(node: fx.Node) -> Rule:
     rank = value_of(operands_of(node)[0]).ndim
     labels, order, name = labelled(rank), list(range(rank)), operator_name(node)
     if rank == 0:
-        return Rule(((),), ((),), linear=(frozenset({0}),))
+        return Rule(((),), ((),), linear=FIRST)
     if name == "permute":
         order = [int(dim) % rank for dim in literal(node, "dims", 1)]
     elif name in ("transpose", "swapaxes", "swapdims"):
@@ -103,7 +98,7 @@ def permuted(node: fx.Node) -> Rule:
         order.reverse()
     elif rank >= 2:  # t, mT, adjoint
         order[-2], order[-1] = order[-1], order[-2]
-    return Rule((labels,), (tuple(labels[dim] for dim in order),), padded=frozenset(labels), linear=(frozenset({0}),))
+    return Rule((labels,), (tuple(labels[dim] for dim in order),), padded=frozenset(labels), linear=FIRST)
 
 
 def _dims(given: Any, rank: int) -> list[int]:
@@ -117,24 +112,24 @@ def diagonal(node: fx.Node) -> Rule:
     pair = [int(literal(node, name)) % rank for name in ("dim1", "dim2")]
     rest = tuple(label for i, label in enumerate(labels) if i not in pair)
     fixed = frozenset({"diagonal", *(labels[i] for i in pair)})
-    return Rule((labels,), ((*rest, "diagonal"),), fixed, linear=(frozenset({0}),))
+    return Rule((labels,), ((*rest, "diagonal"),), fixed, linear=FIRST)
 
 
 def windows(node: fx.Node) -> Rule:
     """unfold: a dim becomes windows, whose elements are the last dim."""
     labels = labelled(value_of(operands_of(node)[0]).ndim)
     if not labels:
-        return uncut(node)
+        return unsharded(node)
     dim = int(literal(node, "dimension")) % len(labels)
     made = (*(f"w{i}" if i == dim else label for i, label in enumerate(labels)), "element")
-    return Rule((labels,), (made,), frozenset({labels[dim], f"w{dim}", "element"}), linear=(frozenset({0}),))
+    return Rule((labels,), (made,), frozenset({labels[dim], f"w{dim}", "element"}), linear=FIRST)
 
 
 def broadcast(node: fx.Node) -> Rule:
     """broadcast_tensors: every operand in the common shape."""
     made = next((sizes for sizes in result_sizes(node) if sizes is not None), None)
     if made is None:
-        return uncut(node)
+        return unsharded(node)
     labels = labelled(len(made))
     rows = tuple(aligned(sizes_of(operand), made, labels) for operand in operands_of(node))
     return Rule(rows, (labels,) * len(results_of(node)))
@@ -145,14 +140,14 @@ def complex_pairs(node: fx.Node) -> Rule:
     ranks = value_of(operands_of(node)[0]).ndim, value_of(node).ndim
     labels = labelled(min(ranks))
     before, after = ((*labels, "pair") if rank > len(labels) else labels for rank in ranks)
-    return Rule((before,), (after,), frozenset({"pair"}), linear=(frozenset({0}),))
+    return Rule((before,), (after,), frozenset({"pair"}), linear=FIRST)
 
 
 # ---- joining and taking apart ----------------------------------------------------------------------------------
 
 
 def cat(node: fx.Node, context: Context) -> list[Placement]:
-    """Along other dims every operand is cut alike; along its own each piece is cut by itself."""
+    """On other dims every operand is sharded alike; on the concatenated dim each operand is sharded by itself."""
     operands = operands_of(node)
     rank = value_of(node).ndim
     if any(value_of(operand).ndim != rank for operand in operands):
@@ -187,7 +182,7 @@ def _within(parts: Sequence[int], begin: int, end: int) -> tuple[int, ...] | Non
 
 
 def stack(node: fx.Node) -> Rule:
-    """A new dim, which can't be cut; the others cut alike."""
+    """A new dim, which can't be sharded; on the others all operands are sharded alike."""
     operands = operands_of(node)
     rank = value_of(node).ndim
     dim = int(literal(node, "dim", 1, 0)) % rank
@@ -198,19 +193,19 @@ def stack(node: fx.Node) -> Rule:
 
 
 def split(node: fx.Node, context: Context) -> list[Placement]:
-    """split, chunk, split_with_sizes, tensor_split: along the dim each piece is cut by itself."""
+    """split, chunk, split_with_sizes, tensor_split: on the dim that is split each part is sharded by itself."""
     source, *others = operands_of(node)
     results = results_of(node)
     rank = value_of(source).ndim
     if others or rank == 0:
-        return []  # places that only running tells
+        return []  # the places are known at run time only
     dim = int(literal(node, "dim", 2, 0)) % rank
     labels = tuple(f"d{i}" if i != dim else "joined" for i in range(rank))
     rows = tuple(
         tuple(f"part{k}" if i == dim else label for i, label in enumerate(labels)) for k in range(len(results))
     )
     fixed = frozenset({"joined", *(f"part{k}" for k in range(len(results)))})
-    rule = Rule((labels,), rows, fixed, frozenset(labels), linear=(frozenset({0}),), uneven=True)
+    rule = Rule((labels,), rows, fixed, frozenset(labels), linear=FIRST, uneven=True)
     found = from_rule(node, rule, context)
     lengths = [result.shape[dim] for result in results]
     size = sizes_of(source)[dim]
@@ -227,22 +222,17 @@ def split(node: fx.Node, context: Context) -> list[Placement]:
     return found
 
 
-def unbind(node: fx.Node) -> Rule:
-    """A dim falls away; the others cut alike."""
-    return along(node, [int(literal(node, "dim", 1, 0))], removed=True, padded=True)
-
-
-def selected(node: fx.Node) -> Rule:
-    """select: a dim falls away."""
+def without_dim(node: fx.Node) -> Rule:
+    """unbind, select: a dim is removed."""
     return along(node, [int(literal(node, "dim", 1, 0))], removed=True, padded=True)
 
 
 def sliced(node: fx.Node, context: Context) -> list[Placement]:
-    """slice, narrow: a part of a dim that is cut by parts is cut as well."""
+    """slice, narrow: where the slice is one of the parts that the dim is sharded by, the slice is sharded as well."""
     source, *others = operands_of(node)
     rank = value_of(source).ndim
     if others:
-        return from_rule(node, uncut(node), context)
+        return from_rule(node, unsharded(node), context)
     dim = int(literal(node, "dim", 1, 0)) % rank
     found = from_rule(node, along(node, [dim], padded=True), context)
     (whole, follows), (made, _) = sizes_of(source)[dim], sizes_of(node)[dim]
@@ -251,14 +241,15 @@ def sliced(node: fx.Node, context: Context) -> list[Placement]:
     plain = _plain(node)
     if plain and sizes_of(source)[dim] == sizes_of(node)[dim] and start == 0 and (end is None or end >= 1 << 62):
         labels = labelled(rank)
-        return from_rule(node, Rule((labels,), (labels,), padded=frozenset(labels), linear=(frozenset({0}),)), context)
+        return from_rule(node, Rule((labels,), (labels,), padded=frozenset(labels), linear=FIRST), context)
     if plain and not follows and made:
-        found += [Placement((cut,), (own,), "local_slice") for cut, own in _slice_cuts(node, dim, whole, context)]
+        shardings = _slice_shardings(node, dim, whole, context)
+        found += [Placement((before,), (after,), "local_slice") for before, after in shardings]
     return found
 
 
-def _slice_cuts(node: fx.Node, dim: int, whole: int, context: Context) -> list[tuple[Shard, Shard]]:
-    """Cuts of a dim by parts, and those of the slice of it: by the bounds of all slices of the same dim, and as neighbours go."""
+def _slice_shardings(node: fx.Node, dim: int, whole: int, context: Context) -> list[tuple[Shard, Shard]]:
+    """Pair shardings of a dim by parts with those of its slice: parts between the bounds of all slices, and those of neighbours."""
     source = operands_of(node)[0]
     begin, end = _bounds(node, whole)
     siblings = [user for user in source.users if operator_name(user) in ("slice", "narrow") and user.args[0] is source]
@@ -266,8 +257,8 @@ def _slice_cuts(node: fx.Node, dim: int, whole: int, context: Context) -> list[t
         user for user in siblings if int(literal(user, "dim", 1, 0)) % value_of(source).ndim == dim and _plain(user)
     ]
     places = sorted({0, whole, begin, end, *(place for user in same for place in _bounds(user, whole))})
-    own = sorted({0, whole, begin, end})
-    offers = [tuple(b - a for a, b in itertools.pairwise(cuts)) for cuts in (places, own)]
+    bounds = sorted({0, whole, begin, end})
+    offers = [tuple(b - a for a, b in itertools.pairwise(ends)) for ends in (places, bounds)]
     offers += [shard.parts for shard in context.known(source, 0) if shard.dim == dim and shard.parts]
     found = {}
     for offered in offers:
@@ -280,14 +271,14 @@ def _slice_cuts(node: fx.Node, dim: int, whole: int, context: Context) -> list[t
 
 
 def _plain(node: fx.Node) -> bool:
-    """Whether a slice takes a run of elements between places that are known."""
+    """Whether a slice takes consecutive elements between constant bounds."""
     given = [literal(node, name) for name in ("start", "end" if operator_name(node) == "slice" else "length")]
     step = literal(node, "step", 4, 1) if operator_name(node) == "slice" else 1
     return step == 1 and all(item is None or isinstance(item, int) for item in given)
 
 
 def _bounds(node: fx.Node, whole: int) -> tuple[int, int]:
-    """Where a plain slice begins and ends in a dim of ``whole`` elements."""
+    """Return where a plain slice begins and ends in a dim of ``whole`` elements."""
     start = literal(node, "start") or 0
     begin = max(0, start + whole) if start < 0 else min(start, whole)
     if operator_name(node) == "narrow":
@@ -298,7 +289,7 @@ def _bounds(node: fx.Node, whole: int) -> tuple[int, int]:
 
 
 def halves(node: fx.Node, context: Context) -> list[Placement]:
-    """glu: two halves of a dim, cut each by itself; it is no linear operator."""
+    """glu: two halves of a dim, each sharded by itself. Not linear."""
     (source,) = operands_of(node)
     dim = int(literal(node, "dim", 1, -1)) % value_of(source).ndim
     found = from_rule(node, along(node, [dim], linear=False), context)
@@ -312,7 +303,7 @@ def halves(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def repeated(node: fx.Node, context: Context) -> list[Placement]:
-    """repeat, tile: a cut of a dim that is repeated lies in every period of the result."""
+    """repeat, tile: where a repeated dim is sharded, every period of the result is sharded alike."""
     (source,) = operands_of(node)
     before, after = sizes_of(source), sizes_of(node)
     offset = len(after) - len(before)
@@ -321,13 +312,13 @@ def repeated(node: fx.Node, context: Context) -> list[Placement]:
     labels = labelled(len(after))
     own = tuple(labels[offset + dim] if size == after[offset + dim] else f"r{dim}" for dim, size in enumerate(before))
     fixed = frozenset(label for label in (*own, *labels) if label not in own or label.startswith("r"))
-    found = from_rule(node, Rule((own,), (labels,), fixed, linear=(frozenset({0}),)), context)
+    found = from_rule(node, Rule((own,), (labels,), fixed, linear=FIRST), context)
     for dim, size in enumerate(before):
         if size == after[offset + dim] or size[1] or after[offset + dim][0] == 0:
             continue
         for shard in [Shard(dim), *(shard for shard in context.known(source, 0) if shard.dim == dim)]:
             parts = shard.parts or (size[0],)
-            if size[0] > 1 and can_cut(size, shard, context.degree):
+            if size[0] > 1 and can_shard(size, shard, context.degree):
                 found.append(Placement((shard,), (Shard(offset + dim, parts),)))
     return found
 
@@ -338,32 +329,32 @@ def interleaved(node: fx.Node, context: Context) -> list[Placement]:
     dim = 0 if value_of(source).ndim == 1 else literal(node, "dim")
     repeats = literal(node, "repeats")
     if counts or dim is None or not isinstance(repeats, int):
-        return from_rule(node, uncut(node), context)
+        return from_rule(node, unsharded(node), context)
     rank = value_of(source).ndim
     found = from_rule(node, along(node, [int(dim)]), context)
     place, size = int(dim) % rank, sizes_of(source)[int(dim) % rank]
     if size[1] == 0 and repeats > 0:
         for shard in [Shard(place), *(shard for shard in context.known(source, 0) if shard.dim == place)]:
-            if can_cut(size, shard, context.degree):
+            if can_shard(size, shard, context.degree):
                 made = Shard(place, tuple(part * repeats for part in shard.parts))
                 found.append(Placement((shard,), (made,), "output_size"))
     return found
 
 
 def padding(node: fx.Node) -> Rule:
-    """pad, constant_pad_nd: a dim that grows stays whole."""
+    """pad, constant_pad_nd: a dim that grows is not sharded."""
     rank = value_of(operands_of(node)[0]).ndim
     amounts = list(literal(node, "pad"))
     dims = [rank - 1 - place // 2 for place, amount in enumerate(amounts) if not isinstance(amount, int) or amount]
     value = literal(node, "value")
-    constant = (
-        operator_name(node) != "pad" or literal(node, "mode", default="constant") == "constant"
-    )  # others refuse no rows
-    return along(node, dims, linear=value is None or value == 0, uneven=constant)
+    constant = operator_name(node) != "pad" or literal(node, "mode", default="constant") == "constant"
+    return along(
+        node, dims, linear=value is None or value == 0, uneven=constant
+    )  # other modes refuse a shard of 0 rows
 
 
 def turned(node: fx.Node) -> Rule:
-    """flip, roll: these dims keep their places, but are not cut."""
+    """flip, roll: the dims that are flipped or rolled are not sharded."""
     rank = value_of(operands_of(node)[0]).ndim
     dims = literal(node, "dims")
     return along(node, [int(dim) for dim in dims] if dims else list(range(rank)))
@@ -376,7 +367,7 @@ def rotated(node: fx.Node) -> Rule:
     before = tuple(f"x{i}" if i in turned else label for i, label in enumerate(labels))
     after = tuple(f"y{i}" if i in turned else label for i, label in enumerate(labels))
     fixed = frozenset(label for label in (*before, *after) if label not in labels)
-    return Rule((before,), (after,), fixed, linear=(frozenset({0}),))
+    return Rule((before,), (after,), fixed, linear=FIRST)
 
 
 def recurrent(node: fx.Node) -> Rule:
@@ -384,7 +375,7 @@ def recurrent(node: fx.Node) -> Rule:
     operands = operands_of(node)
     padded = argument_place(node, "input") == 0 and argument_place(node, "batch_first") is not None
     if not padded or value_of(operands[0]).ndim != 3 or (literal(node, "train") and literal(node, "dropout")):
-        return uncut(node)  # packed sequences; one example; masks that no example has of its own
+        return unsharded(node)  # packed sequences; one example; masks that no example has of its own
     given = node.args[1]
     states = set(given) if isinstance(given, list | tuple) else {given}
     batch = 0 if literal(node, "batch_first") else 1
@@ -399,11 +390,6 @@ def recurrent(node: fx.Node) -> Rule:
     return Rule(tuple(rows), tuple(made), fixed)
 
 
-def named_dim(node: fx.Node) -> Rule:
-    """An operator that mixes its argument ``dim`` and keeps the rank."""
-    return along(node, [int(literal(node, "dim"))], linear=False)
-
-
 def transformed(node: fx.Node) -> Rule:
     """Fourier transforms: over ``dim``, or over the last dims that ``s`` has sizes for, or over all."""
     rank = value_of(operands_of(node)[0]).ndim
@@ -414,7 +400,7 @@ def transformed(node: fx.Node) -> Rule:
 
 
 def matrices(node: fx.Node) -> Rule:
-    """Functions of each matrix of a batch: the last two dims stay whole, and what comes of them."""
+    """Functions of each matrix of a batch: neither its last two dims nor what they become are sharded."""
     (source,) = operands_of(node)
     rank = value_of(source).ndim
     labels = labelled(rank)
@@ -432,14 +418,14 @@ def windowed(node: fx.Node) -> Rule:
     source, *others = operands_of(node)
     rank, made = value_of(source).ndim, value_of(node).ndim
     if rank < 2 or made < 2 or min(rank, made) > 2:
-        return uncut(node)
+        return unsharded(node)
     before, after = ("batch", *(f"s{i}" for i in range(rank - 1))), ("batch", *(f"r{i}" for i in range(made - 1)))
     rest = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(others))
     return Rule((before, *rest), (after,), frozenset({*before[1:], *after[1:], *(f for own in rest for f in own)}))
 
 
 def inside(node: fx.Node) -> Rule:
-    """slice_scatter, select_scatter: a tensor put into another; its other dims cut alike."""
+    """slice_scatter, select_scatter: one tensor written into another; on the other dims both are sharded alike."""
     labels = labelled(value_of(node).ndim)
     dim = int(literal(node, "dim", default=0)) % len(labels)
     put = operator_name(node) == "slice_scatter"
@@ -464,15 +450,15 @@ RECORDS: dict[str, Record] = {
     # parts
     **each("split chunk", _PARTS),
     **each("split_with_sizes tensor_split unsafe_chunk unsafe_split", replace(_PARTS, spelling=())),
-    "unbind": Record(Kind.VIEW, unbind, spelling=write.METHOD),
-    "select": Record(Kind.VIEW, selected, spelling=(write.selected, write.method)),
+    "unbind": Record(Kind.VIEW, without_dim, spelling=write.METHOD),
+    "select": Record(Kind.VIEW, without_dim, spelling=(write.selected, write.method)),
     "slice": Record(Kind.VIEW, placements=sliced, spelling=(write.sliced,)),
     "narrow": Record(Kind.VIEW, placements=sliced, spelling=write.METHOD),
     "getitem": Record(Kind.VIEW, spelling=(write.item,)),
     "diagonal": Record(Kind.VIEW, diagonal),
     "unfold": Record(Kind.VIEW, windows, spelling=write.METHOD),
     **each("view_as_complex view_as_real", Record(Kind.VIEW, complex_pairs)),
-    "as_strided": Record(Kind.VIEW, uncut),
+    "as_strided": Record(Kind.VIEW, unsharded),
     "broadcast_tensors": Record(Kind.EXPAND, broadcast),
     # joined, repeated, filled
     "cat": replace(Record(Kind.MOVE, placements=cat), adds=True),

@@ -15,7 +15,7 @@ from graphpar.operators.table import record_of
 
 
 def short_name(node: fx.Node) -> str:
-    """The operator as a variable is called after it."""
+    """Name a variable after the operator that makes it."""
     source = node.args[0] if node.target is operator.getitem else None
     if (
         isinstance(source, fx.Node)
@@ -32,10 +32,10 @@ def short_name(node: fx.Node) -> str:
 
 
 def user_name(node: fx.Node) -> str | None:
-    """The variable that holds ``node``'s value in the user's code, where one does.
+    """Find the variable that holds ``node``'s value in the user's code; None where there is none.
 
-    A value that is returned has the name that the caller gives to the result; one that is only cast on the way keeps its own,
-    and a range or a constant that is made inside of the call is not the result.
+    A returned value has the name that the caller gives to the result; one that is only cast on the way keeps its name, and a range
+    or a constant that is made inside of the call is not the result.
     """
     source: Source | None = node.meta.get("source")
     if source is None:
@@ -56,7 +56,7 @@ def user_name(node: fx.Node) -> str | None:
 
 
 def created_by(node: fx.Node) -> fx.Node | None:
-    """The operator that made ``node``'s value of no tensor at all (``arange``, ``zeros``), seen through changes of shape."""
+    """Find the operator that made ``node``'s value from no tensor (``arange``, ``zeros``), through changes of shape; None if none did."""
     while node.op == "call_function" and record_of(node).same_elements and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     sizes_alone = all(isinstance(value_of(argument), torch.SymInt) for argument in node.all_input_nodes)
@@ -64,7 +64,7 @@ def created_by(node: fx.Node) -> fx.Node | None:
 
 
 def value_name(node: fx.Node) -> str:
-    """A readable name for a value: the user's variable, the module that made it, or the operator."""
+    """Choose a readable name for a value: the user's variable, the module that made it, or the operator."""
     if node.op == "placeholder":
         return str(node.target)
     if node.op == "get_attr":
@@ -80,7 +80,7 @@ def value_name(node: fx.Node) -> str:
 
 
 def unique_names(nodes: Sequence[fx.Node], reserved: Iterable[str] = ()) -> dict[fx.Node, str]:
-    """:func:`value_name` for each, made distinct from each other and from ``reserved``."""
+    """Choose the :func:`value_name` of each node, made distinct from each other and from ``reserved``."""
     names: dict[fx.Node, str] = {}
     for node in nodes:
         name = value_name(node)

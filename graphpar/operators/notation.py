@@ -1,10 +1,10 @@
-"""Factor notation: one line says how an operator can be cut.
+"""Factor notation: one line says how an operator can be sharded.
 
-    linear    "... k, n k -> ... n"          cut n: x R, weight S(0) -> S(-1)      cut k: x S(-1), weight S(1) -> P
-    softmax   "... i -> ... i" fixed i       cut anything but i
+    linear    "... k, n k -> ... n"          shard n: x R, weight S(0) -> S(-1)      shard k: x S(-1), weight S(1) -> P
+    softmax   "... i -> ... i" fixed i       shard anything but i
 
-Each tensor operand and result lists its factors, one a dim. A factor of the result that is cut gives ``S``; one that is missing
-from the result is summed, and gives ``P``. ``1`` stands for a dim of size 1 that is broadcast.
+Each tensor operand and result lists its factors, one for each dim. Sharding a factor that the result has gives ``S``; one that the
+result lacks is summed, and gives ``P``. ``1`` stands for a dim of size 1 that is broadcast.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Rule:
     """An operator's factors. ``operands`` and ``results`` hold only tensors, in order.
 
     Attributes:
-        fixed: factors that can't be cut.
-        padded: factors whose last piece may hold padding (the operator neither mixes them nor sums them).
-        linear: groups of operands in which the operator is linear when the others are held: all P gives P.
-        uneven: the pieces of a dim may have any sizes, none included, since each of its elements is worked on by itself.
+        fixed: factors that can't be sharded.
+        padded: factors whose last shard may hold padding (the operator neither mixes nor sums their elements).
+        linear: groups of operands in which the operator is linear while the others are fixed: all P gives P.
+        uneven: the shards of a dim may have any sizes, zero included, since the operator works on each element by itself.
     """
 
     operands: tuple[Factors, ...]
@@ -36,6 +36,11 @@ class Rule:
     def __str__(self) -> str:
         text = f"{_shown(self.operands)} -> {_shown(self.results)}"
         return f"{text}  fixed {' '.join(sorted(self.fixed))}" if self.fixed else text
+
+
+def labelled(rank: int) -> Factors:
+    """Name one factor for each dim."""
+    return tuple(f"d{dim}" for dim in range(rank))
 
 
 def _shown(tensors: Sequence[Factors]) -> str:
@@ -51,9 +56,9 @@ def parse_rule(
     padded: str | Iterable[str] = (),
     linear: Iterable[Iterable[int]] = (),
 ) -> Rule:
-    """``"... k, n k, n? -> ... n"`` for tensors of these numbers of dims; operands beyond ``ranks`` are left out.
+    """Parse ``"... k, n k, n? -> ... n"`` for tensors with these numbers of dims; operands beyond ``ranks`` are left out.
 
-    ``...`` stands for the leading dims, aligned at the right; a trailing ``?`` marks an operand that may be missing.
+    ``...`` stands for the leading dims, aligned at the right; a trailing ``?`` marks an optional operand.
 
     Raises:
         ValueError: the notation does not fit the tensors.

@@ -1,9 +1,9 @@
 """From a rule to placements: every way in which one operator can run on one mesh axis.
 
-    Rule + sizes + cuts that neighbours offer ──► [Placement((x R, weight S(0)) -> S(2)), Placement((x S(2), weight S(1)) -> P), ...]
+    Rule + sizes + shardings of neighbours ──► [Placement((x R, weight S(0)) -> S(2)), Placement((x S(2), weight S(1)) -> P), ...]
 
-A placement gives the type of each tensor operand and result. Besides the cuts there are always two without any: all I (every
-rank does the same, and so do its gradients) and all R (the gradients are partial).
+A placement gives the type of each tensor operand and result. Two placements shard nothing and always exist: all I (every rank
+does the same work, forward and backward) and all R (the gradients are partial).
 """
 
 from __future__ import annotations
@@ -46,11 +46,15 @@ class Placement:
 
 @dataclass(frozen=True)
 class Context:
-    """What rules are asked with: the axis's degree, and the cuts that are known of the values around the operator.
+    """What a rule may depend on besides the operator: the axis, and how the values around the operator may be sharded.
 
-    ``known(node, index)``: cuts of the value ``node`` (``index`` picks one of several results). ``rewrites``: what the lowering can do.
-    ``rows(node, index)``: the ways in which the value's rows may be those of a rank's own experts. ``replicas``: whether the axis
-    divides the rows of the batch.
+    Attributes:
+        degree: number of ranks on the axis.
+        known: (node, index) -> shardings that neighbours use of the value ``node``; ``index`` picks one of several results.
+        differentiable: whether a gradient flows through a value.
+        rewrites: the rewrites that the lowering knows.
+        rows: (node, index) -> the ``ExpertRows`` types that the value may have.
+        replicas: whether the axis divides the rows of the batch.
     """
 
     degree: int
@@ -62,23 +66,23 @@ class Context:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors that ``node`` takes, in the order of its arguments; one that comes twice is listed twice."""
+    """List the tensors that ``node`` takes, in the order of its arguments; one that is passed twice is listed twice."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, dict(node.kwargs)), lambda n: found.append(n) if isinstance(value_of(n), Tensor) else None)  # type: ignore[arg-type, func-returns-value, return-value]
     return found
 
 
 def results_of(node: fx.Node) -> list[Tensor]:
-    """The fake tensors that ``node`` gives."""
+    """List the fake tensors that ``node`` returns."""
     value = value_of(node)
     return [part for part in (value if isinstance(value, tuple | list) else [value]) if isinstance(part, Tensor)]
 
 
-_UNKNOWN: Size = (1, 1000)  # a size that only running tells: equal to none but itself, and never cut
+_UNKNOWN: Size = (1, 1000)  # a size that depends on data: equal to none but itself, and never sharded
 
 
 def sizes_of(node: fx.Node) -> tuple[Size, ...]:
-    """The size of each dim of ``node``'s tensor."""
+    """Return the size of each dim of ``node``'s tensor."""
     value = value_of(node)
     assert isinstance(value, Tensor)
     return tuple(
@@ -88,7 +92,7 @@ def sizes_of(node: fx.Node) -> tuple[Size, ...]:
 
 
 def result_sizes(node: fx.Node) -> list[tuple[Size, ...] | None]:
-    """The sizes of each result; None for one that nobody uses."""
+    """Return the sizes of each result; None for one without users."""
     value = value_of(node)
     if isinstance(value, Tensor):
         return [sizes_of(node)]
@@ -99,8 +103,8 @@ def result_sizes(node: fx.Node) -> list[tuple[Size, ...] | None]:
     return found
 
 
-def can_cut(size: Size, shard: Shard, degree: int, padded: bool = False) -> bool:
-    """Whether a dim of ``size`` can be cut so; ``padded``: the last piece may be padded."""
+def can_shard(size: Size, shard: Shard, degree: int, padded: bool = False) -> bool:
+    """Whether a dim of ``size`` can be sharded by ``shard``; ``padded``: the last shard may be padded."""
     if size[0] == 0 or size == _UNKNOWN:
         return False
     if shard.parts:
@@ -111,7 +115,7 @@ def can_cut(size: Size, shard: Shard, degree: int, padded: bool = False) -> bool
 
 
 def from_rule(node: fx.Node, rule: Rule, context: Context) -> list[Placement]:
-    """All placements of ``node`` that its rule allows."""
+    """List all placements of ``node`` that its rule allows."""
     operands = operands_of(node)
     assert len(operands) == len(rule.operands), (node, rule)
     given = [sizes_of(operand) for operand in operands]
@@ -119,7 +123,7 @@ def from_rule(node: fx.Node, rule: Rule, context: Context) -> list[Placement]:
     found = []
     for factor in _factors(rule):
         for parts in _offered(node, rule, factor, operands, made, context):
-            sharded = _cut(rule, factor, parts, given, made, context)
+            sharded = _sharded(rule, factor, parts, given, made, context)
             if sharded is not None:
                 found.append(sharded)
     if rule.uneven:
@@ -139,27 +143,28 @@ def _by_rows(
     made: Sequence[tuple[Size, ...] | None],
     context: Context,
 ) -> list[Placement]:
-    """The factor of dim 0 cut by experts, as neighbours offer it."""
-    offers = [(rule.operands[place], cut) for place, o in enumerate(operands) for cut in context.rows(o, 0)]
-    offers += [(factors, cut) for place, factors in enumerate(rule.results) for cut in context.rows(node, place)]
+    """The factor of dim 0 sharded by experts, as neighbours shard it."""
+    offers = [(rule.operands[place], rows) for place, o in enumerate(operands) for rows in context.rows(o, 0)]
+    offers += [(factors, rows) for place, factors in enumerate(rule.results) for rows in context.rows(node, place)]
     found = []
-    for factor, cut in dict.fromkeys((factors[0], cut) for factors, cut in offers if factors):
-        pairs = [
-            (f, s) for f, s in (*zip(rule.operands, given), *zip(rule.results, made)) if factor in f and s is not None
-        ]
-        if (
-            factor == "1"
-            or factor in rule.fixed
-            or len({s[0] for _, s in pairs}) > 1
-            or any(f.index(factor) for f, _ in pairs)
-        ):
-            continue
-        if not any(factor in factors for factors in rule.operands):
-            continue  # rows that the operator makes are nobody's
-        before = tuple(cut if factor in factors else R for factors in rule.operands)
-        after = tuple(cut if factor in factors else P for factors in rule.results)
-        found.append(Placement(before, after))
+    for factor, rows in dict.fromkeys((factors[0], rows) for factors, rows in offers if factors):
+        users = _users(rule, factor, given, made)
+        alike = len({sizes[0] for _, sizes in users}) <= 1 and not any(f.index(factor) for f, _ in users)
+        # Rows that the operator itself makes belong to no expert.
+        taken = any(factor in factors for factors in rule.operands)
+        if factor != "1" and factor not in rule.fixed and alike and taken:
+            before = tuple(rows if factor in factors else R for factors in rule.operands)
+            after = tuple(rows if factor in factors else P for factors in rule.results)
+            found.append(Placement(before, after))
     return found
+
+
+def _users(
+    rule: Rule, factor: str, given: Sequence[tuple[Size, ...]], made: Sequence[tuple[Size, ...] | None]
+) -> list[tuple[tuple[str, ...], tuple[Size, ...]]]:
+    """The (factors, sizes) of each operand and result that has ``factor``."""
+    tensors = (*zip(rule.operands, given), *zip(rule.results, made))
+    return [(factors, sizes) for factors, sizes in tensors if factor in factors and sizes is not None]
 
 
 def sums(tensor: Tensor) -> bool:
@@ -168,7 +173,7 @@ def sums(tensor: Tensor) -> bool:
 
 
 def whole(node: fx.Node) -> list[Placement]:
-    """The placements that cut nothing."""
+    """Return the two placements that shard nothing."""
     operands, results = len(operands_of(node)), max(1, len(results_of(node)))
     return [Placement((kind,) * operands, (kind,) * results) for kind in (I, R)]
 
@@ -186,7 +191,7 @@ def _offered(
     made: Sequence[tuple[Size, ...] | None],
     context: Context,
 ) -> list[tuple[int, ...]]:
-    """The ways to cut ``factor``: evenly as one part, and as the neighbours' cuts go (those may be padded)."""
+    """The ``parts`` to shard ``factor`` by: none (evenly, as one part), and those of neighbours (which may need padding)."""
     offers: list[tuple[int, ...]] = []
     even = False
     for position, factors in enumerate(rule.operands):
@@ -206,7 +211,7 @@ def _is_even(size: Size, context: Context) -> bool:
     return size[1] <= context.replicas and size != _UNKNOWN and size[0] > 0 and size[0] % context.degree == 0
 
 
-def _cut(
+def _sharded(
     rule: Rule,
     factor: str,
     parts: tuple[int, ...],
@@ -214,13 +219,12 @@ def _cut(
     made: Sequence[tuple[Size, ...] | None],
     context: Context,
 ) -> Placement | None:
-    """One factor cut. Where its dims have different sizes (repeated or grouped elements) only an even cut is the same in all."""
-    pairs = [(f, s) for f, s in (*zip(rule.operands, given), *zip(rule.results, made)) if factor in f and s is not None]
-    lengths = {own[factors.index(factor)] for factors, own in pairs}
+    """Shard one factor. Where its dims have different sizes (repeated or grouped elements) only even shards agree in all."""
+    lengths = {sizes[factors.index(factor)] for factors, sizes in _users(rule, factor, given, made)}
     if len(lengths) > 1 and (parts or any(size[1] or size[0] % context.degree for size in lengths)):
         return None
 
-    def cut_types(
+    def types_of(
         tensors: Sequence[tuple[str, ...]], sizes: Sequence[tuple[Size, ...] | None], absent: Type
     ) -> list[Type] | None:
         types: list[Type] = []
@@ -229,29 +233,29 @@ def _cut(
                 types.append(absent)
                 continue
             shard = Shard(factors.index(factor), parts)
-            if not can_cut(own[shard.dim], shard, context.degree, factor in rule.padded):
+            if not can_shard(own[shard.dim], shard, context.degree, factor in rule.padded):
                 return None
             types.append(shard)
         return types
 
-    before = cut_types(rule.operands, given, R)
-    after = cut_types(rule.results, made, P)
+    before = types_of(rule.operands, given, R)
+    after = types_of(rule.results, made, P)
     if before is None or after is None:
         return None
     return Placement(tuple(before), tuple(after))
 
 
 def averaged(placements: Iterable[Placement], rewrite: str) -> list[Placement]:
-    """The placements of a mean from those of its sum: what is partial over a sharded dim is rewritten."""
+    """Make the placements of a mean from those of its sum: those that are partial over a sharded dim get ``rewrite``."""
     return [Placement(p.operands, p.results, rewrite) if p.results[0] is P and p.divides else p for p in placements]
 
 
 def normalized(placements: Iterable[Placement], node: fx.Node, context: Context) -> list[Placement]:
-    """Without duplicates; what has no gradient is R where it is whole, since R and I differ in gradients alone."""
+    """Drop duplicates and unknown rewrites; a tensor without gradient is R, not I, since the two differ in gradients alone."""
     operands = operands_of(node)
     silent = [not context.differentiable(operand) for operand in operands]
     tensors = results_of(node)
-    mute = [not (context.differentiable(node) and (t.is_floating_point() or t.is_complex())) for t in tensors]
+    mute = [not (context.differentiable(node) and sums(tensor)) for tensor in tensors]
     found = {}
     for placement in placements:
         if placement.rewrite and placement.rewrite not in context.rewrites:
@@ -263,7 +267,7 @@ def normalized(placements: Iterable[Placement], node: fx.Node, context: Context)
 
 
 def argument_place(node: fx.Node, name: str) -> int | None:
-    """Where an operator's argument ``name`` stands in its schema; None if it has no such argument."""
+    """Return the position of the argument ``name`` in the operator's schema; None if it has no such argument."""
     return _places(node.target).get(name)
 
 
@@ -274,7 +278,7 @@ def _places(target: Any) -> dict[str, int]:
 
 
 def literal(node: fx.Node, name: str, position: int | None = None, default: Any = None) -> Any:
-    """An argument that is no tensor, given by position (looked up in the schema where none is said) or by name."""
+    """Return an argument that is no tensor, given by position (by default that in the schema) or by name."""
     place = argument_place(node, name) if position is None else position
     if place is not None and len(node.args) > place:
         return node.args[place]

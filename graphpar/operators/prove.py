@@ -1,8 +1,8 @@
-"""A rule is proven by execution: the operator on pieces against the operator on the whole, forward and backward.
+"""Prove a rule by execution: compare the operator on shards with the operator on whole tensors, forward and backward.
 
-    call ──placements──► each: cut the operands by their types, run every rank, compare its results and its operands' gradients
+    call ──placements──► each: shard the operands by their types, run every rank, compare its results and its operands' gradients
 
-A rank's gradient follows from the type alone: that of S is a piece, of P whole, of R a summand, of I whole. So one comparison
+What each rank's gradient must be follows from the type: of S a shard, of P and I the whole, of R a summand. So one comparison
 proves the placement for every program. Everything runs in one process, in the dtype of the operands (give float64).
 """
 
@@ -21,22 +21,31 @@ from torch import Tensor, fx
 
 from graphpar.emitted import collectives
 from graphpar.ir.program import value_of
-from graphpar.operators.placement import Context, Placement, can_cut, operands_of, result_sizes, results_of, sizes_of
-from graphpar.operators.rewrite import REWRITES, TOGETHER, Cuts, on_pieces
-from graphpar.runtime.layout import ExpertRows, I, P, Shard, Type, cut, joined, local_size
+from graphpar.operators.placement import (
+    Context,
+    Placement,
+    can_shard,
+    operands_of,
+    result_sizes,
+    results_of,
+    sizes_of,
+    sums,
+)
+from graphpar.operators.rewrite import REWRITES, TOGETHER, CallSpecs, on_pieces
+from graphpar.runtime.layout import ExpertRows, I, P, Shard, Type, joined, local_size, shard_of
 
 _AXIS = "tp"
-_SOME_ROWS = "some_rows"  # cut as a neighbour's offsets say
+_SOME_ROWS = "some_rows"  # rows of experts by the offsets of a neighbour
 Place = Callable[[fx.Node, Context], list[Placement]]
 
 
 @dataclass
 class Call:
-    """An operator with real arguments.
+    """A call of an operator with tensors that have values.
 
     Attributes:
-        batch: dims whose size is a multiple of it follow the batch.
-        used: which of several results somebody takes; all of them where None.
+        batch: the batch size; dims whose size is a multiple of it follow the batch.
+        used: which of several results have users; all of them where None.
     """
 
     target: Any
@@ -60,7 +69,7 @@ def _shapes(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Proof:
-    """What became of one placement; ``problem`` is empty where it was proven."""
+    """The outcome for one placement; ``problem`` is empty where it was proven."""
 
     call: Call
     node: fx.Node
@@ -70,12 +79,12 @@ class Proof:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested arguments, in order."""
+    """List all tensors in nested arguments, in order."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def node_of(call: Call) -> tuple[fx.Node, list[Tensor]]:
-    """The call as a node with placeholders for its tensors, and their values in the order of ``operands_of``."""
+    """Make a node of the call, with placeholders for its tensors; return it and their values in the order of ``operands_of``."""
     graph = fx.Graph()
 
     def placeholder(tensor: Any) -> Any:
@@ -109,7 +118,7 @@ def _describe(node: fx.Node, tensor: Tensor, batch: int | None) -> None:
 
 
 def offers(node: fx.Node, index: int, degree: int) -> list[Shard]:
-    """Every kind of cut that a neighbour might want of a value: even, uneven, by periods and by unequal parts."""
+    """List every kind of sharding that a neighbour might give a value: even, padded, by periods and by unequal parts."""
     sizes = sizes_of(node) if isinstance(value_of(node), Tensor) else result_sizes(node)[index]
     found = []
     for dim, size in enumerate(sizes or ()):
@@ -118,29 +127,25 @@ def offers(node: fx.Node, index: int, degree: int) -> list[Shard]:
         for parts in ((), (n,), (n // 2,), (degree,), unequal):
             shard = Shard(dim, parts)
             plain = not parts or (all(part > 0 for part in parts) and (parts != (n,) or size[1] == 1))
-            if plain and n > 0 and can_cut(size, shard, degree, padded=True):
+            if plain and n > 0 and can_shard(size, shard, degree, padded=True):
                 found.append(shard)
     return list(dict.fromkeys(found))
 
 
 def context_of(degree: int, offered: bool = True, replicas: bool = False) -> Context:
-    """What the rules are asked with; every float has a gradient. ``replicas``: on an axis that divides the rows of the batch."""
+    """Make the context for a rule; every float has a gradient. ``replicas``: the axis divides the rows of the batch."""
     return Context(
         degree,
         lambda node, index: offers(node, index, degree) if offered else [],
-        lambda node: _floats(node),
+        lambda node: any(sums(tensor) for tensor in results_of(node)),
         REWRITES,
         lambda node, index: [ExpertRows(offsets=_SOME_ROWS)] if offered else [],
         replicas,
     )
 
 
-def _floats(node: fx.Node) -> bool:
-    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in results_of(node))
-
-
 def prove(call: Call, place: Place, degree: int = 2, seed: int = 0, replicas: bool = False) -> Iterator[Proof]:
-    """One proof for each placement of the call that cuts or sums something; ``replicas`` as for :func:`context_of`."""
+    """Yield a proof for each placement of the call that shards or sums something; ``replicas`` as for :func:`context_of`."""
     node, values = node_of(call)
     trial = None
     for placement in place(node, context_of(degree, replicas=replicas)):
@@ -151,17 +156,17 @@ def prove(call: Call, place: Place, degree: int = 2, seed: int = 0, replicas: bo
 
 
 class Trial:
-    """The operator run on the whole once, to compare with."""
+    """An operator and what it gives on whole tensors, to compare placements with."""
 
     def __init__(self, node: fx.Node, values: Sequence[Tensor], seed: int = 0) -> None:
         self.node, self.seed = node, seed
         self.generator = torch.Generator().manual_seed(seed)
         self.values = [value.detach() for value in values]
-        cuts = _uncut(node)
-        self.smooth = [value.is_floating_point() or value.is_complex() for value in self.values]
-        self.smooth = self._differentiable(cuts)
+        specs = _unsharded(node)
+        self.smooth = [sums(value) for value in self.values]
+        self.smooth = self._differentiable(specs)
         leaves = self._leaves(self.values)
-        self.results = self._run(leaves, cuts, 0)
+        self.results = self._run(leaves, specs, 0)
         self.used = [sizes is not None for sizes in result_sizes(node)]
         self.gradients = [
             self._random(r) if r.requires_grad and used else None for r, used in zip(self.results, self.used)
@@ -171,11 +176,11 @@ class Trial:
         self.limit = _precision([*self.values, *self.results])
 
     def run(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The operator as it stands, on other tensors."""
-        return self._run([value.detach() for value in values], _uncut(self.node), 0)
+        """Run the unchanged operator on other tensors."""
+        return self._run([value.detach() for value in values], _unsharded(self.node), 0)
 
     def problem(self, placement: Placement, degree: int) -> str:
-        """Why the placement is wrong; empty if it holds."""
+        """Say why the placement is wrong; empty if it is right."""
         try:
             return self._problem(placement, degree)
         except Exception as error:
@@ -191,7 +196,7 @@ class Trial:
             [None] * degree if g is None else self._split(g, _gradient(kind), degree, False)
             for g, kind in zip(self.gradients, placement.results)
         ]
-        cuts = Cuts(
+        specs = CallSpecs(
             {_AXIS: degree},
             tuple((kind,) for kind in placement.operands),
             tuple((kind,) for kind in placement.results),
@@ -200,14 +205,14 @@ class Trial:
 
         def rank(index: int) -> tuple[list[Tensor], list[Tensor | None]]:
             leaves = self._leaves([pieces[index] for pieces in given])
-            results = self._run(leaves, cuts, index)
+            results = self._run(leaves, specs, index)
             return results, self._backward(results, [gradients[index] for gradients in wanted], leaves)
 
         together = placement.rewrite in TOGETHER
         ranks = _together(rank, degree) if together else [rank(i) for i in range(degree)]
         for number, kind in enumerate(placement.results):
             if not self.used[number]:
-                continue  # its type is nobody's concern
+                continue  # without users its type does not matter
             pieces = [results[number].detach() for results, _ in ranks]
             problem = _differs(pieces, self.results[number], kind, self.limit)
             if problem:
@@ -229,8 +234,8 @@ class Trial:
     def _leaves(self, values: Sequence[Tensor]) -> list[Tensor]:
         return [value.clone().requires_grad_(smooth) for value, smooth in zip(values, self.smooth)]
 
-    def _differentiable(self, cuts: Cuts) -> list[bool]:
-        """Which operands torch has a gradient for: all floats, or those that it takes one by one."""
+    def _differentiable(self, specs: CallSpecs) -> list[bool]:
+        """Find the operands that torch has a gradient for: all floats, or where that fails each one that works alone."""
         floats = list(self.smooth)
         alone = [[index == at for index in range(len(floats))] for at, smooth in enumerate(floats) if smooth]
         found = [False] * len(floats)
@@ -238,7 +243,7 @@ class Trial:
             self.smooth = wanted
             leaves = self._leaves(self.values)
             try:
-                results = self._run(leaves, cuts, 0)
+                results = self._run(leaves, specs, 0)
                 self._backward(results, [torch.ones_like(r) if r.requires_grad else None for r in results], leaves)
             except (RuntimeError, NotImplementedError):
                 continue
@@ -247,7 +252,7 @@ class Trial:
             found = [a or b for a, b in zip(found, wanted)]
         return found
 
-    def _run(self, leaves: Sequence[Tensor], cuts: Cuts, index: int) -> list[Tensor]:
+    def _run(self, leaves: Sequence[Tensor], specs: CallSpecs, index: int) -> list[Tensor]:
         feed = iter(leaves)
         operands = operands_of(self.node)
         assert len(operands) == len(leaves)
@@ -255,11 +260,13 @@ class Trial:
         args, kwargs = fx.map_arg((self.node.args, dict(self.node.kwargs)), lambda _: next(feed))
 
         def emit(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if "cut" in kwargs:
-                kwargs = kwargs | {"cut": [(d, index, cuts.degrees[axis], parts) for d, axis, parts in kwargs["cut"]]}
+            if "sharded" in kwargs:
+                kwargs = kwargs | {
+                    "sharded": [(d, index, specs.degrees[axis], parts) for d, axis, parts in kwargs["sharded"]]
+                }
             return target(*args, **kwargs)
 
-        return tensors_in(on_pieces(self.node, args, kwargs, cuts, emit))
+        return tensors_in(on_pieces(self.node, args, kwargs, specs, emit))
 
     def _backward(
         self, results: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
@@ -276,15 +283,15 @@ class Trial:
     # ---- pieces ----
 
     def _split(self, value: Tensor, kind: Type, degree: int, garbage: bool) -> list[Tensor]:
-        """What each rank has of a value of this type. What padding holds is arbitrary in operands, zero in gradients."""
+        """Return each rank's part of a value of this type. Padding is arbitrary in operands (``garbage``), zero in gradients."""
         if isinstance(kind, ExpertRows):
             return list(value.split(self._rows(kind, value.shape[0], degree)))
         if isinstance(kind, Shard):
-            pieces = [cut(value, kind, degree, index).clone() for index in range(degree)]
+            pieces = [shard_of(value, kind, degree, index).clone() for index in range(degree)]
             if garbage and not kind.parts and value.is_floating_point():
                 ones = torch.ones(value.shape, dtype=torch.bool)
                 for index, piece in enumerate(pieces):
-                    padding = ~cut(ones, kind, degree, index)
+                    padding = ~shard_of(ones, kind, degree, index)
                     piece[padding] = self._random(piece)[padding].relu()  # zeros, too
             return pieces
         if kind is not P:
@@ -293,31 +300,31 @@ class Trial:
         return [*summands, value - sum(summands)]  # type: ignore[list-item]
 
     def _rows(self, kind: ExpertRows, size: int, degree: int) -> list[int]:
-        """How many rows each rank has: as the operand says that counts them; else very uneven numbers, with none among them."""
+        """Return how many rows each rank has: by the operand that counts them, else very uneven numbers, zero among them."""
         counts = [value for operand, value in zip(operands_of(self.node), self.values) if operand.name == kind.offsets]
         some = ([0] * (degree > 2) + [min(1, size)] + [size] * degree)[:degree]
         ends = counts[0].view(degree, -1)[:, -1].tolist() if counts else some
         return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
     def _random(self, like: Tensor) -> Tensor:
-        if like.is_floating_point() or like.is_complex():
+        if sums(like):
             return torch.randn(like.shape, generator=self.generator, dtype=torch.float64).to(like.dtype)
         return torch.randint(-3, 4, like.shape, generator=self.generator).to(like.dtype)
 
 
-def _uncut(node: fx.Node) -> Cuts:
-    return Cuts({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)), ())
+def _unsharded(node: fx.Node) -> CallSpecs:
+    return CallSpecs({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)), ())
 
 
 def _gradient(kind: Type) -> Type:
-    """The type of a value's gradient."""
+    """Return the type of a value's gradient."""
     if isinstance(kind, Shard) or kind is I:
         return kind
     return {"R": P}.get(kind.letter, I)
 
 
 def _differs(pieces: Sequence[Tensor], whole: Tensor, kind: Type, limit: float, padding: bool = False) -> str:
-    """What is wrong with the ranks' pieces of ``whole``; with ``padding`` that must be zero."""
+    """Say how the ranks' parts differ from ``whole``; empty if they agree. ``padding``: it must be zero."""
     degree = len(pieces)
     if isinstance(kind, ExpertRows):
         pairs = [(torch.cat(list(pieces)), whole)]
@@ -326,9 +333,9 @@ def _differs(pieces: Sequence[Tensor], whole: Tensor, kind: Type, limit: float, 
         if any(piece.shape[kind.dim] != local_size(size, kind, degree) for piece in pieces):
             return f"pieces of {[list(piece.shape) for piece in pieces]} of {list(whole.shape)}"
         if not all(piece.isfinite().all() for piece in pieces) and whole.isfinite().all():
-            return "what padding holds is not finite"
+            return "the padding is not finite"
         if padding:
-            pairs = [(piece, cut(whole, kind, degree, index)) for index, piece in enumerate(pieces)]
+            pairs = [(piece, shard_of(whole, kind, degree, index)) for index, piece in enumerate(pieces)]
         else:
             pairs = [(joined(pieces, kind, size), whole)]
     elif kind is P:
@@ -346,15 +353,15 @@ def _differs(pieces: Sequence[Tensor], whole: Tensor, kind: Type, limit: float, 
 
 
 def _close(piece: Tensor, expected: Tensor, limit: float) -> bool:
-    if not (expected.is_floating_point() or expected.is_complex()):
+    if not sums(expected):
         return torch.equal(piece, expected)
     return torch.allclose(piece, expected, rtol=limit, atol=limit, equal_nan=True)
 
 
 def _precision(tensors: Sequence[Tensor]) -> float:
-    """How near results must be: as the coarsest of the dtypes allows."""
+    """Return the tolerance that the coarsest of the dtypes allows."""
     known = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-4, torch.complex64: 1e-4}
-    return max((known.get(t.dtype, 5e-2) for t in tensors if t.is_floating_point() or t.is_complex()), default=1e-7)
+    return max((known.get(t.dtype, 5e-2) for t in tensors if sums(t)), default=1e-7)
 
 
 def _together(rank: Callable[[int], Any], degree: int) -> list[Any]:

@@ -1,10 +1,10 @@
-"""An operator is a record: what it does to dims, what kind of work it is, what its backward reads, how it is written.
+"""One record for each operator: how it can be sharded, what kind of work it is, what its backward reads, how it is written.
 
     "linear": Record(Kind.PRODUCT, linear, bias=2, spelling=(function("F.linear", "input weight bias"),))
 
-The records stand beside the rules of their family (:mod:`graphpar.operators.matrix`, ...), and :mod:`graphpar.operators.table` has
-all of them. What can be derived is: flops of a product come from the factors of its rule, an operator without a record is
-pointwise where torch says so, and one that is known by no record can be cut as a trial shows.
+Records stand beside the rules of their family (:mod:`graphpar.operators.matrix`, ...); :mod:`graphpar.operators.table` has them
+all. What can be derived is not in a record: flops of a product come from the factors of its rule, an operator without a record is
+pointwise where torch says so, and how any other operator can be sharded is found by trial runs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Kind(Enum):
 
 
 class Reads(Enum):
-    """What an operator's backward reads of the forward, besides numbers, masks, indices and statistics."""
+    """Which tensors of the forward an operator's backward reads, besides masks, indices and statistics."""
 
     NOTHING = auto()
     RESULT = auto()
@@ -76,29 +76,28 @@ _PURE = _WHOLE | {Kind.VIEW, Kind.MOVE, Kind.POINTWISE, Kind.REDUCTION}
 FIRST = (frozenset({0}),)
 """Linear in the first operand."""
 EACH = (frozenset({0}), frozenset({1}))
-"""Linear in each of two operands while the other is held."""
+"""Linear in each of two operands while the other is fixed."""
 TOGETHER = (frozenset({0, 1}),)
 """Linear in two operands at once: a sum."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One operator's facts.
+    """What graphpar knows about one operator.
 
     Attributes:
-        rule: its factors in one use; None where no line of factors describes it, or that use.
-        placements: where placements need more than factors; they take the place of the rule's.
-        bias: which operand is added to a product: where the product is partial, so must it be.
-        linear: of a pointwise operator, groups of operands in which it is linear while the others are held. (A rule says it for others.)
-        tame: pointwise, and finite with finite slopes wherever its operands are: what padding holds stays harmless.
-        adds: linear in all operands at once: a sum of them, or one beside the other.
-        neutral: the second operand that changes nothing.
-        saves: what its backward reads, where the kind does not say so: that of what moves elements reads nothing.
-        passes: its backward gives the first operand the gradient itself, and so is no kernel.
-        functions: it takes longer than the bytes that it moves, where units for functions are slow (a CPU's): exponentials, sorting.
-            Norms, scans and sorts do anyway.
-        sizes: the argument that spells out the result's sizes.
-        spelling: how people write it, tried in turn; where none fits, as :mod:`graphpar.codegen.spelling` finds it in torch.
+        rule: its factors in one use; None where factors do not describe it.
+        placements: its placements, where they need more than factors; used instead of the rule's.
+        bias: the operand that is added to a product; where the product is partial, the bias must be partial, too.
+        linear: for a pointwise operator, groups of operands in which it is linear while the others are fixed.
+        tame: pointwise, and finite with finite slopes wherever its operands are, so that padding stays harmless.
+        adds: linear in all operands at once: their sum, or their concatenation.
+        neutral: the second operand that changes nothing: 0 of a sum, 1 of a product.
+        saves: what its backward reads, where that does not follow from the kind.
+        passes: its backward returns the gradient itself for the first operand, and so runs no kernel.
+        functions: slower than its memory traffic on a device with slow exponentials (a CPU). Norms, scans and sorts always are.
+        sizes: the argument that gives the result's sizes.
+        spelling: how people write it, tried in turn; where none fits, :mod:`graphpar.codegen.spelling` looks in torch.
     """
 
     kind: Kind
@@ -122,39 +121,39 @@ class Record:
 
     @property
     def reads(self) -> Reads:
-        """What its backward reads, which autograd therefore keeps."""
+        """What its backward reads, so that autograd keeps it."""
         if self.saves is not None:
             return self.saves
         return Reads.NOTHING if self.kind in _MOVES else Reads.OPERANDS
 
     @property
     def free(self) -> bool:
-        """Whether it only shows memory in another way (or copies it, where that is not laid out so)."""
+        """Whether it is a view: no kernel runs (unless the memory layout forces a copy)."""
         return self.kind in _FREE
 
     @property
     def same_value(self) -> bool:
-        """Whether the result is the operand, perhaps in another dtype or layout: people call both by one name."""
+        """Whether the result has the operand's values, perhaps in another dtype or layout, so that people give both one name."""
         return self.kind in _SAME_VALUE
 
     @property
     def same_elements(self) -> bool:
-        """Whether the result has all elements of the operand and no others: in another shape, or cast."""
+        """Whether the result has exactly the operand's elements, perhaps in another shape or dtype."""
         return self.kind in _WHOLE
 
     @property
     def fusible(self) -> bool:
-        """Whether a chain of pointwise operators takes it in, so that together they are one kernel."""
+        """Whether a compiler fuses it with pointwise operators into one kernel."""
         return self.kind in _FUSIBLE
 
     @property
     def slow(self) -> bool:
-        """Whether it takes longer than the bytes that it moves, where units for functions are slow."""
+        """Whether it is slower than its memory traffic on a device with slow exponentials."""
         return self.functions or self.kind in _FUNCTIONS
 
     @property
     def pure(self) -> bool:
-        """Whether equal operands give equal results, cheaply enough to compare how masks were made."""
+        """Whether equal operands give equal results, for operators that masks are made of."""
         return self.kind in _PURE
 
 
@@ -162,5 +161,5 @@ Records = Mapping[str, Record]
 
 
 def each(names: str, record: Record) -> dict[str, Record]:
-    """The same record for several operators: ``each("mm bmm", ...)``."""
+    """Give several operators the same record: ``each("mm bmm", ...)``."""
     return dict.fromkeys(names.split(), record)

@@ -1,4 +1,4 @@
-"""Sums are partial over a dim that is cut; every other reduction, norm, scan and sort leaves its dims whole."""
+"""Reductions, norms, scans and sorts. A sum over a sharded dim is partial; for all others their dims can't be sharded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import fx
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned, elementwise
-from graphpar.operators.moves import along, uncut
-from graphpar.operators.notation import Rule
+from graphpar.operators.moves import along, unsharded
+from graphpar.operators.notation import Rule, labelled
 from graphpar.operators.placement import (
     Context,
     Placement,
@@ -24,7 +24,7 @@ from graphpar.operators.placement import (
     sizes_of,
     sums,
 )
-from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.operators.record import FIRST, Kind, Reads, Record, each
 from graphpar.runtime.layout import P
 
 
@@ -41,28 +41,28 @@ def _reduced(node: fx.Node, fixed: bool) -> Rule:
     rank = value_of(operands[0]).ndim
     given = literal(node, "dim") if argument_place(node, "dim") is not None else None
     dims = set(_dims(given, rank))
-    labels = tuple(f"d{i}" for i in range(rank))
+    labels = labelled(rank)
     kept = tuple("1" if i in dims else label for i, label in enumerate(labels))
     dropped = tuple(label for i, label in enumerate(labels) if i not in dims)
     results = tuple(kept if result.ndim == rank else dropped for result in results_of(node))
     frozen = frozenset(labels[i] for i in dims) if fixed else frozenset()
     others = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(operands[1:]))
     frozen |= {label for factors in others for label in factors}
-    return Rule((labels, *others), results, frozen, linear=() if fixed else (frozenset({0}),))
+    return Rule((labels, *others), results, frozen, linear=() if fixed else FIRST)
 
 
 def total(node: fx.Node) -> Rule:
-    """sum: over a cut dim the result is partial."""
+    """sum: over a sharded dim the result is partial."""
     return _reduced(node, fixed=False)
 
 
 def counted(node: fx.Node) -> Rule:
-    """count_nonzero, nansum: a sum of something that is not linear in the operand."""
+    """count_nonzero, nansum: a sum that is not linear in the operand."""
     return replace(_reduced(node, fixed=False), linear=())
 
 
 def mean(node: fx.Node, context: Context) -> list[Placement]:
-    """mean: a partial sum over a sharded dim, divided by the whole size; where the batch is in that, the mean of pieces of one size."""
+    """mean: over a sharded dim a partial sum, divided by the whole size; over the batch the mean over equal shards."""
     found = from_rule(node, _reduced(node, fixed=False), context)
     source = operands_of(node)[0]
     if not sums(value_of(source)):
@@ -78,16 +78,16 @@ def extremum(node: fx.Node) -> Rule | None:
 
 
 def reduction(node: fx.Node) -> Rule:
-    """max, var, norm, any, prod, ...: not over a cut dim."""
+    """max, var, norm, any, prod, ...: not over a sharded dim."""
     return _reduced(node, fixed=True)
 
 
 def normalization(node: fx.Node) -> Rule:
-    """layer_norm, rms_norm: the normalised trailing dims stay whole, as do weight and bias."""
+    """layer_norm, rms_norm: the normalised trailing dims, weight and bias are not sharded."""
     operands = operands_of(node)
     shape = literal(node, "normalized_shape")
     rank = value_of(operands[0]).ndim
-    labels = tuple(f"d{i}" for i in range(rank))
+    labels = labelled(rank)
     tail = labels[rank - len(shape) :]
     rows = (labels, *(tail for _ in operands[1:]))
     kept = (*labels[: rank - len(shape)], *("1" for _ in tail))  # the statistics of native_layer_norm
@@ -108,10 +108,10 @@ def similarity(node: fx.Node) -> Rule:
     sizes = [sizes_of(operand) for operand in operands_of(node)]
     rank = max(len(own) for own in sizes)
     if rank == 0:
-        return uncut(node)
+        return unsharded(node)
     padded = [((1, 0),) * (rank - len(own)) + own for own in sizes]
     whole = tuple(b if a == (1, 0) else a for a, b in zip(*padded))
-    labels = tuple(f"d{i}" for i in range(rank))
+    labels = labelled(rank)
     dim = int(literal(node, "dim") if argument_place(node, "dim") is not None else -1) % rank
     rows = tuple(aligned(own, whole, labels) for own in sizes)
     keeps = value_of(node).ndim == rank
@@ -120,10 +120,10 @@ def similarity(node: fx.Node) -> Rule:
 
 
 def weight_norm(node: fx.Node) -> Rule:
-    """v, g of size 1 but along ``dim``: each of its slices has a norm of its own."""
+    """v, and g of size 1 on all dims but ``dim``: each slice along ``dim`` is normalised by itself."""
     rank = value_of(node).ndim
     dim = int(literal(node, "dim")) % rank
-    labels = tuple(f"d{i}" for i in range(rank))
+    labels = labelled(rank)
     sizes = tuple(labels[i] if i == dim else "1" for i in range(rank))
     return Rule((labels, sizes), (labels,), frozenset(label for i, label in enumerate(labels) if i != dim))
 

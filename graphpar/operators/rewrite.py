@@ -1,12 +1,12 @@
-"""How a call changes where its operands are pieces: literal sizes become those of the piece, and a few operators become others.
+"""How a call changes when its operands are shards: literal sizes become local, and a few operators become others.
 
-    view(x, [b, s, 8, 64])  heads cut over 2     view(x, [b, s, 4, 64])
-    mean(x, [-1])           dim -1 cut           sum(x, [-1]) / whole size
-    mean(x, [0])            replicas' rows       mean(x, [0]) / replicas
-    cross_entropy mean      replicas' rows       sum / labels of all replicas
-    embedding(w, ids)       vocabulary cut       vocab_embedding(ids, w, axis)
+    view(x, [b, s, 8, 64])  heads sharded over 2     view(x, [b, s, 4, 64])
+    mean(x, [-1])           dim -1 sharded           sum(x, [-1]) / whole size
+    mean(x, [0])            replicas' rows           mean(x, [0]) / replicas
+    cross_entropy mean      replicas' rows           sum / labels of all replicas
+    embedding(w, ids)       vocabulary sharded       vocab_embedding(ids, w, axis)
 
-The lowering and the proof of the rules use this one definition: ``emit`` makes a node, or runs the operator.
+The lowering and the proof of the rules share this definition: ``emit`` makes a node, or runs the operator.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _RANDOM = (random_streams.dropout, random_streams.channel_dropout, random_stream
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """How one call is cut: for each operand and result its type on each axis, and the rewriting on each axis."""
+class CallSpecs:
+    """How one call is sharded: the type of each operand and result on each axis, and the rewrite on each axis."""
 
     degrees: Mapping[str, int]
     operands: tuple[tuple[Type, ...], ...]
@@ -41,45 +41,45 @@ class Cuts:
     rewrites: tuple[str, ...]
 
     def pieces(self, rewrite: str) -> int:
-        """Over how many ranks the call is cut with this rewriting."""
+        """Return over how many ranks the call is sharded with this rewrite."""
         count = 1
         for degree, name in zip(self.degrees.values(), self.rewrites):
             count *= degree if name == rewrite else 1
         return count
 
 
-def on_pieces(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], cuts: Cuts, emit: Emit) -> Any:
-    """The call ``node`` with the arguments ``args`` and ``kwargs`` of one rank, through ``emit(target, args, kwargs)``."""
+def on_pieces(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], specs: CallSpecs, emit: Emit) -> Any:
+    """Make the call ``node`` on one rank's arguments ``args`` and ``kwargs``, through ``emit(target, args, kwargs)``."""
     call = _Call(node, list(args), dict(kwargs))
-    if "local_shape" in cuts.rewrites:
-        _local_shape(call, cuts, emit)
+    if "local_shape" in specs.rewrites:
+        _local_shape(call, specs, emit)
     for name, change in _CHANGES.items():
-        if name in cuts.rewrites:
-            change(call, cuts.pieces(name))
+        if name in specs.rewrites:
+            change(call, specs.pieces(name))
     if node.target in _RANDOM:
-        _positions(call, cuts)
-    if "sync_batch_norm" in cuts.rewrites:
-        axes = tuple(axis for axis, name in zip(cuts.degrees, cuts.rewrites) if name == "sync_batch_norm")
+        _positions(call, specs)
+    if "sync_batch_norm" in specs.rewrites:
+        axes = tuple(axis for axis, name in zip(specs.degrees, specs.rewrites) if name == "sync_batch_norm")
         options = {name: call.get(name) for name in ("training", "momentum", "eps")}
         return emit(collectives.sync_batch_norm, (*call.args[:5], axes), options)
-    count = _labels(call, cuts, emit) if "mean_of_labels" in cuts.rewrites else cuts.pieces("mean_of_pieces")
-    result = _replaced(call, cuts, emit)
+    count = _labels(call, specs, emit) if "mean_of_labels" in specs.rewrites else specs.pieces("mean_of_pieces")
+    result = _replaced(call, specs, emit)
     return result if isinstance(count, int) and count == 1 else emit(_aten.div.Tensor, (result, count), {})
 
 
-def _replaced(call: _Call, cuts: Cuts, emit: Emit) -> Any:
-    for axis, name in zip(cuts.degrees, cuts.rewrites):
+def _replaced(call: _Call, specs: CallSpecs, emit: Emit) -> Any:
+    for axis, name in zip(specs.degrees, specs.rewrites):
         if name in _REPLACED:
             return _REPLACED[name](call, axis, emit)
     return emit(call.target or call.node.target, tuple(call.args), call.kwargs)
 
 
-def _labels(call: _Call, cuts: Cuts, emit: Emit) -> Any:
-    """How many labels the mean of a loss over classes counts on all ranks; the loss becomes its sum."""
+def _labels(call: _Call, specs: CallSpecs, emit: Emit) -> Any:
+    """Turn the mean of a loss over classes into its sum; return how many labels count on all ranks."""
     call.set("reduction", 2)
     counted = emit(_aten.ne.Scalar, (call.get("target", call.args[1]), call.get("ignore_index", -100)), {})
     count = emit(_aten.sum.default, (counted,), {})
-    for axis, name in zip(cuts.degrees, cuts.rewrites):
+    for axis, name in zip(specs.degrees, specs.rewrites):
         if name == "mean_of_labels":
             count = emit(collectives.all_reduce, (count, axis), {})
     return count
@@ -95,16 +95,18 @@ class _Call:
     target: Any = None
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return the argument ``name``."""
         place = argument_place(self.node, name)
         if place is not None and place < len(self.args):
             return self.args[place]
         return self.kwargs.get(name, default)
 
     def replace(self, target: Any, **options: Any) -> None:
-        """The same operand for another operator."""
+        """Call ``target`` instead, on the same first operand and ``options``."""
         self.target, self.args, self.kwargs = target, [self.args[0], *options.values()], {}
 
     def set(self, name: str, value: Any) -> None:
+        """Replace the argument ``name``."""
         place = argument_place(self.node, name)
         if place is not None and place < len(self.args):
             self.args[place] = value
@@ -112,10 +114,10 @@ class _Call:
             self.kwargs[name] = value
 
 
-def _local_shape(call: _Call, cuts: Cuts, emit: Emit) -> None:
-    """Sizes of cut dims; one that follows the batch is left to torch (-1), or divided where -1 means something else."""
+def _local_shape(call: _Call, specs: CallSpecs, emit: Emit) -> None:
+    """Make sizes of sharded dims local; one that follows the batch becomes -1, or is divided where -1 means something else."""
     name = operator_name(call.node)
-    if name == "squeeze":  # a piece may have dims of size 1 that the whole has not
+    if name == "squeeze":  # a shard may have dims of size 1 that the whole tensor has not
         dims = call.get("dim")
         whole = value_of(operands_of(call.node)[0]).shape
         named = list(range(len(whole))) if dims is None else dims if isinstance(dims, list | tuple) else [dims]
@@ -124,11 +126,11 @@ def _local_shape(call: _Call, cuts: Cuts, emit: Emit) -> None:
     argument = record_named(name).sizes
     if not argument or call.get(argument) is None:
         return
-    types, coefficients = cuts.results[0], batch_coefficients(call.node)
+    types, coefficients = specs.results[0], batch_coefficients(call.node)
     sizes = list(call.get(argument))
     first = int(call.get("dim")) % value_of(operands_of(call.node)[0]).ndim if name == "unflatten" else 0
     for place, given in enumerate(sizes):
-        own = [(kind, cuts.degrees[axis]) for kind, axis in zip(types, cuts.degrees) if isinstance(kind, Shard)]
+        own = [(kind, specs.degrees[axis]) for kind, axis in zip(types, specs.degrees) if isinstance(kind, Shard)]
         own = [(kind, degree) for kind, degree in own if kind.dim == place + first]
         if not own or (isinstance(given, int) and given == -1):
             continue
@@ -146,7 +148,7 @@ def _local_shape(call: _Call, cuts: Cuts, emit: Emit) -> None:
 
 
 def _local_sizes(call: _Call, pieces: int) -> None:
-    """split, split_with_sizes, tensor_split: lengths, or places, in the piece."""
+    """split, split_with_sizes, tensor_split: lengths, or places, in the shard."""
     for name in ("split_sizes", "split_size", "indices"):
         given = call.get(name)
         if given is not None:
@@ -154,7 +156,7 @@ def _local_sizes(call: _Call, pieces: int) -> None:
 
 
 def _local_slice(call: _Call, pieces: int) -> None:
-    """slice, narrow: where a part begins and ends in the piece."""
+    """slice, narrow: begin and end in the shard."""
     for name in ("start", "end", "length"):
         given = call.get(name)
         if isinstance(given, int) and abs(given) < 1 << 62:
@@ -162,7 +164,7 @@ def _local_slice(call: _Call, pieces: int) -> None:
 
 
 def _groups(call: _Call, pieces: int) -> None:
-    """A convolution or group_norm whose groups are cut."""
+    """A convolution or group_norm whose groups are sharded."""
     name = "num_groups" if operator_name(call.node) == "group_norm" else "groups"
     call.set(name, call.get(name, 1) // pieces)
 
@@ -172,22 +174,22 @@ def _output_size(call: _Call, pieces: int) -> None:
         call.set("output_size", call.get("output_size") // pieces)
 
 
-def _positions(call: _Call, cuts: Cuts) -> None:
-    """An element's random number depends on its place in the whole tensor."""
+def _positions(call: _Call, specs: CallSpecs) -> None:
+    """Tell a random operator which shard it has: an element's random number depends on its place in the whole tensor."""
     batch_dim = 0
     if call.node.target is not random_streams.dropout_attention:
         batch_dim = call.args[3] if len(call.args) > 3 else call.kwargs.get("batch_dim", 0)
     found = tuple(
         (kind.dim, axis, kind.parts)
-        for axis, kind in zip(cuts.degrees, cuts.operands[0])
+        for axis, kind in zip(specs.degrees, specs.operands[0])
         if isinstance(kind, Shard) and kind.dim != batch_dim
     )
     if found:
-        call.kwargs["cut"] = found
+        call.kwargs["sharded"] = found
 
 
 def _mean(call: _Call, axis: str, emit: Emit) -> Any:
-    """The mean over a cut dim: the sum of the piece, divided by the size of the whole."""
+    """The mean over a sharded dim: the sum of the shard, divided by the whole size."""
     whole = value_of(operands_of(call.node)[0])
     dims = call.get("dim")
     count = 1
@@ -216,7 +218,7 @@ def _vocab_cross_entropy(call: _Call, axis: str, emit: Emit) -> Any:
 
 
 def _own_experts(call: _Call, axis: str, emit: Emit) -> Any:
-    """A product by groups: where the rows of this rank's groups end among its own rows."""
+    """A grouped product on the rows of this rank's experts: its offsets count from the rank's first row."""
     call.set("offs", emit(collectives.own_offsets, (call.get("offs"), axis), {}))
     return emit(call.node.target, tuple(call.args), call.kwargs)
 
@@ -234,6 +236,6 @@ _REPLACED: dict[str, Callable[[_Call, str, Emit], Any]] = {
     "own_experts": _own_experts,
 }
 REWRITES = ("local_shape", *_CHANGES, *_REPLACED, "mean_of_pieces", "mean_of_labels", "sync_batch_norm")
-"""What ``Placement.rewrite`` may be."""
+"""The names that ``Placement.rewrite`` may have."""
 TOGETHER = ("vocab_embedding", "vocab_cross_entropy", "own_experts", "mean_of_labels", "sync_batch_norm")
-"""Those whose ranks communicate."""
+"""Rewrites in which the ranks communicate."""

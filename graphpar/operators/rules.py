@@ -1,4 +1,4 @@
-"""How an operator can be cut: as its record says, or a rule that the user registered; what has neither is tried by execution."""
+"""How an operator can be sharded: by a rule that the user registered, else by its record, else as trial runs show."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from graphpar.runtime.layout import P, R
 
 __all__ = ["REGISTERED", "has_rule", "placements", "register_rule", "rule_of"]
 
-# Rules of the user's own operators, by qualified name.
+# Rules that the user registered, by qualified name.
 REGISTERED: dict[str, str] = {}
 
 
 def register_rule(operator: str, rule: str) -> None:
-    """Say how a custom operator can be cut: ``register_rule("mylib::op", "b s d, d -> b s d")``.
+    """Say how a custom operator can be sharded: ``register_rule("mylib::op", "b s d, d -> b s d")``.
 
-    A custom ``autograd.Function`` goes by its qualified class name: ``register_rule("mymodule.Scaled", "b d -> b d")``; one of a
+    A custom ``autograd.Function`` is named by its qualified class name: ``register_rule("mymodule.Scaled", "b d -> b d")``; one of a
     model file ``model.py`` is ``model.Scaled``.
 
-    The tensor operands and, after the arrow, the results; one factor a dim, ``...`` for leading dims, ``?`` after the factors of
-    an operand that may be missing. A factor that appears in the operands but not in the results is summed; write every factor that
-    may not be cut with a ``*`` after it.
+    The rule lists the tensor operands and, after the arrow, the results: one factor for each dim, ``...`` for leading dims, ``?``
+    after the factors of an optional operand. A factor that appears in the operands but not in the results is summed; write ``*``
+    after every factor that may not be sharded.
 
     Raises:
         GraphparError: the notation is wrong.
@@ -44,7 +44,7 @@ def _key(operator: str) -> str:
 
 
 def _registered_name(node: fx.Node) -> str | None:
-    """The name under which a rule of ``node``'s operator is registered."""
+    """Return the name under which a rule of ``node``'s operator is registered, if one is."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     function = OPERATORS.get(node.target)
@@ -72,7 +72,7 @@ def _wrong(operator: str, rule: str) -> str:
     new = [word for factors in sides[1] for word in factors if word.rstrip("?") == word and word not in known]
     new = [word for word in new if not word.endswith("*") and word != "1"]
     if new:
-        return f"has {new[0]!r} in the result alone: no operand says how it is cut, so write '{new[0]}*'"
+        return f"has {new[0]!r} in the result alone: no operand says how it is sharded, so write '{new[0]}*'"
     return ""
 
 
@@ -90,13 +90,13 @@ def _registered(node: fx.Node) -> Rule | None:
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The factors of an operator, where a line of factors describes it."""
+    """Return the rule of an operator in factors; None where factors do not describe it."""
     registered, row = _registered(node), record_of(node).rule
     return registered if registered is not None or row is None else row(node)
 
 
 def has_rule(node: fx.Node) -> bool:
-    """Whether graphpar knows how ``node`` can be cut (not at all is an answer, too), without trying."""
+    """Whether graphpar knows without a trial how ``node`` can be sharded (or that it can't be)."""
     created = not operands_of(node)
     return (
         created
@@ -107,7 +107,7 @@ def has_rule(node: fx.Node) -> bool:
 
 
 def placements(node: fx.Node, context: Context, tried: fx.Node | None = None) -> list[Placement]:
-    """Return every legal placement of an operator on one axis, those that shard nothing included.
+    """List every legal placement of an operator on one axis, those that shard nothing included.
 
     ``tried``: the node of the program that ``node`` stands for, to be tried where no rule is known; ``node`` itself if None.
     """
@@ -127,7 +127,7 @@ def placements(node: fx.Node, context: Context, tried: fx.Node | None = None) ->
 
 
 def _biased(placements: list[Placement], bias: int | None) -> list[Placement]:
-    """A bias is added once: where the product is partial the bias must be so too (zero on all ranks but one)."""
+    """Make the bias partial (zero on all ranks but one) where the product is, so that it is added once."""
     if bias is None:
         return placements
     return [

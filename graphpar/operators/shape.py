@@ -1,4 +1,4 @@
-"""Operators that merge, split and repeat dims: where a cut goes is found from the sizes.
+"""Operators that merge, split and expand dims: how the result is sharded follows from the sizes.
 
 view [b, s, h*e] -> [b, s, h, e]      S(2) -> S(2)           the heads are the outer factor
 view [b, s, d] -> [b*s, d]            S(1) -> S(0:s)         in every period of s rows
@@ -15,9 +15,9 @@ from torch import Tensor, fx
 
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
-from graphpar.operators.notation import Rule
-from graphpar.operators.placement import Context, Placement, Size, can_cut, from_rule, operands_of, sizes_of, sums
-from graphpar.operators.record import Kind, Record, each
+from graphpar.operators.notation import Rule, labelled
+from graphpar.operators.placement import Context, Placement, Size, can_shard, from_rule, operands_of, sizes_of, sums
+from graphpar.operators.record import FIRST, Kind, Record, each
 from graphpar.runtime.layout import P, R, Shard
 
 # ---- reshaping -------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def _quotient(size: Size, by: Size) -> Size | None:
 
 
 def normal(size: Size, parts: Sequence[int], dim: int) -> Shard:
-    """The shortest way to say a cut of a dim of ``size`` by ``parts``."""
+    """Return the shortest ``Shard`` for a dim of ``size`` that is sharded by ``parts``."""
     kept = tuple(parts)
     for length in range(1, len(kept)):
         if len(kept) % length == 0 and kept == kept[:length] * (len(kept) // length):
@@ -44,8 +44,8 @@ def normal(size: Size, parts: Sequence[int], dim: int) -> Shard:
 
 
 def reshaped(before: Sequence[Size], after: Sequence[Size], shard: Shard, degree: int) -> Shard | None:
-    """Where the cut ``shard`` of a tensor of sizes ``before`` lies in its view of sizes ``after``."""
-    if not can_cut(before[shard.dim], shard, degree):
+    """Return how the view of sizes ``after`` of a tensor of sizes ``before``, sharded by ``shard``, is sharded; None if it can't be."""
+    if not can_shard(before[shard.dim], shard, degree):
         return _untouched(before, after, shard)
     inner = _product(before[shard.dim + 1 :])
     whole = not shard.parts
@@ -65,13 +65,13 @@ def reshaped(before: Sequence[Size], after: Sequence[Size], shard: Shard, degree
             found = normal(size, [length[0] for length in scaled if length is not None], dim)
         else:
             continue
-        if can_cut(size, found, degree):
+        if can_shard(size, found, degree):
             return found
     return None
 
 
 def _untouched(before: Sequence[Size], after: Sequence[Size], shard: Shard) -> Shard | None:
-    """A padded dim may only change its place: no element of it meets another dim's."""
+    """The same for a padded dim, which may only change its place, not be merged with another."""
     if shard.parts:
         return None
     for dim, size in enumerate(after):
@@ -84,7 +84,7 @@ def _untouched(before: Sequence[Size], after: Sequence[Size], shard: Shard) -> S
 def view(node: fx.Node, context: Context) -> list[Placement]:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: the same elements in the same order.
 
-    ``view_as`` and its kin take the shape of a second operand, which must be cut as the result is.
+    ``view_as`` and its like take the shape of a second operand, which must be sharded as the result is.
     """
     source, *shape_of = operands_of(node)
     if not isinstance(value_of(node), Tensor):
@@ -114,12 +114,12 @@ def _bytes(node: fx.Node) -> Rule:
 
 
 def _rows_kept(node: fx.Node, context: Context) -> list[Placement]:
-    """Rows of a rank's own experts stay so where no size of them is said, and other dims of size 1 come or go."""
+    """unsqueeze and squeeze behind dim 0 keep the rows of a rank's experts: no size of dim 0 is spelled out."""
     before, after = sizes_of(operands_of(node)[0]), sizes_of(node)
     if operator_name(node) not in ("unsqueeze", "squeeze") or before[:1] != after[:1] or before[:1] in ((), ((1, 0),)):
         return []
-    cuts = [*context.rows(operands_of(node)[0], 0), *context.rows(node, 0)]
-    return [Placement((cut,), (cut,), "local_shape") for cut in dict.fromkeys(cuts)]
+    rows = [*context.rows(operands_of(node)[0], 0), *context.rows(node, 0)]
+    return [Placement((kind,), (kind,), "local_shape") for kind in dict.fromkeys(rows)]
 
 
 def _even(sizes: Sequence[Size], degree: int) -> list[Shard]:
@@ -127,13 +127,13 @@ def _even(sizes: Sequence[Size], degree: int) -> list[Shard]:
 
 
 def expand(node: fx.Node, context: Context) -> list[Placement]:
-    """A dim of size 1 that is repeated can be cut, each rank repeating less. ``expand_as`` takes the shape of its second operand."""
+    """A dim that was expanded from size 1 can be sharded: each rank expands less. ``expand_as`` takes the shape of a second operand."""
     source, *shape_of = operands_of(node)
     before, after = sizes_of(source), sizes_of(node)
     offset = len(after) - len(before)
-    labels = tuple(f"d{dim}" for dim in range(len(after)))
+    labels = labelled(len(after))
     own = tuple(labels[offset + dim] if size == after[offset + dim] else "1" for dim, size in enumerate(before))
-    rule = Rule((own, *(labels for _ in shape_of)), (labels,), linear=(frozenset({0}),))
+    rule = Rule((own, *(labels for _ in shape_of)), (labels,), linear=FIRST)
     return [Placement(p.operands, p.results, "local_shape") for p in from_rule(node, rule, context)]
 
 

@@ -1,4 +1,4 @@
-"""Convolutions, normalisations by channels, pooling and interpolation: batch and channels can be cut, places can't."""
+"""Convolutions, norms over channels, pooling and interpolation: batch and channels can be sharded, spatial dims can't."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import fx
 
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators import spelling as write
-from graphpar.operators.moves import labelled, last, uncut
-from graphpar.operators.notation import Rule
+from graphpar.operators.moves import last, unsharded
+from graphpar.operators.notation import Rule, labelled
 from graphpar.operators.placement import Context, Placement, from_rule, literal, operands_of, results_of, sizes_of
-from graphpar.operators.record import Kind, Reads, Record, each
+from graphpar.operators.record import FIRST, Kind, Reads, Record, each
 from graphpar.runtime.layout import Shard
 
 
 def convolution(node: fx.Node, context: Context) -> list[Placement]:
     """x [n, c, ...], weight [o, c / groups, ...] (transposed: [c, o / groups, ...]), bias [o].
 
-    Output channels are cut with their bias; cut input channels give a partial sum; groups are cut on both sides.
+    Output channels are sharded with their bias; sharded input channels give a partial sum; groups are sharded on both sides.
     """
     operands = operands_of(node)
     x, weight = (value_of(operand).ndim for operand in operands[:2])
@@ -43,19 +43,19 @@ def convolution(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def batch_norm(node: fx.Node) -> Rule:
-    """Channels are independent; with running statistics that are only read, everything is. Buffers that are written stay whole."""
+    """Channels are independent; with running statistics that are only read, so is everything. Written buffers are not sharded."""
     operands = operands_of(node)
     labels = labelled(value_of(operands[0]).ndim)
     training = bool(literal(node, "training"))
     running = literal(node, "running_mean") is not None
     if (training and running) or len(labels) < 2:
-        return uncut(node)
+        return unsharded(node)
     fixed = frozenset(label for dim, label in enumerate(labels) if dim != 1) if training or not running else frozenset()
     return Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), fixed)
 
 
 def batch_norm_placements(node: fx.Node, context: Context) -> list[Placement]:
-    """In training, each replica's rows, with the statistics of all."""
+    """Adds for training: each replica normalizes its rows, with the statistics of all replicas' rows."""
     found = from_rule(node, batch_norm(node), context)
     operands = operands_of(node)
     labels = labelled(value_of(operands[0]).ndim)
@@ -67,11 +67,11 @@ def batch_norm_placements(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def instance_norm(node: fx.Node) -> Rule:
-    """Examples and channels are independent, unless running statistics come in."""
+    """Examples and channels are independent, unless there are running statistics."""
     operands = operands_of(node)
     labels = labelled(value_of(operands[0]).ndim)
     if literal(node, "running_mean") is not None or len(labels) < 3:
-        return uncut(node)
+        return unsharded(node)
     return Rule((labels, *((labels[1],) for _ in operands[1:])), (labels,), frozenset(labels[2:]))
 
 
@@ -87,7 +87,7 @@ def group_norm(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def grid(node: fx.Node) -> Rule:
-    """affine_grid_generator: theta [n, ...] -> [n, places ..., 2]. Only what follows the batch is free, as literal sizes don't follow."""
+    """affine_grid_generator: theta [n, ...] -> [n, h, w, 2] or [n, d, h, w, 3]. Only a size that follows the batch is sharded."""
     (theta,) = operands_of(node)
     before = ("n", *(f"t{i}" for i in range(value_of(theta).ndim - 1)))
     after = ("n", *(f"s{i}" for i in range(value_of(node).ndim - 1)))
@@ -96,12 +96,10 @@ def grid(node: fx.Node) -> Rule:
 
 
 def shuffled(node: fx.Node) -> Rule:
-    """pixel_shuffle, pixel_unshuffle: channels with what lies in them."""
+    """pixel_shuffle, pixel_unshuffle: [..., c r r, h, w] -> [..., c, h r, w r] or back; only leading dims and channels are sharded."""
     rank = value_of(node).ndim
     lead = labelled(rank - 3)
-    return Rule(
-        ((*lead, "c", "h", "w"),), ((*lead, "c", "H", "W"),), frozenset({"h", "w", "H", "W"}), linear=(frozenset({0}),)
-    )
+    return Rule(((*lead, "c", "h", "w"),), ((*lead, "c", "H", "W"),), frozenset({"h", "w", "H", "W"}), linear=FIRST)
 
 
 def grid_sample(node: fx.Node) -> Rule:
@@ -109,7 +107,7 @@ def grid_sample(node: fx.Node) -> Rule:
     places = value_of(node).ndim - 2
     whole, made = tuple(f"s{i}" for i in range(places)), tuple(f"p{i}" for i in range(places))
     rows = (("n", "c", *whole), ("n", *made, "xy"))
-    return Rule(rows, (("n", "c", *made),), frozenset({*whole, "xy"}), linear=(frozenset({0}),))
+    return Rule(rows, (("n", "c", *made),), frozenset({*whole, "xy"}), linear=FIRST)
 
 
 def unfolded(node: fx.Node) -> Rule:
@@ -117,9 +115,9 @@ def unfolded(node: fx.Node) -> Rule:
     operand = value_of(operands_of(node)[0]).ndim
     made = results_of(node)[0].ndim
     if operand != {"im2col": 4, "col2im": 3}[operator_name(node)]:
-        return uncut(node)
+        return unsharded(node)
     before, after = ("n", *(f"a{i}" for i in range(operand - 1))), ("n", *(f"b{i}" for i in range(made - 1)))
-    return Rule((before,), (after,), frozenset({*before[1:], *after[1:]}), linear=(frozenset({0}),))
+    return Rule((before,), (after,), frozenset({*before[1:], *after[1:]}), linear=FIRST)
 
 
 # ---- records ---------------------------------------------------------------------------------------------------
@@ -140,7 +138,7 @@ def _resized(dims: int, *spelling: write.Spelling) -> Record:
 
 
 def _by_dims(dims: int) -> dict[str, Record]:
-    """Operators that there are for one, two and three dims of places."""
+    """Operators that exist for one, two and three spatial dims."""
     conv = write.function(f"F.conv{dims}d", "input weight bias", _OPTIONS)
     pool = write.function(f"F.max_pool{dims}d", "self kernel_size", "stride padding dilation ceil_mode")
     return {

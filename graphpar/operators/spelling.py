@@ -1,8 +1,8 @@
-"""How operators are written in Python: what records name, and what they are made of.
+"""How operators are written in Python: the spellings that records name.
 
     linear(x, w, None)  ──function("F.linear", "input weight bias")──►  F.linear(x, self.weight)
 
-A spelling makes an :class:`Expression` of a node whose arguments are printed already, or None where it does not fit.
+A spelling makes an :class:`Expression` of a node whose arguments are printed already; None where it does not fit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Expression:
     level: int = ATOM
 
     def at(self, level: int) -> str:
+        """Return the text, in parentheses if it binds less tightly than ``level``."""
         return self.text if self.level >= level else f"({self.text})"
 
 
@@ -37,8 +38,8 @@ Spelling = Callable[[fx.Node, Printed], Expression | None]
 
 
 def literal(value: Any) -> str:
-    """A Python literal, as one would type it."""
-    if isinstance(value, torch.dtype):
+    """Write a Python literal as one would type it."""
+    if isinstance(value, torch.dtype | torch.memory_format):
         return str(value)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 2**62:
         return "None"  # the end of a slice that goes to the end
@@ -52,8 +53,6 @@ def literal(value: Any) -> str:
         return repr(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, torch.memory_format):
-        return str(value)
     return repr(value)
 
 
@@ -63,7 +62,7 @@ def call(function: str, arguments: list[str], options: Mapping[str, str]) -> Exp
 
 
 def given_arguments(node: fx.Node) -> dict[str, Any]:
-    """The operator's arguments by their schema names; those left at their defaults are absent."""
+    """Return the operator's arguments by their schema names, without those left at their defaults."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
     given = {argument.name: item for argument, item in zip(schema, node.args)} | dict(node.kwargs)
@@ -120,16 +119,12 @@ def attribute(name: str) -> Spelling:
 
 
 def renamed(path: str) -> Spelling:
-    """``path(...)`` with the operator's own arguments."""
-
-    def spelled(node: fx.Node, shown: Printed) -> Expression | None:
-        return call(path, [shown(argument).text for argument in node.args], _options(node, shown))
-
-    return spelled
+    """``path(...)`` with the operator's arguments."""
+    return lambda node, shown: call(path, [shown(argument).text for argument in node.args], _options(node, shown))
 
 
 def _name(node: fx.Node) -> str:
-    """The name of an ATen operator of a tensor; empty for what is called in another way."""
+    """The name of an ATen operator whose first argument is a tensor; empty for any other operator."""
     own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
     return operator_name(node) if own and node.args and isinstance(node.args[0], fx.Node) else ""
 
@@ -139,10 +134,12 @@ def _options(node: fx.Node, shown: Printed) -> dict[str, str]:
 
 
 def function(path: str, positional: str, keywords: str = "") -> Spelling:
-    """``F.name`` with ATen's arguments: some by position (up to the first one absent), the others by keyword."""
+    """``F.name`` with ATen's arguments: ``positional`` ones up to the first that is absent, the others by keyword."""
 
     def spelled(node: fx.Node, shown: Printed) -> Expression | None:
         given = given_arguments(node)
+        if "reduction" in given:
+            given["reduction"] = REDUCTIONS[given["reduction"]]
         arguments: list[str] = []
         positions = positional.split()
         while positions and positions[0] in given:
@@ -154,30 +151,21 @@ def function(path: str, positional: str, keywords: str = "") -> Spelling:
 
 
 REDUCTIONS = ("none", "mean", "sum")
-"""ATen's numbers for the reduction of a loss in the words of torch.nn.functional."""
+"""The words of torch.nn.functional for ATen's numbers of a loss's reduction."""
 
 
 def loss(path: str, keywords: str = "") -> Spelling:
-    """``F.cross_entropy(input, target)``: ATen's number for the reduction is F's word."""
-
-    def spelled(node: fx.Node, shown: Printed) -> Expression | None:
-        given = given_arguments(node)
-        arguments = [shown(given[name]).text for name in ("self", "target") if name in given]
-        options = {name: shown(given[name]).text for name in keywords.split() if name in given}
-        if given.get("reduction", 1) != 1:
-            options["reduction"] = literal(REDUCTIONS[given["reduction"]])
-        return call(path, arguments, options)
-
-    return spelled
+    """``F.cross_entropy(input, target)``, with the reduction as a word."""
+    return function(path, "self target", f"{keywords} reduction")
 
 
 def interpolated(mode: str, *, antialias: bool = False) -> Spelling:
     """``F.interpolate`` to a size, or by factors."""
 
     def spelled(node: fx.Node, shown: Printed) -> Expression | None:
-        given = given_arguments(node)
         if node.target._overloadname != "vec":  # type: ignore[union-attr]
             return None
+        given = given_arguments(node)
         options = {}
         if given.get("output_size") is not None:
             options["size"] = shown(given["output_size"]).text
@@ -201,8 +189,7 @@ def sliced(node: fx.Node, shown: Printed) -> Expression | None:
     source = node.args[0]
     value = value_of(source)  # type: ignore[arg-type]
     dim, start, end, step = (given.get(key) for key in ("dim", "start", "end", "step"))
-    position = int(dim or 0)
-    position = position if position >= 0 else position + value.ndim
+    position = int(dim or 0) % value.ndim
     text = f"{'' if start in (None, 0) else shown(start).text}:"
     if end is not None and not (isinstance(end, int) and end >= 2**62):
         text += shown(end).text
@@ -240,7 +227,7 @@ def size(node: fx.Node, shown: Printed) -> Expression | None:
 
 
 def flattened(node: fx.Node, shown: Printed) -> Expression | None:
-    """``flatten`` and ``unflatten`` where that is all a view does: no size of batch or sequence is spelled out."""
+    """``flatten`` or ``unflatten`` where the view does no more, so that no size of batch or sequence is spelled out."""
     source = node.args[0]
     before, after = value_of(source), value_of(node)  # type: ignore[arg-type]
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
@@ -269,19 +256,14 @@ def flattened(node: fx.Node, shown: Printed) -> Expression | None:
     return None
 
 
+_CASTS: dict[Any, str] = {torch.float32: "float", torch.bool: "bool", torch.int64: "long",
+                          torch.bfloat16: "bfloat16", torch.float16: "half"}  # fmt: skip
+
+
 def cast(node: fx.Node, shown: Printed) -> Expression | None:
     """``x.float()``"""
-    dtype = node.args[1] if len(node.args) > 1 else node.kwargs.get("dtype")
-    short = {
-        torch.float32: "float",
-        torch.bool: "bool",
-        torch.int64: "long",
-        torch.bfloat16: "bfloat16",
-        torch.float16: "half",
-    }
-    if len(node.args) == 2 and not node.kwargs and dtype in short:
-        return Expression(f"{shown(node.args[0]).at(ATOM)}.{short[dtype]}()")  # type: ignore[index]
-    return None
+    name = _CASTS.get(node.args[1]) if len(node.args) == 2 and not node.kwargs else None
+    return None if name is None else Expression(f"{shown(node.args[0]).at(ATOM)}.{name}()")
 
 
 def tensordot(node: fx.Node, shown: Printed) -> Expression | None:
@@ -290,38 +272,22 @@ def tensordot(node: fx.Node, shown: Printed) -> Expression | None:
     return call("torch.tensordot", [first, second], {"dims": f"({', '.join(dims)})"})
 
 
-def negative(node: fx.Node, shown: Printed) -> Expression | None:
+def prefix(symbol: str) -> Spelling:
     """``-x``"""
-    return Expression(f"-{shown(node.args[0]).at(UNARY)}", UNARY)
-
-
-def inverted(node: fx.Node, shown: Printed) -> Expression | None:
-    """``~x``"""
-    return Expression(f"~{shown(node.args[0]).at(UNARY)}", UNARY)
+    return lambda node, shown: Expression(f"{symbol}{shown(node.args[0]).at(UNARY)}", UNARY)
 
 
 def power(node: fx.Node, shown: Printed) -> Expression | None:
     """``x.pow(2)``"""
-    if isinstance(node.args[0], fx.Node) and isinstance(node.args[1], int | float):
-        exponent = node.args[1]
-        number = (
-            int(exponent) if float(exponent).is_integer() and value_of(node.args[0]).is_floating_point() else exponent
-        )
-        return Expression(f"{shown(node.args[0]).at(ATOM)}.pow({number!r})")
-    return None
-
-
-def embedding(node: fx.Node, shown: Printed) -> Expression | None:
-    """``F.embedding(ids, weight)``"""
-    given = given_arguments(node)
-    options = {}
-    if given.get("padding_idx", -1) != -1:
-        options["padding_idx"] = shown(given["padding_idx"]).text
-    return call("F.embedding", [shown(given["indices"]).text, shown(given["weight"]).text], options)
+    base, exponent = node.args[:2]
+    if not isinstance(base, fx.Node) or not isinstance(exponent, int | float):
+        return None
+    whole = float(exponent).is_integer() and value_of(base).is_floating_point()
+    return Expression(f"{shown(base).at(ATOM)}.pow({int(exponent) if whole else exponent!r})")
 
 
 def batch_norm(node: fx.Node, shown: Printed) -> Expression | None:
-    """``F.batch_norm``, training as the module is."""
+    """``F.batch_norm``, in training where the module is."""
     given = dict(zip(["x", "weight", "bias", "mean", "var", "training", "momentum", "eps"], node.args))
     options = {"training": "self.training" if given["training"] else "False"}
     if given["training"]:
@@ -332,31 +298,31 @@ def batch_norm(node: fx.Node, shown: Printed) -> Expression | None:
 
 
 def stream_function(function: str) -> Spelling:
-    """graphpar's own dropout, which draws an example's numbers from its key."""
+    """A dropout of ``random_streams.py``, which draws an example's numbers from its key."""
 
     def spelled(node: fx.Node, shown: Printed) -> Expression | None:
         if isinstance(node.target, torch._ops.OpOverload):
             return None
         arguments = [shown(argument).text for argument in node.args]
-        options = {key: shown(item).text for key, item in node.kwargs.items() if key not in ("training", "cut")}
+        options = {key: shown(item).text for key, item in node.kwargs.items() if key not in ("training", "sharded")}
         if function != "dropout_attention":
             if len(arguments) > 4:
                 arguments, options["training"] = arguments[:4], "self.training"
             if arguments[3:] == ["0"]:
                 del arguments[3]
         options["training"] = "self.training"
-        if "cut" in node.kwargs:
-            options["cut"] = _cut_dims(node.kwargs["cut"])
+        if "sharded" in node.kwargs:
+            options["sharded"] = _sharded_dims(node.kwargs["sharded"])
         return call(function, arguments, options)
 
     return spelled
 
 
-def _cut_dims(cuts: Any) -> str:
-    """Which dims of a tensor are a rank's piece: ``[(1, rank("tp"), size("tp"))]``."""
+def _sharded_dims(sharded: Any) -> str:
+    """The sharded dims of a tensor: ``[(1, rank("tp"), size("tp"))]``."""
     shown = [
         f'({dim}, rank("{axis}"), size("{axis}"){f", {literal(tuple(parts))}" if parts else ""})'
-        for dim, axis, parts in cuts
+        for dim, axis, parts in sharded
     ]
     return f"[{', '.join(shown)}]"
 

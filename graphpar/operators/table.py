@@ -1,4 +1,4 @@
-"""All records, by the operator's name as :func:`graphpar.ir.program.operator_name` says it."""
+"""All records, by the operator's name (:func:`graphpar.ir.program.operator_name`)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ TABLE: Records = MappingProxyType({name: record for family in FAMILIES for name,
 """Every operator that graphpar has a record of."""
 assert len(TABLE) == sum(len(family.RECORDS) for family in FAMILIES), "an operator has two records"
 UNKNOWN = Record(Kind.OTHER)
-"""Of which nothing is known: a user's own, for one."""
+"""The record of an operator that graphpar does not know, such as a user's."""
 
 
 def record_named(name: str) -> Record:
-    """The record of the operator ``name``; :data:`UNKNOWN` where there is none."""
+    """Return the record of the operator ``name``; :data:`UNKNOWN` where there is none."""
     return TABLE.get(name, UNKNOWN)
 
 
 def record_of(node: fx.Node) -> Record:
-    """The record of ``node``'s operator; where there is none, that of any pointwise operator if torch says that it is one."""
+    """Return the record of ``node``'s operator; without one, that of pointwise operators if torch says that it is one."""
     if node.op != "call_function" or isinstance(node.target, Helper):
         return UNKNOWN
     record = TABLE.get(operator_name(node))

@@ -1,9 +1,9 @@
-"""Transitions between the types of a tensor on one mesh axis: which functions exist, what they send, and the cheapest path.
+"""Redistribution between the types of a tensor on one mesh axis: which functions exist, what they send, and the cheapest path.
 
     path(P, S(0))     reduce_scatter(x, axis, dim=0)
     path(I, P)        sum_gradient(x, axis), then first_only(x, axis)
     path(R, E(offs))  expert_rows(x, axis, rank_ends(offs, axis))
-    path(R, I)        None: a value that the ranks use differently never becomes one that they use alike
+    path(R, I)        None: no function turns a value that the ranks use differently into one that they use alike
 
 The functions are those of ``graphpar.emitted.collectives``. The gradient of R is P, of I is I, of S is S, of P is R, so each
 transition has one backward, and each path is right in both directions by construction.
@@ -22,7 +22,7 @@ from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank sends: bytes, and how many messages one after the other."""
+    """What one rank sends: bytes, and how many messages in sequence."""
 
     bytes_sent: float = 0.0
     messages: int = 0
@@ -32,7 +32,10 @@ class Cost:
 
 
 def collective_cost(collective: str | None, whole: float, degree: int) -> Cost:
-    """A ring's cost, for a tensor whose whole has ``whole`` bytes, over ``degree`` ranks. ``None`` sends nothing."""
+    """Return what each rank of a ring sends for a tensor of ``whole`` bytes (all shards together); nothing for ``None``.
+
+    Formulas: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+    """
     if collective is None:
         return Cost()
     once = whole * (degree - 1) / degree
@@ -93,25 +96,25 @@ class Step:
 
     @property
     def function(self) -> str | None:
-        """The function in ``collectives.py``; ``None`` where there is nothing to do."""
+        """The name of the function in ``collectives.py``; ``None`` where there is nothing to do."""
         return self.transition.function
 
     @property
     def offsets(self) -> str:
-        """The name of the value that says where experts' rows end, by which the function cuts; else empty."""
+        """The name of the value [experts] that says where each expert's rows end; empty for a step without ``E``."""
         return next((kind.offsets for kind in (self.source, self.target) if isinstance(kind, ExpertRows)), "")
 
     def options(self, shape: Sequence[int], degree: int) -> dict[str, Any]:
-        """The keyword arguments of the function.
+        """Return the keyword arguments of the function.
 
         Args:
-            shape: of the tensor where it is whole on this axis (a dim that an outer axis cuts too counts as cut by that one).
+            shape: of the tensor before this axis shards it (outer axes have sharded it already).
         """
         options: dict[str, Any] = {}
         if self.offsets:
             return options
-        cuts = [kind for kind in (self.source, self.target) if isinstance(kind, Shard)]
-        for kind, prefix in zip(cuts, ("from_", "to_") if len(cuts) == 2 else ("",)):
+        shards = [kind for kind in (self.source, self.target) if isinstance(kind, Shard)]
+        for kind, prefix in zip(shards, ("from_", "to_") if len(shards) == 2 else ("",)):
             options[f"{prefix}dim"] = kind.dim
             if kind.parts:
                 options[f"{prefix}parts"] = kind.parts
@@ -120,24 +123,24 @@ class Step:
         return options
 
     def bytes_moved(self, whole: float, degree: int) -> tuple[Cost, Cost]:
-        """What the forward and the backward send, for a tensor of ``whole`` bytes where it is whole on this axis."""
+        """Return what the forward and the backward send, for a tensor of ``whole`` bytes before this axis shards it."""
         row = self.transition
         return tuple(  # type: ignore[return-value]
             collective_cost(name, whole, degree) for name in (row.forward_collective, row.backward_collective)
         )
 
     def cost(self, whole: float, degree: int, train: bool = True) -> Cost:
-        """What the forward sends, and with ``train`` the backward too."""
+        """Return what the forward sends, and with ``train`` the backward too."""
         forward, backward = self.bytes_moved(whole, degree)
         return forward + backward if train else forward
 
 
 @cache
 def path(source: Type, target: Type, differentiable: bool = True) -> tuple[Step, ...] | None:
-    """The cheapest steps from one type to another, ``()`` between equal ones, or ``None`` where there are none.
+    """Return the cheapest steps from one type to another, ``()`` between equal ones, ``None`` where there are none.
 
-    It goes through R and I only: a tensor may have no dim to cut on the way, and a sum that is not finished is no resting place.
-    So there is none from R to I, unless the tensor has no gradient. Rows of experts can only become a sum.
+    Steps in between end in R or I only: the tensor may have no dim to shard, and stopping at P gains nothing. So there are
+    none from R to I, unless the tensor has no gradient. Rows of experts can only become a partial sum.
     The order of costs is the same for every size and degree.
     """
     if source == target:
@@ -156,10 +159,10 @@ def path(source: Type, target: Type, differentiable: bool = True) -> tuple[Step,
 def moves(
     source: tuple[Type, ...], target: tuple[Type, ...], differentiable: bool = True
 ) -> tuple[tuple[int, Step], ...] | None:
-    """Steps on several axes, outermost first in ``source`` and ``target``: (place of the axis, step) in the order to take them.
+    """Return the steps between types on several axes (outermost first) as (position of the axis, step), in the order to take them.
 
-    What makes a tensor smaller comes first. Where two axes cut one dim the inner one lies within the outer's pieces, so an outer
-    cut can only be made or undone while no inner one is there; where that is in the way there is no path (``None``).
+    Steps that make the tensor smaller come first. Where two axes shard one dim, the inner axis shards the shards of the outer, so
+    an outer axis can shard or gather only while no inner one shards that dim; where that never happens there is no path (``None``).
     """
     now, found = list(source), []
     while now != list(target):
@@ -178,7 +181,7 @@ def moves(
 
 
 def _is_free(now: Sequence[Type], target: Type, place: int) -> bool:
-    """Whether no axis inside of ``place`` cuts a dim that the axis cuts, or is about to cut; for rows of experts, no other at all."""
+    """Whether no inner axis shards the dim that the axis at ``place`` shards or will shard; for rows of experts, no axis at all."""
     ends = (now[place], target)
     dims = {kind.dim for kind in ends if isinstance(kind, Shard)}
     alone = any(isinstance(kind, ExpertRows) for kind in ends)
@@ -193,7 +196,7 @@ def _steps(types: tuple[Type, ...], differentiable: bool) -> tuple[Step, ...] | 
 
 def _step(source: Type, target: Type, differentiable: bool) -> Step | None:
     if "S" == _kind(source) == _kind(target) and source.dim == target.dim:  # type: ignore[union-attr]
-        return None  # all-to-all is between two dims; it can't cut one dim anew
+        return None  # all-to-all is between two dims; it can't shard the same dim in another way
     if source == target:
         return None
     kinds = _kind(source), _kind(target)

@@ -181,7 +181,7 @@ def decisions(plan: Plan) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
         "global_batch": plan.global_batch,
-        "split": [{"path": cut.path, "where": cut.where.value} for cut in plan.cuts],
+        "split": [{"path": point.path, "where": point.where.value} for point in plan.split_points],
     }
 
 

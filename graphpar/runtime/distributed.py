@@ -1,4 +1,4 @@
-"""Joining the ranks of a program, agreeing, and failing together.
+"""Join the ranks of a program, agree, and fail together.
 
     with start(timeout_s=600) as ranks:     # reads RANK, WORLD_SIZE, LOCAL_RANK, which torchrun sets
         ...                                 # an exception here ends every rank; the first one is reported

@@ -1,4 +1,4 @@
-"""Finishing gradients: partial gradients of parameters are all-reduced once a step.
+"""Finish gradients: partial gradients of parameters are all-reduced once a step.
 
 A gradient is partial over an axis on which its parameter is stored as R (data parallelism; the norm weights of
 sequence parallelism), and over the copies of a parameter that several stages hold (tied weights). One mechanism:
@@ -113,7 +113,7 @@ class Gradients:
         self.counted: list[nn.Parameter] = []
         """The parameters whose elements this rank counts, where each of the whole model's is counted once."""
         sums: dict[Any, _Sum] = {}
-        for name in _order(held, everyone):
+        for name in _order(everyone):
             holders = tuple(at for at, counts in enumerate(everyone) if name in counts)
             spec = program.spec(name)
             axes = tuple(axis for axis, kind in spec.items() if kind == R)
@@ -203,7 +203,7 @@ class Gradients:
         self._buckets = []
 
 
-def _order(held: Mapping[str, list[nn.Parameter]], everyone: Sequence[Mapping[str, int]]) -> list[str]:
+def _order(everyone: Sequence[Mapping[str, int]]) -> list[str]:
     """All names, alike on all ranks: those of other stages first, and within a stage the last used first, as a backward
     goes."""
     names = [name for counts in everyone for name in counts]

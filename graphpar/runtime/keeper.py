@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class _Stop:
-    """Whether somebody asked this process to end."""
+    """A signal handler that notes whether this process was asked to end."""
 
     asked = False
 

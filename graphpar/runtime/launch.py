@@ -1,4 +1,4 @@
-"""Starting torchrun as a child that never outlives this process, passing on what it prints, and finding out why it failed.
+"""Start torchrun as a child that never outlives this process, pass on what it prints, and find out why it failed.
 
 torchrun("out/train.py", ["--steps", "3"], nproc=2, timeout_s=300) -> LaunchResult, or LaunchError with the
 message of the rank that failed first
@@ -41,7 +41,7 @@ WHY: dict[int, str] = {
     "this machine, or plan for less memory with smaller microbatches, a smaller batch, or more devices.",
     signal.SIGBUS: "Most often /dev/shm is full, through which processes share memory: make it larger.",
 }
-"""Signals that end a process through no fault of its own, and what to do."""
+"""Signals by which the system ends a process, the usual reason, and what to do."""
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 CRASH = "That is a crash in native code, such as an operator's, not an error of Python."
 
@@ -174,6 +174,7 @@ class _Printed:
 
     @property
     def stdout(self) -> str:
+        """All lines of standard output so far."""
         return "".join(f"{line}\n" for line in self.lines)
 
     @property

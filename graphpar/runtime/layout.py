@@ -62,10 +62,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class ExpertRows(Shard):
-    """``E(offsets)``: dim 0 holds rows that are sorted by expert, each rank having those of its own experts; so is its gradient.
+    """``E(offsets)``: dim 0 holds rows that are sorted by expert, and each rank has those of its experts. Its gradient has the same type.
 
-    ``offsets`` names the value [experts] that says where each expert's rows end, so only running tells how many a rank has.
-    Only values in between have this type: no parameter, no input, nothing that leaves a block.
+    ``offsets`` names the value [experts] that says where each expert's rows end, so how many rows a rank has depends on the data.
+    Only values inside a block have this type: no parameter, no input, no result of a block.
     """
 
     dim: int = 0
@@ -102,7 +102,7 @@ def parse_type(text: str) -> Type:
 
 
 def local_size(size: int, shard: Shard, degree: int) -> int:
-    """Return how many of ``size`` elements a rank holds, padding included; for ``ExpertRows``, as if experts had equally many."""
+    """Return how many of ``size`` elements a rank holds, padding included; for ``ExpertRows``, as if every expert had as many rows."""
     if not shard.parts:
         return -(-size // degree)
     period = sum(shard.parts)
@@ -120,7 +120,7 @@ def local_shape(shape: Sequence[int], spec: Mapping[str, Type], degrees: Mapping
     return tuple(sizes)
 
 
-def cut(tensor: Tensor, shard: Shard, degree: int, index: int) -> Tensor:
+def shard_of(tensor: Tensor, shard: Shard, degree: int, index: int) -> Tensor:
     """Return shard ``index`` of ``degree`` of a whole tensor; padded with zeros where the degree does not divide the dim."""
     assert not isinstance(shard, ExpertRows), "rows of experts are sharded by the program itself"
     size = tensor.shape[shard.dim]
@@ -158,7 +158,7 @@ def local_shard(
     for axis in AXES:
         kind = spec.get(axis)
         if isinstance(kind, Shard):
-            tensor = cut(tensor, kind, degrees[axis], place[axis])
+            tensor = shard_of(tensor, kind, degrees[axis], place[axis])
     return tensor
 
 

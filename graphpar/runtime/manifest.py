@@ -9,6 +9,7 @@ batch. A stage's ``rank`` is its coordinate on the pp axis.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +104,7 @@ class Manifest:
     @property
     def world_size(self) -> int:
         """How many ranks the plan is for."""
-        size = 1
-        for degree in self.mesh.values():
-            size *= degree
-        return size
+        return math.prod(self.mesh.values())
 
     @property
     def pp(self) -> int:
@@ -173,9 +171,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         ties=ties,
         types=_under_every_name(record.parameters, ties),
         shapes=_under_every_name(shapes, ties),
-        placed=tuple(plan.record("sharding").optional("axes", dict, {}))
-        if plan.optional("sharding", dict, None)
-        else (),
+        placed=tuple(plan.optional("sharding", dict, {}).get("axes") or {}),
         model_file=plan.optional("model_file", (str, type(None)), None),
     )
     _check(manifest, str(path))
@@ -214,30 +210,21 @@ def _stages(placements: Sequence[StageRecord], interfaces: list[Record]) -> tupl
 
 
 def _tensor(record: Record) -> TensorInterface:
-    name, types = record.get("name", str), record.optional("types", dict, {})
-    return TensorInterface(
-        name,
-        record.shape(),
-        record.dtype(),
-        record.get("requires_grad", bool),
-        types_of({name: types}, record.where)[name],
-    )
+    name, shape, dtype = _described(record)
+    types = types_of({name: record.optional("types", dict, {})}, record.where)[name]
+    return TensorInterface(name, shape, dtype, record.get("requires_grad", bool), types)
 
 
 def _input(record: Record) -> InputInterface:
-    return InputInterface(
-        record.get("name", str),
-        record.shape(),
-        record.dtype(),
-        record.optional("batch_dim", int, None),
-        record.get("role", str),
-    )
+    return InputInterface(*_described(record), record.optional("batch_dim", int, None), record.get("role", str))
 
 
 def _output(record: Record) -> OutputInterface:
-    return OutputInterface(
-        record.get("name", str), record.shape(), record.dtype(), record.optional("batch_dim", int, None)
-    )
+    return OutputInterface(*_described(record), record.optional("batch_dim", int, None))
+
+
+def _described(record: Record) -> tuple[str, tuple[int, ...], torch.dtype]:
+    return record.get("name", str), record.shape(), record.dtype()
 
 
 def _check(plan: Manifest, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs an emitted program on its ranks: builds it, loads weights, runs steps.
+"""Run an emitted program on its ranks: build it, load weights, run steps.
 
     pipeline = Pipeline("out", device)            # this rank's stages, process groups, torch's schedule
     pipeline.load_weights("model.safetensors")

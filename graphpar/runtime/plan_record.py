@@ -1,8 +1,8 @@
-"""``PlanRecord``: what of a plan both the planner and the runtime know, and how ``plan.json`` says it.
+"""``PlanRecord``: the part of a plan that planner and runtime share, and its form in ``plan.json``.
 
     Plan ──PlanRecord.to_json──► plan.json ──PlanRecord.read──► Plan, Manifest
 
-The planner adds what it decided besides (split points, placements), code generation the interfaces of the stages.
+The planner adds split points and placements, code generation the interfaces of the stages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import Type, parse_type
 
 VERSION = 2
-"""Of ``plan.json``. 2: placements are keyed by module path, operator and occurrence (:mod:`graphpar.passes.sharding.keys`)."""
+"""The version of ``plan.json``. Since 2, placements are keyed by module path, operator and occurrence
+(:mod:`graphpar.passes.sharding.keys`)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class PlanRecord:
     actions: tuple[tuple[str | None, ...], ...] | None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; :meth:`read` is its inverse."""
+        """Convert to plain data; :meth:`read` is its inverse."""
         table = None if self.actions is None else {str(rank): list(row) for rank, row in enumerate(self.actions)}
         return {
             "version": VERSION,
@@ -63,7 +64,7 @@ class PlanRecord:
 
     @staticmethod
     def read(plan: Record) -> PlanRecord:
-        """What :meth:`to_json` gave.
+        """Read what :meth:`to_json` returned.
 
         Raises:
             RuntimeProgramError: it is of another version, or a field is missing or of a wrong type.
@@ -91,7 +92,7 @@ class PlanRecord:
 
 
 class Record:
-    """A JSON object that says which field of which file is missing or of the wrong type."""
+    """A JSON object whose errors name the file and field; every method raises ``RuntimeProgramError`` for a missing or wrong field."""
 
     def __init__(self, values: Any, where: str) -> None:
         if not isinstance(values, dict):
@@ -100,9 +101,11 @@ class Record:
         self.where = where
 
     def has(self, key: str) -> bool:
+        """Whether the field is there."""
         return key in self._values
 
     def get(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        """Return a field, which must be of the type ``kind``."""
         if key not in self._values:
             raise RuntimeProgramError(f"{self.where}: the field {key!r} is missing")
         value = self._values[key]
@@ -111,28 +114,39 @@ class Record:
         return value
 
     def optional(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
+        """Return a field, or ``default`` where it is missing or null."""
         return self.get(key, kind) if self._values.get(key) is not None else default
 
     def record(self, key: str) -> Record:
+        """Return an object."""
         return Record(self.get(key, dict), f"{self.where}, {key}")
 
     def records(self, key: str) -> list[Record]:
+        """Return a list of objects."""
         return [Record(item, f"{self.where}, {key}[{i}]") for i, item in enumerate(self.get(key, list))]
 
     def strings(self, key: str) -> tuple[str, ...]:
+        """Return a list of strings, empty where it is missing."""
         return tuple(str(item) for item in self.optional(key, list, []))
 
     def dtype(self) -> torch.dtype:
+        """Return the torch dtype that the field ``dtype`` names."""
         found = getattr(torch, self.get("dtype", str), None)
         if not isinstance(found, torch.dtype):
             raise RuntimeProgramError(f"{self.where}: {self.get('dtype', str)!r} is no torch dtype")
         return found
 
     def shape(self) -> tuple[int, ...]:
+        """Return the field ``shape``."""
         return tuple(int(size) for size in self.get("shape", list))
 
 
 def types_of(listed: Mapping[str, Mapping[str, str]], where: str) -> dict[str, dict[str, Type]]:
+    """Parse types by name and axis; ``where`` names them in errors.
+
+    Raises:
+        RuntimeProgramError: a text is no type.
+    """
     found: dict[str, dict[str, Type]] = {}
     for name, spec in listed.items():
         try:

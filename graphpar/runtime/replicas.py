@@ -65,7 +65,7 @@ def _is_equal_on(program: Manifest, name: str, axis: str) -> bool:
 def checksum(tensor: Tensor) -> Tensor:
     """Compute an int64 scalar from the tensor's bits; a change of any one element changes it.
 
-    The sum, modulo 2^64, of the elements as integers times odd numbers of their own: an odd factor is invertible.
+    The sum, modulo 2^64, of the elements as integers, each times another odd number: an odd factor is invertible.
     """
     flat = tensor.contiguous().reshape(-1)
     if flat.is_complex():

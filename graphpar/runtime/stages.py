@@ -24,7 +24,7 @@ from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface, TensorInterface
 
 KEYWORD = "graphpar:"
-"""Put before every keyword that goes through torch's ``schedule.step``, which has parameters of its own."""
+"""Prefix of every keyword that is passed through torch's ``schedule.step``, so that none collides with its parameters."""
 
 _serial = itertools.count()
 
@@ -154,7 +154,7 @@ class StageAdapter(nn.Module):
 
 
 def sendable(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` as a contiguous tensor with memory of its own."""
+    """Return ``tensor``, or a copy if it is not contiguous or is a view."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor._is_view() else tensor
 

@@ -1,4 +1,4 @@
-"""Running emitted programs for verification: several jobs in one launch, since starting takes longer than running.
+"""Run emitted programs for verification: several jobs in one launch, since starting takes longer than running.
 
 parent: run_jobs([job_0, job_1], world_size=2, timeout_s=300)
 ranks:  python -m graphpar.runtime.worker TIMEOUT job_0 job_1      (under torchrun)
@@ -148,6 +148,7 @@ class _Results:
         write_tensors(self.folder / f"{file}.safetensors", tensors)
 
     def close(self) -> None:
+        """Write the report."""
         self.folder.with_suffix(".json").write_text(json.dumps(self.report))
 
 

@@ -16,7 +16,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.build import DTYPES
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import Plan, cuts_of
+from graphpar.ir.plan import Plan, split_points_of
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import SHOWN
 from graphpar.passes.planning.choose import (
@@ -105,7 +105,7 @@ def ask(
         schedule=schedule,
         microbatch_size=microbatch_size,
         global_batch=global_batch,
-        cuts=None if split is None or callable(split) else cuts_of(split),
+        cuts=None if split is None or callable(split) else split_points_of(split),
         stages=None if stages is None else tuple(tuple(paths) for paths in stages),
         table=table,
         allow_batch_coupling=allow_batch_coupling,
@@ -124,7 +124,7 @@ def planned(program: Program, asked: Asked) -> Plan:
     """The plan of what is asked: chosen where the mesh is whole, else searched."""
     pins = replace(asked.pins, dtype=_dtype(program, asked.pins.dtype))
     if asked.split is not None:
-        pins = replace(pins, cuts=cuts_of(asked.split(program)))
+        pins = replace(pins, cuts=split_points_of(asked.split(program)))
     if asked.complete:
         chosen = choose(program, Mesh.resolve(asked.mesh, asked.devices), pins)
         return (

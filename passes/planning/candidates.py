@@ -8,7 +8,7 @@ from typing import Any
 
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import Cut
+from graphpar.ir.plan import SplitAt
 from graphpar.passes.planning.why_not import why_not
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.schedules.registry import SCHEDULES
@@ -27,7 +27,7 @@ class PlannerConstraints:
 
     schedule: str | None = None
     microbatch_size: int | None = None
-    cuts: Callable[[Mesh, str], tuple[Cut, ...]] | None = None
+    cuts: Callable[[Mesh, str], tuple[SplitAt, ...]] | None = None
     one_microbatch: bool = False
 
 
@@ -40,7 +40,7 @@ class Candidate:
     stages_per_rank: int
     microbatch_size: int
     microbatches: int
-    cuts: tuple[Cut, ...] | None = None
+    cuts: tuple[SplitAt, ...] | None = None
     bound: float = field(default=0.0, compare=False)
 
     @property
@@ -57,7 +57,7 @@ class Priced:
     candidate: Candidate
     layout: Layout
     sharded: Sharded
-    cuts: tuple[Cut, ...]
+    cuts: tuple[SplitAt, ...]
     estimate: Estimate
 
     @property

@@ -17,7 +17,7 @@ from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import Cut, Plan
+from graphpar.ir.plan import Plan, SplitAt
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
 from graphpar.operators.discover import discovered
@@ -57,7 +57,7 @@ class PlanConstraints:
     schedule: str | None = None
     microbatch_size: int | None = None
     global_batch: int | None = None
-    cuts: tuple[Cut, ...] | None = None
+    cuts: tuple[SplitAt, ...] | None = None
     stages: tuple[tuple[str, ...], ...] | None = None  # module paths of each stage
     table: str | None = None  # a schedule table of the user's own, as CSV text
     allow_batch_coupling: bool = False
@@ -180,7 +180,7 @@ def checked_table(text: str, pp: int) -> ActionTable:
     return table
 
 
-def pinned_cuts(program: Program, mesh: Mesh, pins: PlanConstraints) -> tuple[Cut, ...] | None:
+def pinned_cuts(program: Program, mesh: Mesh, pins: PlanConstraints) -> tuple[SplitAt, ...] | None:
     """The split points that the user gave, in whichever way; None leaves them to the search."""
     pins.check_ways()
     if pins.stages is not None:
@@ -203,7 +203,7 @@ def _plan(
     schedule: str,
     batch: int,
     microbatches: int,
-    cuts: Sequence[Cut],
+    cuts: Sequence[SplitAt],
     ranks: Sequence[int],
     pins: PlanConstraints,
     actions: tuple[tuple[str, ...], ...] | None = None,
@@ -219,7 +219,7 @@ def _plan(
         schedule=schedule,
         global_batch=batch,
         microbatch_size=size,
-        cuts=tuple(cuts),
+        split_points=tuple(cuts),
         stages=tuple(StageRecord(stage.index, ranks[stage.index], stage.modules) for stage in stages),
         dtype=pins.dtype,
         actions=actions,
@@ -273,7 +273,7 @@ def solve(
     return found
 
 
-def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[Cut] | None) -> int:
+def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[SplitAt] | None) -> int:
     if cuts is None or mesh.pp == 1:
         return get_schedule(schedule).default_stages if mesh.pp > 1 else 1
     count = len(cuts) + 1
@@ -332,7 +332,9 @@ def _refusal(program: Program, batch: int, microbatches: int, reason: str) -> st
     return f"The batch of {batch} can't be split into {microbatches} microbatches: {reason}.{allow}"
 
 
-def _with_table(program: Program, mesh: Mesh, pins: PlanConstraints, cuts: Sequence[Cut] | None, batch: int) -> Plan:
+def _with_table(
+    program: Program, mesh: Mesh, pins: PlanConstraints, cuts: Sequence[SplitAt] | None, batch: int
+) -> Plan:
     """A plan that runs the user's own schedule table."""
     assert pins.table is not None
     table = checked_table(pins.table, mesh.pp)

@@ -17,7 +17,7 @@ from graphpar.cost_models.flops import tensor_bytes
 from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Unit, UnitClass, UnitMemory
 from graphpar.cost_models.workload import Size, Works
 from graphpar.errors import GraphparError
-from graphpar.ir.plan import Cut, SplitPoint
+from graphpar.ir.plan import SplitAt, SplitPoint
 from graphpar.ir.program import Program, batch_coefficients, value_of
 from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.applications import first_applications
@@ -26,7 +26,7 @@ from graphpar.passes.split import cut_candidates, positions_of, split
 from graphpar.runtime.layout import R
 
 
-def unit_cuts(program: Program, wanted: Sequence[Cut] = ()) -> list[tuple[int, Cut]]:
+def unit_cuts(program: Program, wanted: Sequence[SplitAt] = ()) -> list[tuple[int, SplitAt]]:
     """Every place where a stage may begin, and those that are ``wanted``: (position in the root graph, split point)."""
     nodes, again = list(program.graph.nodes), first_applications(program)
     blocks: dict[str, list[int]] = {}
@@ -34,15 +34,15 @@ def unit_cuts(program: Program, wanted: Sequence[Cut] = ()) -> list[tuple[int, C
         if node.op == "call_module" and node not in again:
             blocks.setdefault(str(node.target), []).append(index)
     if len(blocks) < 2:
-        found = [(index, Cut(path)) for index, path in cut_candidates(program, len(nodes))]
+        found = [(index, SplitAt(path)) for index, path in cut_candidates(program, len(nodes))]
     else:
-        found = [(places[0], Cut(path)) for path, places in blocks.items()]
+        found = [(places[0], SplitAt(path)) for path, places in blocks.items()]
         last, places = max(blocks.items(), key=lambda entry: entry[1][-1])
-        found.append((places[-1] + 1, Cut(last, SplitPoint.END)))
+        found.append((places[-1] + 1, SplitAt(last, SplitPoint.END)))
     work = [index for index, node in enumerate(nodes) if node not in again and _has_work(node)]
     pinned = {positions_of(program, [cut])[0]: cut for cut in wanted}
     split(program, sorted(pinned))  # says what is wrong with them, in terms of the user's own stages
-    legal: list[tuple[int, Cut]] = []
+    legal: list[tuple[int, SplitAt]] = []
     begin = 0
     for position, cut in sorted((dict(found) | pinned).items()):
         if position in pinned or (any(begin <= index < position for index in work) and work[-1] >= position):
@@ -68,7 +68,7 @@ def _can_split(program: Program, positions: Sequence[int]) -> bool:
 
 
 def units_of_ranks(
-    sharded: Sharded, execution: Execution | None = None, *, device: str = "cpu", wanted: Sequence[Cut] = ()
+    sharded: Sharded, execution: Execution | None = None, *, device: str = "cpu", wanted: Sequence[SplitAt] = ()
 ) -> list[Unit]:
     """:func:`units_of` what a rank runs; those that were asked for before are the same ones, with what was measured of them."""
     run = execution or Execution()
@@ -89,7 +89,7 @@ def units_of(
     execution: Execution | None = None,
     *,
     device: str = "cpu",
-    wanted: Sequence[Cut] = (),
+    wanted: Sequence[SplitAt] = (),
 ) -> list[Unit]:
     """The units of a lowered program.
 
@@ -104,7 +104,7 @@ def units_of(
 
 
 def _units(
-    program: Program, degrees: Mapping[str, int], execution: Execution, device: str, cuts: Sequence[tuple[int, Cut]]
+    program: Program, degrees: Mapping[str, int], execution: Execution, device: str, cuts: Sequence[tuple[int, SplitAt]]
 ) -> list[Unit]:
     positions = [position for position, _ in cuts]
     stages = split(program, positions)

@@ -24,7 +24,7 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import Cut
+from graphpar.ir.plan import SplitAt
 from graphpar.ir.program import Program
 from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.candidates import SHOWN, Candidate, PlannerConstraints, Priced, SearchResult
@@ -72,7 +72,7 @@ class Planner:
         self.shown = shown
         self.refused: dict[str, None] = {}
         self._sharded: dict[tuple[Mesh, int], Sharded | None] = {}
-        self._pricings: dict[tuple[Mesh, int, tuple[Cut, ...]], Pricing] = {}
+        self._pricings: dict[tuple[Mesh, int, tuple[SplitAt, ...]], Pricing] = {}
         self._cuts: dict[tuple[Mesh, int], StageCuts] = {}
 
     # ---- what there is ----
@@ -109,7 +109,7 @@ class Planner:
             return False
         return self.wishes.microbatch_size in (None, size)
 
-    def _schedules(self, mesh: Mesh) -> Iterator[tuple[str, int, tuple[Cut, ...] | None]]:
+    def _schedules(self, mesh: Mesh) -> Iterator[tuple[str, int, tuple[SplitAt, ...] | None]]:
         """(name, stages a rank, split points if they are pinned)."""
         wished = self.wishes.schedule
         if mesh.pp == 1:
@@ -140,7 +140,7 @@ class Planner:
 
     # ---- prices ----
 
-    def units(self, mesh: Mesh, rows: int, cuts: tuple[Cut, ...] | None = None) -> list[Unit] | None:
+    def units(self, mesh: Mesh, rows: int, cuts: tuple[SplitAt, ...] | None = None) -> list[Unit] | None:
         """Those of the ranks of the compute axes; None where the model can't be divided so, or not into microbatches of ``rows``."""
         sharded = self.sharded(mesh, rows)
         if sharded is None:

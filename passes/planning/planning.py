@@ -18,7 +18,7 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import Cut, Plan
+from graphpar.ir.plan import Plan, SplitAt
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, SearchResult
 from graphpar.passes.planning.choose import (
@@ -85,7 +85,7 @@ def planner_for(
     def solved(mesh: Mesh, rows: int) -> Sharded:
         return solve(program, mesh, rows, 1, pins.shard_plan, cluster)
 
-    def cuts(mesh: Mesh, schedule: str) -> tuple[Cut, ...]:
+    def cuts(mesh: Mesh, schedule: str) -> tuple[SplitAt, ...]:
         given = pinned_cuts(program, mesh, replace(pins, schedule=schedule))
         assert given is not None
         positions_of(program, given)
@@ -127,9 +127,9 @@ def pricing_of(
     run = execution or Execution(zero=plan.zero, recompute=plan.recompute)
     sharded = sharded_as(program, plan)
     local = sharded.local
-    units = units_of_ranks(sharded, run, device=cluster.device.kind, wanted=plan.cuts)
+    units = units_of_ranks(sharded, run, device=cluster.device.kind, wanted=plan.split_points)
     places = {unit.position: place for place, unit in enumerate(units)}
-    starts = (0, *(places[position] for position in positions_of(local, plan.cuts)))
+    starts = (0, *(places[position] for position in positions_of(local, plan.split_points)))
     order = None if plan.actions is None else order_of(table_of(plan))
     layout = Layout(plan.schedule, plan.microbatch_size, plan.microbatches, starts, order)
     train = local.mode == "train"

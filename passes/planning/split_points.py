@@ -18,13 +18,13 @@ from torch import fx
 
 from graphpar.cost_models.flops import node_flops
 from graphpar.errors import GraphparError, near_match
-from graphpar.ir.plan import Cut, SplitPoint
+from graphpar.ir.plan import SplitAt, SplitPoint
 from graphpar.ir.program import Program
 from graphpar.passes.normalize.applications import first_applications
 from graphpar.passes.split import cut_candidates
 
 
-def balanced_cuts(program: Program, stages: int) -> tuple[Cut, ...]:
+def balanced_cuts(program: Program, stages: int) -> tuple[SplitAt, ...]:
     """Split points for ``stages`` stages whose largest number of flops is smallest."""
     if stages == 1:
         return ()
@@ -44,7 +44,7 @@ def balanced_cuts(program: Program, stages: int) -> tuple[Cut, ...]:
     edges = [0, *starts, len(nodes)]
     segments = [_sum(nodes[a:b], flops) for a, b in itertools.pairwise(edges)]
     chosen = _partition(segments, stages)
-    return tuple(Cut(candidates[index - 1][1]) for index in chosen)
+    return tuple(SplitAt(candidates[index - 1][1]) for index in chosen)
 
 
 def _sum(nodes: Sequence[fx.Node], flops: dict[fx.Node, float]) -> float:
@@ -76,7 +76,7 @@ def _partition(costs: Sequence[float], parts: int) -> list[int]:
     return starts[::-1]
 
 
-def cuts_from_lists(program: Program, lists: Sequence[Sequence[str]]) -> tuple[Cut, ...]:
+def cuts_from_lists(program: Program, lists: Sequence[Sequence[str]]) -> tuple[SplitAt, ...]:
     """Split points from the modules of each stage; every module with parameters must be in exactly one list."""
     known = [path for path in program.module_classes if path]
     owner: dict[str, int] = {}
@@ -109,7 +109,7 @@ def cuts_from_lists(program: Program, lists: Sequence[Sequence[str]]) -> tuple[C
     missing = [stage for stage in range(len(lists)) if stage not in first]
     if missing:
         raise GraphparError(f"Stage {missing[0]} would be empty: none of its modules computes anything.")
-    return tuple(Cut(first[stage]) for stage in range(1, len(lists)))
+    return tuple(SplitAt(first[stage]) for stage in range(1, len(lists)))
 
 
 def _parameter_owner(node: fx.Node) -> str | None:
@@ -122,7 +122,7 @@ def _parameter_owner(node: fx.Node) -> str | None:
     return stack[-1][0] if parameters and stack and stack[-1][0] else None
 
 
-def even_cuts(program: Program, patterns: Sequence[Cut], stages: int) -> tuple[Cut, ...]:
+def even_cuts(program: Program, patterns: Sequence[SplitAt], stages: int) -> tuple[SplitAt, ...]:
     """As many of the modules that match a pattern on each stage; what doesn't divide goes to the earlier ones."""
     if len(patterns) > 1 or patterns[0].where is not SplitPoint.BEGINNING:
         raise GraphparError(
@@ -140,12 +140,12 @@ def even_cuts(program: Program, patterns: Sequence[Cut], stages: int) -> tuple[C
         )
     counts = [len(matching) // stages + (stage < len(matching) % stages) for stage in range(stages)]
     starts = itertools.accumulate(counts[:-1])
-    return tuple(Cut(matching[start]) for start in starts)
+    return tuple(SplitAt(matching[start]) for start in starts)
 
 
 def cuts_by_layers(
     program: Program, pp: int, per_rank: int, layers_per_stage: int | None, edges: tuple[int, int]
-) -> tuple[Cut, ...]:
+) -> tuple[SplitAt, ...]:
     """Split points by number of layers, where what comes before and after them counts as ``edges`` layers."""
     layers = _layers(program)
     first, last = edges
@@ -179,7 +179,9 @@ def cuts_by_layers(
     counts[-1] -= last
     starts = list(itertools.accumulate(counts[:-1]))
     # A stage without layers holds the end alone: the cut is after the last layer.
-    return tuple(Cut(layers[start]) if start < len(layers) else Cut(layers[-1], SplitPoint.END) for start in starts)
+    return tuple(
+        SplitAt(layers[start]) if start < len(layers) else SplitAt(layers[-1], SplitPoint.END) for start in starts
+    )
 
 
 def _layers(program: Program) -> list[str]:
@@ -187,10 +189,10 @@ def _layers(program: Program) -> list[str]:
     return list(dict.fromkeys(str(node.target) for node in program.graph.nodes if node.op == "call_module"))
 
 
-def marked_cuts(program: Program) -> tuple[Cut, ...] | None:
+def marked_cuts(program: Program) -> tuple[SplitAt, ...] | None:
     """Split points where the model's forward calls ``torch.distributed.pipelining.pipe_split()``."""
     seen: set[str] = set()
-    cuts: list[Cut] = []
+    cuts: list[SplitAt] = []
     for node in program.graph.nodes:
         paths = [entry[0] for entry in node.meta.get("module_stack", ()) if entry[0]]
         if node.meta.get("stage_begins"):
@@ -200,6 +202,6 @@ def marked_cuts(program: Program) -> tuple[Cut, ...] | None:
                     f"pipe_split() stands between operators of the module {paths[-1] if paths else 'root'!r}; put it before "
                     "the call of a module, so that the stage has a name to begin with."
                 )
-            cuts.append(Cut(fresh))
+            cuts.append(SplitAt(fresh))
         seen.update(paths)
     return tuple(cuts) or None

@@ -50,7 +50,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         schedule=None if custom else given.schedule,
         microbatch_size=given.microbatch_size,
         global_batch=given.global_batch,
-        cuts=given.cuts,
+        cuts=given.split_points,
         table=custom,
         allow_batch_coupling=given.allow_batch_coupling,
         dtype=given.dtype,

@@ -23,7 +23,7 @@ from graphpar.ir.program import Block, Program, TensorInfo, batch_coefficients, 
 from graphpar.ir.sharding import Decision, Sharding, Types
 from graphpar.operators.gradients import block_results, differentiable_nodes
 from graphpar.operators.placement import operands_of, results_of
-from graphpar.operators.rewrite import Cuts, on_pieces
+from graphpar.operators.rewrite import CallSpecs, on_pieces
 from graphpar.operators.transitions import moves
 from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.passes.sharding.check_types import check_types
@@ -277,7 +277,11 @@ class _Scope:
             return made
 
         copy = on_pieces(
-            node, mapped[0], mapped[1], Cuts(self.degrees, decision.operands, decision.results, decision.rewrites), emit
+            node,
+            mapped[0],
+            mapped[1],
+            CallSpecs(self.degrees, decision.operands, decision.results, decision.rewrites),
+            emit,
         )
         copy.meta = dict(node.meta) | {key: item for key, item in copy.meta.items() if key == "val"}
         copy.meta.pop("batch_coefficients", None)

@@ -30,6 +30,7 @@ from graphpar.annotations.patterns import ModelNames, ShardConstraints, matching
 from graphpar.annotations.values import WHOLE, Spec, allows, read_value, spec_text
 from graphpar.errors import GraphparError
 from graphpar.frontend.capture import capture
+from graphpar.ir.program import ModelSource
 from graphpar.runtime import layout
 
 
@@ -363,7 +364,7 @@ def test_a_module_under_two_names_is_pinned_under_both(path: str, by_ties: bool)
 
 
 def test_names_of_a_program() -> None:
-    program = capture(Aliased(), (torch.zeros(2, 4),))
+    program = capture(ModelSource(Aliased(), (torch.zeros(2, 4),)))
     found = names_of(program)
     assert found.modules["shared.0"] == "torch.nn.modules.linear.Linear" and found.parameters["other.bias"] == (4,)
     assert set(pins({"shared.1": {"outputs": ["R@tp"]}}, model=found).outputs) == {

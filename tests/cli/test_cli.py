@@ -21,7 +21,7 @@ import graphpar as gp
 from graphpar.cli import compile_work, run_command
 from graphpar.cli.commands import build_parser
 from graphpar.cli.main import main
-from graphpar.codegen.saving import peoples_files
+from graphpar.codegen.saving import edited_files
 from graphpar.passes.table import STEPS
 from graphpar.runtime.launch import LaunchResult
 from graphpar.runtime.manifest import load_manifest
@@ -635,7 +635,7 @@ def test_run_makes_weights_and_a_batch(folder: Path, capsys: pytest.CaptureFixtu
     assert data["predicted"]["cluster"] == "2xCPU" and data["predicted"]["step_time_s"] > 0
     assert data["loss"][1] < data["loss"][0]
     assert (folder / "out" / "weights" / "model.safetensors").is_file()
-    assert not peoples_files(folder / "out")  # so that it is compiled again without a word
+    assert not edited_files(folder / "out")  # so that it is compiled again without a word
 
 
 def test_weights_are_written_where_they_are_small_or_asked_for(

@@ -294,7 +294,7 @@ def test_an_input_whose_name_the_emitted_code_needs_is_refused() -> None:
 
 
 @functools.cache
-def _cut(name: str, **degrees: int) -> gp.Parts:
+def _sharding(name: str, **degrees: int) -> gp.Parts:
     program = example(name)
     return gp.partition(program, gp.plan(program, mesh=degrees))
 
@@ -307,7 +307,7 @@ def test_every_transition_with_room_says_what_it_does(name: str) -> None:
     """A comment behind a call of a collective names the types that the function turns into each other."""
     kinds = {row.function: (row.source, row.target) for row in TABLE}
     noted = missed = 0
-    for file, text in _sources(_cut(name, tp=2)).items():
+    for file, text in _sources(_sharding(name, tp=2)).items():
         if not file.startswith(("blocks", "stage")):
             continue
         assert max(map(len, text.splitlines())) <= 120
@@ -323,7 +323,7 @@ def test_every_transition_with_room_says_what_it_does(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt_dropout"])
 def test_init_says_how_parameters_lie(name: str) -> None:
     """Each parameter's comment says what the plan does."""
-    parts = _cut(name, tp=2)
+    parts = _sharding(name, tp=2)
     comments = {}
     for line in "\n".join(_sources(parts).values()).splitlines():
         match = re.match(r" +self\.(\S+) = .*?  # (.*\b[RS]\b.*@tp.*)", line)
@@ -347,7 +347,7 @@ def test_init_says_how_parameters_lie(name: str) -> None:
 
 
 def test_docstrings_say_how_values_and_weights_lie() -> None:
-    parts = _cut("llama", tp=2, pp=2)
+    parts = _sharding("llama", tp=2, pp=2)
     documented = {
         node.name: " ".join((ast.get_docstring(node) or "").split())
         for text in _sources(parts).values()
@@ -359,7 +359,7 @@ def test_docstrings_say_how_values_and_weights_lie() -> None:
     assert "@tp" in lying
     assert f"{describe_shape(sent.node)} {lying}" in documented["Stage0"].partition("->")[2]
     assert f"hidden_states {describe_shape(sent.node)} {lying}" in documented["Stage1"]
-    cut = documented["LlamaDecoderLayer"].partition("Cut: ")[2].split("; ")
+    cut = documented["LlamaDecoderLayer"].partition("Sharded: ")[2].split("; ")
     spec = parts.plan.parameters()["model.layers.0.self_attn.q_proj.weight"]["tp"]
     assert any("q" in re.split(r",? ", group) and group.endswith(f"{spec}@tp") for group in cut)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from graphpar.codegen import saving
-from graphpar.codegen.saving import RECORD, check_target, peoples_files, record, save_package
+from graphpar.codegen.saving import RECORD, check_target, edited_files, record, save_package
 from graphpar.errors import GraphparError
 
 FIRST = {"plan.json": "{1}", "train.py": "one", "stage_0.py": "s0", "weights/model.safetensors": "w1"}
@@ -41,7 +41,7 @@ def test_what_graphpar_wrote_is_replaced_as_a_whole(out: Path) -> None:
     (out / "__pycache__" / "train.pyc").write_text("made by Python")
     (out / "batch.safetensors").write_text("made by graphpar run")
     record(out, ["batch.safetensors"])
-    assert not peoples_files(out)
+    assert not edited_files(out)
     save_package(out, package(SECOND))
     assert contents(out) == SECOND
     assert [path.name for path in out.parent.iterdir()] == ["out"]
@@ -130,7 +130,7 @@ def test_what_fails_leaves_everything_as_it_was(out: Path, fails: str, monkeypat
         monkeypatch.setattr(saving, "_move", fail_at_the_end)
     with pytest.raises(KeyboardInterrupt if fails == "write" else GraphparError):
         save_package(out, write, force=True)
-    assert contents(out) == before and peoples_files(out).changed == ("train.py",)
+    assert contents(out) == before and edited_files(out).changed == ("train.py",)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert len(calls) == (4 if fails == "swap" else 0)
 

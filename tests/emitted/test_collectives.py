@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from graphpar.emitted import collectives
 from graphpar.operators.transitions import TABLE, Cost, collective_cost, path
 from graphpar.runtime.launch import torchrun
-from graphpar.runtime.layout import I, P, R, Shard, Type, cut, joined, local_size
+from graphpar.runtime.layout import I, P, R, Shard, Type, joined, local_size, shard_of
 from tests import collectives_fixture as fixture
 from tests.collectives_fixture import GRADIENT, LOSSES, SHAPE, VOCABULARIES, Case, Loss, types
 
@@ -54,9 +54,9 @@ def check(found: list[Tensor], whole: Tensor, kind: Type, padding_is_zero: bool)
         assert torch.equal(sum(found[1:], found[0]), whole)
         return
     for rank, local in enumerate(found):
-        expected = cut(whole, kind, degree, rank) if isinstance(kind, Shard) else whole
+        expected = shard_of(whole, kind, degree, rank) if isinstance(kind, Shard) else whole
         if isinstance(kind, Shard) and not padding_is_zero:
-            real = cut(torch.ones_like(whole, dtype=torch.bool), kind, degree, rank)
+            real = shard_of(torch.ones_like(whole, dtype=torch.bool), kind, degree, rank)
             assert local.shape == expected.shape
             local, expected = local[real], expected[real]
         assert local.dtype == expected.dtype and torch.equal(local, expected)
@@ -96,14 +96,14 @@ def test_vocabulary_loss_is_cross_entropy(results: Results, number: int) -> None
         assert output.dtype == gradient.dtype == case.dtype
         assert torch.equal(output, results[0][f"loss {number}/output"])  # the same bits on every rank
         torch.testing.assert_close(output.to(exact), loss.detach(), rtol=tolerance, atol=tolerance)
-        expected = cut(x.grad, Shard(1), degree, rank)
+        expected = shard_of(x.grad, Shard(1), degree, rank)
         torch.testing.assert_close(gradient.to(exact), expected, rtol=tolerance, atol=tolerance)
-        assert not gradient[cut(torch.ones_like(x), Shard(1), degree, rank) == 0].any()
+        assert not gradient[shard_of(torch.ones_like(x), Shard(1), degree, rank) == 0].any()
 
 
 def test_vocabulary_loss_makes_no_whole_logits_and_saves_one_piece(results: Results) -> None:
     number = next(number for number, case in enumerate(LOSSES) if case.vocab == 23)
-    piece = cut(LOSSES[number].inputs()[0], Shard(1), len(results), 0).numel()
+    piece = shard_of(LOSSES[number].inputs()[0], Shard(1), len(results), 0).numel()
     for found in results:
         assert found[f"loss {number}/made"].max() == piece
         assert found[f"loss {number}/saved"].eq(piece).sum() == 1
@@ -195,7 +195,7 @@ def test_joined_pieces_are_the_whole(shard: Shard, degree: int, sizes: list[int]
     shard = Shard(shard.dim, tuple(part * degree for part in shard.parts))
     sizes[shard.dim] *= sum(shard.parts) or 1
     whole = torch.arange(torch.Size(sizes).numel()).view(sizes) + 1
-    pieces = [cut(whole, shard, degree, rank) for rank in range(degree)]
+    pieces = [shard_of(whole, shard, degree, rank) for rank in range(degree)]
     assert {piece.shape[shard.dim] for piece in pieces} == {local_size(sizes[shard.dim], shard, degree)}
     assert sum(int((piece != 0).sum()) for piece in pieces) == whole.numel()
     assert torch.equal(joined(pieces, shard, sizes[shard.dim]), whole)

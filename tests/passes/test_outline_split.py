@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import graphpar as gp
-from graphpar.ir.plan import Cut, SplitPoint
+from graphpar.ir.plan import SplitAt, SplitPoint
 from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
 from graphpar.passes.split import _boundary_names, positions_of, split
@@ -173,7 +173,7 @@ def test_streams_of_dropout_stay_their_own() -> None:
 
 
 def stages_of(program: Program, *cuts: str | tuple[str, str]) -> list[Stage]:
-    points = [Cut(cut) if isinstance(cut, str) else Cut(cut[0], SplitPoint(cut[1])) for cut in cuts]
+    points = [SplitAt(cut) if isinstance(cut, str) else SplitAt(cut[0], SplitPoint(cut[1])) for cut in cuts]
     return split(program, positions_of(program, points))
 
 

@@ -162,7 +162,11 @@ def test_a_plan_that_can_not_be_is_not_partitioned(edit: dict[str, Any], expecte
 def test_a_plan_whose_stages_are_others_is_not_partitioned() -> None:
     program = example("head_first")
     plan = gp.plan(program, mesh={"pp": 2})
-    for edited in (replace(plan, cuts=()), replace(plan, stages=plan.stages[::-1]), replace(plan, mesh=gp.Mesh(pp=4))):
+    for edited in (
+        replace(plan, split_points=()),
+        replace(plan, stages=plan.stages[::-1]),
+        replace(plan, mesh=gp.Mesh(pp=4)),
+    ):
         with pytest.raises(gp.GraphparError):
             gp.partition(program, edited)
 

@@ -206,7 +206,7 @@ def test_pins_are_kept() -> None:
     plan = gp.plan(program, 4, schedule="gpipe", microbatch_size=2)
     assert plan.schedule == "GPipe" and plan.mesh.pp > 1 and plan.microbatch_size == 2
     plan = gp.plan(program, 4, split=["blocks.3"])
-    assert [cut.path for cut in plan.cuts] == ["blocks.3"] and plan.mesh.pp == 2
+    assert [point.path for point in plan.split_points] == ["blocks.3"] and plan.mesh.pp == 2
     plan = gp.plan(program, 4, mesh={"dp_replicate": 2, "tp": 1})
     assert plan.mesh == Mesh(pp=2, dp_replicate=2)
 
