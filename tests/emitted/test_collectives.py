@@ -206,6 +206,22 @@ def test_joined_pieces_are_the_whole(shard: Shard, degree: int, sizes: list[int]
     assert torch.equal(collectives._joined(stacked, shard.dim, shard.parts, sizes[shard.dim]), whole)
 
 
+def test_one_value_per_channel_has_no_variance() -> None:
+    """As torch says of it; with the rows of another replica there are two."""
+    options = {"training": True, "momentum": 0.1, "eps": 1e-5}
+    x, mean, var = torch.randn(1, 3), torch.zeros(3), torch.ones(3)
+    collectives.bind({"dp_replicate": None})
+    try:
+        for running in ((mean, var), (None, None)):
+            for normalize, axes in ((F.batch_norm, ()), (collectives.sync_batch_norm, (["dp_replicate"],))):
+                with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+                    rest = (*running, None, None) if normalize is F.batch_norm else (None, None, *running)
+                    normalize(x, *rest, *axes, **options)
+        assert torch.equal(mean, torch.zeros(3)) and torch.equal(var, torch.ones(3))
+    finally:
+        collectives.bind({})
+
+
 # The table and its paths.
 
 some_types = st.one_of(st.sampled_from([R, I, P]), shards)
