@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphpar as gp
+from graphpar.cost_models.activation_memory import Activations as CostActivations
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, Memory
 from graphpar.cost_models.storage_tracker import Live
@@ -198,6 +200,31 @@ def test_sizes_lie_on_a_line_that_was_measured(name: str) -> None:
         for rows in (4, 7):
             assert activations.saved(stage, rows) == line.at(rows) == activations._measured(stage, rows)
         assert activations.saved(stage, 1).total == saved_bytes(parts.program, parts.plan, stage, 1)
+
+
+class _Running(nn.Module):
+    """Sums of all rows before each, which torch works out on fake tensors through a matrix of rows by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).cumsum(0).square().mean()
+
+
+def test_a_trial_of_very_many_rows_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    program = gp.export(_Running(), (torch.randn(8, 8),))
+    plan = gp.plan(program, mesh={})
+    (stage,) = gp.partition(program, plan).stages
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
+    try:
+        found = CostActivations(program, {}).reaches(stage, [2, 4])
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.name == log.name]
+    assert found == [CostActivations(program, {}).reach(stage, rows) for rows in (2, 4)]
 
 
 def test_a_replayed_block_is_like_a_run_of_it() -> None:
