@@ -32,13 +32,13 @@ from graphpar.ir.program import concrete_shape, value_of
 from graphpar.passes.planning.planning import table_of
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.launch import torchrun
 from graphpar.runtime.layout import rank_at
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.stages import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
 from graphpar.schedules.registry import action_table, parse_table, peak_in_flight
 from tests.exact_memory import Activations, Passes, StageCost, activation_peak, rank_memory, saved_bytes
 from tests.programs import SMALL, example, norms_pinned
+from tests.rank_pool import RankPool
 
 ROWS = 2
 FAST_EXAMPLES = ("gpt", "gpt2_tiny", "gpt_dropout", "llama", "mixtral", "resnet_batchnorm", "unet")
@@ -365,7 +365,7 @@ _STEPS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", _STEPS, ids=lambda case: f"{case[0]}-{case[1]}-{case[3]}")
-def test_a_real_step_takes_what_is_said(case: tuple[Any, ...], tmp_path: Path) -> None:
+def test_a_real_step_takes_what_is_said(case: tuple[Any, ...], tmp_path: Path, pool: RankPool) -> None:
     """The highest sum of live storages on each rank, parameters and inputs aside; buckets come when activations are gone."""
     parts = parts_of(*case)
     batch = {}
@@ -375,7 +375,7 @@ def test_a_real_step_takes_what_is_said(case: tuple[Any, ...], tmp_path: Path) -
             batch[spec.name] = torch.randint(0, spec.values[1] + 1, shape).to(spec.dtype)
     save_file(batch, tmp_path / "batch.safetensors")
     arguments = [str(parts.folder), str(tmp_path / "batch.safetensors"), str(tmp_path)]
-    torchrun(Path(__file__).parents[1] / "memory_fixture.py", arguments, nproc=2, timeout_s=120)
+    pool.torchrun(Path(__file__).parents[1] / "memory_fixture.py", arguments, nproc=2, timeout_s=120)
     for file in tmp_path.glob("*.json"):
         place, highest = json.loads(file.read_text())
         memory = _memory(case, place)

@@ -16,20 +16,20 @@ from torch.nn import functional as F
 
 from graphpar.emitted import collectives
 from graphpar.operators.transitions import TABLE, Cost, collective_cost, path
-from graphpar.runtime.launch import torchrun
 from graphpar.runtime.layout import I, P, R, Shard, Type, cut, joined, local_size
 from tests import collectives_fixture as fixture
 from tests.collectives_fixture import GRADIENT, LOSSES, SHAPE, VOCABULARIES, Case, Loss, types
+from tests.rank_pool import RankPool
 
 TIMEOUT_S = 60.0
 Results = list[dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def launch(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> Results:
     """What each of 4 ranks made of every case: over all of them, and over 2 groups of 2."""
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun(Path(fixture.__file__), [str(folder)], nproc=4, timeout_s=TIMEOUT_S)
+    pool.torchrun(Path(fixture.__file__), [str(folder)], nproc=4, timeout_s=TIMEOUT_S)
     return [load_file(folder / f"rank_{rank}.safetensors") for rank in range(4)]
 
 
