@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from graphpar.cli.trace import export_file
+from tests.programs import traced_once
 from tests.rank_pool import RankPool
 
 # Reports are as wide as the terminal, which is another one for each who runs the tests.
@@ -44,6 +46,21 @@ def pool() -> Iterator[RankPool]:
         patch.setattr("graphpar.runtime.worker.torchrun", ranks.torchrun)
         yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _examples_are_traced_once() -> Iterator[None]:
+    """By the commands too: most of what a command takes on a small model is the trace."""
+    with pytest.MonkeyPatch.context() as patch:
+        for command in ("compile_work", "estimate_work"):
+            patch.setattr(f"graphpar.cli.{command}.export_file", traced_once)
+        yield
+
+
+@pytest.fixture
+def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test needs a trace of its own."""
+    monkeypatch.setattr("graphpar.cli.compile_work.export_file", export_file)
 
 
 @pytest.fixture(scope="module")

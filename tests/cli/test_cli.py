@@ -719,7 +719,7 @@ def test_verify_says_how_it_was_decided_and_what_inference_was_compared_on(capsy
     assert "the first difference: output of logits, step 1 (1.0e-02)" in printed and printed.rstrip().endswith("FAIL")
 
 
-def test_compile_says_what_each_step_took(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_says_what_each_step_took(folder: Path, traced_anew: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The list of steps with the seconds of each, which add up to those of the command."""
     data = compiled(capsys, HEAD_FIRST, "--mesh", "tp=2", "-o", "out")
     steps = {row["name"]: row for row in data["steps"]}
