@@ -35,6 +35,7 @@ from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.hardware.devices import KINDS
 from graphpar.ir.program import Program, Runner, concrete_shape, value_of
+from graphpar.quiet_torch import torch_is_quiet
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.stages import sendable
 
@@ -228,7 +229,8 @@ def _of_many_rows(activations: Activations, stage: Stage, sizes: Sequence[int]) 
     numbers = {activations.tensor(name).numel() for name in attributes(activations.program, stage)}
     at = _Growing(sizes, {number * itemsize for number in numbers for itemsize in (1, 2, 4, 8)})
     try:
-        found = _measure_reach(activations, stage, _MANY, at)
+        with torch_is_quiet():
+            found = _measure_reach(activations, stage, _MANY, at)
     except RuntimeError:  # more elements than torch can count
         return None
     return None if at.unclear else found

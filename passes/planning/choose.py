@@ -140,7 +140,8 @@ def check_degrees(mesh: Mesh, batch: int | None) -> None:
         )
     if batch is not None and batch % mesh.dp_replicate:
         raise GraphparError(
-            f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows."
+            f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows. "
+            f"Degrees that do: {', '.join(_divisors(batch))}."
         )
 
 
@@ -161,9 +162,14 @@ def check_microbatch_size(size: int, batch: int, replicas: int) -> None:
     """Raise for microbatches that don't cut the rows of each replica evenly."""
     rows = batch // replicas
     if size < 1 or rows % size:
-        divisors = [str(d) for d in range(1, rows + 1) if rows % d == 0]
         whose = f"The {rows} rows of a replica do" if replicas > 1 else f"A global batch of {batch} does"
-        raise GraphparError(f"{whose} not divide into microbatches of {size}; sizes that do: {', '.join(divisors)}.")
+        raise GraphparError(
+            f"{whose} not divide into microbatches of {size}; sizes that do: {', '.join(_divisors(rows))}."
+        )
+
+
+def _divisors(rows: int) -> list[str]:
+    return [str(number) for number in range(1, rows + 1) if rows % number == 0]
 
 
 def checked_table(text: str, pp: int) -> ActionTable:

@@ -15,7 +15,6 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.frontend.modelfile import load_model_file
 from graphpar.passes.compilation import priced
 from graphpar.passes.planning.planning import on_one_device
 from graphpar.report.report import compile_json, html, plan_text, render, report_data, timeline_of, trace, with_alone
@@ -32,14 +31,13 @@ from graphpar.text import (
     shortened,
     wrapped,
 )
-from tests.programs import example, norms_pinned
+from tests.programs import example, example_file, norms_pinned, traced_once
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def made(name: str, **pins: Any) -> gp.Parts:
-    file = load_model_file(EXAMPLES / f"{name}.py")
-    program = gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets, mode=pins.pop("mode", None))
+    program = traced_once(example_file(name), pins.pop("mode", None), None)
     devices = pins.pop("devices")
     return gp.partition(program, gp.plan(program, mesh={"pp": devices}, **pins))
 
