@@ -89,7 +89,7 @@ class UnitClass:
 class Unit:
     """One piece."""
 
-    cut: Cut | None
+    split_point: Cut | None
     """Where it begins; None for the first."""
     position: int
     """The same as an index into the nodes of the root graph."""
