@@ -215,10 +215,7 @@ class Analysis:
         """Split the batch as the operator's placements let it be."""
         name, rows = operator_name(node), [state for state in states if isinstance(state, Rows)]
         additive = any(isinstance(state, Additive) for state in states)
-        rounds = additive and any(isinstance(r, Tensor) and not _is_smooth(r) for r in _parts(node))
-        if rounds and any(
-            _is_smooth(value_of(o)) for o, s in zip(operands_of(node), states) if isinstance(s, Additive)
-        ):
+        if any(_rounds(node, o) for o, s in zip(operands_of(node), states) if isinstance(s, Additive)):
             return Coupled(f"{name} is not additive over examples", node)
         types = tuple(map(_type, states))
         found = None
@@ -283,12 +280,13 @@ class Analysis:
         value = value_of(node)
         if isinstance(value, Tensor):
             return self._described(new, self._shape(node), dtype or value.dtype)
-        new.meta["val"] = tuple(_empty([_scaled(size, size_coefficient(size)) for size in part.shape], part.dtype)
-                                if isinstance(part, Tensor) else part for part in value)  # fmt: skip
+        made = [_unused(part) if isinstance(part, Tensor) else part for part in value]
+        new.meta["val"] = made
         for user in node.users:
             if operator_name(user) == "getitem":
                 item = self._graph.call_function(operator.getitem, (new, user.args[1]))
                 self._described(item, self._shape(user), dtype or value_of(user).dtype)
+                made[user.args[1]] = item.meta["val"]  # type: ignore[index]
         return new
 
     def _shape(self, node: fx.Node) -> tuple[int, ...]:
@@ -383,6 +381,11 @@ def _number(node: fx.Node) -> Any:
     return value
 
 
+def _unused(result: Tensor) -> Tensor:
+    """A result that nobody uses; in a trace at a fixed batch its sizes say nothing of the batch."""
+    return _empty([_scaled(size, size_coefficient(size)) for size in result.shape], result.dtype)
+
+
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor of which only shape and dtype count."""
     return torch.empty((), dtype=dtype, device="meta").expand(shape)
@@ -402,8 +405,12 @@ def _parts(node: fx.Node) -> Sequence[Any]:
     return value if isinstance(value, tuple | list) else [value]
 
 
-def _is_smooth(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _rounds(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether ``node`` makes whole numbers of real ones, or truth values of any: what it does to a sum is no sum."""
+    results = [part.dtype for part in _parts(node) if isinstance(part, Tensor)]
+    before = value_of(operand).dtype
+    whole = not (before.is_floating_point or before.is_complex)
+    return torch.bool in results or (not whole and any(not (d.is_floating_point or d.is_complex) for d in results))
 
 
 def _gives_dtype_only(node: fx.Node) -> bool:

@@ -191,7 +191,9 @@ def split_points_by_layers(
     counts[-1] -= last
     starts = list(itertools.accumulate(counts[:-1]))
     # A last stage without layers begins after the last layer.
-    return tuple(SplitAt(layers[start]) if start < len(layers) else SplitAt(layers[-1], SplitPoint.END) for start in starts)
+    return tuple(
+        SplitAt(layers[start]) if start < len(layers) else SplitAt(layers[-1], SplitPoint.END) for start in starts
+    )
 
 
 def _layers(program: Program) -> list[str]:

@@ -111,6 +111,11 @@ EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
         XS, lambda o, t: ((o.flatten(1).reshape_as(o) + o[:, :1].broadcast_to(o.shape)) * t).mean(), (TS,),
     ),
     "one row squeezed": (X, lambda o, t: (o[:, None].squeeze().softmax(1) * t).sum(1).mean(), (T,)),
+    "joined twice, taken apart again": (
+        X, lambda o, t: (lambda a, b: (a * b.flip(1)).mean())(*torch.cat([torch.cat([o, t]), torch.cat([t, o])]).chunk(2)), (T,),
+    ),
+    "repeated, then one of the copies": (X, lambda o, t: (o.repeat(3, 1)[o.size(0) : 2 * o.size(0)] * t).mean(), (T,)),
+    "one truth of all labels": (XS, lambda o, y: ce(o, y) * (y != -100).sum().bool(), (YS,)),
     "no term with examples": (X, lambda o, t: o.sum() * 0 + 1.0, (T,)),
 }  # fmt: skip
 
@@ -136,6 +141,10 @@ MIXING: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...], str]] = {
     "ratio of one mean to itself": (X, lambda o, t: (lambda loss: loss / loss)(F.mse_loss(o, t)), (T,), "div"),
     "root of a mean": (X, lambda o, t: F.mse_loss(o, t).sqrt(), (T,), "sqrt"),
     "ratio of model sums": (X, lambda o, t: (o * t).sum() / o.detach().abs().sum(), (T,), "div"),
+    "one truth of all examples": (X, lambda o: o.mean() * (o > 5).sum().bool(), (), "to"),
+    "truth of a count": (X, lambda o: o.mean() * (o > 5).sum().logical_not(), (), "logical_not"),
+    "copies of different length": (X, lambda o, t: torch.cat([o, t.repeat_interleave(2, 0)]).square().mean(), (T,), "cat"),
+    "a copy of each against all in turn": (X, lambda o, t: (o.repeat(2, 1) * t.repeat_interleave(2, 0)).mean(), (T,), "mul"),
     "clamped mean": (X, lambda o, t: F.mse_loss(o, t).clamp(max=0.5), (T,), "clamp"),
     "rounded sum": (X, lambda o: o.sum().div(3, rounding_mode="floor") + o.mean(), (), "div"),
     "mean as a target": (X, lambda o: F.mse_loss(o, o.mean(0, keepdim=True).expand_as(o)), (), "expand_as"),
