@@ -187,7 +187,7 @@ def _emitted(program: Program, cluster: Cluster, priced: Sequence[Priced], folde
         pins = PlanConstraints(
             schedule=candidate.schedule,
             microbatch_size=candidate.microbatch_size,
-            cuts=each.cuts if candidate.mesh.pp > 1 else None,
+            split_points=each.split_points if candidate.mesh.pp > 1 else None,
             cluster=cluster,
         )
         try:

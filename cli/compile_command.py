@@ -95,6 +95,7 @@ def _add_output(parser: Parser) -> None:
         help="write the initial weights too (default: where they take at most 1 GiB)",
     )
     add_json(group)
+    group.add_argument("-v", "--verbose", action="store_true", help="say how long each step of the compilation took")
     group.add_argument("--html", metavar="FILE", help="write the report as a page too")
     group.add_argument(
         "--top", type=count_or_none, default=4, metavar="K", help="plans not taken to show, and why (default: 4)"

@@ -121,6 +121,8 @@ def compile_model(options: argparse.Namespace) -> Result:
             console.out(
                 f"\n Wrote      {out}   ({clock.seconds['total']:.1f} s)\n Weights    {written}", highlight=False
             )
+        if options.verbose:
+            console.out("\n".join(["", *_step_lines(clock.steps)]), highlight=False)
         if request.kept:
             console.out(f" Kept       {request.kept} (as NAME.orig where it was written anew)", highlight=False)
 
@@ -297,6 +299,16 @@ def _explanation(compilation: Compilation, pattern: str, shard_plan: Mapping[str
     plan, sharded = compilation.plan, compilation.sharded
     explainer = ShardingExplainer(compilation, shard_plan) if plan.sharding.degrees else None
     return explain(sharded.local, plan, compilation.stages, pattern, explainer.lines if explainer else None)
+
+
+def _step_lines(steps: Mapping[str, float]) -> list[str]:
+    """The seconds of each step, in their order; those under a hundredth of all together, in one line."""
+    total = math.fsum(steps.values())
+    rows = [(name, seconds) for name, seconds in steps.items() if seconds >= total / 100]
+    rows.append((f"{len(steps) - len(rows)} others", total - math.fsum(seconds for _, seconds in rows)))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:{width}} {seconds:6.2f} s {seconds / total:5.0%}" for name, seconds in rows]
+    return [f" {'' if place else 'Steps':10} {line}" for place, line in enumerate(lines)]
 
 
 def _write(

@@ -1,14 +1,14 @@
-"""``split``: the root graph is cut at split points into stages, one after the other.
+"""``split``: the root graph becomes stages, one after the other, at split points.
 
-    root graph ──cuts──► stage of each node ──liveness──► what crosses each boundary ──► one graph a stage
+    root graph ──split points──► stage of each node ──liveness──► what crosses each boundary ──► one graph a stage
 
-What crosses is decided by what a value is:
+How a value reaches other stages:
 - root inputs and counts go straight to the stages that use them;
-- values without parameters in them (masks, rotary tables) are computed again on each stage that needs them;
+- values that depend on no parameter (masks, rotary tables) are recomputed on each stage that needs them;
 - everything else is sent to the next stage, and relayed by the stages between.
 
-A module that is applied several times is cut where its first application is: a later one runs on the stages that hold its weights, as
-soon as they have what it needs.
+A module that is applied several times is placed by its first application: later ones run on the stages that hold its weights, as
+soon as their inputs are there.
 """
 
 from __future__ import annotations
@@ -29,27 +29,31 @@ from graphpar.passes.normalize.outline import local_size
 from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.runtime.layout import ExpertRows
 
-# ---- where the cuts are ----------------------------------------------------------------------------------------
+# ---- split points ----------------------------------------------------------------------------------------------
 
 
-def positions_of(program: Program, cuts: Sequence[SplitAt]) -> list[int]:
-    """The index in the root graph's node list at which each stage after the first begins."""
+def positions_of(program: Program, split_points: Sequence[SplitAt]) -> list[int]:
+    """Return the index in the root graph's node list at which each stage after the first begins.
+
+    Raises:
+        GraphparError: a split point names no module between blocks, or a stage would be empty.
+    """
     nodes, again = list(program.graph.nodes), first_applications(program)
     found: dict[int, SplitAt] = {}
-    for cut in cuts:
-        inside = [index for index, node in enumerate(nodes) if node not in again and _belongs(node, cut.path)]
+    for point in split_points:
+        inside = [index for index, node in enumerate(nodes) if node not in again and _belongs(node, point.path)]
         if not inside:
-            raise GraphparError(_no_such_module(program, cut.path))
-        position = inside[0] if cut.where is SplitPoint.BEGINNING else inside[-1] + 1
+            raise GraphparError(_no_such_module(program, point.path))
+        position = inside[0] if point.where is SplitPoint.BEGINNING else inside[-1] + 1
         while "transition" in nodes[position - 1].meta and _of_parameter(nodes[position - 1]):
-            position -= 1  # what a collective makes of a parameter belongs to the operator that takes it
+            position -= 1  # a collective on a parameter belongs to the operator that uses its result
         if position in found:
             first = found[position]
             raise GraphparError(
-                f"Split points {first.path!r} ({first.where.value}) and {cut.path!r} ({cut.where.value}) are the same place, "
+                f"Split points {first.path!r} ({first.where.value}) and {point.path!r} ({point.where.value}) are the same place, "
                 "so the stage between them would be empty."
             )
-        found[position] = cut
+        found[position] = point
     work = [
         index
         for index, node in enumerate(nodes)
@@ -58,10 +62,10 @@ def positions_of(program: Program, cuts: Sequence[SplitAt]) -> list[int]:
     ordered = sorted(found)
     for stage, (begin, end) in enumerate(zip([0, *ordered], [*ordered, len(nodes)])):
         if found and not any(begin <= index < end for index in work):
-            cut = found.get(begin) or found[end]
+            point = found.get(begin) or found[end]
             raise GraphparError(
-                f"Stage {stage} would be empty: no module with parameters lies between its split points "
-                f"(near {cut.path!r}, {cut.where.value})."
+                f"Stage {stage} would be empty: no module with parameters is between its split points "
+                f"(near {point.path!r}, {point.where.value})."
             )
     return ordered
 
@@ -78,7 +82,7 @@ def _no_such_module(program: Program, path: str) -> str:
         (name for block in program.blocks.values() for name in block.instances if path.startswith(name + ".")), None
     )
     if enclosing is not None:
-        return f"Split point {path!r} lies inside the block {enclosing!r}; split points lie between blocks."
+        return f"Split point {path!r} is inside the block {enclosing!r}; split points must be between blocks."
     if path in program.module_classes:
         return f"Split point {path!r} names a module without operators of its own in the traced program."
     return f"Split point {path!r} names no module.{near_match(path, used)}"
@@ -89,14 +93,14 @@ def _has_parameters(node: fx.Node) -> bool:
 
 
 def _of_parameter(node: fx.Node) -> bool:
-    """Whether it is a parameter, or what a collective makes of one."""
+    """Return whether ``node`` is a parameter, or the result of a collective on one."""
     return node.op == "get_attr" or ("transition" in node.meta and node.meta["origin"].op == "get_attr")
 
 
-def cut_candidates(program: Program, stages: int = 2) -> list[tuple[int, str]]:
-    """Where a stage may begin by default: (position, module path). The first is left out: the stage before would be empty.
+def split_candidates(program: Program, stages: int = 2) -> list[tuple[int, str]]:
+    """Return where a stage may begin by default, as (position, module path), without the model's own beginning.
 
-    Before blocks; where they are too few, before modules with parameters too, at the coarsest level that has two for each stage.
+    That is before blocks, and where these are too few, before modules with parameters at the coarsest level with two for each stage.
     """
     nodes = list(program.graph.nodes)
     blocks: dict[str, int] = {}
@@ -115,7 +119,7 @@ def cut_candidates(program: Program, stages: int = 2) -> list[tuple[int, str]]:
 
 
 def _starts_at(nodes: Sequence[fx.Node], depth: int) -> list[tuple[int, str]]:
-    """Where modules with parameters begin, whose calls are nested at most ``depth`` deep."""
+    """Return where modules with parameters begin whose calls are nested at most ``depth`` deep."""
     first: dict[str, int] = {}
     owning: set[str] = set()
     for index, node in enumerate(nodes):
@@ -127,11 +131,11 @@ def _starts_at(nodes: Sequence[fx.Node], depth: int) -> list[tuple[int, str]]:
     return sorted((index, path) for path, index in first.items() if path in owning)
 
 
-# ---- which stage a value lives on ------------------------------------------------------------------------------
+# ---- the stage of each value -----------------------------------------------------------------------------------
 
 
 class _Placement:
-    """Stage of each node, and which values are computed again instead of sent."""
+    """The stage of each node, and which values are recomputed instead of sent."""
 
     def __init__(self, program: Program, positions: Sequence[int]) -> None:
         self.program = program
@@ -154,20 +158,15 @@ class _Placement:
             self._classify(node, written)
 
     def _classify(self, node: fx.Node, written: set[fx.Node]) -> None:
-        program = self.program
-        if node.op == "placeholder":
-            return
         if node.op == "get_attr":
-            info = program.parameters.get(str(node.target))
+            info = self.program.parameters.get(str(node.target))
             if info is not None and info.requires_grad:
                 self.differentiable.add(node)
             if info is None and node not in written:
                 self.free.add(node)
-            return
-        if node.op == "call_module":
+        elif node.op == "call_module":
             self.differentiable.add(node)  # refined by the value's dtype where it crosses
-            return
-        if node.op == "call_function":
+        elif node.op == "call_function":
             operands = node.all_input_nodes
             if not is_inplace(node) and all(a.op == "placeholder" or a in self.free for a in operands):
                 self.free.add(node)
@@ -175,12 +174,17 @@ class _Placement:
                 self.differentiable.add(node)
 
     def requires_grad(self, node: fx.Node) -> bool:
+        """Return whether a gradient of this value comes back when it is sent."""
         value = value_of(node)
         return isinstance(value, Tensor) and value.is_floating_point() and node in self.differentiable
 
 
 def split(program: Program, positions: Sequence[int]) -> list[Stage]:
-    """Program -> stages. ``positions`` as :func:`positions_of` gives them."""
+    """Split a program into stages at ``positions`` (of :func:`positions_of`).
+
+    Raises:
+        GraphparError: something other than a tensor would cross a boundary, or a written buffer would be on two stages.
+    """
     placement = _Placement(program, positions)
     needed = [_needed_on(placement, stage) for stage in range(placement.count)]
     crossing = _crossing(placement, needed)
@@ -190,7 +194,7 @@ def split(program: Program, positions: Sequence[int]) -> list[Stage]:
 
 
 def _needed_on(placement: _Placement, stage: int) -> set[fx.Node]:
-    """All nodes that ``stage`` computes: its own, and the parameter-free ones of other stages that they use."""
+    """Return all nodes that ``stage`` computes: its own, and the parameter-free ones of other stages that they use."""
     own = [
         node
         for node in placement.nodes
@@ -201,20 +205,16 @@ def _needed_on(placement: _Placement, stage: int) -> set[fx.Node]:
     if stage == placement.count - 1:
         own = [node for node in placement.nodes if node.op == "output"] + own
     needed: set[fx.Node] = set()
-    pending = list(own)
-    while pending:
-        node = pending.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        for argument in node.all_input_nodes:
-            if argument in placement.free or argument.op in ("placeholder", "get_attr"):
-                pending.append(argument)
+    while own:
+        node = own.pop()
+        if node not in needed:
+            needed.add(node)
+            own += [a for a in node.all_input_nodes if a in placement.free or a.op in ("placeholder", "get_attr")]
     return needed
 
 
 def _crossing(placement: _Placement, needed: list[set[fx.Node]]) -> list[list[fx.Node]]:
-    """For each boundary the values that cross it, newest first."""
+    """Return for each boundary the values that cross it, newest first."""
     last_use: dict[fx.Node, int] = {}
     for stage, nodes in enumerate(needed):
         for node in nodes:
@@ -227,17 +227,12 @@ def _crossing(placement: _Placement, needed: list[set[fx.Node]]) -> list[list[fx
         for boundary in range(placement.stage[node], last_use.get(node, -1)):
             boundaries[boundary].append(node)
     for values in boundaries:
-        rows = [
-            value
-            for value in values
-            if any(isinstance(kind, ExpertRows) for kind in value.meta.get("types", {}).values())
-        ]
-        if rows:
-            raise GraphparError(
-                f"The value {value_name(rows[0])!r} would cross a stage boundary, but it has the rows of a rank's own experts, and "
-                "how many is known only when it runs. Choose a split point before or after the experts."
-            )
         for value in values:
+            if any(isinstance(kind, ExpertRows) for kind in value.meta.get("types", {}).values()):
+                raise GraphparError(
+                    f"The value {value_name(value)!r} would cross a stage boundary, but it has the rows of a rank's own experts, and "
+                    "how many is known only when it runs. Choose a split point before or after the experts."
+                )
             if not isinstance(value_of(value), Tensor):
                 raise GraphparError(
                     f"The value {value.name!r} ({type(value_of(value)).__name__}) would cross a stage boundary; only tensors can. "
@@ -247,14 +242,14 @@ def _crossing(placement: _Placement, needed: list[set[fx.Node]]) -> list[list[fx
 
 
 def _check_buffers(placement: _Placement, needed: list[set[fx.Node]]) -> None:
-    """A buffer that is written lives on one stage."""
+    """Check that each written buffer is used on one stage only."""
     written = written_buffers(placement.program.graph)
     for buffer in sorted(written, key=placement.nodes.index):
         holders = [stage for stage, nodes in enumerate(needed) if buffer in nodes]
         if len(holders) > 1:
             raise GraphparError(
                 f"Buffer {str(buffer.target)!r} is written, and is used on stages {', '.join(map(str, holders))}. A written buffer "
-                "must live on one stage: choose a split point that keeps its uses together."
+                "must be on one stage: choose a split point that keeps its uses together."
             )
 
 
@@ -293,7 +288,8 @@ def _stage(
     for node in placeholders:
         if not env[node].users:
             graph.erase_node(env[node])
-    placeholders = [node for node in placeholders if env[node] in set(graph.nodes)]
+    left = set(graph.nodes)
+    placeholders = [node for node in placeholders if env[node] in left]
     counts = tuple(n for n in (str(node.target) for node in placeholders) if n in program.count_names)
     recomputed = [
         node for node in placement.nodes if node in needed and node in placement.free and node.op == "call_function"
@@ -312,7 +308,7 @@ def _stage(
 
 
 def _size_locally(call: fx.Node, helper: Helper, received: list[fx.Node]) -> None:
-    """A helper that takes an input only for its batch size and device takes a received value instead."""
+    """Give a helper that takes an input only for its batch size and device a received value instead."""
     if helper.like is None:
         return
     example = call.args[helper.like]
@@ -328,7 +324,7 @@ def _size_locally(call: fx.Node, helper: Helper, received: list[fx.Node]) -> Non
 def _finish(
     placement: _Placement, graph: fx.Graph, env: dict[fx.Node, fx.Node], sent: list[fx.Node], index: int
 ) -> None:
-    """The stage's results: what it sends, or the program's output."""
+    """Add the stage's results: what it sends, or the program's output."""
     if index < placement.count - 1:
         results = [_copied(graph, env[node]) if is_inplace(node) else env[node] for node in sent]
         graph.output(results[0] if len(results) == 1 else tuple(results))
@@ -341,14 +337,14 @@ def _finish(
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A buffer's value as it is now: the next microbatch writes the buffer while this one's value is on its way."""
+    """Clone a buffer's value, since the next microbatch may write the buffer while this value is being sent."""
     copy = graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta = dict(node.meta)
     return copy
 
 
 def _boundary_names(program: Program, crossing: list[list[fx.Node]]) -> dict[fx.Node, str]:
-    """A name for each value that crosses a boundary, kept where it is relayed.
+    """Return a name for each value that crosses a boundary, kept where it is relayed.
 
     Names differ among values that cross together, and from the inputs' names, which stages take by keyword.
     """
@@ -367,7 +363,7 @@ def _boundary_names(program: Program, crossing: list[list[fx.Node]]) -> dict[fx.
 
 
 def _modules(program: Program, graph: fx.Graph) -> list[str]:
-    """The modules of a stage, in order: blocks, and the innermost modules of other operators with parameters."""
+    """Return the modules of a stage, in order: blocks, and the innermost modules of other operators with parameters."""
     modules: list[str] = []
     for node in graph.nodes:
         if node.op == "call_module":

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from graphpar.cli.trace import export_file
+from tests.programs import traced_once
 from tests.rank_pool import RankPool
 
 # Reports are as wide as the terminal, which is another one for each who runs the tests.
 os.environ.pop("COLUMNS", None)
 # As the commands do: compiling makes many objects that stay, so that looking for garbage often is a tenth of a test's time.
-gc.set_threshold(100_000, 20, 20)
+gc.set_threshold(400_000, 20, 20)
 # A machine that others use too is slow now and then, which says nothing of a test.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -28,15 +30,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays
+
+
 def pytest_sessionfinish() -> None:
     gc.freeze()  # pytest looks for garbage five times at its end, which takes minutes among all that was compiled
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ranks_that_stay_up() -> Iterator[None]:
+def pool() -> Iterator[RankPool]:
     """Programs are verified by processes that are started once."""
-    pool = RankPool()
+    ranks = RankPool()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphpar.runtime.worker.torchrun", pool.torchrun)
+        patch.setattr("graphpar.runtime.worker.torchrun", ranks.torchrun)
+        yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _examples_are_traced_once() -> Iterator[None]:
+    """By the commands too: most of what a command takes on a small model is the trace."""
+    with pytest.MonkeyPatch.context() as patch:
+        for command in ("compile_work", "estimate_work"):
+            patch.setattr(f"graphpar.cli.{command}.export_file", traced_once)
         yield
-    pool.close()
+
+
+@pytest.fixture
+def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test needs a trace of its own."""
+    monkeypatch.setattr("graphpar.cli.compile_work.export_file", export_file)
+
+
+@pytest.fixture(scope="module")
+def unpriced() -> Iterator[None]:
+    """Programs are made without an estimate of what they take, which other tests are about."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphpar.passes.compilation.priced", lambda compilation, cluster: compilation)
+        yield

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import graphpar as gp
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from graphpar.cli.trace import export_file
 from graphpar.frontend.modelfile import ModelFile, load_model_file
 from graphpar.ir.program import Program
+from graphpar.passes.table import Step
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LARGE = {"llama3_8b", "llama3_70b", "llama3_405b", "gpt2"}
 SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LARGE)
 
@@ -22,8 +28,35 @@ def example_file(name: str) -> ModelFile:
 @functools.cache
 def example(name: str) -> Program:
     """The exported program of ``examples/NAME.py``."""
-    file = example_file(name)
-    return gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets, file.batch_dims)
+    return traced_once(example_file(name), None, None)
+
+
+_TRACED: dict[Any, tuple[list[tuple[Step, Program]], Program]] = {}
+
+
+def traced_once(
+    file: ModelFile,
+    mode: str | None,
+    dtype: str | None,
+    skip: Sequence[str] = (),
+    after_pass: Callable[[Step, Program], None] | None = None,
+) -> Program:
+    """In the place of the commands' :func:`graphpar.cli.trace.export_file`: an example is traced once a process, and its steps are
+    shown again to whom asks for them."""
+    path = file.path.resolve()
+    if path.parent != EXAMPLES or file.passes is not None:
+        return export_file(file, mode, dtype, skip, after_pass)
+    leaves = tree_leaves((file.args, file.kwargs, file.targets))
+    shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    key = (path.stem, mode, dtype, tuple(skip), shapes)
+    if key not in _TRACED:
+        steps: list[tuple[Step, Program]] = []
+        program = export_file(file, mode, dtype, skip, lambda row, made: steps.append((row, made)))
+        _TRACED[key] = steps, program
+    steps, program = _TRACED[key]
+    for row, made in steps if after_pass is not None else ():
+        after_pass(row, made)  # type: ignore[misc]
+    return program
 
 
 def norms_pinned(program: Program, kind: str) -> dict[str, dict[str, list[str]]]:

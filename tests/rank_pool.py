@@ -1,95 +1,138 @@
 """Ranks that stay up between launches: starting Python and torch takes longer than most of the programs that tests verify.
 
-    parent: POOL.launch([timeout, job, ...], nproc=2)   writes a line to each of two processes, and reads one back
-    rank:   python -m tests.rank_pool                    for each line: becomes that rank of a new process group, and runs
-                                                         graphpar.runtime.worker, as torchrun would have started it
+    parent:  pool.torchrun(script, [argument], nproc=2)   writes a line to each of two ranks, and reads one back
+    nursery: python -m tests.rank_pool FD                 imports torch once, and forks a rank for each socket that it is sent
+    rank:    for each line: becomes that rank of a new process group, and runs the script (or the runtime's worker), as torchrun
+             would have started it
 
-A launch that fails or takes too long ends all of the processes; the next one starts others.
+Neighbouring ranks come from different nurseries, so that they iterate over sets in different orders, as ranks of torchrun do. A launch
+that fails or takes too long ends all of the ranks; the next one forks others.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from graphpar.runtime import worker
 from graphpar.runtime.errors import LaunchError
-from graphpar.runtime.launch import torchrun
 
 ROOT = Path(__file__).parents[1]
+NURSERIES = 2
+
+
+@dataclass
+class _Rank:
+    pid: int
+    line: socket.socket
+    answers: TextIO
 
 
 class RankPool:
     """The processes of one test session (of one worker of it)."""
 
     def __init__(self) -> None:
-        self.processes: list[subprocess.Popen[str]] = []
+        self.nurseries: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        self.ranks: list[_Rank] = []
         atexit.register(self.close)
 
     def torchrun(
-        self, target: str | Path, args: Sequence[str] = (), *, nproc: int, timeout_s: float, **options: Any
+        self,
+        target: str | Path,
+        args: Sequence[str] = (),
+        *,
+        nproc: int,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> None:
-        """In the place of :func:`graphpar.runtime.launch.torchrun`, for the worker."""
-        if target != worker.__name__:
-            torchrun(target, args, nproc=nproc, timeout_s=timeout_s, **options)
-            return
+        """In the place of :func:`graphpar.runtime.launch.torchrun`: the worker on the ranks that stay up, all else on new ones."""
+        kept = self.ranks if target == worker.__name__ else None
+        ranks: list[_Rank] = [] if kept is None else kept
         try:
-            self.launch(args, nproc, timeout_s)
+            while len(ranks) < nproc:
+                ranks.append(self._forked(len(ranks) % NURSERIES))
+            self._launch(ranks[:nproc], str(target), args, timeout_s, env or {})
         except BaseException:
-            self.close()
+            _end(ranks)
             raise
+        if kept is None:
+            _end(ranks)
 
-    def launch(self, arguments: Sequence[str], nproc: int, timeout_s: float) -> None:
-        while len(self.processes) < nproc:
-            self.processes.append(_started())
+    def _launch(
+        self, ranks: Sequence[_Rank], target: str, arguments: Sequence[str], timeout_s: float, env: Mapping[str, str]
+    ) -> None:
         with tempfile.TemporaryDirectory(prefix="graphpar-pool-") as folder, socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
             free.close()
-            for rank, process in enumerate(self.processes[:nproc]):
-                places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+            for rank, process in enumerate(ranks):
+                places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(ranks), "LOCAL_WORLD_SIZE": len(ranks)}
                 address = {
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": port,
                     "TORCHELASTIC_ERROR_FILE": f"{folder}/{rank}",
                 }
                 environment = {name: str(value) for name, value in (places | address).items()}
-                environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
-                assert process.stdin is not None
-                process.stdin.write(json.dumps({"environment": environment, "arguments": list(arguments)}) + "\n")
-                process.stdin.flush()
-            self._wait(nproc, time.monotonic() + timeout_s, Path(folder))
+                environment |= {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **env}
+                request = {"environment": environment, "arguments": list(arguments), "target": target}
+                process.line.sendall(json.dumps(request).encode() + b"\n")
+            _wait(ranks, time.monotonic() + timeout_s, Path(folder))
 
-    def _wait(self, nproc: int, deadline: float, errors: Path) -> None:
-        waiting = {process.stdout: rank for rank, process in enumerate(self.processes[:nproc])}
-        while waiting:
-            ready, _, _ = select.select(list(waiting), [], [], max(deadline - time.monotonic(), 0.0))
-            if not ready:
-                raise LaunchError("the launch did not finish in time and was ended")
-            for stream in ready:
-                rank = waiting.pop(stream)
-                if stream.readline() != "done\n":
-                    raise _failure(errors, rank)
+    def _forked(self, nursery: int) -> _Rank:
+        while len(self.nurseries) <= nursery:
+            self.nurseries.append(_started(seed=len(self.nurseries) + 1))
+        own, other = socket.socketpair()
+        with other:
+            socket.send_fds(self.nurseries[nursery][1], [b"\n"], [other.fileno()])
+        answers = own.makefile("r")
+        return _Rank(int(answers.readline()), own, answers)
 
     def close(self) -> None:
         """End the processes."""
-        for process in self.processes:
+        _end(self.ranks)
+        for process, control in self.nurseries:
             process.kill()
-        for process in self.processes:
             process.wait()
-            for stream in (process.stdin, process.stdout):
-                stream.close()
-        self.processes.clear()
+            control.close()
+        self.nurseries.clear()
+
+
+def _wait(ranks: Sequence[_Rank], deadline: float, errors: Path) -> None:
+    waiting = {process.line: rank for rank, process in enumerate(ranks)}
+    while waiting:
+        ready, _, _ = select.select(list(waiting), [], [], max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            raise LaunchError("the launch did not finish in time and was ended")
+        for line in ready:
+            rank = waiting.pop(line)
+            if ranks[rank].answers.readline() != "done\n":
+                raise _failure(errors, rank)
+
+
+def _end(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, signal.SIGKILL)  # a rank that has ended keeps its number: its nursery does not ask for it
+        with contextlib.suppress(OSError):
+            rank.answers.read()  # until it is gone
+        rank.answers.close()
+        rank.line.close()
+    ranks.clear()
 
 
 def _failure(errors: Path, rank: int) -> LaunchError:
@@ -103,25 +146,51 @@ def _failure(errors: Path, rank: int) -> LaunchError:
     return LaunchError(said[0]["message"], int(extra["rank"]), extra["frames"], extra["user"] == "True")
 
 
-def _started() -> subprocess.Popen[str]:
+def _started(seed: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     variables = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "GRAPHPAR_LAUNCHED": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.rank_pool"],
-        cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+    variables["PYTHONHASHSEED"] = str(seed)
+    own, other = socket.socketpair()
+    with other:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.rank_pool", str(other.fileno())],
+            cwd=ROOT, env=variables, pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    return process, own
 
 
-def _serve() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a program prints is no answer
+def _nursery(control: socket.socket) -> None:
+    while True:
+        message, (*sockets,), _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        if os.fork() == 0:
+            control.close()
+            try:
+                _serve(socket.socket(fileno=sockets[0]).makefile("rw"))
+            finally:
+                os._exit(0)
+        os.close(sockets[0])
+
+
+def _serve(requests: TextIO) -> None:
+    requests.write(f"{os.getpid()}\n")
+    requests.flush()
     usual = list(sys.path)
-    for line in sys.stdin:
+    for line in requests:
         request = json.loads(line)
         os.environ.update(request["environment"])
         sys.path[:] = [*filter(None, os.environ["PYTHONPATH"].split(os.pathsep)), *usual]
-        worker.main(request["arguments"])
-        answers.write("done\n")
+        target = request["target"]
+        if target == worker.__name__:
+            worker.main(request["arguments"])
+        else:
+            sys.argv = [target, *request["arguments"]]
+            sys.path.insert(0, str(Path(target).parent))
+            (runpy.run_path if target.endswith(".py") else runpy.run_module)(target, run_name="__main__")
+        requests.write("done\n")
+        requests.flush()
 
 
 if __name__ == "__main__":
-    _serve()
+    _nursery(socket.socket(fileno=int(sys.argv[1])))

@@ -179,6 +179,11 @@ def sync_batch_norm(
     """
     if not training and running_mean is not None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training=False, eps=eps)
+    count = x.numel() // x.size(1)
+    for axis in axes:
+        count *= size(axis)
+    if count == 1:  # known to every rank alike, before any waits for another
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     columns = [-1] + [1] * (x.ndim - 2)
     var, mean = torch.var_mean(wide, [dim for dim in range(x.ndim) if dim != 1], correction=0)
@@ -189,7 +194,6 @@ def sync_batch_norm(
     mean = means.mean(0)
     var = variances.mean(0) + (means - mean).square().mean(0)
     if running_mean is not None and running_var is not None:
-        count = x.numel() // x.size(1) * pieces.size(0)
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)

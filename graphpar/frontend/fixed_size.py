@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from graphpar.operators.batch_states import scalar_arguments
+from graphpar.ir.batch_sizes import scalar_arguments
 
 NUMBERS = "batch_numbers"  # node metadata: {argument: c} for numbers that are c * batch
 TWIN = "twin"  # node metadata: the node's value in the other trace, from which those of new nodes follow

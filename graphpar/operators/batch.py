@@ -1,62 +1,79 @@
 """How values depend on the batch: are examples independent, and what is a sum over them?
 
-Every value of a program gets a state (:mod:`graphpar.operators.batch_states`), from the states of its operands and one line in a table
-(:mod:`graphpar.operators.batch_tables`): ``ALONG`` names the dims that an operator mixes. Cutting the batch is exact as long as the
-batch lies along none of them. Sorting the rows (mixture-of-experts) gives them an ``order``, which must be undone by its
-inverse. An operator without a line
-is tried (:mod:`graphpar.operators.batch_probe`). What nothing proves to be independent counts as mixed.
+Every value of a program gets a state (:mod:`graphpar.operators.batch_states`). Splitting the batch into microbatches is one more way to
+shard, so what an operator does to it follows from the rules that place operators on a mesh axis, here one with a rank for each example:
+
+    x  Rows(0)  S(0)  ─┐
+    w  Fixed    R     ─┴► linear  (S(0), R) -> S(0)  ─► Rows(0)
+    x  Rows(0)  S(0)  ──► sum     (S(0),) -> P       ─► Additive
+
+What no rule says is in :mod:`graphpar.operators.batch_rows`: rows' own numbers, sorted and chosen rows. An operator that has no
+placement with its operands' types mixes examples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from graphpar.ir.program import batch_coefficients, is_of_torch, operator_name, value_of
-from graphpar.operators.batch_probe import probe, sums_gradients
-from graphpar.operators.batch_rules import SPECIAL
-from graphpar.operators.batch_states import (
-    Additive,
-    Coupled,
-    Fixed,
-    Layout,
-    Operands,
-    Rows,
-    State,
+from graphpar.ir.batch_sizes import (
     batch_dims_of,
-    first_value,
-    gives_dtype_only,
-    is_pointwise,
     is_size,
+    is_unknown,
     number_arguments,
     result_coefficients,
     size_factor,
     unknown_coefficient,
     unknown_dims,
 )
-from graphpar.operators.batch_tables import ALONG, FACTORIES, KEEPS_NUMBERS, LINEAR, MOVES, SAME_DIM, SUMS
-from graphpar.operators.placement import operands_of
-from graphpar.operators.rules import rule_of
+from graphpar.ir.program import batch_coefficients, operator_name, size_coefficient, value_of
+from graphpar.operators import batch_rows
+from graphpar.operators.batch_states import Additive, Coupled, Fixed, Layout, Rows, State
+from graphpar.operators.discover import discover, sums_gradients
+from graphpar.operators.placement import Context, operands_of
+from graphpar.operators.record import Kind
+from graphpar.operators.rules import has_rule, placements
+from graphpar.operators.table import record_of
+from graphpar.runtime.layout import P, R, Shard, Type
+
+__all__ = ["Additive", "Analysis", "Coupled", "Fixed", "Layout", "Rows", "State"]
+
+_EXAMPLES = 999_983
+"""The ranks of the axis: a prime, so that no other size is divided by it."""
+_REWRITES = ("local_shape", "local_sizes", "local_slice", "output_size")
+"""Changes that a program of any batch size makes by itself, as its sizes follow the batch."""
+_KEEPS_NUMBERS = {Kind.PERMUTE, Kind.RESHAPE, Kind.EXPAND, Kind.ALIAS, Kind.COPY, Kind.VIEW, Kind.FACTORY, Kind.NUMBER}
 
 
 class Analysis:
-    """Computes the state of each node, in order. ``states`` may be overridden between nodes (the loss pass does)."""
+    """Computes the state of each node, in order. ``states`` may be overridden between nodes (the loss pass does).
+
+    Args:
+        batch_inputs: the batch dim of each input by name, None where it has none.
+        parameters: names of the parameters.
+    """
 
     def __init__(self, batch_inputs: dict[str, int | None], parameters: Iterable[str]) -> None:
         self.batch_inputs = batch_inputs
         self.parameters = set(parameters)
         self.states: dict[fx.Node, State] = {}
+        self.results: dict[fx.Node, Sequence[State]] = {}  # of operators with several
         self.couplings: list[Coupled] = []
+        self._graph = fx.Graph()
+        self._shapes: dict[fx.Node, tuple[int, ...]] = {}
+        self._known: dict[Any, Sequence[Type] | None] = {}  # what layers that are alike were found to do
 
     def visit(self, node: fx.Node) -> State:
-        """The state of ``node``. An operator that mixes examples, but gives a row for each, is noted and passed over."""
-        state = self._checked(node, self._state(node))
+        """Find the state of ``node``. An operator that mixes examples, but gives a row for each, is noted and passed over."""
+        state = self.state_of(node)
         if isinstance(state, Coupled) and state.node is node:
             self.couplings.append(state)
+            self.results.pop(node, None)
             dims, coefficients = batch_dims_of(node), result_coefficients(node)
             if len(dims) == 1 and not unknown_dims(node):
                 state = Rows(dims[0], 1, coefficients[dims[0]] or 1, pure=False)
@@ -64,10 +81,11 @@ class Analysis:
         return state
 
     def state_of(self, node: fx.Node) -> State:
-        """The state that ``visit`` would give, without noting it."""
+        """Return the state that ``visit`` would give, without noting it."""
         return self._checked(node, self._state(node))
 
-    def operands(self, node: fx.Node) -> Operands:
+    def operands(self, node: fx.Node) -> list[tuple[fx.Node, State]]:
+        """Return what ``node`` takes, with its states."""
         return [(argument, self.states[argument]) for argument in node.all_input_nodes]
 
     def _checked(self, node: fx.Node, state: State) -> State:
@@ -80,7 +98,7 @@ class Analysis:
         if unknown_dims(node) and not (isinstance(state, Rows) and state.chosen is not None):
             return Coupled(f"{name} gives a size that depends on values of several examples", node)
         numbers = [s for _, s in self.operands(node) if isinstance(s, Rows) and s.kind != "values"]
-        if numbers and name not in KEEPS_NUMBERS | FACTORIES:
+        if numbers and record_of(node).kind not in _KEEPS_NUMBERS and name not in batch_rows.TAKES_NUMBERS:
             return Coupled(f"{name} computes with the rows' numbers", node)
         written = self._written_buffer(node)
         return state if written is None else self._updated(node, written, state)
@@ -95,27 +113,38 @@ class Analysis:
             written = any(self._written_buffer(user) is node for user in node.users)
             return Fixed(pure=str(node.target) not in self.parameters and not written)
         operands = self.operands(node)
-        if gives_dtype_only(node):
-            operands = operands[:1]
-        # The second operand's values play no part.
-        shaped = operator_name(node) in ("expand_as", "view_as", "reshape_as")
-        pure = all(state.pure for _, state in (operands[:1] if shaped else operands))
+        if _gives_dtype_only(node) or operator_name(node) in ("expand_as", "view_as", "reshape_as"):
+            pure = operands[0][1].pure  # the second operand's values play no part
+        else:
+            pure = all(state.pure for _, state in operands)
         coupled = next((state for _, state in operands if isinstance(state, Coupled)), None)
         if coupled is not None:
             return coupled
         if is_size(node):
             return Fixed() if size_factor(node) == 0 else Additive()
-        tensors: Operands = [
-            (a, s) for a, s in operands if not isinstance(s, Fixed) and isinstance(value_of(a), Tensor | list | tuple)
-        ]
+        if operator_name(node) == "getitem":
+            return self._item(node)
+        moving = any(not isinstance(s, Fixed) and isinstance(value_of(a), Tensor | tuple | list) for a, s in operands)
         numbers = [argument for _, argument in number_arguments(node) if size_factor(argument) != 0]
-        if numbers or not tensors:
-            return self._sized(node, numbers, bool(tensors), pure)
-        return self._moving(node, tensors, pure)
+        if numbers or not moving:
+            return self._sized(node, numbers, moving, pure)
+        return self._moving(node, pure)
+
+    def _item(self, node: fx.Node) -> State:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        if source in self.results:
+            return self.results[source][index]
+        state, dims = self.states[source], batch_dims_of(node)
+        if not isinstance(state, Rows):
+            return state
+        if len(dims) != 1:
+            return Coupled(f"{operator_name(source)} mixes examples", node)
+        return Rows(dims[0], 1, result_coefficients(node)[dims[0]] or 1, pure=False)
 
     def _sized(self, node: fx.Node, numbers: list[fx.Node], moving: bool, pure: bool) -> State:
         """An operator that uses the batch size to make a tensor, or as a number."""
-        name, dims = operator_name(node), batch_dims_of(node)
+        name, dims, record = operator_name(node), batch_dims_of(node), record_of(node)
         if numbers:
             filled = name in ("scalar_tensor", "full", "new_full", "full_like") and not dims and not moving
             if filled and len(numbers) == 1 and size_factor(numbers[0]) is not None:
@@ -133,173 +162,155 @@ class Analysis:
             if start == 0 and isinstance(step, int) and coefficient == 1:
                 return Rows(0, 1, 1, pure, "begins", divided=step)
             return Coupled(f"{name} numbers the rows", node)
-        if name in FACTORIES | {"expand", "broadcast_to", "expand_as", "repeat"} and len(dims) == 1:
+        repeats = record.kind is Kind.EXPAND or name == "repeat" or name in _FILLED
+        if repeats and len(dims) == 1:
             return Rows(dims[0], 1, coefficient, pure)
         return Coupled(f"{name} uses the batch size as a number", node)
 
-    def _moving(self, node: fx.Node, tensors: Operands, pure: bool) -> State:
-        name = operator_name(node)
-        if name in FACTORIES and name != "scalar_tensor":
-            return self._made_like(node, pure)
-        special = SPECIAL.get(name)
-        found = special(node, self, pure) if special is not None else None
-        if found is not None:
-            return found
-        states = [state for _, state in tensors]
+    def _moving(self, node: fx.Node, pure: bool) -> State:
+        """An operator on values of which one at least follows the batch."""
+        name, states = operator_name(node), [self.states[operand] for operand in operands_of(node)]
+        if name in _FILLED and name != "scalar_tensor":
+            return self._made_like(node)
+        if not any(isinstance(part, Tensor) for part in _parts(node)):
+            return Fixed(pure)
+        if name in batch_rows.SPECIAL:
+            found = batch_rows.SPECIAL[name](node, self.states, pure)
+            if found is not None:
+                return self._kept(node, found)
         if any(isinstance(state, Layout) for state in states):
-            return self._layout(node, name, states, pure)
-        if any(isinstance(state, Additive) for state in states):
-            return self._additive(node, name, pure)
-        return self._rows(node, name, tensors, pure)
+            return batch_rows.grouped(node, states, pure)
+        if _gives_dtype_only(node):
+            return replace(states[0], pure=pure)
+        return self._kept(node, self._by_rule(node, states, pure))
 
-    def _made_like(self, node: fx.Node, pure: bool) -> State:
+    def _kept(self, node: fx.Node, found: State | Sequence[State]) -> State:
+        if not isinstance(found, Sequence):
+            return found
+        if isinstance(value_of(node), Tensor):
+            return found[0]
+        self.results[node] = found
+        used = [int(user.args[1]) for user in node.users if operator_name(user) == "getitem"]  # type: ignore[arg-type]
+        return found[min(used, default=0)]
+
+    def _made_like(self, node: fx.Node) -> State:
         """``new_zeros`` and ``zeros_like`` take the dtype, and perhaps the shape; values are one number."""
         dims = batch_dims_of(node)
-        filled = [
-            a
-            for a in node.all_input_nodes[1:]
-            if isinstance(value_of(a), Tensor) and not isinstance(self.states[a], Fixed)
-        ]
+        filled = [a for a in operands_of(node)[1:] if not isinstance(self.states[a], Fixed)]
         if len(dims) > 1 or filled:
             return Coupled(f"{operator_name(node)} mixes examples", node)
-        first = self.states[node.all_input_nodes[0]]
+        source = node.all_input_nodes[0]
+        first = self.states[source]
         if not dims:
-            return (
-                Fixed()
-                if not unknown_dims(node) or not isinstance(first, Rows)
-                else replace(first, kind="values", pure=True)
-            )
-        if isinstance(first, Rows) and batch_coefficients(node) == batch_coefficients(node.all_input_nodes[0]):
+            if isinstance(first, Rows) and unknown_dims(node):
+                return replace(first, kind="values", pure=True)
+            return Fixed()
+        if isinstance(first, Rows) and batch_coefficients(node) == batch_coefficients(source):
             return replace(first, kind="values", divided=1, pure=True)
         return Rows(dims[0], 1, result_coefficients(node)[dims[0]] or 1)
 
-    def _layout(self, node: fx.Node, name: str, states: list[State], pure: bool) -> State:
-        orders = {state.order for state in states if isinstance(state, Layout | Rows)}
-        if len(orders) == 1 and None not in orders:
-            (order,) = orders
-            assert order is not None
-            rows = [state for state in states if isinstance(state, Rows)]
-            if not rows:
-                return Layout(order, pure)
-            if "grouped_mm" in name and rows[0].dim == 0:
-                return replace(rows[0], pure=pure)
-        return Coupled(f"{name} mixes rows of different groups", node)
+    # ---- by rule ----
 
-    def _additive(self, node: fx.Node, name: str, pure: bool) -> State:
-        """Sums stay sums where the operator is linear in them: one sum among fixed values, or only sums added up."""
-        used: list[fx.Node] = []
-        fx.map_arg((node.args, node.kwargs), used.append)
-        states = [self.states[argument] for argument in used if isinstance(value_of(argument), Tensor | list | tuple)]
-        sums = [state for state in states if isinstance(state, Additive)]
-        rest = [state for state in states if not isinstance(state, Additive | Fixed)]
+    def _by_rule(self, node: fx.Node, states: Sequence[State], pure: bool) -> State | list[State]:
+        """Split the batch as the operator's placements let it be."""
+        name, rows = operator_name(node), [state for state in states if isinstance(state, Rows)]
+        additive = any(isinstance(state, Additive) for state in states)
+        rounds = additive and any(isinstance(r, Tensor) and not _is_smooth(r) for r in _parts(node))
+        if rounds and any(
+            _is_smooth(value_of(o)) for o, s in zip(operands_of(node), states) if isinstance(s, Additive)
+        ):
+            return Coupled(f"{name} is not additive over examples", node)
+        types = tuple(map(_type, states))
+        found = None
+        lists = any(isinstance(value_of(argument), tuple | list) for argument in node.all_input_nodes)
+        if len({state.order for state in rows}) <= 1 and not lists:
+            found = self._results(node, states, types)
+        if found is None:
+            if additive:
+                return Coupled(f"{name} is not additive over examples", node)
+            known = has_rule(node) or discover(node) is not None
+            return Coupled(
+                f"{name} mixes examples" if known else f"graphpar can't tell whether {name} mixes examples", node
+            )
+        made = [_result(node, kind, sizes, rows, pure) for kind, sizes in zip(found, self._result_shapes(node))]
+        return next((state for state in made if isinstance(state, Coupled)), made)
+
+    def _results(self, node: fx.Node, states: Sequence[State], types: tuple[Type, ...]) -> Sequence[Type] | None:
+        """The types of ``node``'s results where its operands have ``types``; None where it has no such placement."""
+        operands = operands_of(node)
+        literals = fx.map_arg(
+            (node.args, node.kwargs), lambda n: _number(n) if is_size(n) else slice(operands.index(n))
+        )  # type: ignore[arg-type, return-value]
+        shapes = [(self._shape(operand), value_of(operand).dtype) for operand in operands]
+        key = (node.target, types, tuple(shapes), str(literals), str(self._result_shapes(node)))
+        if key not in self._known:
+            self._known[key] = self._placed(node, states, types)
+        return self._known[key]
+
+    def _placed(self, node: fx.Node, states: Sequence[State], types: tuple[Type, ...]) -> Sequence[Type] | None:
+        copied = self._copy(node, [isinstance(state, Additive) for state in states])
+        known = {o: [t] for o, t in zip(operands_of(copied), types) if isinstance(t, Shard)}
+        context = Context(_EXAMPLES, lambda operand, index: known.get(operand, []), lambda operand: False, _REWRITES)
+        found = [p.results for p in placements(copied, context, tried=node) if p.operands == types]
+        return next((own for own in found if any(isinstance(kind, Shard) for kind in own)), found[0] if found else None)
+
+    def _copy(self, node: fx.Node, additive: Sequence[bool]) -> fx.Node:
+        """``node`` on values of a batch of as many examples as the axis has ranks.
+
+        A count is a sum over examples, though its numbers are whole, so sums are real numbers here.
+        """
+        for stale in reversed(self._graph.nodes):
+            self._graph.erase_node(stale)
+        floats = dict(zip(operands_of(node), additive))
+
+        def copied(argument: fx.Node) -> fx.Node:
+            new, value = self._graph.placeholder(argument.name), value_of(argument)
+            if not isinstance(value, Tensor):
+                new.meta["val"] = _number(argument)
+                return new
+            return self._described(new, self._shape(argument), torch.float64 if floats[argument] else value.dtype)
+
+        known = {argument: copied(argument) for argument in node.all_input_nodes}
+
+        def given(argument: Any) -> Any:
+            if isinstance(argument, fx.Node) and is_size(argument):
+                return _number(argument)
+            return fx.map_arg(argument, known.__getitem__)
+
+        args = tuple(map(given, node.args))
+        new = self._graph.call_function(node.target, args, {name: given(a) for name, a in node.kwargs.items()})  # type: ignore[arg-type]
+        dtype = torch.float64 if any(additive) else None
         value = value_of(node)
-        rounds = bool(node.kwargs.get("rounding_mode")) or (
-            name == "to" and isinstance(value, Tensor) and not value.is_floating_point()
-        )
-        if not rest and not rounds:
-            divisor = (
-                name == "div" and isinstance(node.args[1], fx.Node) and isinstance(self.states[node.args[1]], Additive)
-            )
-            if name in LINEAR and len(sums) == 1 and not divisor and (name not in SUMS or len(states) == 1):
-                return Additive(pure)
-            literals = [a for a in node.args[:2] if isinstance(a, int | float)] if name in ("add", "sub") else []
-            if name in SUMS and len(sums) == len(states) and not literals:
-                return Additive(pure)
-        return Coupled(f"{name} is not additive over examples", node)
+        if isinstance(value, Tensor):
+            return self._described(new, self._shape(node), dtype or value.dtype)
+        new.meta["val"] = tuple(_empty([_scaled(size, size_coefficient(size)) for size in part.shape], part.dtype)
+                                if isinstance(part, Tensor) else part for part in value)  # fmt: skip
+        for user in node.users:
+            if operator_name(user) == "getitem":
+                item = self._graph.call_function(operator.getitem, (new, user.args[1]))
+                self._described(item, self._shape(user), dtype or value_of(user).dtype)
+        return new
 
-    def _rows(self, node: fx.Node, name: str, tensors: Operands, pure: bool) -> State:
-        if name == "getitem" or name in MOVES or is_pointwise(node):
-            return self.located(node, tensors, pure)
-        if name in ("max", "min") and len(node.args) > 1 and isinstance(node.args[1], fx.Node):  # of two tensors
-            return self.located(node, tensors, pure)
-        if name not in ALONG:
-            found = self._by_rule(node, tensors, pure) or probe(node, tensors, pure)
-            return found or Coupled(f"graphpar can't tell whether {name} mixes examples", node)
-        first = node.args[0]
-        if not isinstance(first, fx.Node):
-            return Coupled(f"{name} of a list", node)
-        own = self.states[first]
-        for argument, state in tensors:
-            value = value_of(argument)
-            mixed = (
-                {dim % value.ndim for dim in ALONG[name](node, value)} if argument is first and value.ndim else set()
-            )
-            if name == "scaled_dot_product_attention" and argument is not first:
-                mixed = {value.ndim - 2, value.ndim - 1}
-            if isinstance(state, Rows) and state.dim in mixed:
-                return Coupled(f"{name} mixes examples", node)
-        if name in SAME_DIM:
-            operands = [
-                self.states[a] for a in node.all_input_nodes if isinstance(value_of(a), Tensor) and value_of(a).ndim
-            ]
-            if name == "select_scatter" and isinstance(own, Rows):  # the source lacks the selected dim
-                removed = int(node.args[2]) % value_of(first).ndim  # type: ignore[arg-type]
-                operands[1:] = [
-                    replace(s, dim=s.dim + (s.dim >= removed)) if isinstance(s, Rows) else s for s in operands[1:]
-                ]
-            if not isinstance(own, Rows) or any(not isinstance(s, Rows) or s.dim != own.dim for s in operands):
-                return Coupled(f"{name} picks places by the rows' numbers", node)
-        return self.located(node, tensors, pure)
+    def _shape(self, node: fx.Node) -> tuple[int, ...]:
+        if node not in self._shapes:
+            sizes = zip(value_of(node).shape, batch_coefficients(node))
+            self._shapes[node] = tuple(_scaled(size, coefficient) for size, coefficient in sizes)
+        return self._shapes[node]
 
-    def _by_rule(self, node: fx.Node, tensors: Operands, pure: bool) -> State | None:
-        """The batch is a factor of the operator's rule: along one that may be cut, examples are independent."""
-        rule = rule_of(node) if is_of_torch(node.target) else None
-        taken = operands_of(node)
-        if rule is None or rule.fixed >= {name for own in (*rule.operands, *rule.results) for name in own}:
-            return None  # nothing is known of it
-        states = [self.states[operand] for operand in taken]
-        factors = {own[state.dim] for own, state in zip(rule.operands, states) if isinstance(state, Rows)}
-        if len(factors) != 1 or any(not isinstance(state, Rows | Fixed) for state in states):
-            return Coupled(f"{operator_name(node)} mixes examples", node)
-        (factor,) = factors
-        alike = all(
-            own.index(factor) == state.dim if isinstance(state, Rows) else False
-            for own, state in zip(rule.operands, states)
-            if factor in own
-        )
-        inside = [factor in result for result in rule.results]
-        if factor in rule.fixed or factor == "1" or not alike or (any(inside) and not all(inside)):
-            return Coupled(f"{operator_name(node)} mixes examples", node)
-        if any(inside):
-            return self.located(node, tensors, pure)
-        plain = len({state.layout for _, state in tensors if isinstance(state, Rows)}) == 1
-        return Additive(pure) if plain else None
+    def _result_shapes(self, node: fx.Node) -> list[tuple[int, ...] | None]:
+        """The shape of each result; None of those that nobody uses."""
+        if isinstance(value_of(node), Tensor):
+            return [self._shape(node)]
+        found: list[tuple[int, ...] | None] = [None] * len(value_of(node))
+        for user in node.users:
+            if operator_name(user) == "getitem":
+                found[int(user.args[1])] = self._shape(user)  # type: ignore[arg-type]
+        return found
 
-    def located(self, node: fx.Node, operands: Operands, pure: bool) -> State:
-        """The batch's dim in the result, read off its shape; all operands must agree."""
-        name = operator_name(node)
-        rows = [state for _, state in operands if isinstance(state, Rows)]
-        if len(rows) < len(operands) or len({state.layout for state in rows}) != 1:
-            return Coupled(f"{name} mixes examples", node)
-        first = rows[0]
-        kind, divided = self._numbering(node, rows)
-        if first.chosen is not None:
-            dims = unknown_dims(node)
-            made = first_value(node)
-            size = value_of(made).shape[dims[0]] if made is not None and len(dims) == 1 else None
-            if size is None or batch_dims_of(node) or unknown_coefficient(size) != first.inner:
-                return Coupled(f"{name} mixes examples", node)
-            return replace(first, dim=dims[0], pure=pure, kind=kind)
-        dims, coefficients = batch_dims_of(node), result_coefficients(node)
-        if len(dims) != 1 or first.outer * first.inner != coefficients[dims[0]]:
-            return Coupled(f"{name} mixes examples", node)
-        return Rows(dims[0], first.outer, first.inner, pure, kind, first.order, divided)
-
-    def _numbering(self, node: fx.Node, rows: list[Rows]) -> tuple[str, int]:
-        """What the result's rows hold: numbers of rows survive where one operand has them."""
-        numbers = [state for state in rows if state.kind != "values"]
-        if not numbers:
-            return "values", 1
-        first, name = numbers[0], operator_name(node)
-        floors = name == "floor_divide" or (name == "div" and node.kwargs.get("rounding_mode") == "floor")
-        if not floors:
-            return (first.kind, first.divided) if len(rows) == 1 and name != "div" else ("something else", 1)
-        divisor = node.args[1]
-        return (
-            (first.kind, first.divided * divisor)
-            if isinstance(divisor, int) and len(rows) == 1
-            else ("something else", 1)
-        )
+    @staticmethod
+    def _described(node: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        node.meta["val"] = _empty(shape, dtype)
+        return node
 
     # ---- buffers ----
 
@@ -327,6 +338,79 @@ class Analysis:
         return Coupled(f"{operator_name(node)} updates the buffer {str(buffer.target)!r} once a microbatch", node)
 
 
+# ---- states and types ------------------------------------------------------------------------------------------
+
+
+def _type(state: State) -> Type:
+    if isinstance(state, Rows):
+        return Shard(state.dim, (state.inner * _EXAMPLES,) if state.outer > 1 else ())
+    return P if isinstance(state, Additive) else R
+
+
+def _result(node: fx.Node, kind: Type, sizes: Sequence[int] | None, rows: Sequence[Rows], pure: bool) -> State:
+    """The state of one result of type ``kind``; ``sizes`` is None where nobody uses it."""
+    if not isinstance(kind, Shard):
+        return Additive(pure) if kind is P else Fixed(pure)
+    if sizes is None:
+        return Rows(kind.dim, pure=pure)
+    follows = [dim for dim, size in enumerate(sizes) if size and size % _EXAMPLES == 0]
+    if follows != [kind.dim] or len(set(kind.parts)) > 1:
+        return Coupled(f"{operator_name(node)} mixes examples", node)
+    whole = sizes[kind.dim] // _EXAMPLES
+    inner = kind.parts[0] // _EXAMPLES if kind.parts else whole
+    number, divided = batch_rows.numbering(node, rows)
+    return replace(rows[0], dim=kind.dim, outer=whole // inner, inner=inner, pure=pure, kind=number, divided=divided)
+
+
+# ---- sizes of a batch of as many examples as the axis has ranks ------------------------------------------------
+
+
+def _scaled(size: Any, coefficient: int | None) -> int:
+    if coefficient is not None:
+        return coefficient * _EXAMPLES
+    if not is_unknown(size):
+        return int(size)
+    chosen = unknown_coefficient(size)  # rows that a mask chooses are an axis, too: no operator takes both
+    return _EXAMPLES + 1 if chosen is None else chosen * _EXAMPLES
+
+
+def _number(node: fx.Node) -> Any:
+    factor, value = size_factor(node), value_of(node)
+    if factor:
+        return factor * _EXAMPLES
+    if factor == 0 and isinstance(value, torch.SymInt):
+        return int(value)
+    return value
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of which only shape and dtype count."""
+    return torch.empty((), dtype=dtype, device="meta").expand(shape)
+
+
+# ---- queries ---------------------------------------------------------------------------------------------------
+
+_FILLED = {
+    *("zeros", "ones", "full", "empty", "scalar_tensor"),
+    *("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"),
+}
+"""Operators that fill a tensor with one number."""
+
+
+def _parts(node: fx.Node) -> Sequence[Any]:
+    value = value_of(node)
+    return value if isinstance(value, tuple | list) else [value]
+
+
+def _is_smooth(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _gives_dtype_only(node: fx.Node) -> bool:
+    """Whether ``node`` takes nothing but the dtype (and device) of its second operand: ``x.type_as(h)``, ``x.to(h)``."""
+    return operator_name(node) in ("type_as", "to") and len(node.args) > 1 and isinstance(node.args[1], fx.Node)
+
+
 def _depends_on(arguments: Any, wanted: fx.Node) -> bool:
     pending: list[fx.Node] = []
     fx.map_arg(arguments, pending.append)
@@ -339,6 +423,3 @@ def _depends_on(arguments: Any, wanted: fx.Node) -> bool:
             seen.add(node)
             pending.extend(node.all_input_nodes)
     return False
-
-
-__all__ = ["Additive", "Analysis", "Coupled", "Fixed", "Layout", "Rows", "State"]

@@ -208,7 +208,7 @@ RECORDS: dict[str, Record] = {
     # random numbers
     "dropout": Record(Kind.RANDOM, _dropout, linear=FIRST, tame=True, spelling=(write.stream_function("dropout"),)),
     "channel_dropout": Record(Kind.RANDOM, _dropout, spelling=(write.stream_function("channel_dropout"),)),
-    "feature_dropout": Record(Kind.RANDOM),
+    "feature_dropout": Record(Kind.RANDOM, _dropout),
     "stream": Record(Kind.RANDOM, elementwise),
     # losses, element by element
     "mse_loss": _error("F.mse_loss"),

@@ -160,10 +160,25 @@ def cat(node: fx.Node, context: Context) -> list[Placement]:
     everything = frozenset(range(len(operands)))
     found = from_rule(node, Rule(rows, (result,), fixed, frozenset(labels), linear=(everything,), uneven=True), context)
     lengths = [sizes_of(operand)[dim] for operand in operands]
-    if all(size[1] == 0 and size[0] % context.degree == 0 and size[0] > 0 for size in lengths):
-        joined = normal(sizes_of(node)[dim], [size[0] for size in lengths], dim)
-        found.append(Placement((Shard(dim),) * len(operands), (joined,)))
+    if any(size[1] or not size[0] for size in lengths):
+        return found
+    offered = [next((s for s in context.known(o, 0) if s.dim == dim), Shard(dim)) for o in operands]
+    for shards in dict.fromkeys(((Shard(dim),) * len(operands), tuple(offered))):
+        parts = [part for size, shard in zip(lengths, shards) for part in _every_part(size[0], shard)]
+        if all(part % context.degree == 0 for part in parts):
+            found.append(Placement(shards, (normal(sizes_of(node)[dim], parts, dim),)))
     return found
+
+
+def _every_part(size: int, shard: Shard) -> tuple[int, ...]:
+    """The parts of a dim of ``size`` that ``shard`` shards by themselves."""
+    return shard.parts * (size // sum(shard.parts)) if shard.parts else (size,)
+
+
+def _within(parts: Sequence[int], begin: int, end: int) -> tuple[int, ...] | None:
+    """The parts between two places; None where one of them is inside of a part."""
+    ends = list(itertools.accumulate(parts, initial=0))
+    return tuple(parts[ends.index(begin) : ends.index(end)]) if begin in ends and end in ends else None
 
 
 def stack(node: fx.Node) -> Rule:
@@ -193,10 +208,17 @@ def split(node: fx.Node, context: Context) -> list[Placement]:
     rule = Rule((labels,), rows, fixed, frozenset(labels), linear=FIRST, uneven=True)
     found = from_rule(node, rule, context)
     lengths = [result.shape[dim] for result in results]
-    static = sizes_of(source)[dim][1] == 0 and all(isinstance(length, int) for length in lengths)
-    if static and all(int(length) > 0 and int(length) % context.degree == 0 for length in lengths):
-        joined = normal(sizes_of(source)[dim], [int(length) for length in lengths], dim)
-        found.append(Placement((joined,), (Shard(dim),) * len(results), "local_sizes"))
+    size = sizes_of(source)[dim]
+    if size[1] or not all(isinstance(length, int) and length > 0 for length in lengths):
+        return found
+    ends = list(itertools.accumulate(map(int, lengths), initial=0))
+    offers = [tuple(map(int, lengths))]
+    offers += [_every_part(size[0], shard) for shard in context.known(source, 0) if shard.dim == dim and shard.parts]
+    for parts in dict.fromkeys(offers):
+        inside = [_within(parts, begin, end) for begin, end in itertools.pairwise(ends)]
+        if all(part % context.degree == 0 for part in parts) and None not in inside:
+            pieces = [normal((int(n), 0), own, dim) for n, own in zip(lengths, inside) if own is not None]
+            found.append(Placement((normal(size, parts, dim),), tuple(pieces), "local_sizes"))
     return found
 
 
@@ -241,10 +263,9 @@ def _slice_shardings(node: fx.Node, dim: int, whole: int, context: Context) -> l
     found = {}
     for offered in offers:
         parts = offered * (whole // sum(offered))
-        ends = list(itertools.accumulate(parts, initial=0))
-        if begin not in ends or end not in ends or any(part % context.degree for part in parts):
+        inside = _within(parts, begin, end)
+        if inside is None or any(part % context.degree for part in parts):
             continue
-        inside = parts[ends.index(begin) : ends.index(end)]
         found[normal((whole, 0), parts, dim)] = normal((end - begin, 0), inside, dim)
     return list(found.items())
 
@@ -305,7 +326,7 @@ def repeated(node: fx.Node, context: Context) -> list[Placement]:
 def interleaved(node: fx.Node, context: Context) -> list[Placement]:
     """repeat_interleave by a number: each element stays with its copies."""
     source, *counts = operands_of(node)
-    dim = literal(node, "dim")
+    dim = 0 if value_of(source).ndim == 1 else literal(node, "dim")
     repeats = literal(node, "repeats")
     if counts or dim is None or not isinstance(repeats, int):
         return from_rule(node, unsharded(node), context)
@@ -337,6 +358,36 @@ def turned(node: fx.Node) -> Rule:
     rank = value_of(operands_of(node)[0]).ndim
     dims = literal(node, "dims")
     return along(node, [int(dim) for dim in dims] if dims else list(range(rank)))
+
+
+def rotated(node: fx.Node) -> Rule:
+    """rot90: two dims, which may change places, are not sharded."""
+    labels = labelled(value_of(operands_of(node)[0]).ndim)
+    turned = {int(dim) % len(labels) for dim in literal(node, "dims", default=(0, 1))}
+    before = tuple(f"x{i}" if i in turned else label for i, label in enumerate(labels))
+    after = tuple(f"y{i}" if i in turned else label for i, label in enumerate(labels))
+    fixed = frozenset(label for label in (*before, *after) if label not in labels)
+    return Rule((before,), (after,), fixed, linear=FIRST)
+
+
+def recurrent(node: fx.Node) -> Rule:
+    """lstm, gru, rnn of [time, batch, features], or batch first; states [layers, batch, features]: examples alone."""
+    operands = operands_of(node)
+    padded = argument_place(node, "input") == 0 and argument_place(node, "batch_first") is not None
+    if not padded or value_of(operands[0]).ndim != 3 or (literal(node, "train") and literal(node, "dropout")):
+        return unsharded(node)  # packed sequences; one example; masks that no example has of its own
+    given = node.args[1]
+    states = set(given) if isinstance(given, list | tuple) else {given}
+    batch = 0 if literal(node, "batch_first") else 1
+
+    def factors(name: str, rank: int, place: int | None) -> tuple[str, ...]:
+        return tuple("batch" if dim == place else f"{name}_{dim}" for dim in range(rank))
+
+    rows = [factors("x", 3, batch)]
+    rows += [factors(f"o{k}", value_of(o).ndim, 1 if o in states else None) for k, o in enumerate(operands[1:])]
+    made = [factors(f"r{k}", 3, batch if k == 0 else 1) for k, _ in enumerate(results_of(node))]
+    fixed = frozenset(name for own in (*rows, *made) for name in own if name != "batch")
+    return Rule(tuple(rows), tuple(made), fixed)
 
 
 def transformed(node: fx.Node) -> Rule:
@@ -421,7 +472,7 @@ RECORDS: dict[str, Record] = {
     ),
     "constant_pad_nd": Record(Kind.MOVE, padding),
     **each("flip roll", Record(Kind.MOVE, turned, spelling=write.METHOD)),
-    "rot90": Record(Kind.MOVE, spelling=write.METHOD),
+    "rot90": Record(Kind.MOVE, rotated, spelling=write.METHOD),
     **each("slice_scatter select_scatter", Record(Kind.MOVE, inside, spelling=write.METHOD)),
     **each("tril triu", Record(Kind.MOVE, last(2, linear=True), spelling=write.METHOD)),
     "glu": Record(Kind.POINTWISE, placements=halves, functions=True),
@@ -434,5 +485,5 @@ RECORDS: dict[str, Record] = {
     **each("stft istft", Record(Kind.TRANSFORM, windowed)),
     **each("linalg_cholesky linalg_cholesky_ex cholesky", Record(Kind.TRANSFORM, matrices, saves=Reads.RESULT)),
     **each("cholesky_inverse logdet", Record(Kind.TRANSFORM, matrices)),
-    **each("lstm gru rnn_tanh rnn_relu", Record(Kind.RECURRENT, unsharded)),
+    **each("lstm gru rnn_tanh rnn_relu", Record(Kind.RECURRENT, recurrent)),
 }

@@ -106,8 +106,11 @@ def has_rule(node: fx.Node) -> bool:
     )
 
 
-def placements(node: fx.Node, context: Context) -> list[Placement]:
-    """List every legal placement of an operator on one axis, those that shard nothing included."""
+def placements(node: fx.Node, context: Context, tried: fx.Node | None = None) -> list[Placement]:
+    """List every legal placement of an operator on one axis, those that shard nothing included.
+
+    ``tried``: the node of the program that ``node`` stands for, to be tried where no rule is known; ``node`` itself if None.
+    """
     found = whole(node)
     if operands_of(node) and not isinstance(node.target, Helper) and isinstance(value_of(node), Tensor | tuple | list):
         record = record_of(node)
@@ -116,8 +119,8 @@ def placements(node: fx.Node, context: Context) -> list[Placement]:
         else:
             rule = rule_of(node)
             if rule is None:
-                rule = discover(node)
-                if not sums_gradients(node):
+                rule = discover(tried or node)
+                if not sums_gradients(tried or node):
                     found = [placement for placement in found if R not in placement.operands]
             found += _biased(from_rule(node, rule, context), record.bias) if rule is not None else []
     return normalized(found, node, context)

@@ -87,8 +87,10 @@ def view(node: fx.Node, context: Context) -> list[Placement]:
     ``view_as`` and its like take the shape of a second operand, which must be sharded as the result is.
     """
     source, *shape_of = operands_of(node)
-    if not isinstance(value_of(node), Tensor) or value_of(source).dtype != value_of(node).dtype:
-        return []  # view(dtype) reads the bytes anew
+    if not isinstance(value_of(node), Tensor):
+        return []
+    if value_of(source).dtype != value_of(node).dtype:
+        return from_rule(node, _bytes(node), context)
     before, after = sizes_of(source), sizes_of(node)
     found = [Placement((P, *(R for _ in shape_of)), (P,))] if sums(value_of(source)) else []
     forward = [*_even(before, context.degree), *context.known(source, 0)]
@@ -101,6 +103,14 @@ def view(node: fx.Node, context: Context) -> list[Placement]:
         if shard is not None and moved is not None:
             found.append(Placement((shard, *(moved for _ in shape_of)), (moved,), "local_shape"))
     return found + _rows_kept(node, context)
+
+
+def _bytes(node: fx.Node) -> Rule:
+    """view(dtype) reads the bytes anew: those of each element, or of the last dim where elements are wider or narrower."""
+    before, after = sizes_of(operands_of(node)[0]), sizes_of(node)
+    labels = tuple(f"d{dim}" for dim in range(len(before)))
+    fixed = frozenset() if before == after else frozenset(labels[-1:])
+    return Rule((labels,), (labels,), fixed)
 
 
 def _rows_kept(node: fx.Node, context: Context) -> list[Placement]:

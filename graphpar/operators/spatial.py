@@ -87,11 +87,11 @@ def group_norm(node: fx.Node, context: Context) -> list[Placement]:
 
 
 def grid(node: fx.Node) -> Rule:
-    """affine_grid_generator: theta [n, ...] -> [n, h, w, 2] or [n, d, h, w, 3]. Its sizes are literal, so only the batch is sharded."""
+    """affine_grid_generator: theta [n, ...] -> [n, h, w, 2] or [n, d, h, w, 3]. Only a size that follows the batch is sharded."""
     (theta,) = operands_of(node)
     before = ("n", *(f"t{i}" for i in range(value_of(theta).ndim - 1)))
     after = ("n", *(f"s{i}" for i in range(value_of(node).ndim - 1)))
-    follows = sizes_of(theta)[0] == (1, 1)
+    follows = sizes_of(theta)[0] == (1, 1) or isinstance(node.args[1][0], fx.Node)  # type: ignore[index, arg-type]
     return Rule((before,), (after,), frozenset({*before[follows:], *after[follows:]}))
 
 

@@ -1,4 +1,4 @@
-"""``asked``: what somebody asks of a plan, checked before anything takes time, and then planned.
+"""The arguments of :func:`graphpar.plan`: checked before anything slow runs, then turned into a plan.
 
 cluster, mesh, schedule, ... ──ask──► Asked, or an error without a program ──planned(program)──► Plan
 """
@@ -36,7 +36,14 @@ Splits = Sequence[str | Mapping[str, str]] | Mapping[str, Any] | Callable[[Progr
 
 @dataclass(frozen=True)
 class Asked:
-    """Pins, degrees of some axes, and how many devices there are where that is said (else as many as the mesh has)."""
+    """A checked request for a plan.
+
+    Attributes:
+        mesh: degrees of the axes that are pinned.
+        devices: None where only the mesh says how many.
+        split: computes split points from the program.
+        top: how many alternatives to show.
+    """
 
     pins: PlanConstraints
     mesh: Mapping[str, int]
@@ -75,10 +82,10 @@ def ask(
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Asked:
-    """The arguments of :func:`graphpar.plan`, as far as they can be wrong whatever the program is.
+    """Check the arguments of :func:`graphpar.plan` as far as that needs no program.
 
     Raises:
-        GraphparError: one of them is of a wrong kind, out of range, unknown, or against another.
+        GraphparError: one has a wrong type, is out of range, unknown, or contradicts another.
     """
     hardware = Cluster.parse(cluster) if isinstance(cluster, str | Path) else cluster
     counts = {
@@ -105,7 +112,7 @@ def ask(
         schedule=schedule,
         microbatch_size=microbatch_size,
         global_batch=global_batch,
-        cuts=None if split is None or callable(split) else split_points_of(split),
+        split_points=None if split is None or callable(split) else split_points_of(split),
         stages=None if stages is None else tuple(tuple(paths) for paths in stages),
         table=table,
         allow_batch_coupling=allow_batch_coupling,
@@ -121,20 +128,20 @@ def ask(
 
 
 def planned(program: Program, asked: Asked) -> Plan:
-    """The plan of what is asked: chosen where the mesh is whole, else searched."""
+    """Make the plan that is asked for: chosen where all degrees of the mesh are given, else searched."""
     pins = replace(asked.pins, dtype=_dtype(program, asked.pins.dtype))
     if asked.split is not None:
-        pins = replace(pins, cuts=split_points_of(asked.split(program)))
+        pins = replace(pins, split_points=split_points_of(asked.split(program)))
     if asked.complete:
         chosen = choose(program, Mesh.resolve(asked.mesh, asked.devices), pins)
-        return (
-            chosen if pins.cluster is None else replace(chosen, predicted=estimate_plan(program, chosen, pins.cluster))
-        )
+        if pins.cluster is None:
+            return chosen
+        return replace(chosen, predicted=estimate_plan(program, chosen, pins.cluster))
     return search_plan(program, pins.cluster or Cluster.of_this_machine(asked.size), asked.mesh, pins, asked.top)
 
 
 def _dtype(program: Program, asked: str) -> str:
-    """In which the model is built: as ``export`` was told, or as is asked for."""
+    """Return the dtype that the model is built in: that of ``export`` where it was given, else the one asked for."""
     exported = None if program.source is None else program.source.dtype
     if asked and exported not in (None, asked):
         raise GraphparError(
@@ -147,10 +154,10 @@ def _dtype(program: Program, asked: str) -> str:
 
 
 def check_batch(asked: Asked, batch: int) -> None:
-    """Whether ``batch`` rows, where no other number is asked for, can be divided as asked.
+    """Check that the global batch (``batch`` rows where none is asked for) divides over replicas and microbatches.
 
     Raises:
-        GraphparError: they can't.
+        GraphparError: it does not.
     """
     rows = batch if asked.pins.global_batch is None else asked.pins.global_batch
     replicas = asked.mesh.get("dp_replicate", 1)
@@ -160,7 +167,7 @@ def check_batch(asked: Asked, batch: int) -> None:
 
 
 def _check(asked: Asked) -> None:
-    """One thing against another."""
+    """Check the arguments against each other."""
     pins = asked.pins
     check_degrees(Mesh(**asked.mesh), pins.global_batch)
     if asked.complete:
@@ -171,7 +178,7 @@ def _check(asked: Asked) -> None:
         canonical_name(pins.schedule)
     if pins.global_batch is not None:
         check_batch(asked, pins.global_batch)
-    pins.check_ways(asked.split is not None)
+    pins.check_one_way(asked.split is not None)
     if pins.shard_plan is not None:
         if not isinstance(pins.shard_plan, Mapping):
             raise GraphparError(
@@ -200,7 +207,7 @@ def _check_edges(edges: Any) -> None:
 
 
 def _device_count(cluster: Any, devices: int | None) -> int | None:
-    """How many devices both say; None where neither does."""
+    """Return the number of devices, from whichever argument gives it; None where neither does."""
     if not isinstance(cluster, Cluster):
         if cluster is not None and (isinstance(cluster, bool) or not isinstance(cluster, int)):
             raise GraphparError(
@@ -215,7 +222,7 @@ def _device_count(cluster: Any, devices: int | None) -> int | None:
 
 
 def _check_table(text: str, schedule: str | None, mesh: dict[str, int]) -> None:
-    """Whether a schedule of one's own can run at all; its rows are the ranks of ``mesh`` where that says nothing of them."""
+    """Check that a user's schedule table can run; where ``mesh`` has no ``pp``, set it to the table's number of ranks."""
     if schedule is not None:
         raise GraphparError(
             f"Give a schedule, {schedule!r}, or a table of your own, not both: each says what every rank runs."

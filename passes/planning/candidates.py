@@ -1,4 +1,7 @@
-"""What a planner is asked for, what it prices, and what it gives: wishes, candidates, priced ones, the result of a search."""
+"""The records of a plan search.
+
+PlannerConstraints ──Planner──► Candidate ──price──► Priced ──search──► SearchResult
+"""
 
 from __future__ import annotations
 
@@ -14,62 +17,65 @@ from graphpar.passes.sharding.shard import Sharded
 from graphpar.schedules.registry import SCHEDULES
 
 SHOWN = 4
-"""How many other meshes are priced to the end by default, to be shown beside the chosen plan."""
+"""How many alternatives (the best of other meshes) are shown beside the chosen plan by default."""
 
 
 @dataclass(frozen=True)
 class PlannerConstraints:
-    """What the user pinned; None is searched.
+    """The user's pins; what is None is searched.
 
-    ``cuts``: the split points for a mesh and a schedule; what it raises says why there is no such plan.
-    ``one_microbatch``: the batch can't be split into microbatches.
+    Attributes:
+        split_points: gives the split points for a mesh and a schedule, or raises GraphparError with why there are none.
+        one_microbatch: the batch can't be split into microbatches.
     """
 
     schedule: str | None = None
     microbatch_size: int | None = None
-    cuts: Callable[[Mesh, str], tuple[SplitAt, ...]] | None = None
+    split_points: Callable[[Mesh, str], tuple[SplitAt, ...]] | None = None
     one_microbatch: bool = False
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh, a schedule and microbatches; ``bound`` is a time that it can't be faster than."""
+    """A mesh, a schedule and microbatches; ``bound`` is a lower bound of its step time in seconds."""
 
     mesh: Mesh
     schedule: str
     stages_per_rank: int
     microbatch_size: int
     microbatches: int
-    cuts: tuple[SplitAt, ...] | None = None
+    split_points: tuple[SplitAt, ...] | None = None
     bound: float = field(default=0.0, compare=False)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Which of two that take the same time is taken: fewer ranks that depend on each other, simpler schedules, larger microbatches."""
+        """The order of candidates that are equally fast: fewer dependent ranks, simpler schedules, larger microbatches first."""
         schedules = list(SCHEDULES)
         return self.mesh.pp, self.mesh.tp, schedules.index(self.schedule), self.stages_per_rank, self.microbatches
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with its stages, how its tensors lie, and what it takes."""
+    """A candidate with its stages, the placements of its tensors, and its estimate."""
 
     candidate: Candidate
     layout: Layout
     sharded: Sharded
-    cuts: tuple[SplitAt, ...]
+    split_points: tuple[SplitAt, ...]
     estimate: Estimate
 
     @property
     def missing(self) -> int:
-        """Bytes by which its fullest rank is above the device's memory."""
+        """Bytes by which its fullest rank exceeds the device's memory; not positive where it fits."""
         return self.estimate.missing_bytes
 
     @property
     def fits(self) -> bool:
+        """Whether every rank fits in its device's memory."""
         return self.missing <= 0
 
     def to_json(self) -> dict[str, Any]:
+        """Return the candidate, its step time in seconds and peak memory in bytes a rank, as plain data."""
         candidate = self.candidate
         return {
             "mesh": candidate.mesh.degrees(),
@@ -84,16 +90,21 @@ class Priced:
 
     @property
     def rank_key(self) -> tuple[Any, ...]:
+        """The sort key: fastest first."""
         return self.estimate.step_time_s, *self.candidate.key
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search gives.
+    """The result of a search.
 
-    ``alternatives``: the best of each other mesh among the fastest, and those nearest to fit where ``best`` is None.
-    ``misfits``: those that would be faster than ``best`` on meshes on which nothing fits, the nearest to fit of each.
-    ``priced``: how many candidates the simulator ran; ``infeasible``: how many are illegal or don't fit.
+    Attributes:
+        best: the fastest candidate that fits; None where none does.
+        alternatives: the best candidates of other meshes, fastest first; those nearest to fitting where ``best`` is None.
+        priced: how many candidates were simulated.
+        infeasible: how many candidates are illegal or don't fit.
+        refused: the errors of meshes that can't be sharded or split.
+        misfits: on meshes on which nothing fits, the candidate nearest to fitting, where it is faster than ``best``.
     """
 
     best: Priced | None
@@ -105,12 +116,14 @@ class SearchResult:
     misfits: tuple[Priced, ...] = ()
 
     def why_not(self, other: Priced) -> str:
-        """What ``other`` loses against the best, in words."""
+        """Return in words why ``other`` was not chosen."""
         return why_not(None if self.best is None else self.best.estimate, other.estimate)
 
     def to_json(self) -> dict[str, Any]:
-        """What was searched, as plain data. The gap is to the best there is, under this cost model and of what is searched: 0, as all
-        that could have been faster was priced."""
+        """Return the search as plain data.
+
+        The optimality gap is 0: every candidate whose bound is below the best was priced. It is relative to this cost model.
+        """
         shown = sorted((*self.alternatives, *self.misfits), key=lambda each: each.rank_key)
         return {
             "considered": self.considered,

@@ -1,8 +1,10 @@
 """``choose``: from a program and a mesh to a :class:`~graphpar.ir.plan.Plan`.
 
-What a mesh leaves open gets what is usual: split points balanced by flops, 1F1B, about two microbatches a stage. The search over meshes,
-schedules and microbatches (:mod:`graphpar.passes.planning.planner`) comes before, and pins what it found.
-Whatever the user pinned is taken as it is, or refused with the reason.
+    Program, Mesh, PlanConstraints ──defaults──► schedule, split points, microbatches ──solve──► Sharding ──► Plan
+
+Open choices get usual values: split points balanced by flops, 1F1B, about two microbatches a stage. The search over meshes,
+schedules and microbatches (:mod:`graphpar.passes.planning.planner`) runs before this, and pins what it found.
+What the user pinned is used unchanged, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from graphpar.ir.sharding import Sharding
 from graphpar.operators.discover import discovered
 from graphpar.operators.rules import has_rule
 from graphpar.passes.normalize.coupled import batch_warning, coupled_text, placed_axes
-from graphpar.passes.planning.split_points import balanced_cuts, cuts_by_layers, cuts_from_lists, even_cuts, marked_cuts
+from graphpar.passes.planning.split_points import (
+    balanced_split_points,
+    even_split_points,
+    marked_split_points,
+    split_points_by_layers,
+    split_points_from_lists,
+)
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
 from graphpar.passes.sharding.problem import build_problem
@@ -47,35 +55,40 @@ from graphpar.schedules.registry import (
 )
 
 CUSTOM = "custom"
-"""What a plan calls the schedule of a user's own table."""
+"""The schedule name of a plan that runs the user's own table."""
 
 
 @dataclass(frozen=True)
 class PlanConstraints:
-    """What the user decided; None is left to graphpar."""
+    """The user's decisions; graphpar decides what is None."""
 
     schedule: str | None = None
     microbatch_size: int | None = None
     global_batch: int | None = None
-    cuts: tuple[SplitAt, ...] | None = None
+    split_points: tuple[SplitAt, ...] | None = None
     stages: tuple[tuple[str, ...], ...] | None = None  # module paths of each stage
-    table: str | None = None  # a schedule table of the user's own, as CSV text
+    table: str | None = None  # the user's own schedule table, as CSV text
     allow_batch_coupling: bool = False
     dtype: str = "fp32"
     layers_per_stage: int | None = None
-    edge_layers: tuple[int, int] | None = None  # what comes before and after the layers, counted in layers
+    edge_layers: tuple[int, int] | None = None  # how many layers the modules before and after the layers count as
     shard_plan: Mapping[str, Any] | None = None
     cluster: Cluster | None = None  # of as many devices as the mesh
-    sharded: Sharded | None = None  # found before, for the mesh's compute axes
+    sharded: Sharded | None = None  # already solved, for the mesh's compute axes
 
     @property
     def by_layers(self) -> bool:
+        """Whether split points are given as numbers of layers."""
         return self.layers_per_stage is not None or self.edge_layers is not None
 
-    def check_ways(self, computed: bool = False) -> None:
-        """Raise where the split points are given in several ways; ``computed`` ones are still to come."""
+    def check_one_way(self, computed: bool = False) -> None:
+        """Check that split points are given in at most one way; ``computed``: a function of the program will give them.
+
+        Raises:
+            GraphparError: several ways are used.
+        """
         ways = {
-            "split points": self.cuts is not None or computed,
+            "split points": self.split_points is not None or computed,
             "lists of modules a stage": self.stages is not None,
             "layers a stage": self.by_layers,
         }
@@ -85,25 +98,29 @@ class PlanConstraints:
 
 
 def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
-    """Program -> Plan for a pipeline over ``mesh.pp`` ranks."""
+    """Make a plan for a pipeline over ``mesh.pp`` ranks.
+
+    Raises:
+        GraphparError: something pinned is not possible for this program and mesh.
+    """
     batch = global_batch(program, pins)
     check_degrees(mesh, batch)
     if pins.schedule is not None:
         check_pipelined(pins.schedule, mesh)
-    cuts = pinned_cuts(program, mesh, pins)
-    if cuts:
-        positions_of(program, cuts)  # a misspelt name is the first thing to hear of
+    split_points = pinned_split_points(program, mesh, pins)
+    if split_points:
+        positions_of(program, split_points)  # report a misspelt name before anything else
     if pins.table is not None:
-        return _with_table(program, mesh, pins, cuts, batch)
+        return _with_table(program, mesh, pins, split_points, batch)
     several = program.mode == "train" and coupling_reason(program, pins) is None
     schedule = canonical_name(pins.schedule or ("1F1B" if several else "GPipe"))
     if program.mode == "infer" and get_schedule(schedule).splits_backward:
         raise GraphparError(f"Schedule {schedule} is for training; a program without a loss runs GPipe or 1F1B.")
-    per_rank = _stages_per_rank(schedule, mesh, cuts)
-    count = mesh.pp * per_rank if mesh.pp > 1 else len(cuts or ()) + 1
+    per_rank = _stages_per_rank(schedule, mesh, split_points)
+    count = mesh.pp * per_rank if mesh.pp > 1 else len(split_points or ()) + 1
     if mesh.pp == 1 and count > 1:
-        raise GraphparError(f"{len(cuts or ())} split points give {count} stages, but the mesh has pp=1.")
-    chosen = cuts if cuts is not None else balanced_cuts(program, count)
+        raise GraphparError(f"{len(split_points or ())} split points give {count} stages, but the mesh has pp=1.")
+    chosen = split_points if split_points is not None else balanced_split_points(program, count)
     microbatches = _microbatches(program, schedule, mesh, per_rank, batch, pins)
     if mesh.pp > 1:
         check_legal(schedule, mesh.pp, per_rank, microbatches)
@@ -112,19 +129,18 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
     if get_schedule(schedule).lead is not None and mesh.pp > 1:  # torch's runtime takes it as a table
         cells = _cells(action_table(schedule, mesh.pp, per_rank, microbatches))
     plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins, cells)
-    predicted = pins.cluster is not None  # with the bubble beside the alternatives
-    warning = None
-    if mesh.pp > 1 and not predicted:
-        rows = 1 if coupling_reason(program, pins) is not None else batch // mesh.dp_replicate  # what may be cut
-        warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches, rows)
-    return plan if warning is None else _warned(plan, warning)
+    if mesh.pp == 1 or pins.cluster is not None:  # on a cluster the prediction shows the bubble
+        return plan
+    rows = 1 if coupling_reason(program, pins) is not None else batch // mesh.dp_replicate  # that can be split
+    warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches, rows)
+    return plan if warning is None else replace(plan, warnings=(*plan.warnings, warning))
 
 
 def global_batch(program: Program, pins: PlanConstraints) -> int:
-    """Rows of the whole batch, as pinned or as in the example.
+    """Return the rows of the global batch, as pinned or as in the example.
 
     Raises:
-        GraphparError: it is pinned to no row at all.
+        GraphparError: fewer than one row is pinned.
     """
     batch = program.batch if pins.global_batch is None else pins.global_batch
     if batch < 1:
@@ -133,44 +149,62 @@ def global_batch(program: Program, pins: PlanConstraints) -> int:
 
 
 def check_degrees(mesh: Mesh, batch: int | None) -> None:
-    """Raise for degrees that nothing runs, or that don't divide ``batch`` rows, where that is known."""
+    """Check that the mesh's degrees can run, and divide ``batch`` rows where that number is known.
+
+    Raises:
+        GraphparError: they can't.
+    """
     if mesh.dp_shard > 1:
         raise GraphparError(
-            f"Mesh dp_shard={mesh.dp_shard}: cutting optimizer state over dp_shard comes in a later version."
+            f"Mesh dp_shard={mesh.dp_shard}: sharding optimizer state over dp_shard comes in a later version."
         )
     if batch is not None and batch % mesh.dp_replicate:
         raise GraphparError(
-            f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows."
+            f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows. "
+            f"Degrees that do: {', '.join(_divisors(batch))}."
         )
 
 
 def check_pipelined(schedule: str, mesh: Mesh) -> None:
-    """Raise for a schedule that needs several stages a rank, where there is no pipeline; one stage runs under any other."""
+    """Check that without a pipeline no schedule is asked for that needs several stages a rank.
+
+    Raises:
+        GraphparError: it is.
+    """
     row = get_schedule(schedule)
     if mesh.pp == 1 and row.min_stages > 1:
         shown = (
             ", ".join(f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1) or "of one device"
         )
         raise GraphparError(
-            f"Schedule {row.name} orders a pipeline with {row.min_stages} stages a rank, but the mesh {shown} has pp=1; give pp=2 or "
+            f"Schedule {row.name} needs a pipeline with {row.min_stages} stages a rank, but the mesh {shown} has pp=1; give pp=2 or "
             "more, or leave the schedule out."
         )
 
 
 def check_microbatch_size(size: int, batch: int, replicas: int) -> None:
-    """Raise for microbatches that don't cut the rows of each replica evenly."""
+    """Check that microbatches of ``size`` rows divide the rows of each replica evenly.
+
+    Raises:
+        GraphparError: they don't; the sizes that do are listed.
+    """
     rows = batch // replicas
     if size < 1 or rows % size:
-        divisors = [str(d) for d in range(1, rows + 1) if rows % d == 0]
         whose = f"The {rows} rows of a replica do" if replicas > 1 else f"A global batch of {batch} does"
-        raise GraphparError(f"{whose} not divide into microbatches of {size}; sizes that do: {', '.join(divisors)}.")
+        raise GraphparError(
+            f"{whose} not divide into microbatches of {size}; sizes that do: {', '.join(_divisors(rows))}."
+        )
+
+
+def _divisors(rows: int) -> list[str]:
+    return [str(number) for number in range(1, rows + 1) if rows % number == 0]
 
 
 def checked_table(text: str, pp: int) -> ActionTable:
-    """A schedule of one's own.
+    """Parse a user's schedule table, and check that it is for ``pp`` ranks and can run.
 
     Raises:
-        GraphparError: it is not for ``pp`` ranks, or can't run.
+        GraphparError: it is not, or deadlocks.
     """
     table = parse_table(text)
     if table.ranks != pp:
@@ -180,21 +214,17 @@ def checked_table(text: str, pp: int) -> ActionTable:
     return table
 
 
-def pinned_cuts(program: Program, mesh: Mesh, pins: PlanConstraints) -> tuple[SplitAt, ...] | None:
-    """The split points that the user gave, in whichever way; None leaves them to the search."""
-    pins.check_ways()
+def pinned_split_points(program: Program, mesh: Mesh, pins: PlanConstraints) -> tuple[SplitAt, ...] | None:
+    """Return the user's split points, in whichever way they were given; None leaves them to the search."""
+    pins.check_one_way()
     if pins.stages is not None:
-        return cuts_from_lists(program, pins.stages)
+        return split_points_from_lists(program, pins.stages)
     per_rank = get_schedule(pins.schedule or "1F1B").default_stages if mesh.pp > 1 else 1
     if pins.by_layers:
-        return cuts_by_layers(program, mesh.pp, per_rank, pins.layers_per_stage, pins.edge_layers or (1, 1))
-    if pins.cuts is not None and any("*" in cut.path for cut in pins.cuts):
-        return even_cuts(program, pins.cuts, mesh.pp * per_rank)
-    return pins.cuts if pins.cuts is not None else marked_cuts(program)
-
-
-def _warned(plan: Plan, line: str) -> Plan:
-    return replace(plan, warnings=(*plan.warnings, line))
+        return split_points_by_layers(program, mesh.pp, per_rank, pins.layers_per_stage, pins.edge_layers or (1, 1))
+    if pins.split_points is not None and any("*" in point.path for point in pins.split_points):
+        return even_split_points(program, pins.split_points, mesh.pp * per_rank)
+    return pins.split_points if pins.split_points is not None else marked_split_points(program)
 
 
 def _plan(
@@ -203,12 +233,12 @@ def _plan(
     schedule: str,
     batch: int,
     microbatches: int,
-    cuts: Sequence[SplitAt],
+    split_points: Sequence[SplitAt],
     ranks: Sequence[int],
     pins: PlanConstraints,
     actions: tuple[tuple[str, ...], ...] | None = None,
 ) -> Plan:
-    stages = split(program, positions_of(program, cuts))
+    stages = split(program, positions_of(program, split_points))
     size = batch // (microbatches * mesh.dp_replicate)
     coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
     found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
@@ -219,7 +249,7 @@ def _plan(
         schedule=schedule,
         global_batch=batch,
         microbatch_size=size,
-        split_points=tuple(cuts),
+        split_points=tuple(split_points),
         stages=tuple(StageRecord(stage.index, ranks[stage.index], stage.modules) for stage in stages),
         dtype=pins.dtype,
         actions=actions,
@@ -239,14 +269,13 @@ def solve(
     shard_plan: Mapping[str, Any] | None = None,
     cluster: Cluster | None = None,
 ) -> Sharded:
-    """How every tensor is placed on the axes of ``mesh`` that operators are placed on, at the prices of ``cluster``, and the program of
-    a rank that follows.
+    """Search a placement of every tensor over ``mesh``, at the prices of ``cluster``, and derive the program that a rank runs.
 
     Raises:
         GraphparError: the shard plan is wrong, or can't be fulfilled.
     """
     started = time.perf_counter()
-    pins = resolve(shard_plan or {}, names_of(program), mesh.compute)  # what is wrong in it is wrong on any mesh
+    pins = resolve(shard_plan or {}, names_of(program), mesh.compute)  # checked even where no axis needs placements
     annotated = time.perf_counter() - started
     axes = placed_axes(program, mesh)
     if not axes:
@@ -273,20 +302,20 @@ def solve(
     return found
 
 
-def _stages_per_rank(schedule: str, mesh: Mesh, cuts: Sequence[SplitAt] | None) -> int:
-    if cuts is None or mesh.pp == 1:
+def _stages_per_rank(schedule: str, mesh: Mesh, split_points: Sequence[SplitAt] | None) -> int:
+    if split_points is None or mesh.pp == 1:
         return get_schedule(schedule).default_stages if mesh.pp > 1 else 1
-    count = len(cuts) + 1
+    count = len(split_points) + 1
     if count % mesh.pp:
         raise GraphparError(
-            f"{len(cuts)} split points give {count} stages, which pp={mesh.pp} ranks can't hold evenly; give "
+            f"{len(split_points)} split points give {count} stages, which pp={mesh.pp} ranks can't hold evenly; give "
             f"{mesh.pp - 1} split points for one stage a rank, or {2 * mesh.pp - 1} for two."
         )
     return count // mesh.pp
 
 
 def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, batch: int, pins: PlanConstraints) -> int:
-    """The number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be cut."""
+    """Return the number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be split."""
     rows = batch // mesh.dp_replicate
     reason = coupling_reason(program, pins)
     if mesh.dp_replicate > 1 and program.unsplittable is not None and not program.couplings:  # the trace is of all rows
@@ -316,7 +345,7 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
 
 
 def coupling_reason(program: Program, pins: PlanConstraints) -> str | None:
-    """Why the batch can't be cut at all; None where it can."""
+    """Return why the batch can't be split at all; None where it can."""
     if program.couplings and not pins.allow_batch_coupling and program.unsplittable is None:
         return f"examples depend on each other: {coupled_text(program.couplings)}"
     return program.unsplittable
@@ -333,9 +362,9 @@ def _refusal(program: Program, batch: int, microbatches: int, reason: str) -> st
 
 
 def _with_table(
-    program: Program, mesh: Mesh, pins: PlanConstraints, cuts: Sequence[SplitAt] | None, batch: int
+    program: Program, mesh: Mesh, pins: PlanConstraints, split_points: Sequence[SplitAt] | None, batch: int
 ) -> Plan:
-    """A plan that runs the user's own schedule table."""
+    """Make a plan that runs the user's own schedule table."""
     assert pins.table is not None
     table = checked_table(pins.table, mesh.pp)
     microbatches, rows = table.microbatches, batch // mesh.dp_replicate
@@ -352,16 +381,18 @@ def _with_table(
     if reason and microbatches > 1:
         raise GraphparError(_refusal(program, batch, microbatches, reason))
     stages = table.stages
-    if cuts is not None and len(cuts) + 1 != stages:
-        raise GraphparError(f"The schedule table has {stages} stages, but the split points give {len(cuts) + 1}.")
+    if split_points is not None and len(split_points) + 1 != stages:
+        raise GraphparError(
+            f"The schedule table has {stages} stages, but the split points give {len(split_points) + 1}."
+        )
     ranks = [0] * stages
     for rank, _, _, action in table.actions():
         ranks[action.stage] = rank
-    chosen = cuts if cuts is not None else balanced_cuts(program, stages)
+    chosen = split_points if split_points is not None else balanced_split_points(program, stages)
     plan = _plan(program, mesh, "GPipe", batch, microbatches, chosen, ranks, pins, _cells(table))
     return replace(plan, schedule=CUSTOM)
 
 
 def _cells(table: ActionTable) -> tuple[tuple[str, ...], ...]:
-    """The table as a plan holds it."""
+    """Return the table as a plan holds it: text, empty where a rank idles."""
     return tuple(tuple("" if cell is None else str(cell) for cell in row) for row in table.rows)

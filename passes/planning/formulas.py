@@ -1,9 +1,9 @@
-"""``formulas``: the work and the memory of stages in closed form, as polynomials in the rows of a microbatch and in the sequence.
+"""``formulas``: the work and memory of stages as polynomials in the rows of a microbatch (b) and the sequence length (s).
 
     units ──Work.formula, UnitMemory──► polynomials in b ──the same at four lengths──► polynomials in b and s, of degree 2 at most in s
 
-A trace has one length of the sequence in it, so the dependence on it is not read off but found: the polynomial through three lengths
-is taken where it also gives what a fourth has, exactly; else the formula stays one in b.
+A trace has one sequence length, so the dependence on s is fitted: the polynomial through three lengths is used where it also gives the
+value at a fourth exactly; else the formula stays in b alone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ B, S = sympy.Symbol("b", positive=True), sympy.Symbol("s", positive=True)
 KEPT = "kept bytes"
 Formulas = Mapping[str, sympy.Expr]
 PARTS = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(3, 4))
-"""The lengths that are tried, as parts of the example's; the last one is the check."""
+"""The sequence lengths to sample, as fractions of the example's; the last one is the check."""
 _ROWS = (2, 3, 5, 64)
-"""Microbatch sizes of what is kept: a line through the first two, checked with the others."""
+"""Microbatch sizes at which kept bytes are sampled: a line through the first two, checked with the others."""
 
 
 def formulas(pricing: Pricing, layout: Layout) -> list[Formulas]:
-    """Of each stage, for one microbatch of b rows: flops, bytes that memory-bound kernels move, bytes of collectives by axis, and
-    bytes kept for the backward, where those are linear in b."""
+    """Return for each stage and one microbatch of b rows: flops, bytes moved by memory-bound kernels, bytes of collectives by axis,
+    and bytes kept for the backward where those are linear in b."""
     found: list[Formulas] = []
     for first, after in pricing.stages_of(layout):
         units = pricing.units[first:after]
@@ -43,18 +43,16 @@ def _kept(units: Sequence[Unit]) -> sympy.Expr | None:
     kept = {rows: joined(units, rows)[0] for rows in _ROWS}
     slope = kept[_ROWS[1]] - kept[_ROWS[0]]
     fixed = kept[_ROWS[0]] - _ROWS[0] * slope
-    if any(
-        abs(fixed + slope * rows - nbytes) > len(units) for rows, nbytes in kept.items()
-    ):  # sizes of units are rounded
-        return None
-    return fixed + slope * B
+    rounding = len(units)  # sizes of units are whole bytes
+    linear = all(abs(fixed + slope * rows - nbytes) <= rounding for rows, nbytes in kept.items())
+    return fixed + slope * B if linear else None
 
 
 def in_sequence(samples: Mapping[int, Sequence[Formulas]]) -> list[Formulas] | None:
-    """Formulas in b and s from those in b at lengths s; the last length is the check, and a formula that fails it is left out.
+    """Fit formulas in b and s to those in b at several lengths; the last length checks, and a formula that fails is left out.
 
     Returns:
-        None where the lengths have not the same stages and the same kinds of work.
+        None where the stages or the kinds of work differ between lengths.
     """
     *lengths, checked = samples
     if len({tuple(tuple(sorted(stage)) for stage in stages) for stages in samples.values()}) > 1:
@@ -69,7 +67,7 @@ def in_sequence(samples: Mapping[int, Sequence[Formulas]]) -> list[Formulas] | N
 
 
 def _fitted(samples: Mapping[int, sympy.Expr]) -> sympy.Expr:
-    """The polynomial in s of the lowest degree through the samples, coefficient by coefficient of b."""
+    """Interpolate in s, for each coefficient of b."""
     powers = {power for sample in samples.values() for (power,) in sympy.Poly(sample, B).monoms()}
     terms = []
     for power in sorted(powers, reverse=True):

@@ -1,4 +1,4 @@
-"""``units_of``: a lowered program, cut at every legal split point into units, each with its work and its memory."""
+"""``units_of``: a lowered program, split at every legal split point into units, each with its work and its memory."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from graphpar.ir.program import Program, batch_coefficients, value_of
 from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.applications import first_applications
 from graphpar.passes.sharding.shard import Sharded
-from graphpar.passes.split import cut_candidates, positions_of, split
+from graphpar.passes.split import positions_of, split, split_candidates
 from graphpar.runtime.layout import R
 
 
-def unit_cuts(program: Program, wanted: Sequence[SplitAt] = ()) -> list[tuple[int, SplitAt]]:
-    """Every place where a stage may begin, and those that are ``wanted``: (position in the root graph, split point)."""
+def unit_split_points(program: Program, wanted: Sequence[SplitAt] = ()) -> list[tuple[int, SplitAt]]:
+    """Return every split point at which a stage may begin, and those that are ``wanted``, each with its position in the root graph."""
     nodes, again = list(program.graph.nodes), first_applications(program)
     blocks: dict[str, list[int]] = {}
     for index, node in enumerate(nodes):
         if node.op == "call_module" and node not in again:
             blocks.setdefault(str(node.target), []).append(index)
     if len(blocks) < 2:
-        found = [(index, SplitAt(path)) for index, path in cut_candidates(program, len(nodes))]
+        found = [(index, SplitAt(path)) for index, path in split_candidates(program, len(nodes))]
     else:
         found = [(places[0], SplitAt(path)) for path, places in blocks.items()]
         last, places = max(blocks.items(), key=lambda entry: entry[1][-1])
         found.append((places[-1] + 1, SplitAt(last, SplitPoint.END)))
     work = [index for index, node in enumerate(nodes) if node not in again and _has_work(node)]
-    pinned = {positions_of(program, [cut])[0]: cut for cut in wanted}
-    split(program, sorted(pinned))  # says what is wrong with them, in terms of the user's own stages
+    pinned = {positions_of(program, [point])[0]: point for point in wanted}
+    split(program, sorted(pinned))  # so that an error speaks of the user's stages, not of units
     legal: list[tuple[int, SplitAt]] = []
     begin = 0
-    for position, cut in sorted((dict(found) | pinned).items()):
+    for position, point in sorted((dict(found) | pinned).items()):
         if position in pinned or (any(begin <= index < position for index in work) and work[-1] >= position):
-            legal.append((position, cut))
+            legal.append((position, point))
             begin = position
     if _can_split(program, [position for position, _ in legal]):
         return legal
-    return [(position, cut) for position, cut in legal if position in pinned or _can_split(program, [position])]
+    return [(position, point) for position, point in legal if position in pinned or _can_split(program, [position])]
 
 
 def _has_work(node: fx.Node) -> bool:
@@ -70,14 +70,14 @@ def _can_split(program: Program, positions: Sequence[int]) -> bool:
 def units_of_ranks(
     sharded: Sharded, execution: Execution | None = None, *, device: str = "cpu", wanted: Sequence[SplitAt] = ()
 ) -> list[Unit]:
-    """:func:`units_of` what a rank runs; those that were asked for before are the same ones, with what was measured of them."""
+    """Return :func:`units_of` the program that a rank runs, cached on ``sharded`` with what was measured of them."""
     run = execution or Execution()
     asked = device, run.fused, run.gradient_bytes, tuple(wanted)
     if asked not in sharded.units:
-        cuts = unit_cuts(sharded.local, wanted)
-        key = *asked[:3], tuple(cuts)  # split points that are pinned may be those that there are anyway
+        split_points = unit_split_points(sharded.local, wanted)
+        key = *asked[:3], tuple(split_points)  # pinned split points may be among those found anyway
         if key not in sharded.units:
-            sharded.units[key] = _units(sharded.local, sharded.sharding.degrees, run, device, cuts)
+            sharded.units[key] = _units(sharded.local, sharded.sharding.degrees, run, device, split_points)
         sharded.units[asked] = sharded.units[key]
     found: list[Unit] = sharded.units[asked]
     return found
@@ -91,22 +91,26 @@ def units_of(
     device: str = "cpu",
     wanted: Sequence[SplitAt] = (),
 ) -> list[Unit]:
-    """The units of a lowered program.
+    """Return the units of a lowered program, in order.
 
     Args:
-        program: what :func:`graphpar.passes.sharding.shard.shard` gives.
+        program: the result of :func:`graphpar.passes.sharding.shard.shard`.
         degrees: ranks by axis.
         execution: whether kernels are fused, and the dtype of gradients.
         device: ``cpu`` or ``cuda``, as :class:`Activations` takes it.
-        wanted: split points at which a unit is to begin besides.
+        wanted: further split points at which a unit begins.
     """
-    return _units(program, degrees, execution or Execution(), device, unit_cuts(program, wanted))
+    return _units(program, degrees, execution or Execution(), device, unit_split_points(program, wanted))
 
 
 def _units(
-    program: Program, degrees: Mapping[str, int], execution: Execution, device: str, cuts: Sequence[tuple[int, SplitAt]]
+    program: Program,
+    degrees: Mapping[str, int],
+    execution: Execution,
+    device: str,
+    split_points: Sequence[tuple[int, SplitAt]],
 ) -> list[Unit]:
-    positions = [position for position, _ in cuts]
+    positions = [position for position, _ in split_points]
     stages = split(program, positions)
     works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
     activations = Activations(program, degrees, device=device, even_experts=True)
@@ -118,7 +122,7 @@ def _units(
     )
     several = {name for name, count in holders.items() if count > 1}
     units = []
-    for stage, position, cut in zip(stages, [0, *positions], [None, *(cut for _, cut in cuts)]):
+    for stage, position, point in zip(stages, [0, *positions], [None, *(point for _, point in split_points)]):
         again = shared & set(stage.recomputed)
         signature = _signature(program, stage)
         key = signature, frozenset(again)
@@ -127,41 +131,29 @@ def _units(
             kinds[key] = UnitClass(works.of(stage.graph, without=again), _sends(program, stage), measure)
         shared |= set(stage.recomputed)
         held, buffers = _held(program, degrees, stage, several)
-        units.append(Unit(cut, position, stage.modules, kinds[key], held, buffers, _inputs(program, stage), stage))
+        units.append(Unit(point, position, stage.modules, kinds[key], held, buffers, _inputs(program, stage), stage))
     return units
 
 
 def _signature(program: Program, stage: Stage) -> Any:
-    """What two stages that do the same have alike: operators, shapes, and how values are passed on."""
+    """Return a key that is equal for stages that do the same work: their operators, shapes, and data flow."""
     places = {node: place for place, node in enumerate(stage.graph.nodes)}
     rows = []
     for node in stage.graph.nodes:
-        target = (
-            node.meta["block"]
-            if node.op == "call_module"
-            else ""
-            if node.op in ("get_attr", "placeholder", "output")
-            else node.target
-        )
+        target = {"call_module": node.meta.get("block"), "call_function": node.target}.get(node.op, "")
         value = value_of(node)
         shape = (tuple(map(str, value.shape)), str(value.dtype)) if isinstance(value, Tensor) else ()
-        frozen = node.op == "get_attr" and not _is_trained(program, str(node.target))
+        info = program.parameters.get(str(node.target)) if node.op == "get_attr" else None
+        frozen = node.op == "get_attr" and not (info is not None and info.requires_grad)
         rows.append((node.op, target, shape, frozen, tuple(places[a] for a in node.all_input_nodes)))
     return tuple(rows), tuple(b.requires_grad for b in stage.receives), tuple(b.requires_grad for b in stage.sends)
 
 
-def _is_trained(program: Program, name: str) -> bool:
-    return name in program.parameters and program.parameters[name].requires_grad
-
-
 def _memory(activations: Activations, stage: Stage) -> UnitMemory:
     program = activations.program
-    found = activations.reaches(stage, ROWS if program.symbolic else [program.batch])
-    first, second = found[0], found[-1]
+    first, *more = activations.reaches(stage, ROWS if program.symbolic else [program.batch])
     line = {
-        name: Bytes.through(getattr(first, name), getattr(second, name))
-        if program.symbolic
-        else Bytes(getattr(first, name))
+        name: Bytes.through(getattr(first, name), getattr(more[-1], name)) if more else Bytes(getattr(first, name))
         for name in Reach.__dataclass_fields__
         if name != "held"
     }
@@ -169,19 +161,17 @@ def _memory(activations: Activations, stage: Stage) -> UnitMemory:
 
 
 def _sends(program: Program, stage: Stage) -> tuple[tuple[Size, bool], ...]:
+    """Return for each sent value its size, and whether its gradient comes back."""
     found = []
     for boundary in stage.sends:
         scales = any(c is not None for c in batch_coefficients(boundary.node))
-        found.append(
-            (
-                Size(float(tensor_bytes(boundary.node, 1)), 1 if scales else 0),
-                boundary.requires_grad and program.mode == "train",
-            )
-        )
+        size = Size(float(tensor_bytes(boundary.node, 1)), 1 if scales else 0)
+        found.append((size, boundary.requires_grad and program.mode == "train"))
     return tuple(found)
 
 
 def _inputs(program: Program, stage: Stage) -> dict[str, Bytes]:
+    """Return the bytes of each root input that ``stage`` takes."""
     found = {}
     for name in stage.inputs:
         spec = program.input(name)
@@ -193,9 +183,9 @@ def _inputs(program: Program, stage: Stage) -> dict[str, Bytes]:
 def _held(
     program: Program, degrees: Mapping[str, int], stage: Stage, several: Collection[str]
 ) -> tuple[tuple[Held, ...], dict[str, int]]:
-    """The parameters of a unit by what becomes of their gradients, and the bytes of its buffers and constants.
+    """Return the parameters of a unit, grouped by how their gradients are reduced, and the bytes of its buffers and constants.
 
-    ``several``: the parameters that other units have as well, under this name or another of their tie.
+    ``several``: the parameters that other units hold too, under this name or a tied one.
     """
     train = program.mode == "train"
     groups: dict[tuple[tuple[str, ...], int, bool], list[int]] = {}

@@ -1,13 +1,13 @@
-"""``planner``: of all ways to lay a program on a cluster, the fastest that fits.
+"""``Planner``: of all meshes, schedules and microbatch sizes for a program on a cluster, the fastest that fits.
 
-    every mesh x schedule x microbatch size ──bound──► cheapest first ──stage cut, Pricing──► fastest that fits, and why not the others
+    every mesh x schedule x microbatch size ──bound──► cheapest first ──StageBalancer, Pricing──► fastest that fits, and why not the others
               │
               └─ the sharding of each tp degree is searched, lowered and measured once (:mod:`graphpar.passes.planning.measured_units`)
 
 A candidate's bound is its work spread evenly over its ranks, with no bubble and nothing sent between stages: no schedule is faster.
-Candidates are priced in the order of their bounds until the bound is above what was found, so the result is that of pricing all of them.
-Two things are decided before: a tp degree's sharding, which is searched once, for the middle one of its microbatch sizes, and which
-degrees are worth trying (:meth:`Planner.bounded`).
+Candidates are priced in order of their bounds until a bound exceeds the best time so far, so the result is that of pricing all of them.
+Two decisions come first: the sharding of a tp degree is searched once, for the middle one of its microbatch sizes, and only useful
+degrees are tried (:meth:`Planner.bounded`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from graphpar.ir.program import Program
 from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.candidates import SHOWN, Candidate, PlannerConstraints, Priced, SearchResult
 from graphpar.passes.planning.measured_units import units_of_ranks
-from graphpar.passes.planning.stage_cuts import StageCuts
+from graphpar.passes.planning.stage_balance import StageBalancer
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.axes import AXIS
 from graphpar.schedules.registry import SCHEDULES, legal_microbatches, stage_ranks
@@ -37,8 +37,8 @@ from graphpar.schedules.registry import SCHEDULES, legal_microbatches, stage_ran
 FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
 """The axes whose degrees are searched where they are not pinned."""
 DEPTHS = (2, 3, 4)
-"""Stages a rank that are tried for schedules that take any number of them."""
-_KEEPS_ALL = ("GPipe", "LoopedBFS")  # whose ranks keep every microbatch at once
+"""Stages a rank to try for schedules that take any number of them."""
+_KEEPS_ALL = ("GPipe", "LoopedBFS")  # schedules whose ranks keep every microbatch at once
 
 
 class Planner:
@@ -47,8 +47,8 @@ class Planner:
     Args:
         batch: rows of the global batch.
         pinned: degrees of axes that are not searched.
-        solve: of compute axes and a microbatch size: how tensors lie, and the program of a rank.
-        shown: how many alternatives are wanted.
+        solve: from compute axes and a microbatch size to placements and the program of a rank.
+        shown: how many alternatives to return.
     """
 
     def __init__(
@@ -64,21 +64,21 @@ class Planner:
         shown: int = SHOWN,
     ) -> None:
         self.program, self.cluster, self.batch, self.solve, self.dtype = program, cluster, batch, solve, dtype
-        self.pinned, self.wishes, self.execution = (
-            dict(pinned or {}),
-            wishes or PlannerConstraints(),
-            execution or Execution(),
-        )
-        self.shown = shown
+        self.pinned, self.wishes = dict(pinned or {}), wishes or PlannerConstraints()
+        self.execution, self.shown = execution or Execution(), shown
         self.refused: dict[str, None] = {}
         self._sharded: dict[tuple[Mesh, int], Sharded | None] = {}
         self._pricings: dict[tuple[Mesh, int, tuple[SplitAt, ...]], Pricing] = {}
-        self._cuts: dict[tuple[Mesh, int], StageCuts] = {}
+        self._balancers: dict[tuple[Mesh, int], StageBalancer] = {}
 
     # ---- what there is ----
 
     def meshes(self) -> list[Mesh]:
-        """Every factorisation of the devices over the axes that are not pinned."""
+        """Return every factorisation of the devices over the axes that are not pinned.
+
+        Raises:
+            GraphparError: the pinned degrees don't divide the number of devices.
+        """
         fixed = math.prod(self.pinned.values())
         if self.cluster.size % fixed:
             shown = ", ".join(f"{axis}={degree}" for axis, degree in self.pinned.items())
@@ -93,16 +93,16 @@ class Planner:
         return sorted(found, key=lambda mesh: tuple(mesh.degrees().values()))
 
     def candidates(self) -> Iterator[Candidate]:
-        """Every legal candidate; those whose mesh can't divide the model or the batch are left out."""
+        """Yield every legal candidate; those whose mesh can't divide the model or the batch are left out."""
         for mesh in self.meshes():
             if self.batch % (mesh.dp_replicate * mesh.dp_shard):
                 continue
             rows = self.batch // (mesh.dp_replicate * mesh.dp_shard)
-            for schedule, depth, cuts in self._schedules(mesh):
+            for schedule, depth, split_points in self._schedules(mesh):
                 counts = legal_microbatches(schedule, mesh.pp, depth, rows) if mesh.pp > 1 else _divisors(rows)
                 for count in counts:
                     if self._wanted(rows // count, count):
-                        yield Candidate(mesh, schedule, depth, rows // count, count, cuts)
+                        yield Candidate(mesh, schedule, depth, rows // count, count, split_points)
 
     def _wanted(self, size: int, count: int) -> bool:
         if self.wishes.one_microbatch and count > 1:
@@ -110,10 +110,10 @@ class Planner:
         return self.wishes.microbatch_size in (None, size)
 
     def _schedules(self, mesh: Mesh) -> Iterator[tuple[str, int, tuple[SplitAt, ...] | None]]:
-        """(name, stages a rank, split points if they are pinned)."""
+        """Yield (name, stages a rank, split points if they are pinned)."""
         wished = self.wishes.schedule
         if mesh.pp == 1:
-            if self.wishes.cuts is None and wished is None:
+            if self.wishes.split_points is None and wished is None:
                 yield "1F1B" if self.program.mode == "train" else "GPipe", 1, None
             return
         for row in SCHEDULES.values():
@@ -121,34 +121,32 @@ class Planner:
                 continue
             if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
                 continue
-            if self.wishes.cuts is None:
+            if self.wishes.split_points is None:
                 depths = (
-                    [depth for depth in DEPTHS if depth >= row.min_stages]
-                    if row.max_stages is None
-                    else [row.default_stages]
+                    [row.default_stages] if row.max_stages is not None else [d for d in DEPTHS if d >= row.min_stages]
                 )
                 yield from ((row.name, depth, None) for depth in depths)
                 continue
             try:
-                cuts = self.wishes.cuts(mesh, row.name)
+                split_points = self.wishes.split_points(mesh, row.name)
             except GraphparError as error:
                 self.refused[str(error)] = None
                 continue
-            depth, rest = divmod(len(cuts) + 1, mesh.pp)
+            depth, rest = divmod(len(split_points) + 1, mesh.pp)
             if not rest and row.min_stages <= depth <= (row.max_stages or depth):
-                yield row.name, depth, cuts
+                yield row.name, depth, split_points
 
     # ---- prices ----
 
-    def units(self, mesh: Mesh, rows: int, cuts: tuple[SplitAt, ...] | None = None) -> list[Unit] | None:
-        """Those of the ranks of the compute axes; None where the model can't be divided so, or not into microbatches of ``rows``."""
+    def units(self, mesh: Mesh, rows: int, split_points: tuple[SplitAt, ...] | None = None) -> list[Unit] | None:
+        """Return the units of a rank; None where the model can't be sharded so, or can't run microbatches of ``rows``."""
         sharded = self.sharded(mesh, rows)
         if sharded is None:
             return None
-        return units_of_ranks(sharded, self.execution, device=self.cluster.device.kind, wanted=cuts or ())
+        return units_of_ranks(sharded, self.execution, device=self.cluster.device.kind, wanted=split_points or ())
 
     def sharded(self, mesh: Mesh, rows: int) -> Sharded | None:
-        """The program of the ranks on whose axes operators are placed, solved once for each of their degrees."""
+        """Return the program of a rank, solved once for each mesh of compute axes; None where there is none."""
         compute = Mesh(**placed_axes(self.program, mesh))
         key = compute, 0 if self.program.symbolic else rows
         if key not in self._sharded:
@@ -161,18 +159,18 @@ class Planner:
 
     @cached_property
     def _sizes(self) -> dict[Mesh, int]:
-        """For degrees of the compute axes, the middle one of the microbatch sizes that candidates have."""
+        """For each mesh of compute axes, the middle one of its candidates' microbatch sizes."""
         sizes: dict[Mesh, set[int]] = {}
         for candidate in self.candidates():
             sizes.setdefault(Mesh(**placed_axes(self.program, candidate.mesh)), set()).add(candidate.microbatch_size)
         return {compute: sorted(found)[len(found) // 2] for compute, found in sizes.items()}
 
     def pricing(self, candidate: Candidate) -> Pricing | None:
-        """Prices of the candidate's mesh; None where there are none."""
-        mesh, rows, cuts = candidate.mesh, candidate.microbatch_size, candidate.cuts
-        key = mesh, 0 if self.program.symbolic else rows, cuts or ()
+        """Return the prices of the candidate's mesh; None where the model can't be sharded over it."""
+        mesh, rows, split_points = candidate.mesh, candidate.microbatch_size, candidate.split_points
+        key = mesh, 0 if self.program.symbolic else rows, split_points or ()
         if key not in self._pricings:
-            units = self.units(mesh, rows, cuts)
+            units = self.units(mesh, rows, split_points)
             if units is None:
                 return None
             train = self.program.mode == "train"
@@ -180,10 +178,10 @@ class Planner:
         return self._pricings[key]
 
     def bounded(self, *, all_degrees: bool = False) -> tuple[list[Candidate], int]:
-        """Candidates with their bounds, the most promising first, and how many are not possible.
+        """Return candidates with their bounds, the most promising first, and how many are impossible.
 
-        Unless ``all_degrees``, a tp degree that makes a rank's microbatches no faster than a smaller one is left out with all above it:
-        more replicas or stages do more with the devices. (It may still be wanted for its memory.)
+        Unless ``all_degrees``, tp degrees from the first that makes microbatches no faster are left out: more replicas or stages use
+        the devices better. (Such a degree may still be needed for memory.)
         """
         found, impossible = [], 0
         candidates = list(self.candidates())
@@ -198,11 +196,12 @@ class Planner:
         return sorted(found, key=lambda candidate: (candidate.bound, candidate.key)), impossible
 
     def _microbatch_s(self, candidate: Candidate, pricing: Pricing) -> float:
-        """Seconds of a microbatch through all units, forward and back."""
+        """Return the seconds of a microbatch through all units, forward and backward."""
         whole = pricing.stage_seconds(0, len(pricing.units), candidate.microbatch_size)
         return whole.forward + whole.backward
 
     def _useful_degrees(self, candidates: Sequence[Candidate]) -> set[int]:
+        """Return the tp degrees up to the first that is no faster than smaller ones, for small and large microbatches."""
         sizes = {candidate.microbatch_size for candidate in candidates}
         useful: set[int] = set()
         best = [math.inf, math.inf]
@@ -210,10 +209,9 @@ class Planner:
             first = next(candidate for candidate in candidates if candidate.mesh.tp == degree)
             seconds = []
             for size in (min(sizes), max(sizes)) if sizes else ():
-                pricing = self.pricing(replace(first, microbatch_size=size))
-                seconds.append(
-                    math.inf if pricing is None else self._microbatch_s(replace(first, microbatch_size=size), pricing)
-                )
+                sized = replace(first, microbatch_size=size)
+                pricing = self.pricing(sized)
+                seconds.append(math.inf if pricing is None else self._microbatch_s(sized, pricing))
             if useful and all(now >= before for now, before in zip(seconds, best)):
                 break
             useful.add(degree)
@@ -221,22 +219,24 @@ class Planner:
         return useful
 
     def _least_bytes(self, candidate: Candidate) -> float:
-        """What the average rank needs at least, which no stage cut can change."""
+        """Return a lower bound of the average rank's bytes, wherever the model is split."""
         pricing = self.pricing(candidate)
         assert pricing is not None
         alive = candidate.microbatches if candidate.schedule in _KEEPS_ALL else 1
         return pricing.bytes.average(candidate.microbatch_size, candidate.microbatches, alive)
 
     def price(self, candidate: Candidate) -> Priced:
-        """The candidate with the stage cut whose slowest stage is fastest; where that does not fit, under the memory of ranks."""
+        """Price the candidate with its slowest stage as fast as possible; where that does not fit, as fast as memory allows."""
         pricing = self.pricing(candidate)
         assert pricing is not None
         stages = candidate.mesh.pp * candidate.stages_per_rank
-        if candidate.cuts is not None or stages == 1:
-            pinned = {unit.cut: place for place, unit in enumerate(pricing.units)}
-            return self._priced(candidate, pricing, (0, *sorted(pinned[cut] for cut in candidate.cuts or ())))
-        cuts = self._cuts_of(candidate, pricing)
-        balanced = cuts.balanced(stages)
+        if candidate.split_points is not None or stages == 1:
+            pinned = {unit.split_point: place for place, unit in enumerate(pricing.units)}
+            return self._priced(
+                candidate, pricing, (0, *sorted(pinned[point] for point in candidate.split_points or ()))
+            )
+        balancer = self._balancer(candidate, pricing)
+        balanced = balancer.balanced(stages)
         assert balanced is not None
         priced = self._priced(candidate, pricing, balanced)
         if priced.fits:
@@ -245,12 +245,12 @@ class Planner:
         ranks = stage_ranks(candidate.schedule, candidate.mesh.pp, candidate.stages_per_rank)
         room = self.cluster.device.memory_bytes / candidate.stages_per_rank
         held = candidate.microbatches if self.execution.hold_messages else 1
-        within = cuts.balanced(stages, [alive[rank] for rank in ranks], room, held)
+        within = balancer.balanced(stages, [alive[rank] for rank in ranks], room, held)
         other = None if within is None else self._priced(candidate, pricing, within)
         return other if other is not None and other.missing < priced.missing else priced
 
     def exactly(self, priced: Priced) -> Priced:
-        """With every microbatch simulated."""
+        """Price again, with every microbatch simulated."""
         pricing = self.pricing(priced.candidate)
         assert pricing is not None
         return self._with_estimate(priced.candidate, pricing, priced.layout, pricing.estimate(priced.layout))
@@ -260,40 +260,32 @@ class Planner:
         return self._with_estimate(candidate, pricing, layout, pricing.estimate(layout, exact=False))
 
     def _with_estimate(self, candidate: Candidate, pricing: Pricing, layout: Layout, estimate: Estimate) -> Priced:
-        cuts = tuple(cut for start in layout.starts[1:] if (cut := pricing.units[start].cut) is not None)
+        split_points = tuple(
+            point for start in layout.starts[1:] if (point := pricing.units[start].split_point) is not None
+        )
         sharded = self.sharded(candidate.mesh, candidate.microbatch_size)
         assert sharded is not None
-        return Priced(candidate, layout, sharded, cuts, estimate)
+        return Priced(candidate, layout, sharded, split_points, estimate)
 
-    def _cuts_of(self, candidate: Candidate, pricing: Pricing) -> StageCuts:
+    def _balancer(self, candidate: Candidate, pricing: Pricing) -> StageBalancer:
         key = candidate.mesh, candidate.microbatch_size
-        if key not in self._cuts:
-            self._cuts[key] = StageCuts(pricing, candidate.microbatch_size)
-        return self._cuts[key]
+        if key not in self._balancers:
+            self._balancers[key] = StageBalancer(pricing, candidate.microbatch_size)
+        return self._balancers[key]
 
     # ---- the search ----
 
     def search(self, prune: bool = True) -> SearchResult:
-        """The fastest candidate that fits. Without ``prune`` all are priced, which gives the same."""
+        """Return the fastest candidate that fits. Without ``prune`` all are priced, with the same result."""
         found = self._searched(prune, all_degrees=False)
         return found if found.best is not None else self._searched(prune, all_degrees=True)
 
     def alone(self) -> Alone:
-        """What one device of the cluster takes for the batch; what is known of the program undivided is used again."""
+        """Estimate the whole batch on one device of the cluster; the unsharded program's measurements are reused."""
         device = Cluster(1, 1, self.cluster.device, self.cluster.intra_node, self.cluster.inter_node)
         size = None if self.program.symbolic else self.wishes.microbatch_size  # each other size is a trace
-        wishes = replace(self.wishes, schedule=None, cuts=None, microbatch_size=size)
-        one = Planner(
-            self.program,
-            device,
-            self.batch,
-            self.solve,
-            {},
-            wishes,
-            execution=self.execution,
-            dtype=self.dtype,
-            shown=1,
-        )
+        wishes = replace(self.wishes, schedule=None, split_points=None, microbatch_size=size)
+        one = Planner(self.program, device, self.batch, self.solve, {}, wishes, self.execution, self.dtype, shown=1)
         one._sharded = self._sharded
         found = one.search()
         best = found.best or found.alternatives[0]
@@ -307,9 +299,9 @@ class Planner:
         )
 
     def any_that_fits(self, *, largest: bool = False, tries: int = 40) -> Candidate | None:
-        """A candidate that fits, of those that need the least memory on average; None if none of so many does.
+        """Return a candidate that fits, trying those that need the least memory first; None if the first ``tries`` don't.
 
-        ``largest``: of those with the largest microbatches instead.
+        ``largest``: try the largest microbatches first instead.
         """
         room = self.cluster.device.memory_bytes
         needs = [(self._least_bytes(candidate), candidate) for candidate in self.bounded(all_degrees=True)[0]]
@@ -330,11 +322,8 @@ class Planner:
         hopeless: list[Candidate] = []
         priced_count = 0
         for candidate in candidates:
-            if (
-                prune
-                and len(best) > self.shown
-                and candidate.bound > sorted(each.rank_key for each in best.values())[self.shown][0]
-            ):
+            slowest_shown = sorted(each.estimate.step_time_s for each in best.values())[self.shown :]
+            if prune and slowest_shown and candidate.bound > slowest_shown[0]:
                 break
             if prune and candidate.mesh in best and candidate.bound > best[candidate.mesh].estimate.step_time_s:
                 continue
@@ -349,7 +338,7 @@ class Planner:
             priced_count += 1
         whole = sorted(map(self.exactly, best.values()), key=lambda each: each.rank_key)
         ranked = [each for each in whole if each.fits]
-        misfits += [each for each in whole if not each.fits]  # by what few microbatches don't show
+        misfits += [each for each in whole if not each.fits]  # simulating few microbatches underestimated them
         if not ranked:
             misfits += [self.price(candidate) for candidate in sorted(hopeless, key=self._least_bytes)[: 4 * SHOWN]]
         nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))
@@ -366,7 +355,7 @@ class Planner:
     def _faster(
         self, chosen: Priced, fitting: Collection[Mesh], misfits: Sequence[Priced], hopeless: Sequence[Candidate]
     ) -> tuple[Priced, ...]:
-        """On meshes on which nothing fits, what is nearest to fit of those faster than ``chosen``."""
+        """Return, of meshes on which nothing fits, the candidates nearest to fitting that would be faster than ``chosen``."""
         smallest: dict[Mesh, Candidate] = {}
         for candidate in sorted(hopeless, key=lambda candidate: (self._least_bytes(candidate), candidate.key)):
             if candidate.mesh not in fitting and candidate.bound < chosen.estimate.step_time_s:
@@ -379,7 +368,7 @@ class Planner:
 
 
 def _nearest(found: Sequence[Priced]) -> tuple[Priced, ...]:
-    """The one of each mesh that is nearest to fit, the fastest first."""
+    """Return the candidate of each mesh that is nearest to fitting, the fastest first."""
     by_mesh: dict[Mesh, Priced] = {}
     for each in sorted(found, key=lambda each: (each.missing, each.rank_key)):
         by_mesh.setdefault(each.candidate.mesh, each)

@@ -1,6 +1,6 @@
-"""``planning``: a plan from a program and a cluster, with what the user pinned; and what a given plan takes.
+"""Search a plan for a program, a cluster and the user's pins; estimate a given plan.
 
-pins ──PlannerConstraints──► Planner ──► the fastest that fits ──choose──► Plan, with its Estimate and what else there was
+pins ──PlannerConstraints──► Planner ──► the fastest that fits ──choose──► Plan, with its Estimate and the alternatives
 plan ──units, layout──► Estimate
 """
 
@@ -26,28 +26,28 @@ from graphpar.passes.planning.choose import (
     choose,
     coupling_reason,
     global_batch,
-    pinned_cuts,
+    pinned_split_points,
     solve,
 )
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.planner import Planner
-from graphpar.passes.planning.split_points import marked_cuts
+from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.shard import Sharded, sharded_as
 from graphpar.passes.split import positions_of
 from graphpar.schedules.registry import ActionTable, action_table, canonical_name, order_of, parse_table
 from graphpar.text import bytes_text
 
 GROWTH = (2, 4, 8, 16)
-"""How many times the devices are tried where nothing fits."""
+"""Factors by which the cluster is grown where nothing fits, to say what would."""
 
 
 def search_plan(
     program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, top: int = SHOWN
 ) -> Plan:
-    """The fastest plan that fits ``cluster``, with ``top`` others; axes that are not ``pinned`` are searched.
+    """Return the fastest plan that fits ``cluster``, with ``top`` alternatives; axes that are not ``pinned`` are searched.
 
     Raises:
-        GraphparError: what is pinned is not possible, or nothing fits.
+        GraphparError: the pins can't be met, or nothing fits.
     """
     pins = replace(pins, cluster=cluster)
     planner = planner_for(program, cluster, pinned, pins, top)
@@ -55,7 +55,7 @@ def search_plan(
     if found.best is None and not found.alternatives:
         rest = cluster.size // math.prod(pinned.values())
         pipeline = {"pp": rest, **pinned} if "pp" not in pinned else {"dp_replicate": rest, **pinned}
-        choose(program, Mesh.resolve(pipeline, cluster.size), pins)  # says what is wrong with the pins
+        choose(program, Mesh.resolve(pipeline, cluster.size), pins)  # raises where the pins are wrong
         reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
         raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
     if found.best is None:
@@ -65,7 +65,7 @@ def search_plan(
         pins,
         schedule=best.candidate.schedule,
         microbatch_size=best.candidate.microbatch_size,
-        cuts=best.cuts if best.candidate.mesh.pp > 1 else None,
+        split_points=best.split_points if best.candidate.mesh.pp > 1 else None,
         stages=None,
         layers_per_stage=None,
         edge_layers=None,
@@ -78,15 +78,15 @@ def search_plan(
 def planner_for(
     program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, top: int = SHOWN
 ) -> Planner:
-    """A planner that takes the user's pins as wishes."""
+    """Return a planner that searches what ``pinned`` and ``pins`` leave open."""
     batch = global_batch(program, pins)
     reason = coupling_reason(program, pins)
 
     def solved(mesh: Mesh, rows: int) -> Sharded:
         return solve(program, mesh, rows, 1, pins.shard_plan, cluster)
 
-    def cuts(mesh: Mesh, schedule: str) -> tuple[SplitAt, ...]:
-        given = pinned_cuts(program, mesh, replace(pins, schedule=schedule))
+    def split_points_for(mesh: Mesh, schedule: str) -> tuple[SplitAt, ...]:
+        given = pinned_split_points(program, mesh, replace(pins, schedule=schedule))
         assert given is not None
         positions_of(program, given)
         return given
@@ -94,14 +94,14 @@ def planner_for(
     wishes = PlannerConstraints(
         schedule=canonical_name(pins.schedule) if pins.schedule else None,
         microbatch_size=pins.microbatch_size,
-        cuts=cuts if _has_cuts(program, pins) else None,
+        split_points=split_points_for if _has_split_points(program, pins) else None,
         one_microbatch=reason is not None,
     )
     return Planner(program, cluster, batch, solved, pinned, wishes, dtype=dominant_dtype(program), shown=top)
 
 
-def _has_cuts(program: Program, pins: PlanConstraints) -> bool:
-    given = (pins.cuts, pins.stages, pins.layers_per_stage, pins.edge_layers, marked_cuts(program))
+def _has_split_points(program: Program, pins: PlanConstraints) -> bool:
+    given = (pins.split_points, pins.stages, pins.layers_per_stage, pins.edge_layers, marked_split_points(program))
     return any(each is not None for each in given)
 
 
@@ -109,7 +109,11 @@ def _has_cuts(program: Program, pins: PlanConstraints) -> bool:
 
 
 def estimate_plan(program: Program, plan: Plan, cluster: Cluster, execution: Execution | None = None) -> Estimate:
-    """What a step of ``plan`` takes on ``cluster``, as the emitted program runs it unless ``execution`` says otherwise."""
+    """Estimate a step of ``plan`` on ``cluster``, executed as the emitted program does unless ``execution`` says otherwise.
+
+    Raises:
+        GraphparError: the cluster has another number of devices.
+    """
     pricing, layout = pricing_of(program, plan, cluster, execution)
     return pricing.estimate(layout)
 
@@ -117,7 +121,7 @@ def estimate_plan(program: Program, plan: Plan, cluster: Cluster, execution: Exe
 def pricing_of(
     program: Program, plan: Plan, cluster: Cluster, execution: Execution | None = None
 ) -> tuple[Pricing, Layout]:
-    """Prices of the plan's mesh and sharding, and its layout.
+    """Return the prices of the plan's mesh and sharding, and its layout in stages.
 
     Raises:
         GraphparError: the cluster has another number of devices.
@@ -137,7 +141,7 @@ def pricing_of(
 
 
 def in_bf16_s(program: Program, plan: Plan, cluster: Cluster) -> float | None:
-    """About what a step of an fp32 plan would take in bf16; None where that is not asked, or where the device is no faster with it."""
+    """Estimate the seconds of a step of an fp32 plan in bf16; None for other dtypes, or where the device is no faster in bf16."""
     device = cluster.device
     if (
         dominant_dtype(sharded_as(program, plan).local) != "fp32"
@@ -152,7 +156,7 @@ def in_bf16_s(program: Program, plan: Plan, cluster: Cluster) -> float | None:
 
 
 def table_of(plan: Plan) -> ActionTable:
-    """The actions of the plan's ranks: its own, those of its schedule, or without a pipeline one microbatch after the other."""
+    """Return the actions of the plan's ranks: its own table, its schedule's, or one microbatch after the other without a pipeline."""
     if plan.actions is not None:
         return parse_table("\n".join(",".join(row) for row in plan.actions))
     if plan.mesh.pp == 1:
@@ -164,7 +168,7 @@ def table_of(plan: Plan) -> ActionTable:
 
 
 def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
-    """The batch of ``plan`` on one device of ``cluster``, in the microbatches that are best there."""
+    """Estimate the batch of ``plan`` on one device of ``cluster``, with the best microbatch size there."""
     pins = PlanConstraints(
         global_batch=plan.global_batch,
         microbatch_size=None if program.symbolic else plan.microbatch_size,  # each other size is a trace
@@ -179,7 +183,7 @@ def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
 def _misfit(
     program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, found: SearchResult
 ) -> str:
-    """By how much the nearest plan does not fit, on which stage, and the smallest change that would."""
+    """Say by how much the nearest plan does not fit, on which stage, and the smallest change that would help."""
     nearest = found.alternatives[0]
     estimate = nearest.estimate
     fullest, on = estimate.fullest

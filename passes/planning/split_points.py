@@ -1,11 +1,11 @@
-"""Where stages begin: balanced by flops, or as the user says it.
+"""Where stages begin: balanced by flops, or as the user says.
 
-split points        ["h.4", {"h.7": "end"}]        taken as they are (:func:`graphpar.passes.split.positions_of`)
-a pattern           ["h.*"]                        as many matching modules a stage, the earlier stages taking the rest
+split points        ["h.4", {"h.7": "end"}]        used unchanged (:func:`graphpar.passes.split.positions_of`)
+a pattern           ["h.*"]                        matching modules spread evenly, earlier stages take the remainder
 modules a stage     [["wte", "h.0"], ["h.1", ...]] every module in exactly one list
-layers a stage      layers_per_stage, edge_layers  what stands before and after the layers counts as so many of them
+layers a stage      layers_per_stage, edge_layers  modules before and after the layers count as so many layers
 marks               pipe_split() in the forward    torch.distributed.pipelining's own marker
-nothing             flops                          the costliest stage is as cheap as can be
+nothing             flops                          the costliest stage is as cheap as possible
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.ir.plan import SplitAt, SplitPoint
 from graphpar.ir.program import Program
 from graphpar.passes.normalize.applications import first_applications
-from graphpar.passes.split import cut_candidates
+from graphpar.passes.split import split_candidates
 
 
-def balanced_cuts(program: Program, stages: int) -> tuple[SplitAt, ...]:
-    """Split points for ``stages`` stages whose largest number of flops is smallest."""
+def balanced_split_points(program: Program, stages: int) -> tuple[SplitAt, ...]:
+    """Return split points that minimise the flops of the costliest of ``stages`` stages.
+
+    Raises:
+        GraphparError: the model has fewer places to split.
+    """
     if stages == 1:
         return ()
-    candidates = cut_candidates(program, stages)
+    candidates = split_candidates(program, stages)
     if stages - 1 > len(candidates):
         blocks = sum(len(set(block.instances)) for block in program.blocks.values())
         what = f"{blocks} blocks" if blocks else f"{len(candidates) + 1} modules with parameters"
@@ -40,21 +44,15 @@ def balanced_cuts(program: Program, stages: int) -> tuple[SplitAt, ...]:
     flops = dict.fromkeys(nodes, 0.0)
     for node, own in node_flops(program, 1).items():
         flops[again.get(node, node)] += own
-    starts = [position for position, _ in candidates]
-    edges = [0, *starts, len(nodes)]
-    segments = [_sum(nodes[a:b], flops) for a, b in itertools.pairwise(edges)]
-    chosen = _partition(segments, stages)
-    return tuple(SplitAt(candidates[index - 1][1]) for index in chosen)
-
-
-def _sum(nodes: Sequence[fx.Node], flops: dict[fx.Node, float]) -> float:
-    return sum(flops[node] for node in nodes)
+    edges = [0, *(position for position, _ in candidates), len(nodes)]
+    segments = [sum(flops[node] for node in nodes[begin:end]) for begin, end in itertools.pairwise(edges)]
+    return tuple(SplitAt(candidates[index - 1][1]) for index in _partition(segments, stages))
 
 
 def _partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Where each part after the first begins, so that the costliest part is cheapest (exact, by dynamic programming).
+    """Return where each part after the first begins, so that the costliest part is cheapest (exact, by dynamic programming).
 
-    Ties go to the split whose earlier parts are shorter in cost, so the result is unique.
+    Ties go to the split whose earlier parts cost less, so the result is unique.
     """
     count = len(costs)
     prefix = [0.0]
@@ -76,8 +74,12 @@ def _partition(costs: Sequence[float], parts: int) -> list[int]:
     return starts[::-1]
 
 
-def cuts_from_lists(program: Program, lists: Sequence[Sequence[str]]) -> tuple[SplitAt, ...]:
-    """Split points from the modules of each stage; every module with parameters must be in exactly one list."""
+def split_points_from_lists(program: Program, lists: Sequence[Sequence[str]]) -> tuple[SplitAt, ...]:
+    """Return split points from lists of the modules of each stage.
+
+    Raises:
+        GraphparError: a module with parameters is in no list or in two, or runs after modules of a later stage.
+    """
     known = [path for path in program.module_classes if path]
     owner: dict[str, int] = {}
     for stage, paths in enumerate(lists):
@@ -96,23 +98,25 @@ def cuts_from_lists(program: Program, lists: Sequence[Sequence[str]]) -> tuple[S
         holder = _parameter_owner(node)
         if holder is None or node in again:
             continue
-        listed = [p for p in owner if holder == p or holder.startswith(p + ".")]
-        if not listed:
+        enclosing = [p for p in owner if holder == p or holder.startswith(p + ".")]
+        if not enclosing:
             raise GraphparError(f"Module {holder!r} is in no stage; list it, or a module that contains it.")
-        stage = owner[max(listed, key=len)]
+        listed = max(enclosing, key=len)
+        stage = owner[listed]
         if stage < current:
             raise GraphparError(
-                f"Module {max(listed, key=len)!r} is listed in stage {stage}, but it runs after modules of stage {current}."
+                f"Module {listed!r} is listed in stage {stage}, but it runs after modules of stage {current}."
             )
         current = stage
-        first.setdefault(stage, max(listed, key=len))
-    missing = [stage for stage in range(len(lists)) if stage not in first]
-    if missing:
-        raise GraphparError(f"Stage {missing[0]} would be empty: none of its modules computes anything.")
+        first.setdefault(stage, listed)
+    missing = next((stage for stage in range(len(lists)) if stage not in first), None)
+    if missing is not None:
+        raise GraphparError(f"Stage {missing} would be empty: none of its modules computes anything.")
     return tuple(SplitAt(first[stage]) for stage in range(1, len(lists)))
 
 
 def _parameter_owner(node: fx.Node) -> str | None:
+    """Return the module whose parameters ``node`` uses, if it uses any."""
     if node.op == "call_module":
         return str(node.target)
     if node.op != "call_function":
@@ -122,14 +126,18 @@ def _parameter_owner(node: fx.Node) -> str | None:
     return stack[-1][0] if parameters and stack and stack[-1][0] else None
 
 
-def even_cuts(program: Program, patterns: Sequence[SplitAt], stages: int) -> tuple[SplitAt, ...]:
-    """As many of the modules that match a pattern on each stage; what doesn't divide goes to the earlier ones."""
+def even_split_points(program: Program, patterns: Sequence[SplitAt], stages: int) -> tuple[SplitAt, ...]:
+    """Return split points that spread the modules matching a pattern evenly; earlier stages take the remainder.
+
+    Raises:
+        GraphparError: there are other split points beside the pattern, or it matches fewer modules than there are stages.
+    """
     if len(patterns) > 1 or patterns[0].where is not SplitPoint.BEGINNING:
         raise GraphparError(
-            "A split point with * stands alone: it says which modules to spread evenly over the stages."
+            "A split point with * must be the only one: it says which modules to spread evenly over the stages."
         )
     pattern = patterns[0].path
-    known = _layers(program) or [path for _, path in cut_candidates(program)]
+    known = _layers(program) or [path for _, path in split_candidates(program)]
     # * stays within one level of the path.
     matching = [p for p in known if p.count(".") == pattern.count(".") and fnmatch.fnmatchcase(p, pattern)]
     if not matching:
@@ -143,10 +151,14 @@ def even_cuts(program: Program, patterns: Sequence[SplitAt], stages: int) -> tup
     return tuple(SplitAt(matching[start]) for start in starts)
 
 
-def cuts_by_layers(
+def split_points_by_layers(
     program: Program, pp: int, per_rank: int, layers_per_stage: int | None, edges: tuple[int, int]
 ) -> tuple[SplitAt, ...]:
-    """Split points by number of layers, where what comes before and after them counts as ``edges`` layers."""
+    """Return split points by number of layers, where the modules before and after the layers count as ``edges`` layers.
+
+    Raises:
+        GraphparError: there are no layers, or they don't divide so.
+    """
     layers = _layers(program)
     first, last = edges
     if min(edges) < 0:
@@ -178,30 +190,32 @@ def cuts_by_layers(
     counts[0] -= first
     counts[-1] -= last
     starts = list(itertools.accumulate(counts[:-1]))
-    # A stage without layers holds the end alone: the cut is after the last layer.
-    return tuple(
-        SplitAt(layers[start]) if start < len(layers) else SplitAt(layers[-1], SplitPoint.END) for start in starts
-    )
+    # A last stage without layers begins after the last layer.
+    return tuple(SplitAt(layers[start]) if start < len(layers) else SplitAt(layers[-1], SplitPoint.END) for start in starts)
 
 
 def _layers(program: Program) -> list[str]:
-    """The block instances of the root, in execution order."""
+    """Return the block instances of the root, in execution order."""
     return list(dict.fromkeys(str(node.target) for node in program.graph.nodes if node.op == "call_module"))
 
 
-def marked_cuts(program: Program) -> tuple[SplitAt, ...] | None:
-    """Split points where the model's forward calls ``torch.distributed.pipelining.pipe_split()``."""
+def marked_split_points(program: Program) -> tuple[SplitAt, ...] | None:
+    """Return split points where the model's forward calls ``torch.distributed.pipelining.pipe_split()``; None without calls.
+
+    Raises:
+        GraphparError: a call is between operators of one module, so the stage would begin at no module.
+    """
     seen: set[str] = set()
-    cuts: list[SplitAt] = []
+    split_points: list[SplitAt] = []
     for node in program.graph.nodes:
         paths = [entry[0] for entry in node.meta.get("module_stack", ()) if entry[0]]
         if node.meta.get("stage_begins"):
             fresh = next((path for path in paths if path not in seen), None)
             if fresh is None:
                 raise GraphparError(
-                    f"pipe_split() stands between operators of the module {paths[-1] if paths else 'root'!r}; put it before "
-                    "the call of a module, so that the stage has a name to begin with."
+                    f"pipe_split() is between operators of the module {paths[-1] if paths else 'root'!r}; put it before "
+                    "the call of a module, which the stage then begins with."
                 )
-            cuts.append(SplitAt(fresh))
+            split_points.append(SplitAt(fresh))
         seen.update(paths)
-    return tuple(cuts) or None
+    return tuple(split_points) or None

@@ -1,6 +1,6 @@
-"""``validate_plan``: a plan that somebody wrote or kept, checked against a program as a user's own decisions are.
+"""``validate_plan``: check a saved or edited plan against a program.
 
-plan.json ──choose, with every decision pinned──► the same plan, or an error that says where it and the program part
+plan.json ──choose, with every decision pinned──► the same plan, or an error that says where they differ
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ _NAMED = 6
 
 
 def validate_plan(program: Program, given: Plan) -> Plan:
-    """The plan ``given``, so checked that one that was edited, or that is for another program, does not pass.
+    """Return the plan ``given``, with what a rank runs attached, once it is proven to be legal and consistent.
 
-    Its sharding is not searched again: the pins that it was made under are not in the plan. It is checked against the rules.
+    Its sharding is checked against the rules, not searched again: the pins it was made with are not in the plan.
 
     Raises:
         GraphparError: the plan is not legal for ``program``, or contradicts itself.
     """
     check_alone(given)
     check_model(program, given)
-    own = given.actions is not None and given.schedule == CUSTOM
-    custom = "\n".join(",".join(row) for row in given.actions or ()) if own else None
+    custom = None
+    if given.actions is not None and given.schedule == CUSTOM:
+        custom = "\n".join(",".join(row) for row in given.actions)
     pins = PlanConstraints(
         schedule=None if custom else given.schedule,
         microbatch_size=given.microbatch_size,
         global_batch=given.global_batch,
-        cuts=given.split_points,
+        split_points=given.split_points,
         table=custom,
         allow_batch_coupling=given.allow_batch_coupling,
         dtype=given.dtype,
@@ -74,10 +75,10 @@ def validate_plan(program: Program, given: Plan) -> Plan:
 
 
 def check_alone(plan: Plan) -> None:
-    """Whether the plan can be carried out at all, whatever its program is.
+    """Check a plan as far as that needs no program.
 
     Raises:
-        GraphparError: it asks for what nothing does, or contradicts itself.
+        GraphparError: it asks for something unsupported, or contradicts itself.
     """
     for name, value, nothing in (("zero", plan.zero, 0), ("recompute", plan.recompute, "none")):
         if value != nothing:
@@ -94,7 +95,7 @@ def check_alone(plan: Plan) -> None:
     if placed != plan.mesh.compute:
         raise GraphparError(
             f"The plan contradicts itself: its sharding is for {dict(plan.sharding.degrees) or 'one device'}, but its mesh has "
-            f"{plan.mesh.compute or 'no axis to cut tensors on'}."
+            f"{plan.mesh.compute or 'no axis to shard tensors on'}."
         )
     if plan.actions is None:
         check_pipelined(plan.schedule, plan.mesh)
@@ -104,7 +105,7 @@ def check_alone(plan: Plan) -> None:
 
 
 def check_model(program: Program, plan: Plan) -> None:
-    """Whether the plan is for this program, by names.
+    """Check that the plan is for this program, by the names of its modules.
 
     Raises:
         GraphparError: it is for another one; the message says which modules only one of them has.
@@ -133,20 +134,20 @@ def check_model(program: Program, plan: Plan) -> None:
 
 
 def _names(names: Collection[str], others: Collection[str]) -> str:
-    """``names`` as few, where none of the ``others`` is among what they stand for."""
+    """Return ``names`` abbreviated with patterns that match none of ``others``."""
     return listed(compressed([sorted(names, key=_natural), sorted(others)])[0], _NAMED)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """``layers.9`` before ``layers.10``."""
+    """Return a sort key that puts ``layers.9`` before ``layers.10``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _checked(program: Program, plan: Plan) -> Sharded:
-    """What a rank runs, where the sharding in the plan is legal for ``program``, operator by operator.
+    """Check each decision of the plan's sharding, and return the program of a rank that follows.
 
     Raises:
-        GraphparError: it is not; the message names the decision.
+        GraphparError: a decision is not legal; the message names it.
     """
     sharding, rows = plan.sharding, plan.microbatch_size
     if plan.sharded is not None and plan.sharded.serves(program, sharding, rows):
@@ -158,7 +159,7 @@ def _checked(program: Program, plan: Plan) -> Sharded:
 
 
 class _Checker:
-    """Holds the decisions of a plan against the problem that they solve."""
+    """Checks the decisions of a plan against the sharding problem that they solve."""
 
     def __init__(self, problem: Problem, sharding: Sharding) -> None:
         self.problem, self.sharding = problem, sharding
@@ -167,6 +168,7 @@ class _Checker:
         self.keys = {node: key for scope in scopes for node, key in keys_of(problem.program, scope).items()}
 
     def check(self) -> None:
+        """Check every operator, stored parameter and transition."""
         for operator in self.problem.operators:
             self._operator(operator)
             if operator.kind == "parameter":
@@ -208,7 +210,7 @@ class _Checker:
                 )
 
     def _transitions(self, value: Value) -> None:
-        """A value can become what its users take; a parameter is stored as it is used."""
+        """Check that a value can be redistributed to what each of its users takes."""
         made = self._decision(value.maker).results[value.index]
         for edge in value.edges:
             decision = self._decision(edge.user)

@@ -404,10 +404,12 @@ def test_explain_says_how_tensors_lie_and_what_the_next_best_costs(
 
 
 def test_explain_a_module_of_a_cut_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = output(capsys, "compile", HEAD_FIRST, "--mesh", "tp=2", "--no-emit", "--explain", "body.1.up")
+    printed = output(capsys, "compile", HEAD_FIRST, "--mesh", "tp=2", "--no-emit", "--explain", "body.1.up", "-v")
     lines = [line.split() for line in printed.splitlines() if line.startswith("     ") and " as " in line]
     assert [line[0] for line in lines[-4:]] == ["takes", "holds", "holds", "gives"]
     assert all(re.search(r" as [RIPS]\S*@tp", " ".join(line)) for line in lines[-4:])
+    shares = re.findall(r"^ (?:Steps)? +\w[\w ]* +\d+\.\d\d s +(\d+)%$", printed, re.MULTILINE)
+    assert len(shares) > 2 and 95 <= sum(map(int, shares)) <= 105
 
 
 # ---- what the user must change ---------------------------------------------------------------------------------
@@ -502,7 +504,10 @@ def test_wrong_options(arguments: list[str], expected: str, folder: Path, capsys
         (["--mesh", "tp=2", "--schedule", "zbv"], "the mesh tp=2 has pp=1"),
         (["--cluster", "h100x8"], "Did you mean '8xH100-SXM-80GB'?"),
         (["--devices", "2", "--microbatch-size", "3"], "sizes that do: 1, 2, 4, 8"),
-        (["--mesh", "dp_replicate=3"], "A global batch of 8 does not divide over dp_replicate=3"),
+        (
+            ["--mesh", "dp_replicate=3"],
+            "A global batch of 8 does not divide over dp_replicate=3; each replica takes as many rows. Degrees that do: 1, 2, 4, 8.",
+        ),
         (["--mesh", "pp=2", "--edge-layers", "one"], "--edge-layers wants two whole numbers"),
         (["--mesh", "pp=2", "--split", ","], "--split ',' names no module"),
         (["--mesh", "pp=2", "--split", "a", "--layers-per-stage", "2"], "not both"),
@@ -714,7 +719,7 @@ def test_verify_says_how_it_was_decided_and_what_inference_was_compared_on(capsy
     assert "the first difference: output of logits, step 1 (1.0e-02)" in printed and printed.rstrip().endswith("FAIL")
 
 
-def test_compile_says_what_each_step_took(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_says_what_each_step_took(folder: Path, traced_anew: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The list of steps with the seconds of each, which add up to those of the command."""
     data = compiled(capsys, HEAD_FIRST, "--mesh", "tp=2", "-o", "out")
     steps = {row["name"]: row for row in data["steps"]}

@@ -33,6 +33,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device, Link, device_named
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Transfers, simulate
+from tests.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 SHIPPED = Path(__file__).parents[2] / "benchmarks" / "data" / "cpu_profile.json"
@@ -206,8 +207,10 @@ def test_seconds_are_those_of_one_call() -> None:
 
 
 @pytest.fixture(scope="module")
-def profile() -> Profile:
-    return calibrate("cpu", 2, quick=True, patience_s=0.0)
+def profile(pool: RankPool) -> Profile:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "torchrun", pool.torchrun)
+        return calibrate("cpu", 2, quick=True, patience_s=0.0)
 
 
 def test_a_profile_is_a_cluster_of_as_many_devices_as_took_part(profile: Profile, tmp_path: Path) -> None:
@@ -275,21 +278,20 @@ def test_a_gpu_of_another_form_is_not_taken_for_a_known_one() -> None:
 # ---- the command -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("measured", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["again", "measured"])
 def test_the_command_writes_a_profile_that_plans_can_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    profile: Profile,
+    measured: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Slow: with a measurement of its own, by torchrun; else of the rows that one process of the profile measured."""
     out = tmp_path / "here.json"
-    arguments = [
-        "calibrate",
-        "--quick",
-        "--patience",
-        "0",
-        "--processes",
-        "1",
-        "--force",
-        "-o",
-        str(out),
-    ]  # others may use the machine
+    arguments = ["calibrate", "--quick", "--patience", "0", "--processes", "1", "--force", "-o", str(out)]
+    if not measured:
+        alone = [row for row in profile.rows if row.processes == 1]
+        monkeypatch.setattr(calibration, "_measured", lambda *_: (alone, 0.0))
     assert main([*arguments, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed.pop("out") == str(out)

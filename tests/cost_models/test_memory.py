@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphpar as gp
+from graphpar.cost_models.activation_memory import Activations as CostActivations
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, Memory
 from graphpar.cost_models.storage_tracker import Live
@@ -30,13 +32,13 @@ from graphpar.ir.program import concrete_shape, value_of
 from graphpar.passes.planning.planning import table_of
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.launch import torchrun
 from graphpar.runtime.layout import rank_at
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.stages import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
 from graphpar.schedules.registry import action_table, parse_table, peak_in_flight
 from tests.exact_memory import Activations, Passes, StageCost, activation_peak, rank_memory, saved_bytes
 from tests.programs import SMALL, example, norms_pinned
+from tests.rank_pool import RankPool
 
 ROWS = 2
 FAST_EXAMPLES = ("gpt", "gpt2_tiny", "gpt_dropout", "llama", "mixtral", "resnet_batchnorm", "unet")
@@ -151,13 +153,13 @@ def measure(parts: gp.Parts, index: int, rows: int = ROWS) -> Measured:
             value.grad = torch.zeros_like(value)
         with Live() as live:
             outputs = _tuple(adapter(*received, **keywords(named)))
-            forward, left = live.turn()
+            forward, left = live.mark()
             roots = [value for value in outputs if value.requires_grad]
             live.counting = False
             gradients = [torch.ones_like(value) for value in roots] if manifest.stages[index].sends else None
             live.counting = True
             torch.autograd.backward(roots, gradients)
-            backward, _ = live.turn()
+            backward, _ = live.mark()
         return Measured(saved, Passes(forward, left, backward))
 
 
@@ -198,6 +200,31 @@ def test_sizes_lie_on_a_line_that_was_measured(name: str) -> None:
         for rows in (4, 7):
             assert activations.saved(stage, rows) == line.at(rows) == activations._measured(stage, rows)
         assert activations.saved(stage, 1).total == saved_bytes(parts.program, parts.plan, stage, 1)
+
+
+class _Running(nn.Module):
+    """Sums of all rows before each, which torch works out on fake tensors through a matrix of rows by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).cumsum(0).square().mean()
+
+
+def test_a_trial_of_very_many_rows_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    program = gp.export(_Running(), (torch.randn(8, 8),))
+    plan = gp.plan(program, mesh={})
+    (stage,) = gp.partition(program, plan).stages
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
+    try:
+        found = CostActivations(program, {}).reaches(stage, [2, 4])
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.name == log.name]
+    assert found == [CostActivations(program, {}).reach(stage, rows) for rows in (2, 4)]
 
 
 def test_a_replayed_block_is_like_a_run_of_it() -> None:
@@ -338,7 +365,7 @@ _STEPS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", _STEPS, ids=lambda case: f"{case[0]}-{case[1]}-{case[3]}")
-def test_a_real_step_takes_what_is_said(case: tuple[Any, ...], tmp_path: Path) -> None:
+def test_a_real_step_takes_what_is_said(case: tuple[Any, ...], tmp_path: Path, pool: RankPool) -> None:
     """The highest sum of live storages on each rank, parameters and inputs aside; buckets come when activations are gone."""
     parts = parts_of(*case)
     batch = {}
@@ -348,7 +375,7 @@ def test_a_real_step_takes_what_is_said(case: tuple[Any, ...], tmp_path: Path) -
             batch[spec.name] = torch.randint(0, spec.values[1] + 1, shape).to(spec.dtype)
     save_file(batch, tmp_path / "batch.safetensors")
     arguments = [str(parts.folder), str(tmp_path / "batch.safetensors"), str(tmp_path)]
-    torchrun(Path(__file__).parents[1] / "memory_fixture.py", arguments, nproc=2, timeout_s=120)
+    pool.torchrun(Path(__file__).parents[1] / "memory_fixture.py", arguments, nproc=2, timeout_s=120)
     for file in tmp_path.glob("*.json"):
         place, highest = json.loads(file.read_text())
         memory = _memory(case, place)

@@ -34,11 +34,8 @@ import pytest
 import torch
 
 import graphpar as gp
-from graphpar.cli import compile_work
-from graphpar.cli.clock import Clock
 from graphpar.cli.commands import COMMANDS, build_parser
 from graphpar.cli.main import main
-from graphpar.frontend.modelfile import ModelFile
 from graphpar.hardware.devices import DEVICES
 from graphpar.passes.table import STEPS
 from graphpar.schedules.registry import (
@@ -261,29 +258,10 @@ COMPILED = {
     if words[:2] == ["graphpar", "compile"] and words[2] not in ("examples/gpt2.py", "MODEL")
 }
 """Commands that compile a model, each once."""
-TRACED: dict[tuple[Any, ...], gp.Program] = {}
-"""By model file and what the trace depends on: most commands compile the same few examples."""
-
-
-@pytest.fixture
-def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    export = compile_work._export
-
-    def once(file: ModelFile, options: argparse.Namespace, given: gp.Plan | None, clock: Clock) -> gp.Program:
-        if given is not None or options.dump_after:
-            return export(file, options, given, clock)
-        key = (options.model, options.mode, options.dtype, options.skip)
-        if key not in TRACED:
-            TRACED[key] = export(file, options, given, clock)
-        return TRACED[key]
-
-    monkeypatch.setattr(compile_work, "_export", once)
 
 
 @pytest.mark.parametrize("arguments", list(COMPILED.values()), ids=list(COMPILED))
-def test_compile_commands_run(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traced_once: None
-) -> None:
+def test_compile_commands_run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for block in ALL:
         if block.kind == "file":

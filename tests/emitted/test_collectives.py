@@ -16,20 +16,20 @@ from torch.nn import functional as F
 
 from graphpar.emitted import collectives
 from graphpar.operators.transitions import TABLE, Cost, collective_cost, path
-from graphpar.runtime.launch import torchrun
 from graphpar.runtime.layout import I, P, R, Shard, Type, joined, local_size, shard_of
 from tests import collectives_fixture as fixture
 from tests.collectives_fixture import GRADIENT, LOSSES, SHAPE, VOCABULARIES, Case, Loss, types
+from tests.rank_pool import RankPool
 
 TIMEOUT_S = 60.0
 Results = list[dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def launch(tmp_path_factory: pytest.TempPathFactory, pool: RankPool) -> Results:
     """What each of 4 ranks made of every case: over all of them, and over 2 groups of 2."""
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun(Path(fixture.__file__), [str(folder)], nproc=4, timeout_s=TIMEOUT_S)
+    pool.torchrun(Path(fixture.__file__), [str(folder)], nproc=4, timeout_s=TIMEOUT_S)
     return [load_file(folder / f"rank_{rank}.safetensors") for rank in range(4)]
 
 
@@ -204,6 +204,22 @@ def test_joined_pieces_are_the_whole(shard: Shard, degree: int, sizes: list[int]
     stacked = collectives._pieces(whole, shard.dim, shard.parts, degree)
     assert torch.equal(stacked, torch.stack(pieces))
     assert torch.equal(collectives._joined(stacked, shard.dim, shard.parts, sizes[shard.dim]), whole)
+
+
+def test_one_value_per_channel_has_no_variance() -> None:
+    """As torch says of it; with the rows of another replica there are two."""
+    options = {"training": True, "momentum": 0.1, "eps": 1e-5}
+    x, mean, var = torch.randn(1, 3), torch.zeros(3), torch.ones(3)
+    collectives.bind({"dp_replicate": None})
+    try:
+        for running in ((mean, var), (None, None)):
+            for normalize, axes in ((F.batch_norm, ()), (collectives.sync_batch_norm, (["dp_replicate"],))):
+                with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+                    rest = (*running, None, None) if normalize is F.batch_norm else (None, None, *running)
+                    normalize(x, *rest, *axes, **options)
+        assert torch.equal(mean, torch.zeros(3)) and torch.equal(var, torch.ones(3))
+    finally:
+        collectives.bind({})
 
 
 # The table and its paths.

@@ -13,6 +13,7 @@ from graphpar.ir.mesh import Mesh
 from graphpar.verification import Reference, Verification, reference_for, verify_all
 from tests.programs import SMALL, example, norms_pinned
 
+pytestmark = pytest.mark.usefixtures("unpriced")
 STEPS = 2  # and a third batch, whose gradients are added to the second's
 
 

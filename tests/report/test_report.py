@@ -15,7 +15,6 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import graphpar as gp
-from graphpar.frontend.modelfile import load_model_file
 from graphpar.passes.compilation import priced
 from graphpar.passes.planning.planning import on_one_device
 from graphpar.report.report import compile_json, html, plan_text, render, report_data, timeline_of, trace, with_alone
@@ -32,14 +31,13 @@ from graphpar.text import (
     shortened,
     wrapped,
 )
-from tests.programs import example, norms_pinned
+from tests.programs import example, example_file, norms_pinned, traced_once
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def made(name: str, **pins: Any) -> gp.Parts:
-    file = load_model_file(EXAMPLES / f"{name}.py")
-    program = gp.export(file.model, file.args, file.kwargs, file.loss_fn, file.targets, mode=pins.pop("mode", None))
+    program = traced_once(example_file(name), pins.pop("mode", None), None)
     devices = pins.pop("devices")
     return gp.partition(program, gp.plan(program, mesh={"pp": devices}, **pins))
 
@@ -447,7 +445,7 @@ def test_operators_that_mix_examples_are_named_in_one_line() -> None:
     cut = gp.plan(program, mesh={"pp": 2}, allow_batch_coupling=True)
     for plan, words in (
         (whole, "The batch is not split"),
-        (cut, f"each of {cut.microbatches} microbatches is on its own"),
+        (cut, f"each of {cut.microbatches} microbatches is computed separately"),
     ):
         (line,) = [line for line in plan.warnings if "mixes examples" in line]
         assert said in line and words in line

@@ -20,13 +20,13 @@ from graphpar.runtime import RuntimeProgramError, load_manifest, sample_keys
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.gradients import BUCKET_BYTES, Gradients, buckets
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.launch import torchrun
 from graphpar.runtime.layout import R, coordinates, joined_all, local_shard, parse_type, rank_at, shard_places
 from graphpar.runtime.replicas import checksum
 from graphpar.runtime.worker import JobResult, run_jobs
 from graphpar.verification import Reference, Verification, compare
 from tests import runtime_fixture as fixture
 from tests import sharded_fixture as sharded
+from tests.rank_pool import RankPool
 
 STEPS, OPTIMIZER = 2, {"lr": 0.1, "momentum": 0.9}
 DRIVEN = {"tp": {"tp": 2}, "pp x tp": {"pp": 2, "tp": 2}, "dp": {"dp": 2}}
@@ -183,11 +183,13 @@ def test_verify_sees_a_replica_that_drifts_and_padding_that_is_not_zero(
 
 
 @pytest.mark.parametrize("name", [pytest.param("tp", marks=pytest.mark.slow), "pp x tp", "dp"])
-def test_accumulation_clipping_saving_and_a_replica_with_other_weights(name: str, tmp_path: Path) -> None:
+def test_accumulation_clipping_saving_and_a_replica_with_other_weights(
+    name: str, tmp_path: Path, pool: RankPool
+) -> None:
     mesh = DRIVEN[name]
     program = sharded.emit(tmp_path / "out", **mesh)
     size = load_manifest(program).world_size
-    torchrun(Path(sharded.__file__), [str(program), str(tmp_path)], nproc=size, timeout_s=90)
+    pool.torchrun(Path(sharded.__file__), [str(program), str(tmp_path)], nproc=size, timeout_s=90)
     seen = [json.loads((tmp_path / f"drive_{rank}.json").read_text()) for rank in range(size)]
     model = sharded.reference()
     for _ in range(2):
@@ -216,10 +218,10 @@ def test_accumulation_clipping_saving_and_a_replica_with_other_weights(name: str
 
 
 @pytest.mark.slow
-def test_outputs_of_replicas_are_joined(tmp_path: Path) -> None:
+def test_outputs_of_replicas_are_joined(tmp_path: Path, pool: RankPool) -> None:
     program = fixture.emit(tmp_path / "out", stages=4, ranks=[0, 1, 0, 1], schedule="Interleaved1F1B", replicas=2)
     inference = fixture.emit(tmp_path / "inference", stages=2, ranks=[0, 1], infer=True, replicas=2)
-    torchrun(Path(fixture.__file__), [str(program), str(inference), str(tmp_path)], nproc=4, timeout_s=90)
+    pool.torchrun(Path(fixture.__file__), [str(program), str(inference), str(tmp_path)], nproc=4, timeout_s=90)
     seen = json.loads((tmp_path / "drive_3.json").read_text())
     assert "ranks 0 and 1 were given different values of target" in seen["wrong"]
     assert "expects 8 (2 microbatches of 2 on each of 2 replicas)" in seen["uneven"]

@@ -1,4 +1,4 @@
-"""``StageCuts``: where stages begin, so that the slowest is as fast as can be."""
+"""``StageBalancer``: split points that make the slowest stage as fast as possible."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.unit_bytes import RunBytes
 
 
-class StageCuts:
-    """By dynamic programming over units.
-
-    Seconds and bytes of every run of units [i, j) are tables; ``inf`` where j <= i.
-    """
+class StageBalancer:
+    """Dynamic programming over units. Tables hold the seconds and bytes of units i up to j; ``inf`` where j <= i."""
 
     def __init__(self, pricing: Pricing, rows: int) -> None:
         count = len(pricing.units)
@@ -30,18 +27,24 @@ class StageCuts:
 
     @cached_property
     def bytes(self) -> RunBytes:
+        """Tables of the bytes of every run of units."""
         return self.pricing.bytes.runs(self.rows)
 
     def balanced(
         self, stages: int, alive: Sequence[float] | None = None, room: float = math.inf, messages: int = 1
     ) -> tuple[int, ...] | None:
-        """The first unit of each stage. With ``alive``, microbatches in flight a stage, no stage takes more than ``room`` bytes.
+        """Return the first unit of each stage; ties go to the earliest starts.
 
-        Of cuts whose slowest stage is equally fast the one with the earliest starts; None where no cut has room.
+        Args:
+            alive: microbatches in flight on each stage; with it, no stage may need more than ``room`` bytes.
+            messages: how many microbatches of messages between stages are kept.
+
+        Returns:
+            None where no choice fits in ``room``.
         """
         costs = [self.seconds if alive is None else np.where(self._bytes(alive[stage], messages) <= room, self.seconds, np.inf)
                  for stage in range(stages)]  # fmt: skip
-        reach = costs[0][0]  # [end]: the slowest stage of the best cut of the first units
+        reach = costs[0][0]  # [end]: seconds of the slowest stage of units 0 to end, at best
         choices: list[NDArray[np.int64]] = []
         for stage in range(1, stages):
             through = np.maximum(reach[:, None], costs[stage])

@@ -1,0 +1,104 @@
+"""Sizes that follow the batch, as dims of tensors and as numbers, and sizes that only running tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from graphpar.ir.program import batch_coefficients, operator_name, value_of
+
+# ---- dims ------------------------------------------------------------------------------------------------------
+
+
+def first_value(node: fx.Node) -> fx.Node | None:
+    """Return ``node``, or the first used result of an operator with several."""
+    if isinstance(value_of(node), list | tuple):
+        return next((user for user in node.users if operator_name(user) == "getitem"), None)
+    return node
+
+
+def result_coefficients(node: fx.Node) -> tuple[int | None, ...]:
+    """As ``batch_coefficients``; of the first tensor of an operator with several results."""
+    first = first_value(node)
+    return () if first is None else batch_coefficients(first)
+
+
+def batch_dims_of(node: fx.Node) -> list[int]:
+    """Return the dims of the result whose size follows the batch."""
+    return [dim for dim, coefficient in enumerate(result_coefficients(node)) if coefficient is not None]
+
+
+def unknown_dims(node: fx.Node) -> list[int]:
+    """Return the dims of the result whose size depends on values (how many rows a mask chooses)."""
+    first = first_value(node)
+    value = None if first is None else value_of(first)
+    return [dim for dim, size in enumerate(value.shape) if is_unknown(size)] if isinstance(value, Tensor) else []
+
+
+def is_unknown(size: Any) -> bool:
+    """Whether only running tells a size, or a number."""
+    return isinstance(size, torch.SymInt | torch.SymFloat) and any(map(_of_values, size.node.expr.free_symbols))
+
+
+def _of_values(symbol: Any) -> bool:
+    return bool(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)))
+
+
+def unknown_symbol(size: Any) -> str:
+    """Return the name of what only running tells."""
+    return next(str(symbol) for symbol in size.node.expr.free_symbols if _of_values(symbol))
+
+
+def unknown_coefficient(size: Any) -> int | None:
+    """Return ``c`` for a size that is ``c`` times what only running tells; None for any other."""
+    symbols = size.node.expr.free_symbols
+    quotient = size.node.expr / next(iter(symbols))
+    return int(quotient) if len(symbols) == 1 and quotient.is_Integer else None
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether ``node`` is a number and no tensor."""
+    return node.op == "call_function" and isinstance(value_of(node), int | torch.SymInt | float | torch.SymFloat)
+
+
+def size_factor(node: fx.Node) -> int | None:
+    """Return ``c`` where the number ``node`` is ``c`` times the batch; 0 where it is fixed; None where it is something else."""
+    if "batch_factor" in node.meta:  # a fixed-size trace
+        return int(node.meta["batch_factor"])
+    value = value_of(node)
+    if not isinstance(value, torch.SymInt | torch.SymFloat):
+        return 0
+    expression = value.node.expr
+    symbols = expression.free_symbols
+    if not symbols:
+        return 0
+    if len(symbols) > 1 or is_unknown(value):
+        return None
+    (symbol,) = symbols
+    quotient = (expression / symbol).simplify()
+    return int(quotient) if quotient.is_Integer else None
+
+
+def number_arguments(node: fx.Node) -> Iterator[tuple[int | str, fx.Node]]:
+    """Yield the numbers that enter ``node``'s result as values, and not as sizes: (position or keyword, node)."""
+    for place, type_name, argument in scalar_arguments(node):
+        if isinstance(argument, fx.Node) and is_size(argument) and type_name != "size":
+            yield place, argument
+
+
+def scalar_arguments(node: fx.Node) -> Iterator[tuple[int | str, str, Any]]:
+    """Yield (position or keyword, ``size`` or ``number``, argument) of an ATen operator's arguments that are no lists."""
+    if not isinstance(node.target, torch._ops.OpOverload) or operator_name(node) in ("arange", "sym_size"):
+        return
+    for position, described in enumerate(node.target._schema.arguments):
+        place: int | str = position if position < len(node.args) else described.name
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(described.name)
+        if isinstance(given, fx.Node | int | float) and not isinstance(given, bool):
+            yield place, "size" if "int" in str(described.type) else "number", given

@@ -1,0 +1,243 @@
+"""What no rule of dims says of the batch: rows that are numbered, sorted, chosen by a mask, or picked by their own numbers.
+
+    order = ids.argsort(); x[order]          Rows(order="argsort")         sorted rows stay rows, in another order
+    x[torch.arange(len(x)), y]               Rows()                        each row picks within itself
+    x[mask]                                  Rows(chosen=mask)             as many as the mask chooses
+
+A rule sees that an index picks along a dim; that each row picks its own can be seen in the values alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+from torch import Tensor, fx
+
+from graphpar.ir.batch_sizes import batch_dims_of, result_coefficients
+from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.batch_states import Additive, Coupled, Fixed, Layout, Rows, State, choice_of
+from graphpar.operators.placement import literal
+
+States = Mapping[fx.Node, State]
+Found = State | Sequence[State] | None
+"""The state of the one result, or of each; None where the operator's rule has to say it."""
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------
+
+
+def numbering(node: fx.Node, rows: Sequence[Rows]) -> tuple[str, int]:
+    """Return what the result's rows hold: numbers of rows survive where one operand has them, and may be divided."""
+    numbers = [state for state in rows if state.kind != "values"]
+    if not numbers:
+        return "values", 1
+    first, name = numbers[0], operator_name(node)
+    floors = name == "floor_divide" or (name == "div" and node.kwargs.get("rounding_mode") == "floor")
+    if len(rows) > 1 or (name == "div" and not floors):
+        return "something else", 1
+    if not floors:
+        return first.kind, first.divided
+    divisor = node.args[1]
+    return (first.kind, first.divided * divisor) if isinstance(divisor, int) else ("something else", 1)
+
+
+# ---- sorting and choosing --------------------------------------------------------------------------------------
+
+
+def _sort(node: fx.Node, states: States, pure: bool) -> Found:
+    """Whole rows sorted: from here on they have this order."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    state = states[source]
+    if not isinstance(state, Rows) or value_of(source).ndim != 1 or state.order is not None or state.kind != "values":
+        return None
+    values = replace(state, order=node.name, pure=pure)
+    numbers = replace(values, kind="sorted")
+    return numbers if operator_name(node) == "argsort" else (values, numbers)
+
+
+def _counts(node: fx.Node, states: States, pure: bool) -> Found:
+    """histc and bincount of sorted rows: the sizes of their groups. Of plain rows: sums over them."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    state = states[source]
+    if isinstance(state, Rows) and state.order is not None and state.chosen is None:
+        return Layout(state.order, pure)
+    bounds = [*node.args, 0, 0][2:4]
+    counted = isinstance(state, Rows) and operator_name(node) == "histc" and bounds[0] != bounds[1]
+    return Additive(pure) if counted else None
+
+
+def grouped(node: fx.Node, states: Sequence[State], pure: bool) -> State:
+    """Return the state of an operator on where groups of sorted rows begin, alone or with those rows."""
+    orders = {state.order for state in states if isinstance(state, Layout | Rows)}
+    rows = [state for state in states if isinstance(state, Rows)]
+    if len(orders) == 1 and None not in orders:
+        (order,) = orders
+        assert order is not None
+        if not rows:
+            return Layout(order, pure)
+        if "grouped_mm" in operator_name(node) and rows[0].dim == 0:
+            return replace(rows[0], pure=pure)
+    return Coupled(f"{operator_name(node)} mixes rows of different groups", node)
+
+
+# ---- picking ---------------------------------------------------------------------------------------------------
+
+
+def _index(node: fx.Node, states: States, pure: bool) -> Found:
+    """x[i, j]: rows chosen by their own numbers stay rows; by a sort's indices they take its order, or lose it again."""
+    source, indices = node.args[0], node.args[1]
+    assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
+    state = states[source]
+    by = {dim: states[i] for dim, i in enumerate(indices) if isinstance(i, fx.Node)}
+    numbered = {dim for dim, own in by.items() if isinstance(own, Rows) and own.kind != "values"}
+    mixes = Coupled("index picks rows of the batch", node)
+    if not isinstance(state, Rows):
+        return mixes if numbered else None
+    mask = indices[0]
+    if len(by) == 1 and _is_mask(mask):
+        return _masked(node, state, mask, states, pure)
+    own = by.get(state.dim)
+    if own is None:
+        return mixes if numbered else None
+    if not isinstance(own, Rows) or numbered - {state.dim}:
+        return mixes
+    rows = [s for s in by.values() if isinstance(s, Rows)]
+    if any(not isinstance(s, Rows | Fixed) for s in by.values()):
+        return mixes
+    return _picked(node, state, own, rows, pure) or mixes
+
+
+def _picked(node: fx.Node, state: Rows, by: Rows, rows: Sequence[Rows], pure: bool) -> Rows | None:
+    """Rows of ``state`` picked by the row numbers ``by``, which count ``divided`` rows of theirs for one of its."""
+    numbers = state.outer == by.outer == 1 and by.inner == state.inner * by.divided
+    orders = {"position": (None, None), "sorted": (None, by.order), "inverse": (by.order, None)}
+    taken, given = orders.get(by.kind, ("", None))
+    if not numbers or state.order != taken or state.chosen is not None or len({s.layout for s in rows}) != 1:
+        return None
+    dims = batch_dims_of(node)
+    if len(dims) != 1 or by.inner != result_coefficients(node)[dims[0]]:
+        return None
+    return Rows(dims[0], 1, by.inner, pure, order=given)
+
+
+def _is_mask(node: Any) -> TypeGuard[fx.Node]:
+    value = value_of(node) if isinstance(node, fx.Node) else None
+    return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype.itemsize == 1
+
+
+def _masked(node: fx.Node, state: Rows, mask: fx.Node, states: States, pure: bool) -> State:
+    """x[mask]: the rows (or parts of rows) that a boolean mask of each example's own chooses, in the batch's order."""
+    by = states[mask]
+    if isinstance(by, Rows) and (by.layout, by.dim) == (state.layout, state.dim) and state.dim < value_of(mask).ndim:
+        return Rows(0, pure=pure, order=choice_of(mask), chosen=mask)
+    return Coupled("index picks rows of the batch", node)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------
+
+
+def _index_put(node: fx.Node, states: States, pure: bool) -> Found:
+    """empty[sorted indices] = arange: the inverse of the sort. Otherwise as a write to each row's own places."""
+    target, indices, values = node.args[0], node.args[1], node.args[2]
+    assert isinstance(indices, list | tuple) and isinstance(values, fx.Node) and isinstance(target, fx.Node)
+    state, what = states[target], states[values]
+    by = {dim: states[i] for dim, i in enumerate(indices) if isinstance(i, fx.Node)}
+    numbered = [s for s in by.values() if isinstance(s, Rows) and s.kind != "values"]
+    mixes = Coupled("index_put writes to rows of the batch", node)
+    first = by.get(0)
+    if len(indices) == 1 and isinstance(first, Rows) and isinstance(what, Rows) and first.kind == "sorted":
+        plain = first.divided == what.divided == 1 and (first.outer, first.inner) == (what.outer, what.inner)
+        if what.kind == "position":
+            return replace(first, kind="inverse", pure=pure) if plain else mixes
+    mask = indices[0] if len(indices) == 1 and _is_mask(indices[0]) else None
+    if not numbered and mask is None:
+        return None
+    if not isinstance(state, Rows) or state.order is not None or not _fits(node, state, what, states):
+        return mixes
+    if mask is not None:
+        chosen = _masked(node, state, mask, states, pure)
+        return replace(state, pure=pure) if isinstance(chosen, Rows) else chosen
+    own = by.get(state.dim)
+    others = [s for dim, s in by.items() if dim != state.dim]
+    numbers = isinstance(own, Rows) and own.kind == "position" and own.divided == 1 and own.layout == state.layout
+    plain = all(
+        isinstance(s, Fixed) or (isinstance(s, Rows) and s.kind == "values" and s.layout == state.layout)
+        for s in others
+    )
+    return replace(state, pure=pure) if numbers and plain else mixes
+
+
+def _fits(node: fx.Node, state: Rows, what: State, states: States) -> bool:
+    """Whether the written values are the same for all rows, or have the batch where the written places have it."""
+    target, indices, values = node.args[0], node.args[1], node.args[2]
+    assert isinstance(target, fx.Node) and isinstance(indices, list | tuple) and isinstance(values, fx.Node)
+    if isinstance(what, Fixed):
+        return True
+    given = [dim for dim, index in enumerate(indices) if isinstance(index, fx.Node)]
+    together = given == list(range(given[0], given[0] + len(given)))
+    picks = [index for index in indices if isinstance(index, fx.Node)]
+    own = indices[state.dim] if state.dim < len(indices) else None
+    by = states[own] if isinstance(own, fx.Node) else None
+    if (
+        not isinstance(what, Rows)
+        or what.layout != state.layout
+        or what.kind != "values"
+        or any(map(_is_mask, picks))
+        or not together
+    ):
+        return False
+    if not isinstance(own, fx.Node) or not isinstance(by, Rows):
+        return False
+    widest = max(value_of(pick).ndim for pick in picks)
+    places = value_of(target).ndim - len(given) + widest
+    dim = given[0] + by.dim + widest - value_of(own).ndim
+    return bool(value_of(values).ndim - what.dim == places - dim)
+
+
+# ---- looking up ------------------------------------------------------------------------------------------------
+
+
+def _embedding(node: fx.Node, states: States, pure: bool) -> Found:
+    if literal(node, "scale_grad_by_freq"):
+        return Coupled("embedding scales gradients by how often an index comes in the batch", node)
+    return None
+
+
+def _embedding_bag(node: fx.Node, states: States, pure: bool) -> Found:
+    """Bags of one size, each the run of indices of its example. Other offsets count over the indices of all examples."""
+    weight, indices, offsets, each = (
+        literal(node, name) for name in ("weight", "indices", "offsets", "per_sample_weights")
+    )
+    if literal(node, "scale_grad_by_freq"):
+        return Coupled("embedding_bag scales gradients by how often an index comes in the batch", node)
+    table, rows, begins, own = (
+        states[a] if isinstance(a, fx.Node) else Fixed() for a in (weight, indices, offsets, each)
+    )
+    bags = isinstance(begins, Rows) and isinstance(rows, Rows) and (rows.outer, rows.order) == (1, None)
+    if bags and isinstance(table, Fixed):
+        assert isinstance(begins, Rows) and isinstance(rows, Rows)
+        counted = begins.kind == "begins" or (begins.kind == "position" and begins.inner == 1)
+        weighted = not isinstance(each, fx.Node) or (
+            isinstance(own, Rows) and own.kind == "values" and own.layout == rows.layout
+        )
+        if counted and weighted and begins.divided == rows.inner:
+            return [Rows(0, pure=pure)] * len(value_of(node))
+    return Coupled("embedding_bag takes offsets that count over the indices of all examples", node)
+
+
+SPECIAL: dict[str, Callable[[fx.Node, States, bool], Found]] = {
+    **dict.fromkeys(("sort", "argsort"), _sort),
+    **dict.fromkeys(("histc", "bincount"), _counts),
+    "index": _index,
+    "index_put": _index_put,
+    "embedding": _embedding,
+    "embedding_bag": _embedding_bag,
+}
+"""Operators that see the rows' values, not only their dims."""
+
+TAKES_NUMBERS = {*SPECIAL, "floor_divide", "div"}
+"""Operators besides those that only move elements which may be given numbers of rows."""
