@@ -101,16 +101,19 @@ def scattered(node: fx.Node) -> Rule:
     sizes = [sizes_of(operand) for operand in operands]
     if not sizes[0]:
         return unsharded(node)
-    dim = int(literal(node, "dim")) % len(sizes[0])
-    labels = labelled(len(sizes[0]))
-    tensor = tuple("v" if i == dim else label for i, label in enumerate(labels))
-    fixed = {label for i, label in enumerate(labels) if i != dim and len({size[i] for size in sizes if size}) > 1}
+    labels, tensor, picks = _lookup(node, len(sizes[0]))
+    fixed = {label for i, label in enumerate(labels) if label != picks and len({size[i] for size in sizes if size}) > 1}
     adds = operator_name(node) == "scatter_add"
     together = len(operands) == 3 and sizes[1] == sizes[2]
-    fixed |= {"v"} if adds and together else {"v", labels[dim]}
+    fixed |= {"v"} if adds and together else {"v", picks}
     rows = (tensor, *(labels if size else () for size in sizes[1:]))
-    everything = frozenset({0, 2}) if adds else None
-    return Rule(rows, (tensor,), frozenset(fixed), linear=(everything,) if everything else ())
+    return Rule(rows, (tensor,), frozenset(fixed), linear=(frozenset({0, 2}),) if adds else ())
+
+
+def _lookup(node: fx.Node, rank: int) -> tuple[Factors, Factors, str]:
+    """Factors of the indices in ``rank`` dims, of the tensor that is indexed along ``dim`` (there "v"), and that of ``dim``."""
+    dim, labels = int(literal(node, "dim")) % rank, labelled(rank)
+    return labels, (*labels[:dim], "v", *labels[dim + 1 :]), labels[dim]
 
 
 def adding(rule: Callable[[fx.Node], Rule]) -> PlacementsOf:
@@ -129,10 +132,8 @@ def index_select(node: fx.Node) -> Rule:
     rank = value_of(x).ndim
     if rank == 0 or value_of(operands_of(node)[1]).ndim == 0:
         return unsharded(node)
-    dim = int(literal(node, "dim")) % rank
-    labels = labelled(rank)
-    tensor = tuple("v" if i == dim else label for i, label in enumerate(labels))
-    return Rule((tensor, (labels[dim],)), (labels,), frozenset({"v"}), linear=FIRST)
+    labels, tensor, picks = _lookup(node, rank)
+    return Rule((tensor, (picks,)), (labels,), frozenset({"v"}), linear=FIRST)
 
 
 def index_added(node: fx.Node) -> Rule:
@@ -141,14 +142,11 @@ def index_added(node: fx.Node) -> Rule:
     rank = value_of(operands[0]).ndim
     if rank == 0 or value_of(operands[1]).ndim == 0:
         return unsharded(node)
-    name = operator_name(node)
-    dim = int(literal(node, "dim")) % rank
-    labels = labelled(rank)
-    tensor = tuple("v" if i == dim else label for i, label in enumerate(labels))
+    labels, tensor, picks = _lookup(node, rank)
     rest = tuple(labels if value_of(operand).ndim == rank else () for operand in operands[2:])
-    fixed = {"v"} if name == "index_add" else {"v", labels[dim]}
-    linear = (frozenset({0, 2}),) if name == "index_add" else ()
-    return Rule((tensor, (labels[dim],), *rest), (tensor,), frozenset(fixed), linear=linear)
+    adds = operator_name(node) == "index_add"
+    fixed = frozenset({"v"} if adds else {"v", picks})
+    return Rule((tensor, (picks,), *rest), (tensor,), fixed, linear=(frozenset({0, 2}),) if adds else ())
 
 
 def one_hot(node: fx.Node) -> Rule:
