@@ -70,7 +70,7 @@ def count(text: str, least: int = 1) -> int:
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number.") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
     if value < least:
         raise argparse.ArgumentTypeError(f"it is {value}; it must be at least {least}.")
     return value
@@ -86,7 +86,7 @@ def seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds.") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds.") from None
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"it is {text}; it must be a number of seconds, from 0.")
     return value

@@ -86,7 +86,7 @@ def _argument(action: argparse.Action) -> _Argument:
     from graphpar.schedules.registry import SCHEDULES
 
     metavar = action.metavar if isinstance(action.metavar, str) else action.dest
-    # schedules are no choices to argparse, since they are taken in other spellings too
+    # schedules are not choices to argparse, since they are taken in other spellings too
     words = tuple(map(str, action.choices or (SCHEDULES if action.dest == "schedule" else ())))
     return _Argument(
         names=tuple(action.option_strings),

@@ -51,7 +51,7 @@ def print_wrapped(console: Console, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Show a line on the terminal while the block runs; nothing where standard error is no terminal."""
+    """Show a line on the terminal while the block runs; nothing where standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -22,7 +22,7 @@ def read_record(path: str | Path) -> tuple[Path, dict[str, Any]]:
     try:
         record = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise GraphparError(f"{file} is no JSON: {error}.") from None
+        raise GraphparError(f"{file} is not JSON: {error}.") from None
     if not isinstance(record, dict):
         raise GraphparError(f"{file} holds no plan: it is a JSON {type(record).__name__}, not an object.")
     return file, record
@@ -36,4 +36,4 @@ def read_plan(file: Path, record: dict[str, Any]) -> Plan:
     except GraphparError as error:
         raise GraphparError(f"{file}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise GraphparError(f"{file} is no valid plan: {error}.") from None
+        raise GraphparError(f"{file} is not a valid plan: {error}.") from None

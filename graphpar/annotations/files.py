@@ -65,7 +65,7 @@ def load_shard_plan(path: str | Path) -> dict[str, Any]:
         raise GraphparError(f"There is no shard plan {file}.{near_match(file.name, siblings)}")
     readers = {".json": _from_json, ".toml": _from_toml, ".py": _from_python}
     if file.suffix not in readers:
-        raise GraphparError(f"{file} is no shard plan: its name must end in {', '.join(readers)}.")
+        raise GraphparError(f"{file} is not a shard plan: its name must end in {', '.join(readers)}.")
     plan = readers[file.suffix](file)
     if not isinstance(plan, Mapping):
         raise GraphparError(f"{file}: a shard plan is a mapping of patterns to values, not a {type(plan).__name__}.")
@@ -88,14 +88,14 @@ def _from_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(), object_pairs_hook=checked)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise GraphparError(f"{file} is no JSON: {error}.") from None
+        raise GraphparError(f"{file} is not JSON: {error}.") from None
 
 
 def _from_toml(file: Path) -> Any:
     try:
         return tomllib.loads(file.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise GraphparError(f"{file} is no TOML: {error}.") from None
+        raise GraphparError(f"{file} is not TOML: {error}.") from None
 
 
 def _from_python(file: Path) -> Any:

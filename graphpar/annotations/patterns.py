@@ -118,7 +118,7 @@ def read_entry(pattern: Any, value: Any) -> tuple[Wish, ...]:
     """Parse one entry of a plan into wishes.
 
     Raises:
-        GraphparError: the key is no text, or the value is malformed.
+        GraphparError: the key is not a string, or the value is malformed.
     """
     if not isinstance(pattern, str):
         raise GraphparError(
@@ -441,7 +441,7 @@ class _Sheet:
         if not 0 <= kind.dim < len(shape):
             raise GraphparError(f"{where}: there is no such dim.")
         if kind.parts and (not sum(kind.parts) or shape[kind.dim] % sum(kind.parts)):
-            raise GraphparError(f"{where}: {shape[kind.dim]} is no multiple of the parts' sum {sum(kind.parts)}.")
+            raise GraphparError(f"{where}: {shape[kind.dim]} is not a multiple of the parts' sum {sum(kind.parts)}.")
         if any(part % self.degrees[axis] for part in kind.parts):
             raise GraphparError(f"{where}: {axis}={self.degrees[axis]} does not divide every part.")
         return kind

@@ -147,7 +147,7 @@ def _read_spec(text: str, pattern: str) -> Spec:
     for piece in text.split(","):
         kind, at, axis = (part.strip() for part in piece.partition("@"))
         if not at:
-            raise GraphparError(f"{_at(pattern)} {piece.strip()!r} in {text!r} is no type@axis such as 'S(0)@tp'.")
+            raise GraphparError(f"{_at(pattern)} {piece.strip()!r} in {text!r} is not type@axis, such as 'S(0)@tp'.")
         if axis == "pp":
             raise GraphparError(f"{_at(pattern)} {text!r}: no tensor is sharded over pp; give split points instead.")
         if axis not in SHARD_AXES:
@@ -203,7 +203,7 @@ def _read_activation(value: Any, pattern: str) -> Spec | None:
         return _read_spec(value, pattern)
     if _from_torch(value):
         return _of_placement(value, pattern)
-    raise GraphparError(f"{_at(pattern)} {value!r} is no spec of a tensor; write one such as 'S(1)@tp', or None.")
+    raise GraphparError(f"{_at(pattern)} {value!r} is not a spec of a tensor; write one such as 'S(1)@tp', or None.")
 
 
 # ---- torch's styles --------------------------------------------------------------------------------------------

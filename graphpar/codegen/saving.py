@@ -57,7 +57,7 @@ def check_target(folder: str | Path, force: bool = False) -> EditedFiles:
     """Check that a package may be written to ``folder``; return the user's edits in it, which are kept.
 
     Raises:
-        GraphparError: it is no folder, can't be written, holds something else, or holds edited files and ``force`` is not set.
+        GraphparError: it is not a folder, can't be written, holds something else, or holds edited files and ``force`` is not set.
     """
     target, shown = Path(os.path.realpath(folder)), Path(folder)
     if target.exists() and not target.is_dir():

@@ -70,7 +70,7 @@ def make_request(
     unknown = [name for name in batch_dims if not any(_matches(name, known) for known in tensor_names)]
     if unknown:
         raise GraphparError(
-            f"batch_dims names {unknown[0]!r}, which is no input.{near_match(unknown[0], tensor_names)} "
+            f"batch_dims names {unknown[0]!r}, which is not an input.{near_match(unknown[0], tensor_names)} "
             f"The inputs are {', '.join(tensor_names)}."
         )
     batch = _batch_size(names, leaves, batch_dims)

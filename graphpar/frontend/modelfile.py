@@ -132,7 +132,7 @@ def _execute(resolved: Path, shown: Path) -> ModuleType:
         name += "_again"
     spec = importlib.util.spec_from_file_location(name, resolved)
     if spec is None or spec.loader is None:
-        raise GraphparError(f"{shown} is no Python file; its name must end in .py.")
+        raise GraphparError(f"{shown} is not a Python file; its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and torch look a class's module up
     try:

@@ -47,7 +47,7 @@ class Mesh:
         """Parse ``pp=2,tp=2`` into a dictionary of degrees.
 
         Raises:
-            GraphparError: the text is no list of axis=degree pairs; the axis is named.
+            GraphparError: the text is not a list of axis=degree pairs; the axis is named.
         """
         degrees: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
@@ -60,7 +60,7 @@ class Mesh:
             try:
                 degrees[axis] = int(value)
             except ValueError:
-                raise GraphparError(f"Mesh axis {axis}: {value!r} is no whole number.") from None
+                raise GraphparError(f"Mesh axis {axis}: {value!r} is not a whole number.") from None
         if not degrees:
             raise GraphparError(
                 f"The mesh {text!r} has no axis; write axis=degree pairs such as pp=2,tp=2, or leave it out."
@@ -72,7 +72,7 @@ class Mesh:
         """Check the degrees that are given; ``dp_shard=-1`` becomes what the others leave of ``devices``.
 
         Raises:
-            GraphparError: an axis is unknown, a degree is no positive number, or they don't divide the devices.
+            GraphparError: an axis is unknown, a degree is not a positive number, or they don't divide the devices.
         """
         if degrees is not None and not isinstance(degrees, Mapping):
             raise GraphparError(f"mesh is {degrees!r}; it must be degrees of axes, such as {{'pp': 2}} or 'pp=2'.")

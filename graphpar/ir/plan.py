@@ -162,7 +162,7 @@ class Plan:
         """Read ``plan.json``, or that of a folder.
 
         Raises:
-            GraphparError: there is none, or it is no plan.
+            GraphparError: there is none, or it is not a plan.
         """
         file = Path(path)
         if file.is_dir():
@@ -172,7 +172,7 @@ class Plan:
         try:
             data = json.loads(file.read_text())
         except json.JSONDecodeError as error:
-            raise GraphparError(f"{file} is no JSON: {error}.") from error
+            raise GraphparError(f"{file} is not JSON: {error}.") from error
         return Plan.from_json(data)
 
     def __repr__(self) -> str:

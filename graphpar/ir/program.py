@@ -342,11 +342,11 @@ def size_coefficient(size: Any) -> int | None:
     if not symbols or any(str(symbol).startswith("u") for symbol in symbols):  # u: how many a mask chooses
         return None
     if len(symbols) > 1:
-        raise GraphparError(f"A tensor has a size that is no multiple of the batch: {expression}.")
+        raise GraphparError(f"A tensor has a size that is not a multiple of the batch: {expression}.")
     (symbol,) = symbols
     quotient = expression / symbol
     if not quotient.is_Integer:
-        raise GraphparError(f"A tensor has the size {expression}, which is no multiple of the batch {symbol}.")
+        raise GraphparError(f"A tensor has the size {expression}, which is not a multiple of the batch {symbol}.")
     return int(quotient)
 
 

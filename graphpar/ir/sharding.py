@@ -38,7 +38,7 @@ class Decision:
         """Read what :meth:`to_json` wrote, for a sharding of ``axes`` axes.
 
         Raises:
-            GraphparError: the text is no decision.
+            GraphparError: the text is not a decision.
         """
         body, _, rewrites = text.partition(" ; ")
         left, arrow, right = body.partition("->")

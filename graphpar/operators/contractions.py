@@ -96,8 +96,8 @@ def _contracted(
 ) -> list[Matrices]:
     """Pair by pair; a factor is summed as soon as neither the result nor a later operand has it."""
     rows = [
-        {factor: size for factor, size in zip(own, sizes(operand)) if factor != "1"}
-        for own, operand in zip(factors, operands)
+        {factor: size for factor, size in zip(names, sizes(operand)) if factor != "1"}
+        for names, operand in zip(factors, operands)
     ]
     found = []
     left, before = rows[0], tuple(operands[:1])

@@ -233,7 +233,7 @@ def _candidates(trials: Sequence[Trial]) -> Iterator[_Dims]:
     found = []
     for dims in itertools.islice(itertools.product(*options), 100 * _MOST):
         sizes = [{shape[dim] for shape, dim in zip(each, dims) if dim is not None} for each in shapes]
-        if all(len(own) == 1 and min(own) % 2 == 0 for own in sizes):
+        if all(len(each) == 1 and min(each) % 2 == 0 for each in sizes):
             found.append(dims)
     return iter(
         sorted(found, key=lambda dims: (sum(dim is not None for dim in dims), [-1 if d is None else d for d in dims]))

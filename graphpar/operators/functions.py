@@ -215,6 +215,6 @@ def _tried(function: type, arguments: Sequence[Any]) -> tuple[int, list[bool], b
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """A tensor like ``tensor`` that carries a gradient and is no leaf (a leaf may not be written in place)."""
+    """A tensor like ``tensor`` that carries a gradient and is not a leaf (a leaf may not be written in place)."""
     fresh = tensor.detach()
     return fresh.requires_grad_().clone() if fresh.is_floating_point() or fresh.is_complex() else fresh.clone()

@@ -22,8 +22,8 @@ from graphpar.runtime.layout import P
 
 def _common(sizes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
     """The shape that tensors are broadcast to."""
-    rank = max(len(own) for own in sizes)
-    rows = [((1, 0),) * (rank - len(own)) + tuple(own) for own in sizes]
+    rank = max(map(len, sizes))
+    rows = [((1, 0),) * (rank - len(shape)) + shape for shape in sizes]
     return tuple(next((size for size in column if size != (1, 0)), (1, 0)) for column in zip(*rows))
 
 
@@ -37,12 +37,16 @@ def _indexed(node: fx.Node) -> tuple[Factors, list[Factors], Factors] | None:
         return None
     common = _common([sizes_of(index) for index in given])
     picks = tuple(f"i{dim}" for dim in range(len(common)))
-    own = tuple(f"v{dim}" if index is not None else f"d{dim}" for dim, index in enumerate(indices))
+    tensor = tuple(f"v{dim}" if index is not None else f"d{dim}" for dim, index in enumerate(indices))
     at = [dim for dim, index in enumerate(indices) if index is not None]
     begin = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
-    through = [label for label in own if label.startswith("d")]
-    before = [label for dim, label in enumerate(own) if label.startswith("d") and dim < begin]
-    return own, [aligned(sizes_of(index), common, picks) for index in given], (*before, *picks, *through[len(before) :])
+    through = [label for label in tensor if label.startswith("d")]
+    before = [label for dim, label in enumerate(tensor) if label.startswith("d") and dim < begin]
+    return (
+        tensor,
+        [aligned(sizes_of(index), common, picks) for index in given],
+        (*before, *picks, *through[len(before) :]),
+    )
 
 
 def index(node: fx.Node) -> Rule:
@@ -50,9 +54,9 @@ def index(node: fx.Node) -> Rule:
     found = _indexed(node)
     if found is None:
         return unsharded(node)
-    own, picks, made = found
-    fixed = frozenset(label for label in own if label.startswith("v"))
-    return Rule((own, *picks), (made,), fixed, linear=FIRST, uneven=True)
+    tensor, picks, made = found
+    fixed = frozenset(label for label in tensor if label.startswith("v"))
+    return Rule((tensor, *picks), (made,), fixed, linear=FIRST, uneven=True)
 
 
 def index_put(node: fx.Node, context: Context) -> list[Placement]:
@@ -60,17 +64,17 @@ def index_put(node: fx.Node, context: Context) -> list[Placement]:
     found = _indexed(node)
     if found is None:
         return []
-    own, picks, made = found
+    tensor, picks, made = found
     operands = operands_of(node)
-    sizes = dict(zip(own, sizes_of(operands[0])))
+    sizes = dict(zip(tensor, sizes_of(operands[0])))
     common = _common([sizes_of(operand) for operand in operands[1:-1]])
     sizes |= {f"i{dim}": size for dim, size in enumerate(common)}
     values = aligned(sizes_of(operands[-1]), tuple(sizes[label] for label in made), made)
     accumulate = bool(literal(node, "accumulate", 3, False))
-    fixed = {label for label in own if label.startswith("v")}
+    fixed = {label for label in tensor if label.startswith("v")}
     if not accumulate:
         fixed |= {label for label in made if label.startswith("i")}
-    rule = Rule((own, *picks, values), (own,), frozenset(fixed), linear=(frozenset({0, len(operands) - 1}),))
+    rule = Rule((tensor, *picks, values), (tensor,), frozenset(fixed), linear=(frozenset({0, len(operands) - 1}),))
     return _shared(from_rule(node, rule, context))
 
 
@@ -84,11 +88,11 @@ def gather(node: fx.Node) -> Rule:
     dim = int(given) % len(before)
     made = sizes_of(node)
     labels = labelled(len(before))
-    own = tuple("v" if i == dim else f"d{i}" if size == made[i] else f"x{i}" for i, size in enumerate(before))
+    tensor = tuple("v" if i == dim else f"d{i}" if size == made[i] else f"x{i}" for i, size in enumerate(before))
     rows = tuple(label if size == made[i] else "1" for i, (label, size) in enumerate(zip(labels, after)))
-    broken = {f"d{i}" for i, label in enumerate(own) if label.startswith("x")}
-    fixed = frozenset({"v", *(label for label in own if label.startswith("x")), *broken})
-    return Rule((own, rows), (labels,), fixed, linear=FIRST)
+    broken = {f"d{i}" for i, label in enumerate(tensor) if label.startswith("x")}
+    fixed = frozenset({"v", *(label for label in tensor if label.startswith("x")), *broken})
+    return Rule((tensor, rows), (labels,), fixed, linear=FIRST)
 
 
 def scattered(node: fx.Node) -> Rule:
@@ -97,16 +101,19 @@ def scattered(node: fx.Node) -> Rule:
     sizes = [sizes_of(operand) for operand in operands]
     if not sizes[0]:
         return unsharded(node)
-    dim = int(literal(node, "dim")) % len(sizes[0])
-    labels = labelled(len(sizes[0]))
-    own = tuple("v" if i == dim else label for i, label in enumerate(labels))
-    fixed = {label for i, label in enumerate(labels) if i != dim and len({size[i] for size in sizes if size}) > 1}
+    labels, tensor, picks = _lookup(node, len(sizes[0]))
+    fixed = {label for i, label in enumerate(labels) if label != picks and len({size[i] for size in sizes if size}) > 1}
     adds = operator_name(node) == "scatter_add"
     together = len(operands) == 3 and sizes[1] == sizes[2]
-    fixed |= {"v"} if adds and together else {"v", labels[dim]}
-    rows = (own, *(labels if size else () for size in sizes[1:]))
-    everything = frozenset({0, 2}) if adds else None
-    return Rule(rows, (own,), frozenset(fixed), linear=(everything,) if everything else ())
+    fixed |= {"v"} if adds and together else {"v", picks}
+    rows = (tensor, *(labels if size else () for size in sizes[1:]))
+    return Rule(rows, (tensor,), frozenset(fixed), linear=(frozenset({0, 2}),) if adds else ())
+
+
+def _lookup(node: fx.Node, rank: int) -> tuple[Factors, Factors, str]:
+    """Factors of the indices in ``rank`` dims, of the tensor that is indexed along ``dim`` (there "v"), and that of ``dim``."""
+    dim, labels = int(literal(node, "dim")) % rank, labelled(rank)
+    return labels, (*labels[:dim], "v", *labels[dim + 1 :]), labels[dim]
 
 
 def adding(rule: Callable[[fx.Node], Rule]) -> PlacementsOf:
@@ -125,10 +132,8 @@ def index_select(node: fx.Node) -> Rule:
     rank = value_of(x).ndim
     if rank == 0 or value_of(operands_of(node)[1]).ndim == 0:
         return unsharded(node)
-    dim = int(literal(node, "dim")) % rank
-    labels = labelled(rank)
-    own = tuple("v" if i == dim else label for i, label in enumerate(labels))
-    return Rule((own, (labels[dim],)), (labels,), frozenset({"v"}), linear=FIRST)
+    labels, tensor, picks = _lookup(node, rank)
+    return Rule((tensor, (picks,)), (labels,), frozenset({"v"}), linear=FIRST)
 
 
 def index_added(node: fx.Node) -> Rule:
@@ -137,14 +142,11 @@ def index_added(node: fx.Node) -> Rule:
     rank = value_of(operands[0]).ndim
     if rank == 0 or value_of(operands[1]).ndim == 0:
         return unsharded(node)
-    name = operator_name(node)
-    dim = int(literal(node, "dim")) % rank
-    labels = labelled(rank)
-    own = tuple("v" if i == dim else label for i, label in enumerate(labels))
+    labels, tensor, picks = _lookup(node, rank)
     rest = tuple(labels if value_of(operand).ndim == rank else () for operand in operands[2:])
-    fixed = {"v"} if name == "index_add" else {"v", labels[dim]}
-    linear = (frozenset({0, 2}),) if name == "index_add" else ()
-    return Rule((own, (labels[dim],), *rest), (own,), frozenset(fixed), linear=linear)
+    adds = operator_name(node) == "index_add"
+    fixed = frozenset({"v"} if adds else {"v", picks})
+    return Rule((tensor, (picks,), *rest), (tensor,), fixed, linear=(frozenset({0, 2}),) if adds else ())
 
 
 def one_hot(node: fx.Node) -> Rule:

@@ -33,8 +33,8 @@ def added(text: str) -> Callable[[fx.Node], Rule]:
 
     def rule(node: fx.Node) -> Rule:
         factors = parse_rule(f", {text}", [0, *_ranks(node)[0][1:]], _ranks(node)[1])
-        own = aligned(sizes_of(operands_of(node)[0]), sizes_of(node), factors.results[0])
-        return Rule((own, *factors.operands[1:]), factors.results, padded=frozenset(factors.results[0]))
+        first = aligned(sizes_of(operands_of(node)[0]), sizes_of(node), factors.results[0])
+        return Rule((first, *factors.operands[1:]), factors.results, padded=frozenset(factors.results[0]))
 
     return rule
 
@@ -48,9 +48,9 @@ def matmul(node: fx.Node) -> Rule | None:
     count = max(len(lead_a), len(lead_b))
     names = [f"b{i}" for i in range(count)]
 
-    def lead(own: tuple[tuple[int, int], ...]) -> list[str]:
-        offset = count - len(own)
-        return [names[offset + i] if size == result[offset + i] else "1" for i, size in enumerate(own)]
+    def lead(sizes: tuple[tuple[int, int], ...]) -> list[str]:
+        offset = count - len(sizes)
+        return [names[offset + i] if size == result[offset + i] else "1" for i, size in enumerate(sizes)]
 
     first = [*lead(lead_a), *(["m", "k"] if a > 1 else ["k"])]
     second = [*lead(lead_b), *(["k", "n"] if b > 1 else ["k"])]

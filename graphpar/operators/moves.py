@@ -310,9 +310,9 @@ def repeated(node: fx.Node, context: Context) -> list[Placement]:
     if offset < 0:
         return []
     labels = labelled(len(after))
-    own = tuple(labels[offset + dim] if size == after[offset + dim] else f"r{dim}" for dim, size in enumerate(before))
-    fixed = frozenset(label for label in (*own, *labels) if label not in own or label.startswith("r"))
-    found = from_rule(node, Rule((own,), (labels,), fixed, linear=FIRST), context)
+    taken = tuple(labels[offset + dim] if size == after[offset + dim] else f"r{dim}" for dim, size in enumerate(before))
+    fixed = frozenset(label for label in (*taken, *labels) if label not in taken or label.startswith("r"))
+    found = from_rule(node, Rule((taken,), (labels,), fixed, linear=FIRST), context)
     for dim, size in enumerate(before):
         if size == after[offset + dim] or size[1] or after[offset + dim][0] == 0:
             continue
@@ -421,7 +421,9 @@ def windowed(node: fx.Node) -> Rule:
         return unsharded(node)
     before, after = ("batch", *(f"s{i}" for i in range(rank - 1))), ("batch", *(f"r{i}" for i in range(made - 1)))
     rest = tuple(tuple(f"o{k}_{i}" for i in range(value_of(o).ndim)) for k, o in enumerate(others))
-    return Rule((before, *rest), (after,), frozenset({*before[1:], *after[1:], *(f for own in rest for f in own)}))
+    return Rule(
+        (before, *rest), (after,), frozenset({*before[1:], *after[1:], *(f for factors in rest for f in factors)})
+    )
 
 
 def inside(node: fx.Node) -> Rule:

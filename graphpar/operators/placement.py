@@ -228,12 +228,12 @@ def _sharded(
         tensors: Sequence[tuple[str, ...]], sizes: Sequence[tuple[Size, ...] | None], absent: Type
     ) -> list[Type] | None:
         types: list[Type] = []
-        for factors, own in zip(tensors, sizes):
-            if factor not in factors or own is None:
+        for factors, shape in zip(tensors, sizes):
+            if factor not in factors or shape is None:
                 types.append(absent)
                 continue
             shard = Shard(factors.index(factor), parts)
-            if not can_shard(own[shard.dim], shard, context.degree, factor in rule.padded):
+            if not can_shard(shape[shard.dim], shard, context.degree, factor in rule.padded):
                 return None
             types.append(shard)
         return types
@@ -278,11 +278,11 @@ def _places(target: Any) -> dict[str, int]:
 
 
 def literal(node: fx.Node, name: str, position: int | None = None, default: Any = None) -> Any:
-    """Return an argument that is no tensor, given by position (by default that in the schema) or by name."""
+    """Return an argument that is not a tensor, given by position (by default that in the schema) or by name."""
     place = argument_place(node, name) if position is None else position
     if place is not None and len(node.args) > place:
         return node.args[place]
     if name in node.kwargs or default is not None:
         return node.kwargs.get(name, default)
-    own = argument_place(node, name)
-    return None if own is None else node.target._schema.arguments[own].default_value  # type: ignore[union-attr]
+    declared = argument_place(node, name)
+    return None if declared is None else node.target._schema.arguments[declared].default_value  # type: ignore[union-attr]

@@ -218,12 +218,12 @@ class Trial:
             if problem:
                 return f"result {number} ({kind}): {problem}"
         for number, kind in enumerate(placement.operands):
-            true, own = self.true[number], [gradients[number] for _, gradients in ranks]
-            if true is None and all(gradient is None for gradient in own):
+            true, found = self.true[number], [gradients[number] for _, gradients in ranks]
+            if true is None and all(gradient is None for gradient in found):
                 continue
             whole = torch.zeros_like(self.values[number]) if true is None else true
             shapes = [pieces.shape for pieces in given[number]]
-            pieces = [torch.zeros(s, dtype=whole.dtype) if g is None else g for g, s in zip(own, shapes)]
+            pieces = [torch.zeros(s, dtype=whole.dtype) if g is None else g for g, s in zip(found, shapes)]
             problem = _differs(pieces, whole, _gradient(kind), self.limit, padding=True)
             if problem:
                 return f"gradient of operand {number} ({kind}): {problem}"

@@ -106,14 +106,14 @@ def scan(node: fx.Node) -> Rule:
 def similarity(node: fx.Node) -> Rule:
     """cosine_similarity, pairwise_distance: two broadcast operands, one dim reduced."""
     sizes = [sizes_of(operand) for operand in operands_of(node)]
-    rank = max(len(own) for own in sizes)
+    rank = max(len(shape) for shape in sizes)
     if rank == 0:
         return unsharded(node)
-    padded = [((1, 0),) * (rank - len(own)) + own for own in sizes]
+    padded = [((1, 0),) * (rank - len(shape)) + shape for shape in sizes]
     whole = tuple(b if a == (1, 0) else a for a, b in zip(*padded))
     labels = labelled(rank)
     dim = int(literal(node, "dim") if argument_place(node, "dim") is not None else -1) % rank
-    rows = tuple(aligned(own, whole, labels) for own in sizes)
+    rows = tuple(aligned(shape, whole, labels) for shape in sizes)
     keeps = value_of(node).ndim == rank
     result = tuple("1" if i == dim else label for i, label in enumerate(labels) if keeps or i != dim)
     return Rule(rows, (result,), frozenset({labels[dim]}))

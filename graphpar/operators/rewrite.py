@@ -130,16 +130,16 @@ def _local_shape(call: _Call, specs: CallSpecs, emit: Emit) -> None:
     sizes = list(call.get(argument))
     first = int(call.get("dim")) % value_of(operands_of(call.node)[0]).ndim if name == "unflatten" else 0
     for place, given in enumerate(sizes):
-        own = [(kind, specs.degrees[axis]) for kind, axis in zip(types, specs.degrees) if isinstance(kind, Shard)]
-        own = [(kind, degree) for kind, degree in own if kind.dim == place + first]
-        if not own or (isinstance(given, int) and given == -1):
+        axes = [(kind, specs.degrees[axis]) for kind, axis in zip(types, specs.degrees) if isinstance(kind, Shard)]
+        axes = [(kind, degree) for kind, degree in axes if kind.dim == place + first]
+        if not axes or (isinstance(given, int) and given == -1):
             continue
         if coefficients[place + first] is None:
-            for kind, degree in own:
+            for kind, degree in axes:
                 given = local_size(int(given), kind, degree)
             sizes[place] = given
         elif record_named(name).kind is Kind.EXPAND or -1 in [size for size in sizes if isinstance(size, int)]:
-            for _, degree in own:
+            for _, degree in axes:
                 given = given // degree if isinstance(given, int) else emit(operator.floordiv, (given, degree), {})
             sizes[place] = given
         else:

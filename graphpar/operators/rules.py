@@ -63,7 +63,7 @@ def _wrong(operator: str, rule: str) -> str:
     for factors in (*sides[0], *sides[1]):
         for word in factors:
             if word != "..." and not word.rstrip("*?").isalnum():
-                return f"has the factor {word!r}, which is no word"
+                return f"has the factor {word!r}, which is not a word"
         names = [word.rstrip("*?") for word in factors]
         repeated = [name for name in names if names.count(name) > 1 and name != "1"]
         if repeated:

@@ -132,8 +132,8 @@ def expand(node: fx.Node, context: Context) -> list[Placement]:
     before, after = sizes_of(source), sizes_of(node)
     offset = len(after) - len(before)
     labels = labelled(len(after))
-    own = tuple(labels[offset + dim] if size == after[offset + dim] else "1" for dim, size in enumerate(before))
-    rule = Rule((own, *(labels for _ in shape_of)), (labels,), linear=FIRST)
+    taken = tuple(labels[offset + dim] if size == after[offset + dim] else "1" for dim, size in enumerate(before))
+    rule = Rule((taken, *(labels for _ in shape_of)), (labels,), linear=FIRST)
     return [Placement(p.operands, p.results, "local_shape") for p in from_rule(node, rule, context)]
 
 

@@ -96,7 +96,7 @@ def parse_type(text: str) -> Type:
         return ExpertRows(offsets=rows[1])
     found = _SHARD.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r} is no type of a tensor on an axis; the types are R, I, P and S(dim)")
+        raise ValueError(f"{text!r} is not a type of a tensor on an axis; the types are R, I, P and S(dim)")
     parts = tuple(int(part) for part in found[2].split("+")) if found[2] else ()
     return Shard(int(found[1]), parts)
 

@@ -139,13 +139,13 @@ def load_manifest(folder: str | Path) -> Manifest:
     """Read ``plan.json`` of an emitted folder.
 
     Raises:
-        RuntimeProgramError: there is no such file, or it is no plan of this version.
+        RuntimeProgramError: there is no such file, or it is not a plan of this version.
     """
     path = Path(folder) / "plan.json"
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError:
-        raise RuntimeProgramError(f"{folder} is no emitted folder: it has no plan.json") from None
+        raise RuntimeProgramError(f"{folder} is not an emitted folder: it has no plan.json") from None
     except json.JSONDecodeError as error:
         raise RuntimeProgramError(f"{path} is not valid JSON: {error}") from None
     plan = Record(values, str(path))

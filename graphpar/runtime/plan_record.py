@@ -133,7 +133,7 @@ class Record:
         """Return the torch dtype that the field ``dtype`` names."""
         found = getattr(torch, self.get("dtype", str), None)
         if not isinstance(found, torch.dtype):
-            raise RuntimeProgramError(f"{self.where}: {self.get('dtype', str)!r} is no torch dtype")
+            raise RuntimeProgramError(f"{self.where}: {self.get('dtype', str)!r} is not a torch dtype")
         return found
 
     def shape(self) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ def types_of(listed: Mapping[str, Mapping[str, str]], where: str) -> dict[str, d
     """Parse types by name and axis; ``where`` names them in errors.
 
     Raises:
-        RuntimeProgramError: a text is no type.
+        RuntimeProgramError: a text is not a type.
     """
     found: dict[str, dict[str, Type]] = {}
     for name, spec in listed.items():

@@ -32,13 +32,13 @@ _serial = itertools.count()
 def emitted_package(program: Manifest) -> str:
     """Import the emitted folder as a package under a new name, and return the name.
 
-    The folder's own name may be no identifier; a new name each time lets one process load a program that
+    The folder's name need not be an identifier; a new name each time lets one process load a program that
     was emitted again.
     """
     name = f"graphpar_program_{next(_serial)}"
     init = program.folder / "__init__.py"
     if not init.is_file():
-        raise RuntimeProgramError(f"{program.folder} is no emitted folder: it has no __init__.py")
+        raise RuntimeProgramError(f"{program.folder} is not an emitted folder: it has no __init__.py")
     spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[str(program.folder)])
     assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)

@@ -92,7 +92,7 @@ class WeightFile(Mapping[str, Tensor]):
             except FileNotFoundError:
                 raise RuntimeProgramError(f"there is no weight file {path}") from None
             except SafetensorError as error:
-                raise RuntimeProgramError(f"{path} is no safetensors file: {error}") from None
+                raise RuntimeProgramError(f"{path} is not a safetensors file: {error}") from None
         return self._files[path]
 
 

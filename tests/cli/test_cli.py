@@ -104,13 +104,13 @@ def test_it_runs_as_a_module() -> None:
         (["compile", "m.py", "n.py"], "takes no further argument, but there is 'n.py'"),
         (["compile", "m.py", "--dtype", "fp8"], "--dtype is 'fp8'; it is one of fp32, bf16, fp16."),
         (["compile", "m.py", "--devices", "0"], "--devices: it is 0; it must be at least 1"),
-        (["compile", "m.py", "--devices", "two"], "--devices: 'two' is no whole number"),
+        (["compile", "m.py", "--devices", "two"], "--devices: 'two' is not a whole number"),
         (["compile", "m.py", "--batch", "0"], "--batch: it is 0"),
         (["compile", "m.py", "--microbatch-size", "-2"], "--microbatch-size: it is -2"),
         (["compile", "m.py", "--layers-per-stage", "0"], "--layers-per-stage: it is 0"),
         (["compile", "m.py", "--top", "-1"], "--top: it is -1; it must be at least 0"),
         (["compile", "m.py", "--run", "--steps", "0"], "--steps: it is 0"),
-        (["run", "out", "--timeout", "soon"], "'soon' is no number of seconds"),
+        (["run", "out", "--timeout", "soon"], "'soon' is not a number of seconds"),
         (["calibrate", "--patience", "nan"], "--patience: it is nan"),
         *(
             (["compile", "m.py", option, ""], f"{option} is empty")
@@ -498,7 +498,7 @@ def test_wrong_options(arguments: list[str], expected: str, folder: Path, capsys
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--mesh", "tp=two"], "'two' is no whole number"),
+        (["--mesh", "tp=two"], "'two' is not a whole number"),
         (["--mesh", "dp=2"], "Did you mean 'dp_replicate'?"),
         (["--devices", "2", "--schedule", "1f2b"], "Did you mean '1F1B'?"),
         (["--mesh", "tp=2", "--schedule", "zbv"], "the mesh tp=2 has pp=1"),
@@ -576,13 +576,13 @@ def test_a_plan_that_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "does not divide into microbatches of 3" in edited(microbatch_size=3)
     assert "recompute is 'full', which emitted programs don't do" in edited(recompute="full")
     assert "The plan is for 'GPT'" in edited(model="GPT")
-    assert "no valid plan" in edited(mesh={"pp": 2, "zz": 1})
+    assert "not a valid plan" in edited(mesh={"pp": 2, "zz": 1})
     path.write_text(json.dumps(plan))
     assert "--devices is decided by the plan" in message(
         capsys, "compile", HEAD_FIRST, "--plan", "plan.json", "--devices", "4"
     )
     path.write_text("{")
-    assert "is no JSON" in message(capsys, "report", "plan.json")
+    assert "is not JSON" in message(capsys, "report", "plan.json")
 
 
 def test_a_folder_that_is_no_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

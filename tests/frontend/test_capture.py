@@ -105,7 +105,7 @@ def test_batch_on_another_dim_or_on_none() -> None:
 @pytest.mark.parametrize(
     ("dims", "why"),
     [
-        ({"z": 1}, "names 'z', which is no input"),
+        ({"z": 1}, "names 'z', which is not an input"),
         ({"x": 7}, "gives dim 7 for 'x'"),
         ({"x": 1}, "'y' has 4 rows on dim 0, but the batch is 8"),
     ],

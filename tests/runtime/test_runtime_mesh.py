@@ -252,7 +252,7 @@ def test_a_plan_that_cuts_wrongly_says_so(tmp_path: Path) -> None:
     assert "'block.0.up.bias' is sharded, but interface.shapes does not have its whole shape" in error(without_shape)
     ties = error(lambda edited: edited["parameters"].update({"table.weight": {"tp": "R"}, "out.weight": {"tp": "I"}}))
     assert "the names table.weight, out.weight of one parameter have different types" in ties
-    assert "'Q' is no type" in error(lambda edited: edited["parameters"].update({"table.weight": {"tp": "Q"}}))
+    assert "'Q' is not a type" in error(lambda edited: edited["parameters"].update({"table.weight": {"tp": "Q"}}))
     assert "on each of 2 replicas are not a global batch of 8" in error(
         lambda edited: edited["mesh"].update(dp_replicate=2)
     )

@@ -27,7 +27,7 @@ NAMED = [
     ({"cluster": "2xCPU", "devices": 4}, "devices is 4, but the cluster 2xCPU has 2"),
     ({"devices": 0}, "devices is 0; it must be at least 1"),
     ({"devices": "2"}, "devices is '2'; it must be a whole number"),
-    ({"mesh": "tp=two"}, "Mesh axis tp: 'two' is no whole number"),
+    ({"mesh": "tp=two"}, "Mesh axis tp: 'two' is not a whole number"),
     ({"mesh": "dp=2"}, "Did you mean 'dp_replicate'?"),
     ({"mesh": {"fsdp": 2}}, "Did you mean 'dp_shard'?"),
     ({"mesh": {"dp_repl": 2}}, "Did you mean 'dp_replicate'?"),
