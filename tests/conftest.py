@@ -20,8 +20,9 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 LONG = (
-    "test_ties.py", "test_torture.py", "test_torture_sharded.py", "test_examples.py", "test_architectures_in_stages.py", "test_memory.py",
-    "test_docs.py", "test_pricing.py", "test_estimate.py", "test_custom_operators.py", "test_planner.py",
+    "test_examples.py", "test_ties.py", "test_torture.py", "test_torture_sharded.py", "test_architectures_in_stages.py", "test_memory.py",
+    "test_docs.py", "test_coupled_replicas.py", "test_verification.py", "test_calibrate.py", "test_cli.py", "test_pricing.py",
+    "test_estimate.py", "test_custom_operators.py", "test_planner.py", "test_batch_and_loss.py", "test_codegen.py",
 )  # fmt: skip
 """Files that take long: they begin, so that no worker is left with one of them at the end."""
 

@@ -313,6 +313,22 @@ def emit(
     return folder
 
 
+def make_job(folder: Path, program: Path, batch: dict[str, Tensor], steps: int, optimizer: dict[str, float]) -> Path:
+    """A job of the runtime's worker: ``steps`` steps on the same batch."""
+    folder.mkdir(parents=True)
+    save_file(batch, str(folder / "batch.safetensors"))
+    values = {
+        "program": str(program),
+        "steps": steps,
+        "optimizer": optimizer,
+        "seed": 7,
+        "weights": str(program / "weights" / "model.safetensors"),
+        "batches": [str(folder / "batch.safetensors")] * steps,
+    }
+    (folder / "job.json").write_text(json.dumps(values))
+    return folder
+
+
 def drive(program: str, inference: str, out: Path) -> None:
     """Two accumulated steps, clipping, evaluation, saving, inference, and a batch that only rank 1 gets wrong."""
     from graphpar.runtime import AgreedError, Pipeline, start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,9 @@ SLOW = [name for name in ZOO if name not in FAST and name not in REFUSED]
 WHOLE = [name for name in ZOO if name not in REFUSED]
 
 
-def program_of(toy: Toy) -> gp.Program:
+@functools.cache
+def program_of(name: str) -> gp.Program:
+    toy = ZOO[name]
     return gp.export(toy.build, toy.inputs(), loss_fn=toy.loss_fn, targets=toy.targets(), **toy.export)
 
 
@@ -37,9 +40,10 @@ def planned(toy: Toy, program: gp.Program, **further: Any) -> gp.Plan:
     return gp.plan(program, mesh={"pp": pins.pop("pp", 2)}, **pins)
 
 
+@functools.cache
 def parts_of(name: str) -> gp.Parts:
     toy = ZOO[name]
-    program = program_of(toy)
+    program = program_of(name)
     # An operator that no rule knows may mix examples; those of the zoo don't.
     unknown = any("can't tell whether" in coupling.reason for coupling in program.couplings)
     return gp.partition(program, planned(toy, program, allow_batch_coupling=unknown))

@@ -478,9 +478,11 @@ RECORDS: dict[str, Record] = {
     "glu": Record(Kind.POINTWISE, placements=halves, functions=True),
     # transforms
     **each(
-        "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn "
-        "fft_irfftn fft_fftshift fft_ifftshift",
-        Record(Kind.TRANSFORM, transformed),
+        "fft_fft fft_ifft fft_rfft fft_rfft2 fft_rfftn fft_ihfft", Record(Kind.TRANSFORM, transformed)
+    ),  # of what may be real
+    **each(
+        "fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_fftshift fft_ifftshift",
+        Record(Kind.TRANSFORM, transformed, saves=Reads.NOTHING),
     ),
     **each("stft istft", Record(Kind.TRANSFORM, windowed)),
     **each("linalg_cholesky linalg_cholesky_ex cholesky", Record(Kind.TRANSFORM, matrices, saves=Reads.RESULT)),

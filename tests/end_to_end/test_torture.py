@@ -39,7 +39,7 @@ def test_model_is_refused(name: str) -> None:
     toy = ZOO[name]
 
     with pytest.raises(gp.GraphparError) as refusal:
-        planned(toy, program_of(toy))
+        planned(toy, program_of(name))
 
     assert REFUSED[name] in str(refusal.value)
 
@@ -47,7 +47,7 @@ def test_model_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["Counters", "CounterCrosses", "CountingBlocks", "WrittenViews"])
 def test_written_buffers_allow_one_microbatch(name: str) -> None:
     toy = ZOO[name]
-    program = program_of(toy)
+    program = program_of(name)
 
     with pytest.raises(gp.GraphparError, match="updates the buffer"):
         planned(toy, program, microbatch_size=2)
@@ -66,7 +66,7 @@ def test_emitted_code_uses_public_functions_of_torch() -> None:
     ids=["a tie of a list's members", "a block whose first input has no gradient"],
 )
 def test_programs_of_one_device_and_cut_ones_can_be_read(name: str) -> None:
-    program = program_of(ZOO[name])
+    program = program_of(name)
     for mesh in ({"pp": 1}, {"tp": 2}):
         for file, text in gp.partition(program, gp.plan(program, mesh=mesh)).files.items():
             if file.endswith(".py"):

@@ -8,7 +8,6 @@ import pytest
 
 import graphpar as gp
 from graphpar.verification import Verification
-from tests.zoo import ZOO
 from tests.zoo_programs import WHOLE, check, program_of, verified
 
 
@@ -17,7 +16,7 @@ def sharded_over(axis: str) -> dict[str, Verification | Exception]:
     """Every model of the zoo over two ranks of an axis, its batch whole."""
     made: dict[str, gp.Parts | Exception] = {}
     for name in WHOLE:
-        program = program_of(ZOO[name])
+        program = program_of(name)
         try:
             made[name] = gp.partition(program, gp.plan(program, mesh={axis: 2}, allow_batch_coupling=True))
         except Exception as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +34,25 @@ from tests.test_imports import ROOT, modules
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+_WITHOUT = (
+    "__invert__ _assert_async _assert_scalar _assert_tensor_metadata _guards_fn _log_softmax _safe_softmax _softmax _unsafe_view "
+    "_upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d adaptive_avg_pool1d "
+    "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool3d addbmm addr affine_grid_generator arange as_strided avg_pool2d "
+    "avg_pool3d bernoulli bincount cholesky cholesky_inverse constant_pad_nd conv_transpose3d convolution ctc_loss cummin dot "
+    "embedding_bag empty empty_like expert_rows expert_sums eye feature_dropout fill float_power floordiv full full_like ger "
+    "getitem grid_sampler_2d grid_sampler_3d grouped_mm grouped_mm_fallback gru imag index_reduce isin istft linalg_cholesky "
+    "linalg_cholesky_ex linspace logcumsumexp logdet logspace lstm max_pool1d max_pool1d_with_indices max_pool3d "
+    "max_pool3d_with_indices max_unpool2d max_unpool3d mod moveaxis multi_margin_loss multilabel_margin_loss multinomial mv "
+    "new_empty new_full new_ones nll_loss nll_loss2d norm ones poisson_nll_loss rnn_relu rnn_tanh scalar_tensor "
+    "scaled_dot_product_attention special_polygamma stft swapaxes swapdims sym_constrain_range sym_constrain_range_for_size "
+    "sym_float sym_int sym_size sync_batch_norm tril_indices triu_indices truediv unique_consecutive unique_dim unsafe_chunk "
+    "unsafe_split upsample_bicubic2d upsample_linear1d upsample_nearest1d upsample_nearest3d upsample_trilinear3d vdot "
+    "vocab_cross_entropy vocab_embedding zeros "
+)
+_SAMPLED = {*TABLE, "addcmul", "lerp"} - set(_WITHOUT.split())
+"""Names of operators of which there are samples; known here, so that nobody makes these to list the tests."""
+
+
 @functools.cache
 def calls() -> dict[str, list[Call]]:
     """Hand-made calls by the name of the operator."""
@@ -40,7 +61,39 @@ def calls() -> dict[str, list[Call]]:
     for name in [*FAMILIES, "streams"]:
         for call in family(name):
             found[operator_name(_node(call))].append(call)
+    for name in TABLE:
+        if name not in found and (simple := _simple(name)) is not None:
+            found[name] = [simple]
     return found
+
+
+def _simple(name: str) -> Call | None:
+    """A call with one, two or three tensors and nothing else, where torch has that."""
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in ("default", "Tensor"):
+        target = getattr(packet, overload, None)
+        if target is None or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+            continue
+        if name in ("empty_like", "unique_consecutive"):  # has no values; torch's function leaves results out
+            continue
+        for count, make in itertools.product((1, 2, 3), (_between_0_and_1, _small, _mask)):
+            call = Call(target, tuple(make() for _ in range(count)))
+            with contextlib.suppress(Exception):
+                if any(isinstance(item, Tensor) for item in tree_leaves(target(*call.args))):
+                    return call
+    return None
+
+
+def _between_0_and_1() -> Tensor:
+    return torch.rand(3, 4, dtype=torch.float64) * 0.8 + 0.1
+
+
+def _small() -> Tensor:
+    return torch.randint(1, 5, (3, 4))
+
+
+def _mask() -> Tensor:
+    return torch.rand(3, 4) > 0.5
 
 
 def _node(call: Call) -> fx.Node:
@@ -48,9 +101,13 @@ def _node(call: Call) -> fx.Node:
 
 
 def _with_records(known: Any) -> list[str]:
-    names = [name for name in calls() if known(record_named(name))]
+    names = sorted(name for name in _SAMPLED if known(record_named(name)))
     assert names
-    return sorted(names)
+    return names
+
+
+def test_there_are_samples() -> None:
+    assert set(calls()) == _SAMPLED
 
 
 def _fresh(call: Call) -> tuple[list[Tensor], Any, Any]:
@@ -137,7 +194,7 @@ def test_what_is_free_shows_the_memory_of_its_operand(name: str) -> None:
 def test_views_of_torch_are_free() -> None:
     """An operator of which torch says that it is a view costs nothing."""
     views = {name for name, found in calls().items() if all(getattr(call.target, "is_view", False) for call in found)}
-    views -= {"to"}  # a view where it casts nothing
+    views -= {"to", "resolve_conj", "resolve_neg"}  # views where there is nothing to cast, to conjugate, to negate
 
     assert len(views) > 10
     assert [name for name in views if not record_named(name).free] == []

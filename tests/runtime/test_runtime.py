@@ -58,18 +58,7 @@ class Expected:
 
 
 def make_job(folder: Path, program: Path, batch: dict[str, torch.Tensor] | None = None) -> Path:
-    folder.mkdir(parents=True)
-    save_file(batch or fixture.batch(), str(folder / "batch.safetensors"))
-    values = {
-        "program": str(program),
-        "steps": STEPS,
-        "optimizer": OPTIMIZER,
-        "seed": 7,
-        "weights": str(program / "weights" / "model.safetensors"),
-        "batches": [str(folder / "batch.safetensors")] * STEPS,
-    }
-    (folder / "job.json").write_text(json.dumps(values))
-    return folder
+    return fixture.make_job(folder, program, batch or fixture.batch(), STEPS, OPTIMIZER)
 
 
 @pytest.fixture(scope="module")

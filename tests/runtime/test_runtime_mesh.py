@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from graphpar.ir.mesh import Mesh
@@ -60,21 +60,6 @@ def train(model: torch.nn.Module, batch: dict[str, Tensor], keys: bool) -> Refer
     )
 
 
-def make_job(folder: Path, program: Path, batch: dict[str, Tensor]) -> Path:
-    folder.mkdir(parents=True)
-    save_file(batch, str(folder / "batch.safetensors"))
-    values = {
-        "program": str(program),
-        "steps": STEPS,
-        "optimizer": OPTIMIZER,
-        "seed": 7,
-        "weights": str(program / "weights" / "model.safetensors"),
-        "batches": [str(folder / "batch.safetensors")] * STEPS,
-    }
-    (folder / "job.json").write_text(json.dumps(values))
-    return folder
-
-
 def compared(reference: Reference, result: JobResult, program: Path) -> Verification:
     manifest = load_manifest(program)
     plan: Any = SimpleNamespace(mesh=Mesh(**manifest.mesh), mode="train")
@@ -104,8 +89,14 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[JobResult,
         "pp x tp": sharded.emit(root / "pp-tp", pp=2, tp=2),
         "dp x tp": sharded.emit(root / "dp-tp", dp=2, tp=2),
     }
-    jobs = {name: make_job(root / name, program, fixture.batch()) for name, program in transformers.items()}
-    jobs |= {name: make_job(root / name, program, sharded.batch()) for name, program in mlps.items()}
+    jobs = {
+        name: fixture.make_job(root / name, program, fixture.batch(), STEPS, OPTIMIZER)
+        for name, program in transformers.items()
+    }
+    jobs |= {
+        name: fixture.make_job(root / name, program, sharded.batch(), STEPS, OPTIMIZER)
+        for name, program in mlps.items()
+    }
     results = run_jobs(list(jobs.values()), world_size=4, timeout_s=150, group_timeout_s=60)
     return {name: (result, {**transformers, **mlps}[name]) for name, result in zip(jobs, results)}
 
@@ -138,7 +129,9 @@ def test_tensor_parallel_programs_equal_the_single_process_model(
 
 def test_all_three_axes_at_once(tmp_path: Path, mlp: Reference) -> None:
     program = sharded.emit(tmp_path / "out", pp=2, dp=2, tp=2)
-    (result,) = run_jobs([make_job(tmp_path / "job", program, sharded.batch())], world_size=8, timeout_s=150)
+    (result,) = run_jobs(
+        [fixture.make_job(tmp_path / "job", program, sharded.batch(), STEPS, OPTIMIZER)], world_size=8, timeout_s=150
+    )
     assert result.error is None
     outcome = compared(mlp, result, program)
     assert outcome.ok, outcome.to_json()

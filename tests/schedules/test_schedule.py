@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -470,84 +469,6 @@ def test_a_reordered_table_deadlocks_when_torch_cannot_place_its_transfers(
     except GraphparError:
         return  # torch leaves a rank's own order to its validator
     assert deadlocks(reordered) == torch_deadlocks(reordered)
-
-
-# ------------------------------------------------------------------------------------------ simulation
-
-
-@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
-@given(p=st.integers(1, 5), extra=st.integers(0, 6), forward=st.integers(1, 9), backward=st.integers(1, 9))
-@settings(deadline=None, max_examples=40)
-def test_the_bubble_of_equal_stages(name: str, p: int, extra: int, forward: int, backward: int) -> None:
-    """(p - 1) / (m + p - 1), whatever a forward and a backward cost (GPipe, arXiv 1811.06965, section 2.3)."""
-    m = p + extra
-    timeline = sched.simulate(sched.action_table(name, p, 1, m), [forward] * p, [backward] * p)
-    assert timeline.makespan == (m + p - 1) * (forward + backward)
-    assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
-
-
-@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 8)])
-def test_interleaving_divides_the_bubble(p: int, v: int, m: int) -> None:
-    """(p - 1) / v m of the work (Megatron-LM, arXiv 2104.04473, section 2.2)."""
-    timeline = sched.simulate(sched.action_table("Interleaved1F1B", p, v, m), [1] * p * v, [2] * p * v)
-    assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
-
-
-def test_activations_in_flight() -> None:
-    p, m = 4, 8
-    assert sched.peak_in_flight(sched.action_table("GPipe", p, 1, m)) == (m,) * p
-    assert sched.peak_in_flight(sched.action_table("1F1B", p, 1, m)) == (4, 3, 2, 1)
-    assert sched.peak_in_flight(sched.action_table("1F1B", p, 1, m), sizes=[5, 1, 1, 7]) == (20, 3, 2, 7)
-    assert sched.peak_in_flight(sched.parse_table("0F0,0I0,0F1,0W0,0I1,0W1")) == (2,)
-
-
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-@given(legal_tables(), st.data())
-def test_a_timeline_keeps_every_order_and_wastes_no_time(table: ActionTable, data: st.DataObject) -> None:
-    costs = st.lists(st.integers(1, 5), min_size=table.stages, max_size=table.stages)
-    forward, weight, rest = data.draw(costs), data.draw(costs), data.draw(costs)
-    backward = [w + r for w, r in zip(weight, rest)]
-
-    timeline = sched.simulate(table, forward, backward, weight)
-
-    spans = {span.action: span for row in timeline.spans for span in row}
-    assert len(spans) == sum(1 for _ in table.actions())
-    for row in timeline.spans:
-        assert all(before.end <= after.start for before, after in pairwise(row))
-    for action, span in spans.items():
-        stage, microbatch = action.stage, action.microbatch
-        duration = {"F": forward[stage], "B": backward[stage], "I": rest[stage], "W": weight[stage]}[action.kind]
-        assert span.end - span.start == duration
-        if action.kind == "F" and stage > 0:
-            assert spans[Action(stage - 1, "F", microbatch)].end <= span.start
-        if action.kind in "BI" and stage < table.stages - 1:
-            later = [
-                spans[a] for a in (Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch)) if a in spans
-            ]
-            assert later[0].end <= span.start
-    busiest = max(sum(span.end - span.start for span in row) for row in timeline.spans)
-    chain = sum(forward) + sum(rest if any(a.kind == "I" for a in spans) else backward)
-    assert timeline.makespan >= max(busiest, chain)
-    assert 0 <= timeline.bubble < 1
-
-
-@pytest.mark.parametrize(
-    ("costs", "message"),
-    [
-        (([1], [1, 1]), "forward has 1 costs for 2 stages"),
-        (([1, -1], [1, 1]), "forward cost of stage 1 is -1"),
-        (([1, 1], [1, float("nan")]), "backward cost of stage 1 is nan"),
-        (([1, 1], [1, 1], [1, 2]), "weight cost of stage 1, 2, is more than its whole backward, 1"),
-    ],
-)
-def test_bad_costs(costs: tuple[list[float], ...], message: str) -> None:
-    with pytest.raises(GraphparError, match=message):
-        sched.simulate(sched.action_table("1F1B", 2, 1, 2), *costs)
-
-
-def test_a_deadlock_is_refused_by_the_simulation_too() -> None:
-    with pytest.raises(GraphparError, match="deadlocks"):
-        sched.simulate(sched.parse_table("0F0,0B0\n1B0,1F0"), [1, 1], [1, 1])
 
 
 # --------------------------------------------------------------------------------------------- drawing

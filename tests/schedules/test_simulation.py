@@ -29,6 +29,32 @@ NAMES = {"1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zb-h1": "ZB-H1"
 # --------------------------------------------------------------------------------------- closed forms
 
 
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+@given(p=st.integers(1, 5), extra=st.integers(0, 6), forward=st.integers(1, 9), backward=st.integers(1, 9))
+@QUICK
+def test_the_bubble_of_equal_stages(name: str, p: int, extra: int, forward: int, backward: int) -> None:
+    """(p - 1) / (m + p - 1), whatever a forward and a backward cost (GPipe, arXiv 1811.06965, section 2.3)."""
+    m = p + extra
+    timeline = sched.simulate(sched.action_table(name, p, 1, m), [forward] * p, [backward] * p)
+    assert timeline.makespan == (m + p - 1) * (forward + backward)
+    assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 8)])
+def test_interleaving_divides_the_bubble(p: int, v: int, m: int) -> None:
+    """(p - 1) / v m of the work (Megatron-LM, arXiv 2104.04473, section 2.2)."""
+    timeline = sched.simulate(sched.action_table("Interleaved1F1B", p, v, m), [1] * p * v, [2] * p * v)
+    assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
+
+
+def test_activations_in_flight() -> None:
+    p, m = 4, 8
+    assert sched.peak_in_flight(sched.action_table("GPipe", p, 1, m)) == (m,) * p
+    assert sched.peak_in_flight(sched.action_table("1F1B", p, 1, m)) == (4, 3, 2, 1)
+    assert sched.peak_in_flight(sched.action_table("1F1B", p, 1, m), sizes=[5, 1, 1, 7]) == (20, 3, 2, 7)
+    assert sched.peak_in_flight(sched.parse_table("0F0,0I0,0F1,0W0,0I1,0W1")) == (2,)
+
+
 @given(p=st.integers(1, 6), extra=st.integers(0, 6), forward=st.integers(1, 9), backward=st.integers(1, 9))
 @QUICK
 def test_looped_bfs_divides_the_bubble_of_gpipe(p: int, extra: int, forward: int, backward: int) -> None:
@@ -271,7 +297,9 @@ def test_every_action_ends_when_the_definitions_say(table: ActionTable, data: st
 
     timeline = run(table, costs, moves)
 
-    assert {span.action: span.end for row in timeline.spans for span in row} == reference(table, costs, moves)
+    ends = reference(table, costs, moves)
+    assert {span.action: span.end for row in timeline.spans for span in row} == ends
+    assert timeline.makespan == max(ends.values()) and 0 <= timeline.bubble <= 1
 
 
 @given(legal_tables(), st.data())
@@ -332,6 +360,25 @@ def test_a_cost_of_one_microbatch_alone() -> None:
 def test_ends_of_the_pipeline_cost_more() -> None:
     assert sched.with_ends([1, 1, 1], first=2, last=5) == [3, 1, 6]
     assert sched.with_ends([1], first=2, last=5) == [8]
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (([1], [1, 1]), "forward has 1 costs for 2 stages"),
+        (([1, -1], [1, 1]), "forward cost of stage 1 is -1"),
+        (([1, 1], [1, float("nan")]), "backward cost of stage 1 is nan"),
+        (([1, 1], [1, 1], [1, 2]), "weight cost of stage 1, 2, is more than its whole backward, 1"),
+    ],
+)
+def test_bad_costs(costs: tuple[list[float], ...], message: str) -> None:
+    with pytest.raises(GraphparError, match=message):
+        sched.simulate(sched.action_table("1F1B", 2, 1, 2), *costs)
+
+
+def test_a_deadlock_is_refused_by_the_simulation_too() -> None:
+    with pytest.raises(GraphparError, match="deadlocks"):
+        sched.simulate(sched.parse_table("0F0,0B0\n1B0,1F0"), [1, 1], [1, 1])
 
 
 @pytest.mark.parametrize(
