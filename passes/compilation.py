@@ -1,8 +1,6 @@
-"""``Compilation``: what has been derived of a program on its way to a package, each thing once.
+"""``Compilation``: the results of compiling a program so far, so that none is computed twice.
 
-    program, plan ──compiled──► Compilation(sharded, stages, estimate) ──report_data──► report ──emit_package──► package
-
-A step takes it and gives it with one thing more; nothing that is in it is derived again.
+program, plan ──compiled──► Compilation(sharded, stages, estimate) ──report_data──► report ──emit_package──► package
 """
 
 from __future__ import annotations
@@ -24,13 +22,14 @@ from graphpar.passes.split import positions_of, split
 
 @dataclass(frozen=True)
 class Compilation:
-    """A program, its plan, and what follows from both so far.
+    """A program, its plan, and what has been computed of both.
 
     Attributes:
-        program: whole, for any microbatch; ``sharded``: the program of a rank; ``stages``: that, split.
-        cluster: what ``estimate`` is for, which is None where that can't be priced: ``unpriced`` says why.
-        in_bf16_s: about what a step would take in bf16, where that is of interest.
-        seconds: of the steps from ``split`` on.
+        program: the unsharded program.
+        sharded: the program of a rank; ``stages``: the same, split.
+        cluster: the hardware of ``estimate``, which is None where the plan can't be priced; ``unpriced`` says why.
+        in_bf16_s: estimated seconds of a step in bf16, for an fp32 plan on devices that are faster in bf16.
+        seconds: wall-clock time of each step from ``split`` on.
     """
 
     program: Program
@@ -46,10 +45,10 @@ class Compilation:
 
 
 def compiled(program: Program, plan: Plan, cluster: Cluster | None = None) -> Compilation:
-    """``program`` sharded, split and priced as ``plan`` says.
+    """Shard, split and price ``program`` as ``plan`` says.
 
     Args:
-        cluster: what it is priced for; by default the plan's own, or as many devices of this machine's kind.
+        cluster: the hardware to price for; by default the plan's, else as many devices of this machine's kind.
     """
     sharded = sharded_as(program, plan)
     started = perf_counter()
@@ -60,7 +59,7 @@ def compiled(program: Program, plan: Plan, cluster: Cluster | None = None) -> Co
 
 
 def priced(compilation: Compilation, cluster: Cluster) -> Compilation:
-    """The same with what a step takes on ``cluster``: what the plan predicts, where it was made for that."""
+    """Add the estimate of a step on ``cluster``: the plan's own prediction where it was made for that cluster."""
     program, plan = compilation.program, replace(compilation.plan, sharded=compilation.sharded)
     try:
         estimate = plan.predicted if cluster == plan.cluster else None

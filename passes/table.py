@@ -1,9 +1,9 @@
-"""A compilation is a list: every step from a model to a report, in order.
+"""Every step of a compilation, from a model to a report, in order.
 
     capture ──► PASSES: Program ──► Program ──► annotate, plan ──► shard, check_types ──► split ──► codegen, report
 
-A pass is a plain function from :class:`~graphpar.ir.program.Program` to Program. What it requires must have run before it; after it
-``check`` looks at what it promises, so that a broken pass is found where it broke.
+A pass is a plain function from :class:`~graphpar.ir.program.Program` to Program. The passes that it requires must have run before;
+after it ``check`` verifies what it provides, so that a broken pass is found at once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from graphpar.passes.normalize.unchosen import fill_unchosen, sizes_are_known
 
 @dataclass(frozen=True)
 class Step:
-    """A row of the list: what the step needs to have run before it, what it provides, and what checks that.
+    """One step: what it requires, what it provides, and what checks that.
 
     Attributes:
-        file: the module that does it.
-        requires: names of the steps whose work it builds on.
+        file: the module that implements it.
+        requires: names of steps that must have run before it.
         conflicts: names of steps that must not have run before it.
     """
 
@@ -51,18 +51,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Pass(Step):
-    """A step from Program to Program; ``check`` looks at what it provides, each time after it ran."""
+    """A step from Program to Program; ``check`` runs after it each time, and verifies what it provides."""
 
     run: Callable[[Program], Program] = field(kw_only=True)
     check: Callable[[Program], bool] = field(kw_only=True)
 
 
 class PassList(tuple[Pass, ...]):
-    """Passes in order. A user's own go between: ``PASSES.insert_after("simplify", my_pass)`` gives a new list."""
+    """Passes in order. Insert your own with ``PASSES.insert_after("simplify", my_pass)``, which returns a new list."""
 
     @staticmethod
     def of(value: object) -> PassList:
-        """``value`` as a list of passes: one, a sequence of passes, or a function without arguments that gives either.
+        """Return ``value`` as a list of passes: a PassList, a sequence of passes, or a function without arguments that returns one.
 
         Raises:
             GraphparError: it is something else.
@@ -83,10 +83,11 @@ class PassList(tuple[Pass, ...]):
         )
 
     def names(self) -> list[str]:
+        """Return the passes' names, in order."""
         return [row.name for row in self]
 
     def insert_after(self, name: str, added: Pass | Callable[[Program], Program]) -> PassList:
-        """The list with a pass behind the one of this name.
+        """Return the list with a pass behind the one of this name.
 
         Args:
             added: a function from Program to Program, or a whole row.
@@ -97,11 +98,15 @@ class PassList(tuple[Pass, ...]):
         return self._inserted(self.place(name) + 1, added, (name,))
 
     def insert_before(self, name: str, added: Pass | Callable[[Program], Program]) -> PassList:
-        """The list with a pass before the one of this name. See :meth:`insert_after`."""
+        """Return the list with a pass before the one of this name. See :meth:`insert_after`."""
         return self._inserted(self.place(name), added, ())
 
     def place(self, name: str) -> int:
-        """The index of the pass of this name."""
+        """Return the index of the pass of this name.
+
+        Raises:
+            GraphparError: there is none.
+        """
         if name not in self.names():
             raise GraphparError(
                 f"There is no pass {name!r}; the passes are {', '.join(self.names())}.{near_match(name, self.names())}"
@@ -115,10 +120,10 @@ class PassList(tuple[Pass, ...]):
         return PassList((*self[:place], row, *self[place:]))
 
     def check_order(self, skipped: Collection[str] = ()) -> None:
-        """That each pass has before it what it requires, and nothing that it conflicts with.
+        """Check that each pass has before it what it requires, and nothing that it conflicts with.
 
         Raises:
-            GraphparError: one has not; both are named.
+            GraphparError: a pass has not; both are named.
         """
         done: list[str] = ["capture"]
         for row in self:
@@ -126,14 +131,10 @@ class PassList(tuple[Pass, ...]):
                 continue
             for name in row.requires:
                 if name not in done:
-                    where = (
-                        "is skipped"
-                        if name in skipped
-                        else "comes after it"
-                        if name in self.names()
-                        else "is not in the list"
+                    place = "comes after it" if name in self.names() else "is not in the list"
+                    raise GraphparError(
+                        f"The pass {row.name} requires {name}, which {'is skipped' if name in skipped else place}."
                     )
-                    raise GraphparError(f"The pass {row.name} requires {name}, which {where}.")
             for name in row.conflicts:
                 if name in done:
                     raise GraphparError(f"The pass {row.name} must not come after {name}.")
@@ -145,7 +146,7 @@ class PassList(tuple[Pass, ...]):
 
 
 def _own(function: Callable[[Program], Program], requires: tuple[str, ...]) -> Pass:
-    """The row of a user's function."""
+    """Return the row of a user's function."""
     if not callable(function):
         raise GraphparError(f"A pass is a function from Program to Program, not {function!r}.")
     name = getattr(function, "__name__", type(function).__name__)
@@ -163,12 +164,10 @@ def _own(function: Callable[[Program], Program], requires: tuple[str, ...]) -> P
 
 @dataclass(frozen=True)
 class PassResult:
-    """What one pass did: seconds, and the root graph's nodes before and after."""
+    """The seconds that one pass took."""
 
     name: str
     seconds: float
-    nodes_before: int
-    nodes_after: int
 
 
 def _inputs_known(program: Program) -> bool:
@@ -283,7 +282,7 @@ PASSES = PassList(
         ),
     )
 )  # fmt: skip
-"""From a captured program to one that can be cut."""
+"""From a captured program to one that can be split and sharded."""
 
 STEPS: tuple[Step, ...] = (
     Step("capture", "graphpar.frontend.capture", (), "a program: the traced graph, inputs, parameters, ties", "torch.export"),
@@ -296,7 +295,7 @@ STEPS: tuple[Step, ...] = (
     Step("codegen", "graphpar.codegen.package", ("split",), "the text of the package", "graphpar check and graphpar verify"),
     Step("report", "graphpar.report.report", ("split",), "what was decided and what it costs", "the lines of a step add up to it"),
 )  # fmt: skip
-"""A compilation, from the model to the report."""
+"""All steps of a compilation, from the model to the report."""
 
 
 def run_passes(
@@ -306,14 +305,17 @@ def run_passes(
     skip: Collection[str] = (),
     after: Callable[[Pass, Program], None] | None = None,
 ) -> tuple[Program, list[PassResult]]:
-    """Run ``passes`` in order; after each one its check.
+    """Run ``passes`` in order, each followed by its check.
 
     Args:
         skip: optional passes to leave out.
         after: called with each pass and the program after it (for dumps).
 
+    Returns:
+        The program, and how long each pass took.
+
     Raises:
-        GraphparError: the order is not one that the passes allow, or one that is skipped is not optional.
+        GraphparError: the order is illegal, a skipped pass is not optional, or a user's pass fails.
     """
     check_skipped(passes, skip)
     results = []
@@ -321,14 +323,14 @@ def run_passes(
     for row in passes:
         if row.name in skip:
             continue
-        before, started = len(program.graph.nodes), time.perf_counter()
+        started = time.perf_counter()
         if row in PASSES:
             program = row.run(program)
             program.graph.lint()
             assert row.check(program), f"pass {row.name} did not provide that {row.provides}"
         else:
             program = _run_own(row, program, done)
-        results.append(PassResult(row.name, time.perf_counter() - started, before, len(program.graph.nodes)))
+        results.append(PassResult(row.name, time.perf_counter() - started))
         done.append(row)
         if after is not None:
             after(row, program)
@@ -336,10 +338,10 @@ def run_passes(
 
 
 def check_skipped(passes: PassList, skip: Collection[str]) -> None:
-    """That the order is one that the passes allow, without those of ``skip``, and that these are optional.
+    """Check that the passes in ``skip`` are optional, and that the order is legal without them.
 
     Raises:
-        GraphparError: it is not.
+        GraphparError: they are not, or it is not.
     """
     for name in skip:
         if not passes[passes.place(name)].optional:
@@ -349,10 +351,10 @@ def check_skipped(passes: PassList, skip: Collection[str]) -> None:
 
 
 def _run_own(row: Pass, program: Program, done: Sequence[Pass]) -> Program:
-    """A user's pass. What held before it must hold after it.
+    """Run a user's pass; all checks that held before it must hold after it.
 
     Raises:
-        GraphparError: it raised, gave no program, or left one that is not whole; the pass is named, and what is wrong.
+        GraphparError: it raised, returned no program, or a malformed one.
     """
     held = [other for other in done if other.check(program)]
     try:
@@ -370,13 +372,13 @@ def _run_own(row: Pass, program: Program, done: Sequence[Pass]) -> Program:
         made.graph.lint()
     except Exception as error:
         what = (str(error).splitlines() or [type(error).__name__])[0]
-        raise GraphparError(f"The pass {row.name} left a graph that is not whole: {what}") from error
+        raise GraphparError(f"The pass {row.name} left a malformed graph: {what}") from error
     if not made.blocks:
         remove_dead_code(made.graph)
     for node in made.graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             raise GraphparError(
-                f"The pass {row.name} left the operator {node.name} without metadata; give it that of what it stands for: "
+                f"The pass {row.name} left the operator {node.name} without metadata; give it that of the operator it replaces: "
                 "new.meta = dict(old.meta)."
             )
     if not row.check(made):

@@ -1,1 +1,1 @@
-"""From a captured program to one that can be cut: plain operators, blocks, a loss that is a sum."""
+"""From a captured program to one that can be split and sharded: plain operators, blocks, a loss that is a sum."""

@@ -1,7 +1,7 @@
-"""One module applied several times: the towers of a siamese network, a policy on chosen and rejected answers, a recurrence.
+"""Modules that are applied several times: the towers of a siamese network, a policy on chosen and rejected answers, a recurrence.
 
-net(a), net(b)   side by side: neither needs the other's result     each application is cut where the first one is
-net(net(x))      one after the other: a recurrence                  a later application lies where it stands in the program
+net(a), net(b)   side by side: neither needs the other's result     each application is split where the first one is
+net(net(x))      one after the other: a recurrence                  a later application stays in program order
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graphpar.ir.program import Program, module_path
 
 
 def first_applications(program: Program) -> dict[fx.Node, fx.Node]:
-    """For each operator of the root in one of several applications side by side but the first, its like in that one."""
+    """Map operators of later applications of a module to the same operator of the first, where applications are side by side."""
     calls: dict[str, dict[str, list[fx.Node]]] = {}  # of each path
     for node in program.graph.nodes:
         for path, _, call in node.meta.get("module_stack", ()) if node.op in ("call_function", "call_module") else ():
@@ -26,14 +26,16 @@ def first_applications(program: Program) -> dict[fx.Node, fx.Node]:
         first, *others = applications.values()
         if not others or any(node in found for node in first) or not side_by_side(list(applications.values())):
             continue
-        likes = dict(_numbered(first))
+        originals = dict(_numbered(first))
         for nodes in others:
-            found.update({node: likes[key] for key, node in _numbered(nodes) if key in likes and node not in found})
+            found.update(
+                {node: originals[key] for key, node in _numbered(nodes) if key in originals and node not in found}
+            )
     return found
 
 
 def _numbered(nodes: Iterable[fx.Node]) -> Iterable[tuple[tuple[str, str, int], fx.Node]]:
-    """Nodes by module, operator, and how many there are of it before."""
+    """Yield nodes with a key: module, operator, and how many of that operator came before."""
     seen: Counter[tuple[str, str]] = Counter()
     for node in nodes:
         kind = module_path(node), str(node.target)
@@ -42,7 +44,7 @@ def _numbered(nodes: Iterable[fx.Node]) -> Iterable[tuple[tuple[str, str, int], 
 
 
 def side_by_side(applications: Sequence[Sequence[fx.Node]]) -> bool:
-    """Whether none of the applications, given by their nodes, needs what another one makes."""
+    """Return whether no application, each given by its nodes, needs the result of another."""
     owner = {node: number for number, nodes in enumerate(applications) for node in nodes}
     for number, nodes in enumerate(applications):
         reached, pending = set(nodes), list(nodes)

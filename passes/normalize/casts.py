@@ -1,10 +1,10 @@
-"""What autocast did to an operator, as casts of its inputs.
+"""The effect of autocast on an operator, as casts of its inputs.
 
     linear(h, weight)  under autocast to bf16   ->   linear(h.to(bfloat16), weight.to(bfloat16))
 
-Nothing here lists what autocast casts, which differs between devices and versions of torch. The operator runs on fake tensors
-under autocast, and the operators that torch computes it with are noted, with the dtypes that these compute in. Then it runs
-without, with its inputs cast in each way that autocast knows, until torch computes the same.
+There is no list of what autocast casts, since that differs between devices and versions of torch. Instead the operator runs on fake
+tensors under autocast, and each operator that torch dispatches is logged with its dtypes. Then it runs without autocast, its inputs
+cast in each way that autocast has, until the log is the same.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ class Autocast:
 
 @dataclass
 class Casts:
-    """Casts the inputs of operators; what was found for one serves all of its kind (each layer's)."""
+    """Casts the inputs of operators; the result for one operator is reused for equal ones in other layers."""
 
     graph: fx.Graph
     known: dict[Any, torch.dtype | None] = field(default_factory=dict)
     made: dict[tuple[fx.Node, torch.dtype, Any], fx.Node] = field(default_factory=dict)
 
     def insert(self, node: fx.Node, autocast: Autocast) -> None:
-        """Casts ``node``'s floating inputs such that it computes without autocast what it does with it."""
+        """Cast ``node``'s floating inputs such that it computes without autocast what it does with it.
+
+        Raises:
+            GraphparError: no casts of its inputs have that effect.
+        """
         if not isinstance(node.target, torch._ops.OpOverload):
             return
         inputs = [argument for argument in node.all_input_nodes if _is_cast(value_of(argument))]
@@ -59,7 +63,7 @@ class Casts:
         node.args, node.kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: replacements.get(n, n))
 
     def _cast(self, argument: fx.Node, target: torch.dtype, user: fx.Node) -> fx.Node:
-        """The cast belongs to the module that uses it: what a block casts for itself is part of the block."""
+        """Cast ``argument``, once for each module that uses it, so that the cast belongs to that module's block."""
         key = (argument, target, user.meta["module_stack"])
         if key not in self.made:
             with self.graph.inserting_before(user):
@@ -72,11 +76,13 @@ class Casts:
 
 
 def _is_cast(value: Any) -> bool:
-    """Whether autocast casts such a value: doubles stay as they are."""
+    """Return whether autocast casts such a value; it leaves doubles alone."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _kind(node: fx.Node, autocast: Autocast) -> Any:
+    """Return a key that is equal for operators with the same target, ranks, dtypes and options."""
+
     def described(argument: fx.Node) -> Any:
         value = value_of(argument)
         return slice(str(value.dtype), value.ndim) if isinstance(value, Tensor) else slice(str(type(value)))
@@ -86,9 +92,9 @@ def _kind(node: fx.Node, autocast: Autocast) -> Any:
 
 
 def _found(node: fx.Node, autocast: Autocast) -> torch.dtype | None:
-    """The dtype that ``node``'s inputs must have (None: their own); refused where no casts of them do what autocast did.
+    """Return the dtype that ``node``'s inputs must have (None: their own) to compute as under autocast.
 
-    Where torch can't run the operator on fake tensors under autocast, the dtypes of its recorded results must do.
+    Where torch can't run the operator on fake tensors under autocast, the dtypes of its traced results are compared instead.
     """
     values = [value_of(argument) for argument in node.all_input_nodes]
     dtypes = [value.dtype for value in values if _is_cast(value)]
@@ -107,14 +113,14 @@ def _found(node: fx.Node, autocast: Autocast) -> torch.dtype | None:
 
 
 def _computed(node: fx.Node, autocast: Autocast, target: torch.dtype | None) -> list[Any] | None:
-    """The operators that torch computes ``node`` with, and their dtypes; None where it does not run so."""
+    """Return the operators that torch dispatches for ``node``, with their dtypes; None where it does not run."""
 
     def given(argument: fx.Node) -> Any:
         value = value_of(argument)
         return value.to(target) if target is not None and _is_cast(value) else value
 
     mode = next(v.fake_mode for v in map(value_of, node.all_input_nodes) if hasattr(v, "fake_mode"))
-    # An operator that stands for a custom function shows what it does only when the function itself runs.
+    # An operator that replaces a custom autograd function shows what it dispatches only when the function itself runs.
     function = OPERATORS[node.target].run if node.target in OPERATORS else node.target
     log = _Log()
     assert callable(function)
@@ -134,7 +140,7 @@ def _dtypes(values: Any) -> tuple[torch.dtype, ...]:
 
 
 class _Log(TorchDispatchMode):
-    """Notes each operator that computes, and the dtypes that go in and come out."""
+    """Logs each operator that computes, with the dtypes of its inputs and results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,6 +150,6 @@ class _Log(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         namespace, _, name = func._schema.name.partition("::")
         moves = func.is_view or name.startswith("copy") or record_named(name).same_elements  # says nothing about dtypes
-        if namespace != "prim" and not moves:  # prim::device asks a tensor where it lies
+        if namespace != "prim" and not moves:  # prim::device only asks for a tensor's device
             self.entries.append((func, _dtypes((args, kwargs)), _dtypes(result)))
         return result

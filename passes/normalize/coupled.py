@@ -1,4 +1,4 @@
-"""What follows from operators that mix examples: where they are placed, why the batch is not split, or what splitting it does.
+"""Operators that mix examples (BatchNorm): on which axes they are placed, and what to tell the user about splitting the batch.
 
 program.couplings ──grouped by reason, layers of one name together──► one line, however many there are
 """
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 def coupled_text(couplings: Sequence[Coupling]) -> str:
-    """``batch_norm mixes examples (blocks.*.bn1, blocks.*.bn2: 12 modules, model.py:19)``."""
+    """Return ``batch_norm mixes examples (blocks.*.bn1, blocks.*.bn2: 12 modules, model.py:19)``."""
     groups: dict[str, list[Coupling]] = {}
     for coupling in couplings:
         groups.setdefault(coupling.reason, []).append(coupling)
@@ -39,9 +39,9 @@ def _group(reason: str, group: Sequence[Coupling]) -> str:
 
 
 def placed_axes(program: Program, mesh: Mesh) -> dict[str, int]:
-    """The axes of several ranks on which each operator has a placement, with their degrees.
+    """Return the axes of several ranks on which each operator has a placement, with their degrees.
 
-    Replicas run on their own rows, so nothing is placed on their axes, unless examples depend on each other.
+    Replicas run on different rows, so nothing is placed on their axes, unless examples depend on each other.
     """
     coupled = bool(program.couplings) or program.unsplittable is not None
     return {
@@ -52,13 +52,11 @@ def placed_axes(program: Program, mesh: Mesh) -> dict[str, int]:
 
 
 def batch_warning(program: Program, mesh: Mesh, microbatches: int, allowed: bool) -> str | None:
-    """That the batch is one microbatch because of what is in the program, or that it is several nevertheless; None where neither is
-    of account.
-    """
+    """Return a warning where coupled examples keep the batch whole, or where it is split nevertheless; else None."""
     if microbatches > 1:
         if not program.couplings:
             return None
-        return f"{coupled_text(program.couplings)}: each of {microbatches} microbatches is on its own, which changes the result."
+        return f"{coupled_text(program.couplings)}: each of {microbatches} microbatches is computed separately, which changes the result."
     if mesh.pp == 1 or allowed or not (program.couplings or program.unsplittable):
         return None
     if program.unsplittable is not None:

@@ -1,7 +1,7 @@
-"""``functionalize``: in-place operators on values become operators that give a new value.
+"""``functionalize``: in-place operators on values become operators that return a new value.
 
-Writes to buffers (BatchNorm's statistics and counters) stay what they are: effects on the module's state. A write
-through a view is carried back to the tensor that was viewed:
+Writes to buffers (BatchNorm's statistics and counters) stay: they are effects on the module's state. A write through a view is
+written back to the tensor that was viewed:
 
     y = x[:, 0]; y.add_(1)      ->    y = x[:, 0] + 1;  x = select_scatter(x, y, 1, 0)
 """
@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 
 @dataclass
 class _Alias:
-    """A value that shows (part of) a base tensor: how it was made from its parent, and when."""
+    """A view of (part of) a base tensor: how it was made from its parent, and at which version of the base."""
 
     base: fx.Node
     parent: fx.Node | None
@@ -35,7 +35,11 @@ class _Alias:
 
 
 def functionalize(program: Program) -> Program:
-    """Program -> Program in which only buffers are written in place."""
+    """Replace in-place operators, except on buffers.
+
+    Raises:
+        GraphparError: a parameter is written, or a tensor whose views can't be followed.
+    """
     if any(_out(node) is not None for node in program.graph.nodes):
         program = program.with_graph(_out_as_copies(program.graph))
     if not any(is_inplace(node) for node in program.graph.nodes):
@@ -44,15 +48,21 @@ def functionalize(program: Program) -> Program:
 
 
 def _out(node: fx.Node) -> fx.Node | None:
-    """What ``torch.div(a, b, out=x)`` writes."""
+    """Return the tensor that ``torch.div(a, b, out=x)`` writes."""
     written = node.kwargs.get("out") if is_inplace(node) else None
     return written if isinstance(written, fx.Node) else None
 
 
+def copied(source: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(source, {}))
+    return graph
+
+
 def _out_as_copies(graph: fx.Graph) -> fx.Graph:
-    """``torch.div(a, b, out=x)`` is ``x.copy_(a / b)``."""
-    new = fx.Graph()
-    new.output(new.graph_copy(graph, {}))
+    """Replace ``torch.div(a, b, out=x)`` by ``x.copy_(a / b)``."""
+    new = copied(graph)
     for node in list(new.nodes):
         written = _out(node)
         if written is None:
@@ -65,15 +75,15 @@ def _out_as_copies(graph: fx.Graph) -> fx.Graph:
         with new.inserting_before(node):
             options = {name: value for name, value in node.kwargs.items() if name != "out"}
             made = infer(new.call_function(target, node.args, options), node)
-            copied = new.call_function(_aten.copy_.default, (written, made))
-        copied.meta = dict(node.meta)
-        node.replace_all_uses_with(copied)
+            write = new.call_function(_aten.copy_.default, (written, made))
+        write.meta = dict(node.meta)
+        node.replace_all_uses_with(write)
         new.erase_node(node)
     return new
 
 
 def _without_out(target: Any) -> Any:
-    """The overload of the same operator that takes the same arguments, but for ``out``."""
+    """Return the overload of the same operator that takes the same arguments except ``out``."""
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
     packet = target._overloadpacket
     overloads = [getattr(packet, name) for name in packet.overloads()]
@@ -81,6 +91,7 @@ def _without_out(target: Any) -> Any:
 
 
 def is_inplace(node: fx.Node) -> bool:
+    """Return whether an operator writes one of its arguments; batch_norm, which writes its statistics, does not count."""
     return (
         node.op == "call_function"
         and isinstance(node.target, torch._ops.OpOverload)
@@ -90,7 +101,7 @@ def is_inplace(node: fx.Node) -> bool:
 
 
 def written_buffers(graph: fx.Graph) -> set[fx.Node]:
-    """The ``get_attr`` nodes of buffers that operators write, directly or through a view."""
+    """Return the ``get_attr`` nodes of buffers that operators write, directly or through a view."""
     written: set[fx.Node] = set()
     for node in graph.nodes:
         targets = [node.args[0]] if is_inplace(node) else []
@@ -105,9 +116,9 @@ def written_buffers(graph: fx.Graph) -> set[fx.Node]:
 
 
 def infer(node: fx.Node, like: fx.Node, same: bool = False) -> fx.Node:
-    """Gives ``node`` (new in its graph) the metadata of ``like`` and the fake value of its own operator.
+    """Give ``node`` (new in its graph) the metadata of ``like``, and its fake value by running its operator.
 
-    ``same``: its value is that of ``like``, so its dims follow the batch where those of ``like`` do.
+    ``same``: it has the value of ``like``, so the same dims follow the batch.
     """
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     given = torch.utils._pytree.tree_leaves([value_of(n) for n in node.all_input_nodes])
@@ -125,7 +136,7 @@ def infer(node: fx.Node, like: fx.Node, same: bool = False) -> fx.Node:
 
 
 def _infer_coefficients(node: fx.Node, value: Tensor, like: fx.Node) -> None:
-    """Which dims follow the batch, in a fixed-size trace: the operator is run on the values of the other trace too."""
+    """Find which dims follow the batch in a fixed-size trace, by running the operator on the values of the second trace too."""
     twins = [n.meta[TWIN] for n in node.all_input_nodes if TWIN in n.meta]
     if not twins:
         return
@@ -163,11 +174,12 @@ class _Functionalizer:
         self.current: dict[fx.Node, fx.Node] = {}  # a base's newest value in the new graph
         self.versions: dict[fx.Node, int] = {}
         self.refreshed: dict[tuple[fx.Node, int], fx.Node] = {}
-        self.memory: dict[int, fx.Node] = {}  # the base that lives in each storage
-        self.unclear: set[fx.Node] = set()  # bases whose memory is also seen through an operator that we can't undo
+        self.memory: dict[int, fx.Node] = {}  # the base in each storage
+        self.unclear: set[fx.Node] = set()  # bases whose memory is also seen through an operator that we can't invert
         self.differentiable: set[fx.Node] = set()
 
     def rewrite(self) -> fx.Graph:
+        """Return the graph without writes to values."""
         for node in self.program.graph.nodes:
             self._trace_gradient(node)
             if is_inplace(node) and not self._writes_buffer(node):
@@ -222,7 +234,7 @@ class _Functionalizer:
         return base.op == "get_attr" and str(base.target) in self.program.buffers
 
     def _read(self, node: fx.Node) -> fx.Node:
-        """The new graph's value of ``node`` as it is now, after the writes so far."""
+        """Return the new graph's value of ``node`` after the writes so far."""
         alias = self.aliases.get(node)
         if alias is None:
             return self.env[node]
@@ -306,7 +318,7 @@ class _Functionalizer:
         return infer(self.graph.call_function(target, args, kwargs or {}), like)
 
     def _carry_back(self, target: fx.Node, result: fx.Node, cause: fx.Node) -> None:
-        """Writes ``result``, the new value of ``target``, into every tensor that ``target`` is a view of."""
+        """Write ``result``, the new value of ``target``, into every tensor that ``target`` is a view of."""
         alias = self.aliases[target]
         if alias.maker is None or alias.parent is None:
             self.current[alias.base] = result
@@ -315,7 +327,7 @@ class _Functionalizer:
         self._carry_back(alias.parent, self._inverse(alias.maker, parent, result, cause), cause)
 
     def _stale(self, node: fx.Node) -> fx.Node:
-        """The value of ``node`` just before the write in progress."""
+        """Return the value of ``node`` just before the write in progress."""
         base = self.aliases[node].base
         self.versions[base] -= 1
         try:
@@ -324,12 +336,13 @@ class _Functionalizer:
             self.versions[base] += 1
 
     def _inverse(self, maker: fx.Node, parent: fx.Node, result: fx.Node, cause: fx.Node) -> fx.Node:
+        """Return ``parent`` with ``result`` in place of the view that ``maker`` made of it."""
         name, record, rest = operator_name(maker), record_of(maker), tuple(maker.args[1:])
         same = value_of(parent).dtype == value_of(result).dtype
-        scatter = getattr(_aten, f"{name}_scatter", None)
-        if (
-            record.kind is Kind.VIEW and scatter is not None and name != "as_strided"
-        ):  # the strides are another memory's
+        scatter = (
+            getattr(_aten, f"{name}_scatter", None) if name != "as_strided" else None
+        )  # new tensors have other strides
+        if record.kind is Kind.VIEW and scatter is not None:
             return self._call(cause, scatter.default, (parent, result, *rest), dict(maker.kwargs))
         if record.kind is Kind.PERMUTE and (rule := rule_of(maker)) is not None:
             order = [rule.results[0].index(factor) for factor in rule.operands[0]]
@@ -341,11 +354,8 @@ class _Functionalizer:
         if name == "narrow":
             dim, start, length = rest
             return self._call(cause, _aten.slice_scatter.default, (parent, result, dim, start, start + length))  # type: ignore[operator]
-        if (
-            same
-            and value_of(parent).shape == value_of(result).shape
-            and value_of(parent).stride() == value_of(maker).stride()
-        ):
+        alike = value_of(parent).shape == value_of(result).shape
+        if same and alike and value_of(parent).stride() == value_of(maker).stride():
             return result  # detach, a cast to the same dtype, dropout that drops nothing
         raise GraphparError(
             f"The model writes in place through a view made by {name!r}{where(cause)}; write the result to a new tensor instead."
@@ -353,14 +363,14 @@ class _Functionalizer:
 
 
 def _memory(node: fx.Node) -> int | None:
-    """What tells storages apart; of the first of several results."""
+    """Return an identifier of the value's storage, of the first of several results."""
     value = value_of(node)
     value = value[0] if isinstance(value, list | tuple) and value else value
     return int(torch._C._storage_id(value)) if isinstance(value, Tensor) else None  # type: ignore[attr-defined]
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The tensor that ``node`` shows again: its first argument, where both live in one storage."""
+    """Return the tensor that ``node`` is a view of: its first argument, where both share one storage."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node) or is_inplace(node) or operator_name(node) in ("lift_fresh_copy", "batch_norm"):
         return None
@@ -372,6 +382,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def random_refused(node: fx.Node) -> GraphparError:
+    """Return the error for a random operator other than dropout."""
     return GraphparError(
         f"The model draws random numbers with {node.target}{where(node)}. graphpar reproduces dropout for any split; other random "
         "operators would give other numbers than on one device. Pass the random tensor as an input instead."

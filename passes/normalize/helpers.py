@@ -21,7 +21,7 @@ _SMALLEST = 5
 
 
 def share_helpers(program: Program) -> Program:
-    """Program -> Program in which large parameter-free parts of the root are calls of helpers."""
+    """Turn large parameter-free parts of the root graph into calls of helper functions."""
     free = _parameter_free(program)
     order = {node: index for index, node in enumerate(program.graph.nodes)}
     parts = [_sinks(part, order) for part in _components(program, free)]
@@ -46,9 +46,9 @@ def share_helpers(program: Program) -> Program:
 
 
 def _sinks(part: list[fx.Node], order: dict[fx.Node, int]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What a group makes for others, and the operators that this takes, in order.
+    """Return a group's final results, and the operators that compute them, in order.
 
-    A value that is used outside and on the way to another one (position ids, and the mask made of them) stays in the root too.
+    A value that is used outside but also leads to another result (position ids, and the mask made of them) stays in the root.
     """
     inside = set(part)
     used_outside = [node for node in part if any(user not in inside for user in node.users)]
@@ -63,16 +63,15 @@ def _sinks(part: list[fx.Node], order: dict[fx.Node, int]) -> tuple[list[fx.Node
 
 
 def _parameter_free(program: Program) -> list[fx.Node]:
+    """Return the operators that depend on no parameter, in order."""
     written = written_buffers(program.graph)
-    free: list[fx.Node] = []
-    known: set[fx.Node] = set()
+    free: dict[fx.Node, None] = {}
     for node in program.graph.nodes:
         if node.op != "call_function" or is_inplace(node):
             continue
-        if all(_is_source(program, a, written) or a in known for a in node.all_input_nodes):
-            free.append(node)
-            known.add(node)
-    return free
+        if all(_is_source(program, a, written) or a in free for a in node.all_input_nodes):
+            free[node] = None
+    return list(free)
 
 
 def _is_source(program: Program, node: fx.Node, written: set[fx.Node]) -> bool:
@@ -82,7 +81,7 @@ def _is_source(program: Program, node: fx.Node, written: set[fx.Node]) -> bool:
 
 
 def _components(program: Program, free: list[fx.Node]) -> list[list[fx.Node]]:
-    """Connected groups of parameter-free operators, each in order; batch sizes don't connect."""
+    """Return the connected groups of parameter-free operators, each in order; batch sizes don't connect."""
     members = [node for node in free if not isinstance(value_of(node), torch.SymInt)]
     group: dict[fx.Node, list[fx.Node]] = {}
     for node in members:
@@ -115,7 +114,7 @@ def _call(
                 (sizes if isinstance(value_of(argument), torch.SymInt) else arguments).append(argument)
     like: int | None = None
     if not any(argument.op == "placeholder" for argument in arguments):
-        # Nothing tells the batch size or the device: take them from an input, or (in later stages) from what is received.
+        # No argument has the batch size and the device: take them from an input, or (in later stages) from a received value.
         example = next(entry for entry in program.inputs if entry.batch_dim is not None and entry.role != "sample_keys")
         like = len(arguments)
         arguments.append(next(n for n in program.graph.nodes if n.op == "placeholder" and n.target == example.name))
@@ -148,7 +147,7 @@ def _call(
 
 
 def _name(outputs: list[fx.Node], names: set[str]) -> str:
-    """After what it makes: ``causal_mask``, ``rotary_emb``."""
+    """Name a helper after its results: ``make_causal_mask``, ``make_rotary_emb``."""
     made = list(dict.fromkeys(value_name(node) for node in outputs if isinstance(value_of(node), Tensor)))
     modules = {entry[0].rpartition(".")[2] for node in outputs for entry in node.meta.get("module_stack", ())[-1:]}
     of_one_module = len(made) > 1 and len(modules) == 1

@@ -1,14 +1,14 @@
 """``share_loss``: the loss of the whole batch as a sum over microbatches.
 
-The program's loss is rewritten so that each microbatch returns its share, and the shares add up to exactly what the
-single-device program computes on the global batch:
+Each microbatch returns its share of the loss, and the shares add up to exactly what the single-device program computes on the
+global batch:
 
     cross_entropy(mean, ignore_index)   ->  cross_entropy(sum) / valid_labels
     x.mean() over the batch             ->  x.sum() / (rows * n)
     (x * mask).sum() / mask.sum()       ->  (x * mask).sum() / mask_sum
 
-The denominators (``valid_labels``, ``rows``, ``mask_sum``) depend on inputs and targets alone: they are computed once a
-step over the whole batch and given to every microbatch.
+The loss denominators (``valid_labels``, ``rows``, ``mask_sum``) depend on inputs and targets alone: they are computed once a step
+over the whole batch, and are inputs of every microbatch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphpar.operators.batch import Additive, Analysis, Coupled, Fixed, Rows
 from graphpar.operators.batch_states import is_size, number_arguments, size_factor
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.functional import infer
+from graphpar.passes.normalize.functional import copied, infer
 from graphpar.passes.normalize.reductions import (
     ARITHMETIC,
     MEAN,
@@ -42,8 +42,11 @@ _aten = torch.ops.aten
 
 
 def share_loss(program: Program) -> Program:
-    """Program -> Program whose loss is a microbatch's share; says what mixes examples."""
-    if program.unsplittable is not None:  # it runs whole, so its loss needs no shares
+    """Rewrite the loss to a microbatch's share, and note the operators that mix examples.
+
+    Where the loss (or an output of inference) is no sum over examples, the program stays, with the reason in ``unsplittable``.
+    """
+    if program.unsplittable is not None:  # the batch runs whole
         return program
     rewriter = _Shares(program)
     couplings = rewriter.rewrite()
@@ -63,9 +66,7 @@ def share_loss(program: Program) -> Program:
 class _Shares:
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        self.graph.output(self.graph.graph_copy(program.graph, copies))
+        self.graph = copied(program.graph)
         dims = {entry.name: entry.batch_dim for entry in program.inputs}
         self.analysis = Analysis(dims, program.parameters)
         self.counts: list[tuple[fx.Node, fx.Node]] = []  # (placeholder in the program, what it counts)
@@ -73,6 +74,7 @@ class _Shares:
         self.failure: str | None = None
 
     def rewrite(self) -> tuple[Coupling, ...]:
+        """Rewrite the graph, and return the operators that mix examples."""
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self._finish(node)
@@ -81,8 +83,10 @@ class _Shares:
         return tuple(dict.fromkeys(_coupling(state) for state in self.analysis.couplings))
 
     def _finish(self, output: fx.Node) -> None:
+        """Check the result: a sum over examples, or a constant of which each microbatch returns its share."""
         if self.program.mode != "train":
-            return self._check_outputs(output)
+            self._check_outputs(output)
+            return
         (loss,) = output.args[0]  # type: ignore[misc, str-unpack]
         assert isinstance(loss, fx.Node)
         state = self.analysis.states[loss]
@@ -93,10 +97,9 @@ class _Shares:
         elif not isinstance(state, Additive):
             reason = state.reason if isinstance(state, Coupled) else "it is no sum or mean over examples"
             self.failure = f"the loss can't be computed a microbatch at a time: {reason}"
-        return None
 
     def _check_outputs(self, output: fx.Node) -> None:
-        """The outputs of inference are put together along the batch, so each must be rows in the batch's order."""
+        """Check that each output of inference has one row an example, in order: they are concatenated along the batch."""
         for node, entry in zip(output.args[0], self.program.outputs):  # type: ignore[arg-type]
             state = self.analysis.states[node] if isinstance(node, fx.Node) else Fixed()
             rows = isinstance(state, Rows) and (state.outer, state.order, state.kind) == (1, None, "values")
@@ -107,14 +110,14 @@ class _Shares:
     # ---- rewriting one operator ----
 
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
-        """The node that took ``node``'s place, or None where it stands as it is."""
+        """Return the node that replaced ``node``; None where it stays."""
         if node.op != "call_function" or is_size(node):
             return None
         name = operator_name(node)
         with self.graph.inserting_before(node):
             self._count_rows_globally(node)
             if reduction_place(node) is not None and any(isinstance(s, Rows) for _, s in self.analysis.operands(node)):
-                return self._loss(node, name)
+                return self._loss(node)
             if name == "mean" and self._over_batch(node):
                 return self._mean(node)
             self._divide_by_global(node)
@@ -123,6 +126,7 @@ class _Shares:
         return None
 
     def _over_batch(self, node: fx.Node) -> bool:
+        """Return whether a mean is taken over the batch dim."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         state = self.analysis.states[source]
@@ -145,7 +149,7 @@ class _Shares:
         return self._put(node, self._quotient(total, count, node))
 
     def _quotient(self, total: fx.Node, count: fx.Node, like: fx.Node) -> fx.Node:
-        """``total / count``, as well known before the step as ``total`` is."""
+        """Return ``total / count``; it is known before the step where ``total`` is."""
         pure = self.analysis.states[total].pure
         quotient = self._new(_aten.div.Tensor, (total, count), {}, like)
         if isinstance(self.analysis.states[quotient], Additive):
@@ -153,13 +157,13 @@ class _Shares:
         return quotient
 
     def _wide(self, source: fx.Node) -> fx.Node:
-        """A sum in float16 could overflow where the mean does not."""
+        """Cast float16 to float32, in which a sum does not overflow where the mean would not."""
         if value_of(source).dtype is not torch.float16:
             return source
         return self._new(_aten.to.dtype, (source, torch.float32), {}, source)
 
-    def _loss(self, node: fx.Node, name: str) -> fx.Node | None:
-        """A loss with ``reduction=mean`` becomes its sum over what the mean of the whole batch divides by."""
+    def _loss(self, node: fx.Node) -> fx.Node | None:
+        """Replace a loss with ``reduction=mean`` by its sum over the loss denominator of the whole batch."""
         place = reduction_place(node)
         assert place is not None
         given = arguments_of(node)
@@ -185,7 +189,7 @@ class _Shares:
         return self._put(node, total)
 
     def _valid(self, node: fx.Node) -> fx.Node:
-        """The denominator of a mean class loss: how many labels are not ignored, or the sum of their weights."""
+        """Return the denominator of a mean class loss: how many labels are not ignored, or the sum of their weights."""
         target = node.args[1]
         assert isinstance(target, fx.Node)
         given = dict(zip(["input", "target", "weight", "reduction", "ignore_index"], node.args)) | dict(node.kwargs)
@@ -197,9 +201,8 @@ class _Shares:
                 flat = self._new(_aten.mul.Tensor, (target, valid), {}, target)
                 column = self._new(_aten.unsqueeze.default, (weight, -1), {}, node)
                 chosen = self._new(_aten.embedding.default, (column, flat), {}, target)
-                valid = self._new(
-                    _aten.mul.Tensor, (self._new(_aten.squeeze.dim, (chosen, -1), {}, target), valid), {}, target
-                )
+                weights = self._new(_aten.squeeze.dim, (chosen, -1), {}, target)
+                valid = self._new(_aten.mul.Tensor, (weights, valid), {}, target)
             total = self._new(_aten.sum.default, (valid,), {}, node)
             label = _input_behind(target)
             self.known[key] = self._global_value(total, f"valid_{label}" if label else "valid_labels") or total
@@ -208,7 +211,7 @@ class _Shares:
     # ---- batch sizes as numbers ----
 
     def _count_rows_globally(self, node: fx.Node) -> None:
-        """``x / batch``: the number is that of the whole batch."""
+        """Make ``x / batch`` divide by the rows of the whole batch."""
         if record_of(node).kind is Kind.FACTORY and not any(c is not None for c in batch_coefficients(node)):
             return  # a tensor that holds a batch size is a sum over examples like any other
         for place, size in list(number_arguments(node)):
@@ -221,12 +224,12 @@ class _Shares:
                 node.update_kwarg(place, number)
             target = node.target
             tensor_overload(node)
-            if dtype_now(node) != value_of(node).dtype:  # the analysis will say that it can't be done
+            if dtype_now(node) != value_of(node).dtype:  # undo; the analysis will report a coupling
                 node.target = target
                 node.replace_input_with(number, size)
 
     def _global_number(self, size: fx.Node) -> fx.Node | None:
-        """Arithmetic with the batch size, repeated with the count of all rows."""
+        """Repeat arithmetic on the batch size with the count of all rows; None where that is not possible."""
         factor = size_factor(size)
         if factor:
             return self._rows(factor)
@@ -252,7 +255,7 @@ class _Shares:
     # ---- sums over examples that are known before the step ----
 
     def _divide_by_global(self, node: fx.Node) -> None:
-        """A sum over examples that is known before the step stands for the global sum wherever it is not just added up."""
+        """Replace sums over examples that are known before the step by the global sums, unless ``node`` only adds them up."""
         states = self.analysis.states
         pure = [
             argument
@@ -267,7 +270,7 @@ class _Shares:
                 node.replace_input_with(argument, replacement)
 
     def _global_value(self, node: fx.Node, name: str) -> fx.Node | None:
-        """The value of the pure sum ``node`` over the whole batch; None where other counts must be known first."""
+        """Return the value of the pure sum ``node`` over the whole batch; None where it depends on parameters or other counts."""
         state = self.analysis.states[node]
         if not isinstance(state, Additive) or not state.pure:
             reason = "the loss divides by a sum that depends on parameters or on another such sum"
@@ -279,7 +282,7 @@ class _Shares:
         return self.known[("global", node)]
 
     def _rebuilt(self, node: fx.Node) -> fx.Node:
-        """A linear function of sums, of which some are divided by counts: the same function of the global sums."""
+        """Repeat a linear function of sums, some of them divided by counts, on the global sums."""
         replacements: dict[fx.Node, fx.Node] = {}
         for argument in node.all_input_nodes:
             if isinstance(self.analysis.states[argument], Additive) and isinstance(value_of(argument), Tensor):
@@ -288,7 +291,7 @@ class _Shares:
         return self._new(node.target, args, kwargs, node)
 
     def _share_fixed(self, node: fx.Node, name: str) -> None:
-        """sum over examples + constant: each microbatch adds its share of the constant."""
+        """In ``sum over examples + constant``, let each microbatch add its share of the constant."""
         parts = node.args[0] if name in ("stack", "cat") else node.args[:2]
         assert isinstance(parts, list | tuple)
         states = [self.analysis.states[part] if isinstance(part, fx.Node) else Fixed() for part in parts]
@@ -309,20 +312,20 @@ class _Shares:
                 node.kwargs = {"alpha": rest[0]}
 
     def _scaled(self, fixed: Any, like: fx.Node) -> fx.Node:
-        """``fixed`` times this microbatch's part of the rows."""
+        """Return ``fixed`` times this microbatch's share of the rows."""
         part = self._new(_aten.div.Tensor, (self._row_count(), self._rows(1)), {}, like)
         self.analysis.states[part] = Additive(pure=False)
-        target, args = (
-            (_aten.mul.Tensor, (fixed, part)) if isinstance(fixed, fx.Node) else (_aten.mul.Scalar, (part, fixed))
-        )
-        shared = self._new(target, args, {}, like)
+        if isinstance(fixed, fx.Node):
+            shared = self._new(_aten.mul.Tensor, (fixed, part), {}, like)
+        else:
+            shared = self._new(_aten.mul.Scalar, (part, fixed), {}, like)
         self.analysis.states[shared] = Additive(pure=False)
         return shared
 
     # ---- counts ----
 
     def _rows(self, factor: int) -> fx.Node:
-        """rows of the global batch times ``factor``."""
+        """Return the rows of the global batch times ``factor``."""
         if ("rows",) not in self.known:
             self.known[("rows",)] = self._global(self._row_count(), "rows")
         rows = self.known[("rows",)]
@@ -343,7 +346,7 @@ class _Shares:
             return {"val": torch.empty((), dtype=torch.float32), "module_stack": ()}
 
     def _batch_input(self) -> fx.Node:
-        """The input that counts rows: a target where there is one, so that it is at hand where the loss is."""
+        """Return the input whose rows are counted: a target where there is one, since the last stage has it."""
         batched = [entry for entry in self.program.inputs if entry.batch_dim is not None]
         chosen = next((entry for entry in batched if entry.role == "target"), batched[0])
         labels = next((entry for entry in batched if "label" in entry.name), chosen)
@@ -351,7 +354,7 @@ class _Shares:
         return found
 
     def _global(self, node: fx.Node, name: str) -> fx.Node:
-        """A placeholder for the global value of ``node``, a sum over examples that is known before the step."""
+        """Add a placeholder for the global value of ``node``, a sum over examples that is known before the step."""
         taken = {str(n.target) for n in self.graph.nodes if n.op == "placeholder"}
         unique, suffix = name, 2
         while unique in taken:
@@ -362,23 +365,17 @@ class _Shares:
         count.meta = {"val": value_of(node), "module_stack": ()}
         if not self.program.symbolic:
             count.meta["batch_coefficients"] = (None,) * value_of(node).ndim
-        self.analysis.states[count] = Fixed(pure=False)  # known before the step, but not to what is counted for it
+        self.analysis.states[count] = Fixed(pure=False)  # known before the step, but not when other counts are computed
         self.counts.append((count, node))
         return count
 
     def counts_graph(self) -> fx.Graph | None:
-        """The denominators as a graph of inputs and constants; run a microbatch at a time, its results add up."""
+        """Return the denominators as a graph of inputs and constants; run a microbatch at a time, its results add up."""
         if not self.counts:
             return None
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        needed: set[fx.Node] = set()
-        pending = [node for _, node in self.counts]
-        while pending:
-            node = pending.pop()
-            if node not in needed:
-                needed.add(node)
-                pending.extend(node.all_input_nodes)
+        needed = _ancestors(*(node for _, node in self.counts))
         for node in self.graph.nodes:
             if node in needed:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -406,21 +403,13 @@ def _coupling(state: Coupled) -> Coupling:
 
 
 def _input_behind(node: fx.Node) -> str | None:
-    """The one input that ``node`` was made of, if it is one."""
-    seen: set[fx.Node] = set()
-    pending, inputs = [node], set()
-    while pending:
-        current = pending.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if current.op == "placeholder":
-            inputs.add(str(current.target))
-        pending.extend(current.all_input_nodes)
-    return inputs.pop() if len(inputs) == 1 else None
+    """Return the name of the input that ``node`` was made of, where that is a single one."""
+    inputs = [str(ancestor.target) for ancestor in _ancestors(node) if ancestor.op == "placeholder"]
+    return inputs[0] if len(inputs) == 1 else None
 
 
 def _count_name(node: fx.Node) -> str:
+    """Name a count after the user's variable, else after its input."""
     source = node.meta.get("source")
     if source is not None and source.targets and len(source.targets) == 1 and source.targets[0] != "loss":
         return str(source.targets[0])
@@ -428,9 +417,10 @@ def _count_name(node: fx.Node) -> str:
     return f"{behind}_sum" if behind else "total"
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
+def _ancestors(*nodes: fx.Node) -> set[fx.Node]:
+    """Return all that ``nodes`` depend on, and themselves."""
     found: set[fx.Node] = set()
-    pending = [node]
+    pending = list(nodes)
     while pending:
         current = pending.pop()
         if current not in found:

@@ -1,12 +1,11 @@
-"""``outline``: modules that repeat become blocks, one definition for all isomorphic instances.
+"""``outline``: repeated modules become blocks, one definition for all isomorphic instances.
 
     root:  embedding, [ops of h.0], [ops of h.1], ..., norm     ->    embedding, h.0(x), h.1(x), ..., norm
                                                                        blocks: GPT2Block = the one graph of all h.*
 
-A class of modules is outlined where two of its outermost instances have the same structural hash: operators, literals,
-shapes of parameters, which of its names are one parameter, and how inputs and results are wired. Names play no part, so it works
-for ``h``, ``layers`` or
-``stages.2.blocks``; a ResNet's stages differ, so the search goes on inside them and finds the residual blocks.
+A class of modules is outlined where two of its outermost instances have the same structural hash: operators, literals, shapes of
+parameters, which of them are tied, and how inputs and results are wired. Names don't count, so it works for ``h``, ``layers`` or
+``stages.2.blocks``; a ResNet's stages differ, so the search continues inside them and finds the residual blocks.
 """
 
 from __future__ import annotations
@@ -55,13 +54,9 @@ class _Region:
 
 
 def outline(program: Program) -> Program:
-    """Program -> Program whose repeated modules are ``call_module`` nodes."""
-    regions = _regions(program)
-    chosen = _choose(program, regions)
-    if not chosen:
-        return program
-    names = _block_names(chosen)
-    return _rebuilt(program, chosen, names)
+    """Turn repeated modules into ``call_module`` nodes, one block for each distinct definition."""
+    chosen = _choose(program, _regions(program))
+    return _rebuilt(program, chosen, _block_names(chosen)) if chosen else program
 
 
 # ---- finding what repeats --------------------------------------------------------------------------------------
@@ -71,7 +66,7 @@ def _regions(program: Program) -> list[_Region]:
     regions: dict[str, _Region] = {}
     for node in program.graph.nodes:
         if node.op != "call_function" or isinstance(value_of(node), torch.SymInt):
-            continue  # batch sizes are read off each block's own inputs
+            continue  # each block reads batch sizes from its own inputs
         ancestors: tuple[str, ...] = ()
         for depth, (path, module_class, call) in enumerate(node.meta.get("module_stack", ())):
             region = regions.get(call)
@@ -83,7 +78,7 @@ def _regions(program: Program) -> list[_Region]:
 
 
 def _choose(program: Program, regions: list[_Region]) -> list[_Region]:
-    """The outermost classes that repeat, and all their instances; each instance is outlined once."""
+    """Return all instances of the outermost repeated classes; no instance is inside another."""
     total = max(1, program.parameter_count())
     by_class: dict[str, list[_Region]] = {}
     for region in regions:
@@ -116,7 +111,7 @@ def _choose(program: Program, regions: list[_Region]) -> list[_Region]:
 
 
 def _alike(found: Sequence[_Region]) -> list[_Region]:
-    """Without modules that compute something else each time they are called (another flag, another length): they have one class."""
+    """Leave out modules whose calls differ (another flag, another length): a module has one class."""
     digests: dict[str, set[str]] = {}
     for region in found:
         digests.setdefault(region.path, set()).add(region.digest)
@@ -124,7 +119,7 @@ def _alike(found: Sequence[_Region]) -> list[_Region]:
 
 
 def _undivided(program: Program, found: Sequence[_Region], regions: Sequence[_Region]) -> list[_Region]:
-    """Without networks that are no layers, but have layers or are applied to several inputs side by side: stages begin inside of them."""
+    """Leave out whole networks (they contain layers, or are applied to several inputs side by side): stages begin inside them."""
     alike: dict[str, list[_Region]] = {}
     for region in found:
         alike.setdefault(region.digest, []).append(region)
@@ -140,7 +135,7 @@ def _undivided(program: Program, found: Sequence[_Region], regions: Sequence[_Re
 
 
 def _has_layers(program: Program, network: _Region, regions: Sequence[_Region]) -> bool:
-    """Whether some module with several parameterised parts is in it more than once."""
+    """Return whether ``network`` contains several instances of a class with at least two parameterised parts."""
     paths: dict[str, set[str]] = {}
     for region in regions:
         if (
@@ -153,31 +148,27 @@ def _has_layers(program: Program, network: _Region, regions: Sequence[_Region]) 
 
 
 def _owners(program: Program, region: _Region) -> set[str]:
-    """The modules below a region that have parameters of their own."""
+    """Return the modules below a region that hold parameters directly."""
     prefix = f"{region.path}."
     return {name.rpartition(".")[0] for name in program.parameters if name.startswith(prefix)}
 
 
 def _attributes(program: Program, path: str) -> list[str]:
-    """Parameters, buffers and constants below ``path``, relative to it."""
+    """Return the names of parameters, buffers and constants below ``path``, relative to it."""
     prefix = path + "."
-    names = [
-        *program.parameters,
-        *program.buffers,
-        *(name for name in program.constants if name not in program.buffers),
-    ]
+    names = dict.fromkeys((*program.parameters, *program.buffers, *program.constants))
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
 def _substantial(program: Program, regions: list[_Region], total: int) -> bool:
-    """Worth a definition of its own: several layers with parameters, or a part of the model that counts."""
+    """Return whether regions deserve a definition: several parameterised parts, or a tenth of the model's parameters together."""
     region = regions[0]
     size = sum(info.numel for name, info in program.parameters.items() if name.startswith(f"{region.path}."))
     return len(_owners(program, region)) > 1 or size * len(regions) * 10 > total
 
 
 def _prepare(program: Program, region: _Region, order: dict[fx.Node, int]) -> bool:
-    """Fills in inputs, outputs and digest; False where the region can't be cut out of the graph."""
+    """Fill in inputs, outputs and digest; return False where the region can't be outlined."""
     inside = set(region.nodes)
     streams = [int(node.args[1]) for node in region.nodes if node.target is random_streams.stream]  # type: ignore[arg-type]
     region.first_stream = min(streams, default=None)
@@ -188,16 +179,15 @@ def _prepare(program: Program, region: _Region, order: dict[fx.Node, int]) -> bo
             if argument not in inside and argument not in region.inputs and not local:
                 region.inputs.append(argument)
     region.outputs = [node for node in region.nodes if any(user not in inside for user in node.users)]
-    if not region.outputs or any(not isinstance(value_of(node), Tensor) for node in region.outputs):
-        return False
-    if not _convex(region, inside, order):
+    tensors = bool(region.outputs) and all(isinstance(value_of(node), Tensor) for node in region.outputs)
+    if not tensors or not _convex(region, inside, order):
         return False
     region.digest = _digest(program, region)
     return True
 
 
 def _convex(region: _Region, inside: set[fx.Node], order: dict[fx.Node, int]) -> bool:
-    """Whether no path leaves the region and comes back."""
+    """Return whether no path leaves the region and comes back."""
     first, last = order[region.nodes[0]], order[region.nodes[-1]]
     if last - first + 1 == len(region.nodes):
         return True
@@ -213,24 +203,25 @@ def _convex(region: _Region, inside: set[fx.Node], order: dict[fx.Node, int]) ->
 
 
 def _digest(program: Program, region: _Region) -> str:
+    """Return the structural hash of a region; names and paths outside of it don't count."""
     index = {node: number for number, node in enumerate(region.nodes)}
     inputs = {node: number for number, node in enumerate(region.inputs)}
 
-    def word(argument: fx.Node) -> Any:
+    def place(argument: fx.Node) -> Any:
         if argument in index:
-            return ("value", index[argument])
+            return _Place(("value", index[argument]))
         if argument in inputs:
-            return ("input", inputs[argument])
-        return ("attribute", str(argument.target).removeprefix(region.path + "."))
+            return _Place(("input", inputs[argument]))
+        return _Place(("attribute", str(argument.target).removeprefix(region.path + ".")))
 
     digest = hashlib.sha256()
     for name in _attributes(program, region.path):
         digest.update(repr((name, _shown(program.tensor_info(f"{region.path}.{name}")))).encode())
-    digest.update(repr(program.ties_below(region.path)).encode())  # one class says what is one parameter in it
+    digest.update(repr(program.ties_below(region.path)).encode())  # instances of a class share its ties
     for node in region.inputs:
         digest.update(repr(_signature(node)).encode())
     for node in region.nodes:
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Word(word(n)))  # type: ignore[arg-type, return-value]
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), place)
         if node.target is random_streams.stream:
             args = (args[0], args[1] - (region.first_stream or 0))  # type: ignore[operator]
         paths = tuple(
@@ -241,14 +232,14 @@ def _digest(program: Program, region: _Region) -> str:
     return digest.hexdigest()
 
 
-class _Word:
-    """A node's place in the region, printed as such."""
+class _Place:
+    """A node's place in the region; fx.map_arg would look into a tuple."""
 
-    def __init__(self, text: Any) -> None:
-        self.text = text
+    def __init__(self, place: tuple[str, object]) -> None:
+        self.place = place
 
     def __repr__(self) -> str:
-        return repr(self.text)
+        return repr(self.place)
 
 
 def _shown(info: TensorInfo) -> tuple[Any, ...]:
@@ -266,7 +257,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def _block_names(regions: list[_Region]) -> dict[str, str]:
-    """digest -> class name: the user's class, told apart by where its variants stand where there are several."""
+    """Map digests to class names: the user's class, with the variants' paths where there are several."""
     names: dict[str, str] = {}
     by_class: dict[str, dict[str, list[str]]] = {}
     for region in regions:
@@ -314,12 +305,11 @@ def _rebuilt(program: Program, chosen: list[_Region], names: dict[str, str]) -> 
     env: dict[fx.Node, fx.Node] = {}
     owner = {node: region for region in chosen for node in region.nodes}
     blocks: dict[str, Block] = {}
-    waiting: list[fx.Node] = list(program.graph.nodes)
     done: set[str] = set()
     keys = next((n for n in program.graph.nodes if n.op == "placeholder" and n.target == "sample_keys"), None)
 
     def emit(node: fx.Node) -> None:
-        """Copies ``node`` (or calls its region), what it needs first."""
+        """Copy ``node`` (or call its region) after what it needs."""
         if node in env:
             return
         region = owner.get(node)
@@ -335,7 +325,7 @@ def _rebuilt(program: Program, chosen: list[_Region], names: dict[str, str]) -> 
         done.add(region.call)
         _call(program, graph, region, names[region.digest], blocks, env, keys)
 
-    for node in waiting:
+    for node in list(program.graph.nodes):
         emit(node)
     remove_dead_code(graph)
     return program.with_graph(graph, blocks=blocks)
@@ -353,7 +343,7 @@ def _call(
     block_graph, used = _block_graph(region, keys)
     block = blocks.setdefault(name, Block(name, region.module_class, block_graph))
     block.instances.append(region.path)
-    if len(block.instances) == 2:  # what the first instance takes is named by what comes before all of them
+    if len(block.instances) == 2:  # the first instance's inputs are named by what precedes all layers; use the second's
         placeholders = [node for node in block.graph.nodes if node.op == "placeholder"]
         for placeholder, own in zip(placeholders, [node for node in block_graph.nodes if node.op == "placeholder"]):
             placeholder.target = own.target
@@ -368,11 +358,10 @@ def _call(
     call = graph.call_module(region.path, tuple(arguments))
     call.meta = {
         "block": name,
-        "module_stack": next(n.meta["module_stack"] for n in region.nodes),
+        "module_stack": _stack_up_to(region.nodes[0].meta["module_stack"], region.call),
         "source": region.outputs[-1].meta.get("source"),
     }
-    call.meta["module_stack"] = _stack_up_to(call.meta["module_stack"], region.call)
-    if any(node.meta.get("stage_begins") for node in region.nodes[:1]):
+    if region.nodes[0].meta.get("stage_begins"):
         call.meta["stage_begins"] = True
     if len(region.outputs) == 1:
         (output,) = region.outputs
@@ -395,7 +384,7 @@ def _stack_up_to(stack: tuple[tuple[str, str, str], ...], call: str) -> tuple[tu
 
 
 def _block_graph(region: _Region, keys: fx.Node | None) -> tuple[fx.Graph, list[fx.Node]]:
-    """The region as a graph of its own, and the outer values that it takes. Batch sizes are read off those values."""
+    """Return the region as a separate graph, and the outer values it takes; it reads batch sizes from these."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     taken = [node for node in region.inputs if not isinstance(value_of(node), torch.SymInt)]
@@ -435,7 +424,7 @@ def _block_graph(region: _Region, keys: fx.Node | None) -> tuple[fx.Graph, list[
 
 
 def local_size(graph: fx.Graph, tensors: list[fx.Node], size: Any) -> fx.Node | None:
-    """A node that reads ``size`` (a multiple of the batch) off one of ``tensors``, where one has a dim that divides it."""
+    """Add a node that computes ``size`` (a multiple of the batch) from a dim of one of ``tensors``; None where none has it."""
     wanted = size_coefficient(size)
     for tensor in tensors:
         value = value_of(tensor)

@@ -1,23 +1,20 @@
 """``keep_marks``: ``torch.distributed.pipelining.pipe_split()`` in a forward marks the operator after it.
 
-The marker itself does nothing, so it leaves the graph; where the mark ends up (an operator of the root, or the call of a
-block) is where a stage begins, unless the user says otherwise.
+The call itself computes nothing and is removed. A stage begins at the marked operator, or at the call of its block, unless the user
+gives other split points.
 """
 
 from __future__ import annotations
 
-from torch import fx
-
 from graphpar.ir.program import Program, operator_name
+from graphpar.passes.normalize.functional import copied
 
 
 def keep_marks(program: Program) -> Program:
-    """Program -> Program in which ``meta["stage_begins"]`` stands for ``pipe_split()``."""
+    """Replace ``pipe_split()`` by ``meta["stage_begins"]`` on the operator after it."""
     if not any(operator_name(node) == "_pipe_split" for node in program.graph.nodes):
         return program
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(program.graph, copies))
+    graph = copied(program.graph)
     for node in list(graph.nodes):
         if operator_name(node) == "_pipe_split":
             following = node.next

@@ -1,8 +1,8 @@
-"""``assign_streams``: every dropout draws from a stream of its own, keyed by the example.
+"""``assign_streams``: every dropout draws from a separate stream, keyed by the example.
 
     dropout(x, p)  ->  dropout(x, p, stream(sample_keys, n), batch_dim)
 
-``sample_keys`` [batch] becomes a root input that is cut into microbatches like any other, so the masks are those of the
+``sample_keys`` [batch] becomes a root input that is split into microbatches like any other, so the masks are those of the
 whole batch on one device, however the program is split. Other random operators are refused: their numbers would change.
 """
 
@@ -20,21 +20,22 @@ from graphpar.ir.program import Input, Program, operator_name, value_of
 from graphpar.operators.batch import Analysis, Rows
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.functional import infer, random_refused
+from graphpar.passes.normalize.functional import copied, infer, random_refused
 
 _aten = torch.ops.aten
 KEYS = "sample_keys"
 
 
 def assign_streams(program: Program) -> Program:
-    """Program -> Program whose random operators are functions of ``sample_keys``."""
+    """Make random operators functions of ``sample_keys``.
+
+    Raises:
+        GraphparError: an operator other than dropout is random, or dropout is on a tensor without a batch dim.
+    """
     random = [node for node in program.graph.nodes if is_random(node)]
     if not random:
         return program
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(program.graph, copies)
-    graph.output(output)
+    graph = copied(program.graph)
     keys = _keys_input(program, graph)
     analysis = Analysis({entry.name: entry.batch_dim for entry in program.inputs} | {KEYS: 0}, program.parameters)
     number = 0
@@ -56,7 +57,11 @@ def assign_streams(program: Program) -> Program:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether an operator draws from torch's own generator."""
+    """Return whether an operator draws from torch's own generator.
+
+    Raises:
+        GraphparError: it does, and is no dropout.
+    """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = operator_name(node)
@@ -72,7 +77,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _draws_nothing(node: fx.Node) -> bool:
-    """A recurrent layer without dropout between its layers, or not in training: (..., num_layers, dropout, train, ...)."""
+    """Return whether a recurrent layer, (..., num_layers, dropout, train, ...), uses no dropout between its layers."""
     if record_of(node).kind is not Kind.RECURRENT:
         return False
     dropout, train = node.args[5], node.args[6]
@@ -85,7 +90,7 @@ def _attention_dropout(node: fx.Node) -> float:
 
 
 def _keys_input(program: Program, graph: fx.Graph) -> fx.Node:
-    """A new int64 [batch] placeholder after the others, with a fake value like the other inputs'."""
+    """Add an int64 [batch] placeholder after the others, with a fake value."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_after(placeholders[-1]):
         keys = graph.placeholder(KEYS)

@@ -1,4 +1,4 @@
-"""Operators with a ``reduction``, and numbers that become tensors: what passes that rewrite means and sums have in common."""
+"""Losses with a ``reduction``, and numbers that become tensors: helpers of the passes that rewrite means and sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphpar.passes.normalize.functional import infer
 _aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 
-# Arithmetic with sizes, and the operators that do the same with the tensor that counts them.
+# Arithmetic on sizes, and the same on tensors that hold counts.
 ARITHMETIC = {
     operator.add: _aten.add.Tensor,
     operator.sub: _aten.sub.Tensor,
@@ -27,7 +27,7 @@ ARITHMETIC = {
 
 
 def reduction_place(node: fx.Node) -> int | None:
-    """Where a loss takes ``reduction``."""
+    """Return the position of a loss's ``reduction`` argument; None for other operators."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     names = [argument.name for argument in node.target._schema.arguments]
@@ -35,7 +35,7 @@ def reduction_place(node: fx.Node) -> int | None:
 
 
 def arguments_of(node: fx.Node) -> list[Any]:
-    """The positional arguments of an ATen operator, filled up with its schema's defaults and what is given by keyword."""
+    """Return all arguments of an ATen operator by position: given, by keyword, or its schema's defaults."""
     assert isinstance(node.target, torch._ops.OpOverload)
     described = node.target._schema.arguments
     defaults = [argument.default_value if argument.has_default_value() else None for argument in described]
@@ -44,7 +44,7 @@ def arguments_of(node: fx.Node) -> list[Any]:
 
 
 def with_reduction(graph: fx.Graph, node: fx.Node, given: list[Any], place: int, reduction: int) -> fx.Node:
-    """The loss ``node`` on the arguments ``given``, with another reduction."""
+    """Add the loss ``node`` on the arguments ``given``, with another reduction."""
     arguments = [*given[:place], reduction, *given[place + 1 :]]
     kwargs = {key: value for key, value in node.kwargs.items() if key != "reduction"}
     positional = len(node.args) if len(node.args) > place else place + 1
@@ -56,7 +56,7 @@ def with_reduction(graph: fx.Graph, node: fx.Node, given: list[Any], place: int,
 
 
 def elements(node: fx.Node) -> int:
-    """Elements an example, or a chosen row: the size of ``node`` without the batch factor (its coefficient stays)."""
+    """Return the elements of ``node`` for each example, or each row that a mask selects."""
     count = 1
     for size, coefficient in zip(value_of(node).shape, batch_coefficients(node)):
         if not is_unknown(size):
@@ -65,7 +65,7 @@ def elements(node: fx.Node) -> int:
 
 
 def dtype_now(node: fx.Node) -> torch.dtype | None:
-    """The dtype that ``node`` has on its present arguments; None where it can't run on them."""
+    """Return the dtype that ``node`` gives on its present arguments; None where it can't run on them."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     assert callable(node.target)
     try:
@@ -76,7 +76,7 @@ def dtype_now(node: fx.Node) -> torch.dtype | None:
 
 
 def tensor_overload(node: fx.Node) -> None:
-    """``div.Scalar`` by what is now a tensor is ``div.Tensor``."""
+    """Make ``div.Scalar`` by something that is now a tensor ``div.Tensor``."""
     tensor = len(node.args) > 1 and isinstance(node.args[1], fx.Node) and isinstance(value_of(node.args[1]), Tensor)
     if tensor and isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname == "Scalar":
         packet = getattr(_aten, operator_name(node))

@@ -1,8 +1,7 @@
-"""``inline_regions``: no_grad and autocast regions become plain operators that mean the same.
+"""``inline_regions``: no_grad and autocast regions become plain operators with the same meaning.
 
-A no_grad region's inputs are detached, so nothing inside records a gradient. What autocast did to an operator becomes casts of
-its inputs (:mod:`graphpar.passes.normalize.casts`). Every operator keeps the modules that it ran in, so that blocks are found in regions
-as outside of them.
+A no_grad region's inputs are detached, so nothing inside records a gradient. Autocast becomes casts of operators' inputs
+(:mod:`graphpar.passes.normalize.casts`). Operators keep the modules they ran in, so blocks are found inside regions too.
 """
 
 from __future__ import annotations
@@ -27,7 +26,11 @@ _aten = torch.ops.aten
 
 
 def inline_regions(program: Program) -> Program:
-    """Program -> Program without ``wrap_with_*`` higher-order operators."""
+    """Inline ``wrap_with_set_grad_enabled`` and ``wrap_with_autocast`` regions.
+
+    Raises:
+        GraphparError: the program contains another higher-order operator (control flow).
+    """
     if not program.subgraphs:
         return program
     inliner = _Inliner(program)
@@ -37,7 +40,7 @@ def inline_regions(program: Program) -> Program:
 
 @dataclass(frozen=True)
 class _Scope:
-    """What holds inside of a region: whether gradients are recorded, and what autocast does."""
+    """The state inside a region: whether gradients are recorded, and what autocast does."""
 
     gradients: bool = True
     autocast: Autocast | None = None
@@ -56,7 +59,7 @@ class _Inliner:
         self.warnings: list[str] = []
 
     def copy(self, source: fx.Graph, env: dict[fx.Node, Any], modules: Any, scope: _Scope) -> list[Any]:
-        """Copies ``source`` to the new graph; ``env`` holds its placeholders where it is a region. Returns its results."""
+        """Copy ``source`` to the new graph; ``env`` holds its placeholders where it is a region. Return its results."""
         for node in source.nodes:
             if node in env:
                 continue
@@ -108,7 +111,7 @@ class _Inliner:
             return value if scope.gradients else self._without_gradient(value, stack)
 
         if not scope.gradients and _gives_itself(node):
-            return env[cast(fx.Node, node.args[0])]  # the very tensor, gradient and all
+            return env[cast(fx.Node, node.args[0])]  # the same tensor, with its gradient
         new = self.graph.node_copy(node, given)
         new.meta = meta
         if new.op == "get_attr":
@@ -129,7 +132,7 @@ class _Inliner:
         return new
 
     def _named(self, node: Any, stack: tuple[tuple[str, str, str], ...]) -> Any:
-        """A tied parameter under the name that the module which uses it gives it: the region as a whole took it under one."""
+        """Return a tied parameter under its name in the module that uses it; the region takes it under one name for all."""
         if not isinstance(node, fx.Node) or node.op != "get_attr":
             return node
         names = self.program.tie_of(str(node.target))
@@ -143,7 +146,7 @@ class _Inliner:
         return self.attributes[name]
 
     def _without_gradient(self, node: Any, stack: Any) -> Any:
-        """What a module detaches for itself is a part of it."""
+        """Detach ``node``, once for each module that uses it, so that the detach belongs to that module's block."""
         if not isinstance(node, fx.Node) or node in self.quiet or not _differentiable(self.program, node):
             return node
         if (node, stack) not in self.detached:
@@ -154,7 +157,7 @@ class _Inliner:
 
 
 def _elsewhere(device: str, module: fx.GraphModule) -> str:
-    """The warning for autocast of a device that the trace does not run on."""
+    """Return the warning for autocast of a device that the trace does not run on."""
     sources = [source_of(node.meta["stack_trace"]) for node in module.graph.nodes if node.meta.get("stack_trace")]
     place = next((f" ({source.file}:{source.line})" for source in sources if source is not None), "")
     return (
@@ -168,7 +171,7 @@ def _child(modules: Any, name: str) -> Any:
 
 
 def _gives_itself(node: fx.Node) -> bool:
-    """``x.float()`` of a float tensor is ``x`` itself, also under no_grad."""
+    """Return whether an operator returns its operand unchanged: ``x.float()`` of a float tensor is ``x``, also under no_grad."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node) or (
         record_of(node).kind is not Kind.COPY and operator_name(node) != "contiguous"
@@ -180,11 +183,13 @@ def _gives_itself(node: fx.Node) -> bool:
 
 
 def _region(node: fx.Node) -> str | None:
-    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-    name = name or (str(node.target) if node.op == "call_function" else "")
+    """Return the name of the region that a node calls; None for other nodes."""
+    if node.op != "call_function":
+        return None
+    name = getattr(node.target, "__name__", "") or str(node.target)
     if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
         return name
-    if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
         raise GraphparError(
             f"The model contains the control-flow region {name!r}{where(node)}, which graphpar does not split. Replace it by "
             "plain tensor operators."

@@ -1,4 +1,4 @@
-"""``fill_unchosen``: rows that a boolean mask chooses keep their places, so that no size depends on values.
+"""``fill_unchosen``: indexing with a boolean mask keeps all rows in place, so that no size depends on values.
 
     o[mask], a view or function of it   ->  the same of all rows; those not chosen hold a harmless number
     x[mask].sum()                       ->  where(mask, x, 0).sum()
@@ -7,9 +7,9 @@
     h[mask] = f(h[mask])                ->  h = where(mask, f(h), h)
 
 How many rows a mask chooses is known only when the program runs, and a microbatch may have none. Sums over all rows with
-weights of 0 and 1 have fixed sizes: they can be priced, cut over any axis, and added up over microbatches, and their
-denominators are sums that :mod:`graphpar.passes.normalize.loss` makes global. A number that is neither 0 nor 1 stands where rows
-are not chosen, on the way in, and zero on the way out, so that no row that the model never looked at can make a gradient nan.
+weights of 0 and 1 have fixed sizes: they can be priced, sharded over any axis, and added up over microbatches, and their
+denominators are sums that :mod:`graphpar.passes.normalize.loss` makes global. Rows not chosen hold a number that is neither 0 nor 1
+where they enter a function, and zero where they leave it, so that a row the model never looked at can't make a gradient nan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from graphpar.operators.batch_states import (
 )
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.functional import infer
+from graphpar.passes.normalize.functional import copied, infer
 from graphpar.passes.normalize.reductions import (
     ARITHMETIC,
     NONE,
@@ -50,19 +50,18 @@ from graphpar.passes.normalize.reductions import (
 from graphpar.passes.normalize.simplify import full_slice, remove_dead_code
 
 _aten = torch.ops.aten
-_HARMLESS = 0.5  # in the domain of logarithms, roots, quotients, probabilities
+_HARMLESS = 0.5  # valid for logarithms, roots, quotients, probabilities
 
 
 def fill_unchosen(program: Program) -> Program:
-    """Program -> Program in which no tensor's size depends on values.
+    """Rewrite the program such that no tensor's size depends on values.
 
     Raises:
-        GraphparError: one does, and the rows not chosen can't be left out of what is made of it.
+        GraphparError: a size does, in an operator from whose result the rows not chosen can't be left out.
     """
-    if not any(_is_unknown(node) for node in program.graph.nodes):
+    if sizes_are_known(program):
         return program
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
+    graph = copied(program.graph)
     for node in list(graph.nodes):
         if record_of(node).kind is Kind.CHECK:
             graph.erase_node(node)
@@ -75,12 +74,12 @@ def fill_unchosen(program: Program) -> Program:
 
 
 def sizes_are_known(program: Program) -> bool:
-    """What the pass ensures."""
+    """Return whether no size depends on values: what the pass ensures."""
     return not any(_is_unknown(node) for node in program.graph.nodes)
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """A tensor of a size, or a number, that only running tells."""
+    """Return whether a value's size, or the number itself, is known only when the program runs."""
     value = value_of(node)
     if isinstance(value, torch.SymBool):
         return any(str(symbol).startswith(("u", "zuf")) for symbol in value.node.expr.free_symbols)
@@ -90,11 +89,11 @@ def _is_unknown(node: fx.Node) -> bool:
     return any(isinstance(part, Tensor) and any(is_unknown(size) for size in part.shape) for part in parts)
 
 
-# ---- one spelling ----------------------------------------------------------------------------------------------
+# ---- one spelling of indexing by a mask ------------------------------------------------------------------------
 
 
 def _spell_as_mask(graph: fx.Graph, node: fx.Node) -> None:
-    """``x[mask.nonzero()[:, 0]]``, ``x[torch.where(mask)]``, ``masked_select(x, mask)``: all are ``x[mask]``."""
+    """Spell ``x[mask.nonzero()[:, 0]]``, ``x[torch.where(mask)]`` and ``masked_select(x, mask)`` as ``x[mask]``."""
     source, name = node.args[0], operator_name(node)
     if not isinstance(source, fx.Node):
         return
@@ -121,7 +120,7 @@ def _spell_as_mask(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _sums(node: fx.Node) -> bool:
-    """Whether an operator sums over a factor of its rule, so that rows of zeros add nothing."""
+    """Return whether an operator sums over a factor of its rule, so that rows of zeros add nothing."""
     row = record_of(node).rule
     rule = row(node) if row is not None else None
     if rule is None:
@@ -131,7 +130,7 @@ def _sums(node: fx.Node) -> bool:
 
 
 def _column(index: Any) -> tuple[fx.Node, int] | None:
-    """The mask, and the column of its ``nonzero()``, that a list of indices is."""
+    """Return the mask, and the column of its ``nonzero()``, that an index tensor was made of."""
     if not isinstance(index, fx.Node) or value_of(index).ndim != 1:
         return None
     source = index.args[0] if index.args else None
@@ -163,7 +162,7 @@ def _shape(node: fx.Node) -> list[str]:
 
 @dataclass
 class _Choice:
-    """Rows chosen by one mask. ``mask`` [rows] in the new graph; ``count`` is its sum, where somebody needed it."""
+    """Rows chosen by one mask. ``mask`` [rows] is in the new graph; ``count`` is its sum, once it is needed."""
 
     mask: fx.Node
     count: fx.Node | None = None
@@ -177,11 +176,12 @@ class _Filler:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.analysis = Analysis({entry.name: entry.batch_dim for entry in program.inputs}, program.parameters)
-        self.choices: dict[str, _Choice] = {}  # by the order that the analysis gives the chosen rows
-        self.symbols: dict[str, str] = {}  # that order, by the name of the size that was unknown
+        self.choices: dict[str, _Choice] = {}  # by the analysis's name for the order of the chosen rows
+        self.symbols: dict[str, str] = {}  # that name, by the symbol of the unknown size
         self.numbers: dict[fx.Node, fx.Node] = {}
 
     def rewrite(self) -> fx.Graph:
+        """Return the graph with all sizes known."""
         for node in self.old.nodes:
             if node.op == "output":
                 fx.map_arg(node.args[0], self._known_output)
@@ -203,7 +203,7 @@ class _Filler:
             new = self._same(node, node.args, dict(node.kwargs))
         elif new is None:
             new = self._reduction(node, state)
-            self.analysis.states[node] = Fixed(pure=False)  # what mixes examples is not asked here
+            self.analysis.states[node] = Fixed(pure=False)  # this pass does not care what mixes examples
             if new is None:
                 new = self._written(node)
                 self.analysis.states[node] = self.analysis.states.get(node.args[0], Fixed())  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ class _Filler:
     # ---- choosing ----
 
     def _choice(self, node: fx.Node, state: Any) -> fx.Node | None:
-        """``x[mask]``: x with the mask's dims merged, and something harmless where the mask is not."""
+        """Replace ``x[mask]`` by x with the mask's dims merged, and something harmless where the mask is False."""
         if operator_name(node) != "index" or not isinstance(state, Rows) or state.chosen is None:
             return None
         source, mask = node.args[0], state.chosen
@@ -245,7 +245,7 @@ class _Filler:
         return node if dims == 1 else self._new(like, _aten.flatten.using_ints, node, 0, dims - 1)
 
     def _mask_for(self, state: Any, new: fx.Node, like: fx.Node) -> fx.Node:
-        """The mask that chose the rows of a value, in a shape that is broadcast over ``new``, the value with all rows."""
+        """Return the mask that chose the rows of a value, in a shape that broadcasts over ``new``, the value with all rows."""
         assert isinstance(state, Rows) and state.order is not None
         mask = self.choices[state.order].mask
         if state.inner > 1:
@@ -263,7 +263,7 @@ class _Filler:
         return self._new(like, _aten.where.ScalarOther, mask, value, other)
 
     def _zeroed(self, old: fx.Node, like: fx.Node) -> fx.Node:
-        """The value of a chosen ``old``, with zeros where no row is."""
+        """Return the new value of ``old``, with zeros in the rows that were not chosen."""
         new = self.env[old]
         return self._where(like, self._mask_for(self.analysis.states[old], new, like), new, 0)
 
@@ -291,7 +291,7 @@ class _Filler:
         return self._over_count(node, total, self.analysis.states[source], elements(source) // elements(node))
 
     def _over_count(self, node: fx.Node, total: fx.Node, state: Any, each: int) -> fx.Node:
-        """``total`` over the number of rows that were chosen, of ``each`` elements."""
+        """Return ``total`` divided by the number of chosen rows times their ``each`` elements."""
         assert isinstance(state, Rows) and state.order is not None
         return self._new(node, _aten.div.Tensor, total, self._counted(state.order, each * state.inner, node))
 
@@ -302,15 +302,13 @@ class _Filler:
         return choice.count if each == 1 else self._new(like, _aten.mul.Scalar, choice.count, each)
 
     def _wide(self, source: fx.Node) -> fx.Node:
-        """A sum in float16 could overflow where the mean does not."""
-        return (
-            source
-            if value_of(source).dtype is not torch.float16
-            else self._new(source, _aten.to.dtype, source, torch.float32)
-        )
+        """Cast float16 to float32, in which a sum does not overflow where the mean would not."""
+        if value_of(source).dtype is not torch.float16:
+            return source
+        return self._new(source, _aten.to.dtype, source, torch.float32)
 
     def _loss(self, node: fx.Node, place: int) -> fx.Node | None:
-        """A loss of chosen rows: of each row, then their sum or mean. Class losses have a label for rows that don't count."""
+        """Compute a loss of chosen rows for each row, then its sum or mean. Class losses have a label for rows that don't count."""
         old = arguments_of(node)
         given = list(fx.map_arg(old, self.env.__getitem__))
         with self.old.inserting_before(node):
@@ -337,13 +335,13 @@ class _Filler:
         return isinstance(state, Rows) and state.chosen is not None
 
     def _together(self, nodes: list[fx.Node]) -> bool:
-        """Whether one mask chose the rows of all."""
+        """Return whether one mask chose the rows of all ``nodes``."""
         return len({(s.order, s.inner) for n in nodes if isinstance(s := self.analysis.states[n], Rows)}) == 1
 
     # ---- writing back ----
 
     def _written(self, node: fx.Node) -> fx.Node | None:
-        """``x[mask] = values`` of the rows that the same mask chose."""
+        """Replace ``x[mask] = values`` where the same mask chose the rows of ``values``."""
         if operator_name(node) not in ("index_put", "masked_scatter"):
             return None
         target, by, values, *accumulate = node.args
@@ -364,7 +362,7 @@ class _Filler:
     # ---- sizes ----
 
     def _of_numbers(self, node: fx.Node) -> fx.Node | None:
-        """An operator that takes a number which only running tells: it takes the tensor instead."""
+        """Let an operator that takes a number known only at run time take the tensor that holds it."""
         places = {place: number for place, number in number_arguments(node) if _is_unknown(number)}
         if not places:
             return None
@@ -383,7 +381,7 @@ class _Filler:
         return new if dtype == value_of(node).dtype else self._new(node, _aten.to.dtype, new, value_of(node).dtype)
 
     def _number(self, size: fx.Node) -> fx.Node | None:
-        """The tensor that holds the number ``size``."""
+        """Return the tensor that holds the number ``size``; None where there is none."""
         if size in self.numbers:
             return self.numbers[size]
         found = self._counted_size(size)
@@ -412,21 +410,25 @@ class _Filler:
         return number
 
     def _counted_size(self, size: fx.Node) -> fx.Node | None:
-        """The size of a dim of chosen rows, as a count."""
+        """Return the size of a dim of chosen rows, as a count."""
+        found = self._multiple_of_rows(size)
+        return None if found is None else self._counted(*found, size)
+
+    def _multiple_of_rows(self, size: fx.Node) -> tuple[str, int] | None:
+        """Return which chosen rows ``size`` is a multiple of, and the factor."""
         value = value_of(size)
         order = self.symbols.get(unknown_symbol(value)) if isinstance(value, torch.SymInt) else None
         factor = unknown_coefficient(value) if order is not None else None
-        return None if order is None or factor is None else self._counted(order, factor, size)
+        return None if order is None or factor is None else (order, factor)
 
     def _size(self, size: Any) -> Any:
-        """A size among an operator's arguments, for all rows."""
+        """Return a size among an operator's arguments, for all rows."""
         if not isinstance(size, fx.Node) or not is_size(size) or not _is_unknown(size):
             return size
-        value = value_of(size)
-        order = self.symbols.get(unknown_symbol(value)) if isinstance(value, torch.SymInt) else None
-        factor = unknown_coefficient(value) if order is not None else None
-        if order is None or factor is None:
+        found = self._multiple_of_rows(size)
+        if found is None:
             raise _refused(size)
+        order, factor = found
         mask = self.choices[order].mask
         rows = self.graph.call_function(_aten.sym_size.int, (mask, 0))
         rows.meta = {"val": value_of(mask).shape[0], "module_stack": ()}
@@ -446,7 +448,7 @@ class _Filler:
         instead: dict[fx.Node, fx.Node] | None = None,
         infers: bool = True,
     ) -> fx.Node:
-        """``node`` on the new values of its arguments."""
+        """Add ``node`` on the new values of its arguments, or those in ``instead``."""
         known = instead or {}
 
         def new(argument: fx.Node) -> Any:
@@ -470,17 +472,19 @@ def _place(node: fx.Node, name: str) -> int:
 
 
 def _refused(node: fx.Node) -> GraphparError:
-    asked = next((n for n in _behind(node) if is_size(n) or not any(_is_unknown(a) for a in n.all_input_nodes)), node)
+    """Return the error for an operator that needs an unknown size."""
+    makers = _unknown_ancestors(node)
+    asked = next((n for n in makers if is_size(n) or not any(_is_unknown(a) for a in n.all_input_nodes)), node)
     made = "" if asked is node else f" made by {operator_name(asked)}{where(asked)}"
     return GraphparError(
         f"{operator_name(node)}{where(node)} needs a size{made} that depends on values, such as how many rows a mask chooses; a "
-        "program has fixed sizes. Sums, means and losses of chosen rows, and functions of each row, are understood; say others "
+        "program has fixed sizes. Sums, means and losses of chosen rows, and functions of each row, are supported; write others "
         "with weights of 0 and 1 (torch.where), or choose a fixed number of rows (topk)."
     )
 
 
-def _behind(node: fx.Node) -> list[fx.Node]:
-    """What makes the unknown size that ``node`` has or takes, nearest first."""
+def _unknown_ancestors(node: fx.Node) -> list[fx.Node]:
+    """Return ``node`` and the ancestors through which it gets an unknown size, nearest first."""
     found: list[fx.Node] = []
     pending = [node]
     while pending:

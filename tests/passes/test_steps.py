@@ -189,10 +189,10 @@ def forgetful(program: gp.Program) -> gp.Program:
     [
         (raising, r"The pass raising raised AttributeError: .*test_steps.py:\d+\)"),
         (lambda program, more: program, "raised TypeError"),
-        (unsorted, "The pass unsorted left a graph that is not whole"),
+        (unsorted, "The pass unsorted left a malformed graph"),
         (
             forgetful,
-            r"left the operator relu.* without metadata; give it that of what it stands for: new.meta = dict\(old.meta\)",
+            r"left the operator relu.* without metadata; give it that of the operator it replaces: new.meta = dict\(old.meta\)",
         ),
     ],
 )

@@ -447,7 +447,7 @@ def test_operators_that_mix_examples_are_named_in_one_line() -> None:
     cut = gp.plan(program, mesh={"pp": 2}, allow_batch_coupling=True)
     for plan, words in (
         (whole, "The batch is not split"),
-        (cut, f"each of {cut.microbatches} microbatches is on its own"),
+        (cut, f"each of {cut.microbatches} microbatches is computed separately"),
     ):
         (line,) = [line for line in plan.warnings if "mixes examples" in line]
         assert said in line and words in line
