@@ -1,17 +1,15 @@
-"""What a unit's forward leaves behind for its backward, and what both take on top, found by running the unit on fake tensors.
+"""The bytes that a unit's forward keeps for its backward, and that both need on top, measured by running the unit on fake tensors.
 
-    unit's graph ──run on fake tensors of very many rows, collectives in groups that send nothing──► every storage: bytes, from when
-                                                                                                     to when, kept by autograd, sent
-         a storage that the rows divide grows with them, another does not ──► bytes at any number of rows
+    unit's graph ──run on fake tensors of very many rows, collectives in groups that send nothing──► every storage: bytes, lifetime,
+                                                                                                     kept by autograd, sent
+         bytes divisible by the rows grow with them, others don't ──► bytes at any number of rows
 
-Bytes are those of distinct storages: a view keeps the whole of what it views, and what two operators save is there once. Not counted
-are parameters, buffers, constants and what the unit is given: others hold those (:mod:`graphpar.cost_models.unit_bytes`).
+Bytes are those of distinct storages: a view keeps the whole storage, and what two operators save counts once. Parameters, buffers,
+constants and the unit's inputs are not counted; :mod:`graphpar.cost_models.unit_bytes` adds them.
 
-Device kinds: ``cpu`` is exact. For ``cuda`` attention saves what torch's fused kernels for CUDA save, the flash kernel for half
-precision without a mask, else the memory-efficient one; all other operators save what they save on a CPU, which differs in small
-things only (statistics of normalisations, cuDNN's reserve). No GPU is needed for either.
-
-Not seen: memory that a kernel takes and gives back.
+``cpu`` is exact. For ``cuda`` attention saves what torch's fused kernels save, the flash kernel for half precision without a mask, else
+the memory-efficient one; other operators save what they save on a CPU, which differs in small things only (statistics of
+normalisations, cuDNN's reserve). No GPU is needed. Memory that a kernel allocates and frees inside is not seen.
 """
 
 from __future__ import annotations
@@ -42,25 +40,26 @@ if TYPE_CHECKING:
     from graphpar.ir.stage import Stage
 
 Array = NDArray[np.int64]
-"""Bytes, one for each microbatch size that is asked for."""
+"""Bytes, one for each requested microbatch size."""
 
 _MANY = 2**29 - 3
-"""Rows of the run that stands for all sizes: a prime, so that it divides the bytes of what grows with the rows, and of nothing else;
-above the bytes of what does not grow."""
+"""Rows of the run that gives all sizes: a prime, so that it divides the bytes of storages that grow with the rows and no others; larger
+than the bytes of storages that don't grow."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What one microbatch of a unit, a stage that others may be joined to, does to memory: bytes.
+    """The memory of one microbatch of a unit, in bytes.
 
     Attributes:
-        inside: kept from its forward to its backward, by itself alone.
-        shared: kept of values that every stage computes for itself; once, however many units of a stage want them.
-        given: of what it receives, the part that it keeps; the sender keeps it already where it is in the same stage and ``held``.
+        inside: kept from forward to backward, except for the following.
+        shared: kept of values that every stage recomputes; a stage has them once, however many of its units need them.
+        given: kept of what it receives; where the sender is in the same stage and ``held``, that keeps it already.
         received: all that it receives.
-        sent: of what it sends, as new storages; ``passed``: without those that only pass on what it received, which are none where the
-            next unit is in the same stage; ``held``: whether autograd keeps them too.
-        forward, backward: what each takes on top of what is kept.
+        sent: new storages that it sends.
+        passed: the same without those that only relay what it received, which are not copied inside a stage.
+        held: whether autograd keeps what is sent.
+        forward, backward: needed on top of what is kept, while it runs.
     """
 
     inside: int
@@ -75,14 +74,17 @@ class Reach:
 
 
 class Activations:
-    """Measures the stages of one lowered program; each stage, size and distinct block once.
+    """Measures the stages of one lowered program.
 
     Args:
-        program: what :func:`graphpar.passes.sharding.shard.shard` gives.
+        program: the result of :func:`graphpar.passes.sharding.shard.shard`.
         degrees: ranks by axis.
         device: ``cpu`` or ``cuda``.
-        even_experts: take the rows of a batch to be spread evenly over the ranks' experts, where experts are divided. How
-            they are spread is known only when the program runs, so without this such a program is refused.
+        even_experts: assume that rows are spread evenly over the ranks' experts. The real spread is known only when the program
+            runs, so without this a program with sharded experts is refused.
+
+    Raises:
+        GraphparError: the device is of another kind.
     """
 
     def __init__(
@@ -95,14 +97,17 @@ class Activations:
         self.state: dict[str, Tensor] = {}
 
     def reach(self, stage: Stage, rows: int) -> Reach:
-        """For a stage that others may be joined to; a run of its forward and backward, not kept."""
+        """Measure one run of a stage's forward and backward for a microbatch of ``rows``."""
         return self.reaches(stage, [rows])[0]
 
     def reaches(self, stage: Stage, sizes: Sequence[int]) -> list[Reach]:
-        """The same for several microbatch sizes.
+        """Measure several microbatch sizes.
 
-        Sizes above 1 are found by one run of very many rows. Where that leaves open whether some bytes grow with the rows, or can't be
-        run, each size is run by itself. So is a size of 1: torch makes fewer copies where a dim has one element.
+        Sizes above 1 take one run of very many rows. Where that does not tell whether some bytes grow with the rows, or does not run,
+        each size is run separately. So is a size of 1: torch makes fewer copies where a dim has one element.
+
+        Raises:
+            GraphparError: a size is not possible for this program.
         """
         for rows in sizes:
             self._check_size(rows)
@@ -114,17 +119,17 @@ class Activations:
             return [_measure_reach(self, stage, rows, lambda nbytes: np.array([nbytes]))[0] for rows in sizes]
 
     def _check_size(self, rows: int) -> None:
-        if rows < 1 or (not self.program.symbolic and rows != self.program.batch):
+        if rows < 1:
+            raise GraphparError(f"The microbatch has {rows} rows; it must be at least 1.")
+        if not self.program.symbolic and rows != self.program.batch:
             raise GraphparError(
-                f"The microbatch has {rows} rows, but the program was traced for {self.program.batch} and its batch is no "
-                "symbol; partition it for that size."
-                if rows >= 1
-                else f"The microbatch has {rows} rows; it must be at least 1."
+                f"The microbatch has {rows} rows, but the program was traced for {self.program.batch} and its batch is not symbolic; "
+                "partition it for that size."
             )
 
     @contextlib.contextmanager
     def _ready(self) -> Iterator[None]:
-        """Fake tensors, and the axes bound to groups that send nothing (the operators of fake tensors never ask for a group)."""
+        """Use fake tensors, and bind the axes to groups that send nothing (operators on fake tensors never ask for a group)."""
         before = dict(collectives._axes)
         collectives._axes.update({axis: ("fake", self.degrees.get(axis, 1), 0) for axis in AXES})
         try:
@@ -139,7 +144,7 @@ class Activations:
             collectives._axes.update(before)
 
     def tensor(self, name: str) -> Tensor:
-        """The parameter, buffer or constant ``name``; tied names share one."""
+        """Return the parameter, buffer or constant ``name``; tied names share one."""
         first = self.program.tie_of(name)[0]
         if first not in self.state:
             info = self.program.tensor_info(first)
@@ -147,7 +152,7 @@ class Activations:
         return self.state[first]
 
     def given(self, stage: Stage, rows: int) -> list[Tensor]:
-        """What the stage is called with: received values, inputs, counts."""
+        """Return the stage's arguments: received values, inputs, counts."""
         gradients = {boundary.name for boundary in stage.receives if boundary.requires_grad}
         nodes = [node for node in stage.graph.nodes if node.op == "placeholder"]
         return [
@@ -176,15 +181,14 @@ class _Forward(Runner):
 
 
 def _outputs(stage: Stage, result: Any, given: Sequence[Tensor]) -> list[Tensor]:
-    """What the runtime holds of the stage's results (``StageAdapter``): contiguous tensors that are no views."""
+    """Return the stage's results as the runtime holds them (``StageAdapter``): contiguous tensors that are no views."""
     ids = {id(tensor) for tensor in given} if stage.sends else set()
     outputs = result if isinstance(result, tuple | list) else (result,)
     return [tensor.clone() if id(tensor) in ids else sendable(tensor) for tensor in outputs]
 
 
 def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> bool:
-    """Run the backward; False where torch can't on fake tensors, as for values that ``index_put`` spreads: its memory is then taken to be
-    that of the forward."""
+    """Run the backward, and return whether torch can on fake tensors; it can't through ``index_put``, for example."""
     try:
         torch.autograd.backward(roots, gradients)
     except RuntimeError:
@@ -193,7 +197,7 @@ def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> bo
 
 
 class _Sharing(_Forward):
-    """Notes the storages of the values that every stage computes for itself."""
+    """Collects the storages of the values that every stage recomputes."""
 
     def __init__(self, activations: Activations, names: Sequence[str]) -> None:
         super().__init__(activations)
@@ -207,9 +211,9 @@ class _Sharing(_Forward):
 
 
 class _Growing:
-    """Bytes at ``sizes`` of what a run of ``_MANY`` rows makes; ``unclear`` once some may grow in part.
+    """Converts the bytes of a storage at ``_MANY`` rows to those at ``sizes``; ``unclear`` is set once a storage may grow in part.
 
-    ``whole``: bytes of what is as large as a parameter, which do not grow however many they are.
+    ``whole``: bytes of storages as large as a parameter, which do not grow.
     """
 
     def __init__(self, sizes: Sequence[int], whole: Collection[int]) -> None:
@@ -224,7 +228,7 @@ class _Growing:
 
 
 def _of_many_rows(activations: Activations, stage: Stage, sizes: Sequence[int]) -> list[Reach] | None:
-    """At each of ``sizes``, by one run; None where that does not say."""
+    """Measure all ``sizes`` by one run; return None where that does not tell."""
     numbers = {activations.tensor(name).numel() for name in attributes(activations.program, stage)}
     at = _Growing(sizes, {number * itemsize for number in numbers for itemsize in (1, 2, 4, 8)})
     try:
@@ -235,7 +239,7 @@ def _of_many_rows(activations: Activations, stage: Stage, sizes: Sequence[int]) 
 
 
 def _measure_reach(activations: Activations, stage: Stage, rows: int, at: Callable[[int], Array]) -> list[Reach]:
-    """A run of ``rows``; ``at`` gives the bytes that are asked for from those of a storage in this run."""
+    """Measure a run of ``rows``; ``at`` converts the bytes of a storage in this run to those at the requested sizes."""
     given = activations.given(stage, rows)
     for name in attributes(activations.program, stage):
         value = activations.tensor(name)
@@ -260,7 +264,7 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int, at: Callab
         with saved_tensors_hooks(note, lambda tensor: tensor):
             result = runner.run_graph(stage.graph, "", given)
             outputs = _outputs(stage, result, given)
-        forward, kept = live.turn()
+        forward, kept = live.mark()
         sent, received = sizes_of(outputs), sizes_of(given)
         shared = total(nbytes for key, nbytes in saved.items() if key in runner.storages and key not in sent)
         taken = total(nbytes for key, nbytes in received.items() if key in saved)
@@ -270,18 +274,15 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int, at: Callab
             with unseen(live):
                 gradients = [torch.ones_like(tensor) for tensor in roots] if stage.sends else None
             backward_runs = _backward(roots, gradients)
-        backward, _ = live.turn()
-        if train and not backward_runs:
+        backward, _ = live.mark()
+        if train and not backward_runs:  # assume the forward's
             backward = forward
     for value in activations.state.values():
         value.grad = None
     new = total(nbytes for key, nbytes in sent.items() if key not in received)
     relays = {id(tensor) for tensor in given}
-    copies = {
-        storage_of(o)
-        for r, o in zip(result if isinstance(result, tuple | list) else (result,), outputs)
-        if id(r) in relays
-    }
+    results = result if isinstance(result, tuple | list) else (result,)
+    copies = {storage_of(output) for made, output in zip(results, outputs) if id(made) in relays}
     columns = {
         "inside": kept - new - shared,
         "shared": shared,
@@ -299,7 +300,7 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int, at: Callab
 
 
 def attributes(program: Program, stage: Stage) -> list[str]:
-    """The parameters, buffers and constants of a stage by name, a tied one under each of its names."""
+    """Return the names of the parameters, buffers and constants of a stage, a tied one under each of its names."""
     names: dict[str, None] = {}
 
     def collect(graph: fx.Graph, prefix: str) -> None:

@@ -1,10 +1,9 @@
-"""``calibrate``: a profile of this machine, which the compiler takes wherever it takes a cluster.
+"""``calibrate``: measure a profile of this machine, which can be used wherever a cluster can.
 
     calibrate("cpu", 2) ──torchrun──► rows of times (measure) ──fit──► Cluster, errors ──► PROFILE.json ──Cluster.parse──► Cluster
 
-A profile holds the figures as :meth:`~graphpar.hardware.cluster.Cluster.to_json` writes them, the times they are from, and how well they
-fit.
-Ranks of a CPU have the threads that the runtime gives them (``OMP_NUM_THREADS``, or one), so that the figures are those of a rank.
+A profile holds the figures as :meth:`~graphpar.hardware.cluster.Cluster.to_json` writes them, the measured times, and the errors of the
+fit. Ranks on a CPU have the threads that the runtime gives them (``OMP_NUM_THREADS``, or one).
 """
 
 from __future__ import annotations
@@ -34,22 +33,21 @@ TIMEOUT_S = 1800.0
 MOST_PROCESSES = 64
 PATIENCE_S = 60.0
 MOST_DISTURBED = 0.1
-"""A larger share of measurements during which others used the machine is no profile of it."""
+"""The largest share of measurements during which others may have used the machine."""
 MOST_OFF, MOST_USUALLY_OFF = 20.0, 1.5
-"""Errors of one fitted time, and in the median of a kind, beyond which the times are not those of a machine: undisturbed ones are off
-by up to 4.4 and 0.6."""
-_UNKNOWN_LINK = Link(5e-6, 31e9)  # PCIe 4 x16: of one device, which has nobody to talk to
+"""The largest plausible errors of one fitted time, and in the median of a kind; undisturbed machines have up to 4.4 and 0.6."""
+_UNKNOWN_LINK = Link(5e-6, 31e9)  # PCIe 4 x16, for a single device
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured, as a cluster.
+    """A measured machine, as a cluster.
 
     Attributes:
         machine: names and versions, for people.
-        rows: the times.
+        rows: the measured times.
         errors: of the fit, by kind of row.
-        disturbed: the share of measurements during which others used more than ``OTHERS`` of the cores, patience being at its end.
+        disturbed: the share of measurements during which other processes used more than ``OTHERS`` of the cores.
     """
 
     cluster: Cluster
@@ -60,7 +58,7 @@ class Profile:
 
     @property
     def doubts(self) -> list[str]:
-        """Why prices should not rest on this profile: what the measurements themselves say against it."""
+        """Why this profile should not be used, by its own measurements; empty where nothing speaks against it."""
         found = []
         if self.disturbed > MOST_DISTURBED:
             when = f"during {self.disturbed:.0%} of the measurements"
@@ -77,9 +75,9 @@ class Profile:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data that :meth:`Cluster.parse` reads when it lies in a file."""
+        """Return plain data, which :meth:`Cluster.parse` reads from a file."""
         figures = self.cluster.to_json()
-        del figures["inter_node"]  # there is one node, and nobody has measured between nodes
+        del figures["inter_node"]  # not measured: there is one node
         return {
             "graphpar": graphpar.__version__,
             "machine": dict(self.machine),
@@ -97,9 +95,9 @@ def calibrate(
 
     Args:
         kind: ``cpu`` or ``cuda``.
-        processes: ranks that exchange data; default: as many as there are cores for (GPUs).
+        processes: ranks that exchange data; by default as many as there are GPUs, or cores for their threads.
         quick: few, small shapes: seconds instead of a minute, and rough.
-        patience_s: how long to wait, in all, while others use the machine.
+        patience_s: seconds to wait, in all, while others use the machine.
 
     Raises:
         GraphparError: there is no such device here, or not as many.
@@ -117,7 +115,7 @@ def calibrate(
 def profile_of(
     rows: list[Row], start: Device, processes: int, described: Mapping[str, Any], disturbed: float = 0.0
 ) -> Profile:
-    """The profile that ``rows`` tell: rates are those of as many ranks at once as were measured.
+    """Fit a profile to ``rows``, those with the most ranks at once.
 
     Args:
         start: see :func:`graphpar.cost_models.fit_device.fit_device`.
@@ -139,7 +137,7 @@ def profile_of(
 
 
 def machine(kind: str) -> dict[str, Any]:
-    """What was measured, in words."""
+    """Describe this machine: its name, cores, threads a rank, and torch's version."""
     return {
         "name": _name(kind),
         "cores": len(os.sched_getaffinity(0)),
@@ -149,7 +147,7 @@ def machine(kind: str) -> dict[str, Any]:
 
 
 def _measured(request: Request, kind: str, processes: int) -> tuple[list[Row], float]:
-    """The rows, and the share of measurements that others disturbed."""
+    """Return the rows, and the share of measurements that others disturbed."""
     with tempfile.TemporaryDirectory(prefix="graphpar_calibrate_") as scratch:
         folder = Path(scratch)
         (folder / "request.json").write_text(json.dumps(asdict(request)))
@@ -166,13 +164,13 @@ def _measured(request: Request, kind: str, processes: int) -> tuple[list[Row], f
 
 
 def _threads() -> int:
-    """Of a rank, as :func:`graphpar.runtime.launch.torchrun` starts it."""
+    """Return the threads of a rank, as :func:`graphpar.runtime.launch.torchrun` starts it."""
     given = os.environ.get("OMP_NUM_THREADS", "1")
     return int(given) if given.isdecimal() and int(given) > 0 else 1
 
 
 def _places(kind: str) -> int:
-    """How many ranks compute at once without taking turns."""
+    """Return how many ranks can compute at once, each with its own cores or GPU."""
     if kind == "cpu":
         return max(1, len(os.sched_getaffinity(0)) // _threads())
     if kind != "cuda":
@@ -191,7 +189,7 @@ def _name(kind: str) -> str:
 
 
 def _known(device: Device) -> Device | None:
-    """The GPU of the table that this is; what a driver adds to the name is left out."""
+    """Return this GPU's row of the device table; suffixes that a driver adds to the name are dropped."""
     if device.kind == "cpu":
         return None
     try:
@@ -201,7 +199,7 @@ def _known(device: Device) -> Device | None:
 
 
 def _blank(kind: str, processes: int, places: int) -> Device:
-    """This machine's device before anything is measured: what it is called, its memory, and how many there are."""
+    """Return this machine's device before anything is measured: name, memory, and how many there are."""
     usual = DEVICES["CPU"]
     if kind == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes

@@ -3,9 +3,9 @@
     ranks, or axes of a mesh ──Network.group──► Group: how many ranks, on how many nodes ──Network.seconds──► seconds
 
 Each algorithm costs ``latency + x + 2 sqrt(l x)``, where ``x`` is what its busiest device sends over its bandwidth. The last term is
-what it costs to cut a message into pieces that follow each other: few pieces and the last hop waits for a long one, many and each costs
-its latency; the best number costs this much. So ``l`` grows with the hops of a ring; else it is the latency of a link inside a node. The
-cheapest algorithm counts:
+the cost of pipelining a message in chunks: with few, the last hop waits for a long one; with many, each costs its latency; the best
+number costs this much. So ``l`` grows with the hops of a ring; else it is the latency of a link inside a node. The cheapest algorithm
+counts:
 
 algorithm    sends, of a tensor of S bytes over n ranks                                            latencies
 ring         all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S, broadcast S          of each step around it
@@ -14,14 +14,14 @@ switch       all-reduce (n+1)/n S, at least 9/8 S, others S: the switch adds and
 switch tree  all-reduce: the switch in a node, a tree over nodes                                   of both
 pairs        all-to-all (n-1)/n^2 S, send S                                                        of members in the node, others at once
 
-Rings over nodes enter a node by the adapters of all members there, so their bandwidth is that of those adapters together, but no more
-than that of the links inside. ``Link.bytes_per_s`` between nodes is of one device, and a group takes the shares of its own
-members only: in a mesh the other groups of the axis send at the same time. All-to-all and sends are between pairs: each device uses its
-own share. What the network between nodes lacks (oversubscription, other jobs) is for the cluster's figures to say.
+Rings over nodes enter a node by the adapters of all members there, so their bandwidth is that of these adapters together, but at most
+that of the links inside. ``Link.bytes_per_s`` between nodes is per device, and a group uses the shares of its members only: the other
+groups of the axis send at the same time. All-to-all and sends are between pairs: each device uses its share. Oversubscription and
+other jobs are not modelled; they belong into the cluster's figures.
 
-Against 75 points of all-reduces and all-gathers of 1 MiB and more on 8 H200, 8 and 16 and 32 B200, 16 H100, 16 H200 and 16 A100, which
-``tests/cost_models/test_collective_costs.py`` has with their sources, the model is off by 6 % in the middle, by 19 % at nine in
-ten and by 45 % at worst (an all-gather of 1 MiB).
+Against 75 all-reduces and all-gathers of 1 MiB and more on 8 H200, 8 and 16 and 32 B200, 16 H100, 16 H200 and 16 A100 (sources in
+``tests/cost_models/test_collective_costs.py``) the error is 6 % in the median, 19 % at the 90th percentile and 45 % at worst (an
+all-gather of 1 MiB).
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast"
 _SWITCH_MESSAGES = 14
 """Latencies of a reduction in the switch, however many ranks: 39 us for 32 to 512 KiB on 8 H200 (stas00/ml-engineering)."""
 _SWITCH_LEAST = 9 / 8
-"""More than 8 devices gain nothing more: 8 and 64 GB300 take 35.7 and 36.4 ms for 16 GiB, 72 GB200 20.3 ms for 8 GiB (Oracle's GPU
-quick starts; coreweave/nccl-tests, pull request 43)."""
+"""Beyond 8 devices there is no further gain: 8 and 64 GB300 take 35.7 and 36.4 ms for 16 GiB, 72 GB200 20.3 ms for 8 GiB (Oracle's
+GPU quick starts; coreweave/nccl-tests, pull request 43)."""
 _TREE_SHARE = 0.94
-"""What trees reach of the links' bandwidth: 445 to 487 GB/s of bus bandwidth on two nodes of H100 (NCCL's own model has 0.92)."""
+"""The share of the links' bandwidth that trees reach: 445 to 487 GB/s of bus bandwidth on two nodes of H100 (NCCL's own model: 0.92)."""
 _HOPS = 15
-"""Hops of a ring for which pieces cost one latency: all-gathers of 16 B200 and 16 H200; reduce-scatters on 4 to 128 nodes of H100 fall
+"""Hops of a ring for which chunks cost one latency: all-gathers of 16 B200 and 16 H200; reduce-scatters on 4 to 128 nodes of H100 fall
 from 360 to 260 GB/s of bus bandwidth (NVIDIA/nccl, issue 1229, which gives no size; 8 GiB do so here)."""
 _AT_ONCE = 4
-"""Messages to other nodes that an all-to-all has under way at once: 48 us for small ones on two nodes of 8."""
+"""Messages to other nodes that an all-to-all sends at once: 48 us for small ones on two nodes of 8."""
 _COPY = 1.08
-"""What a copy to one neighbour in the node reaches, against rings: 396 and 364 GB/s of 8 H200 (stas00/ml-engineering)."""
+"""The bandwidth of a copy to one neighbour in the node over that of rings: 396 and 364 GB/s of 8 H200 (stas00/ml-engineering)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """How the ranks of a group lie on nodes.
+    """The size of a group of ranks, and how its ranks are spread over nodes.
 
-    ``per_node``: members in the fullest node. ``fewest``: in the emptiest one that has any; where it is not given, as in the fullest.
+    ``per_node``: members in the fullest node. ``fewest``: in the emptiest node that has any; 0 for the same as ``per_node``.
     """
 
     size: int
@@ -76,7 +76,7 @@ class Group:
 
 @dataclass(frozen=True)
 class _Line:
-    """An algorithm for one kind of collective: seconds of an empty message, of each byte, and of filling the pipe (``l`` above)."""
+    """An algorithm for one kind of collective: seconds of an empty message, of each byte, and ``l`` of the module's docstring."""
 
     latency_s: float
     byte_s: float
@@ -95,7 +95,7 @@ class Network:
     # ---- groups ----
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """The group of ``ranks``.
+        """Return the group of ``ranks``.
 
         Raises:
             GraphparError: a rank is not on the cluster.
@@ -108,8 +108,9 @@ class Network:
         return Group(len(members), len(together), max(together), min(together))
 
     def group_of_axes(self, mesh: Mesh, axes: Sequence[str]) -> Group:
-        """The groups of ``axes`` together: ranks whose coordinates on the other axes agree. Where groups lie differently, the worst
-        that any has: the most nodes, the fullest node, the emptiest node.
+        """Return the group of ranks whose coordinates differ on ``axes`` only.
+
+        Where groups are spread differently over nodes it is the worst case: the most nodes, the fullest node, the emptiest node.
 
         Raises:
             GraphparError: there is no such axis, or the mesh has more devices than the cluster.
@@ -121,7 +122,7 @@ class Network:
         return self._groups[key]
 
     def boundary(self, mesh: Mesh) -> Group:
-        """Two neighbours on ``pp``: of different nodes if any such two are."""
+        """Return the group of two neighbours on ``pp``: on different nodes if any two neighbours are."""
         self._check(mesh, ("pp",))
         if mesh.pp == 1:
             return Group(1, 1, 1)
@@ -152,7 +153,7 @@ class Network:
         return Group(size, size // inside, inside)
 
     def _counted(self, degrees: dict[str, int], axes: frozenset[str], size: int) -> Group:
-        """As counted over all groups: in each, the ranks of a node follow each other."""
+        """Count over all groups; in each, the ranks of a node are adjacent."""
         shape = tuple(degrees.values())
         ours = [place for place, axis in enumerate(degrees) if axis in axes]
         nodes = np.arange(math.prod(shape)).reshape(shape) // self.cluster.devices_per_node
@@ -165,8 +166,12 @@ class Network:
     # ---- prices ----
 
     def seconds(self, kind: str, nbytes: float, group: Group) -> float:
-        """One collective of ``group``. ``nbytes`` is of the whole tensor: what an all-gather results in, what each rank has before a
-        reduce-scatter, all pieces together for an all-to-all, the message for a send.
+        """Return the seconds of one collective of ``group``.
+
+        Args:
+            kind: of :data:`KINDS`.
+            nbytes: of the whole tensor: the result of an all-gather, a rank's input of a reduce-scatter, all ranks' inputs of an
+                all-to-all together, the message of a send.
 
         Raises:
             GraphparError: there is no such kind.
@@ -183,7 +188,7 @@ class Network:
         return best
 
     def ring(self, group: Group) -> Link:
-        """A ring over ``group``: the latency of a step on average, and its bandwidth, which is what a device of it sends a second."""
+        """Return the mean latency of a step of a ring over ``group``, and the bandwidth of each of its devices."""
         steps = max(1, group.size - 1)
         across = min(group.nodes, steps) if group.nodes > 1 else 0
         inside, between = self.cluster.intra_node, self.cluster.inter_node
@@ -194,7 +199,7 @@ class Network:
         return Link(latency, min(rates))
 
     def _inside(self, group: Group) -> float:
-        """Bytes a second of a device in a ring inside a node."""
+        """Return the bytes a second of a device in a ring inside a node."""
         link = self.cluster.intra_node.among(max(2, group.fewest))
         return link.bytes_per_s * link.efficiency
 
@@ -233,7 +238,7 @@ class Network:
         return _Line(link.latency_s, 1 / (link.bytes_per_s * share), self._step_s)
 
     def _all_to_all(self, group: Group) -> _Line:
-        """Each rank sends ``1 / size**2`` of the tensor to each other; what stays in the node and what leaves it go side by side."""
+        """Each rank sends ``1 / size**2`` of the tensor to each other, inside the node and to other nodes at the same time."""
         far = group.size - group.fewest
         latency = group.per_node * self._step_s + far / _AT_ONCE * self.cluster.inter_node.latency_s
         rates = [(group.per_node - 1) / self._inside(group)] if group.per_node > 1 else []
@@ -247,7 +252,7 @@ class Network:
         return _Line(latency, max(chain, self._climb_byte_s(group)) / _TREE_SHARE, self._step_s)
 
     def _in_switch(self, group: Group) -> _Line:
-        """All-reduce: each device hands over its tensor, and gets and hands back a piece that is a sum; nodes are a tree."""
+        """All-reduce: each device sends its tensor to the switch, and receives and sends a chunk of the sum; nodes are a tree."""
         inside = self._switch_byte_s() * max(_SWITCH_LEAST, (group.fewest + 1) / group.fewest)
         if group.nodes == 1:
             return _Line(self._switch_s(), inside, self._step_s)
@@ -263,7 +268,7 @@ class Network:
         return 1 / (link.bytes_per_s * link.in_switch)
 
     def _climb_s(self, group: Group) -> float:
-        """Latencies up and down a tree over nodes."""
+        """Return the latency up and down a tree over nodes."""
         return 2 * math.ceil(math.log2(group.nodes)) * self.cluster.inter_node.latency_s
 
     def _climb_byte_s(self, group: Group) -> float:

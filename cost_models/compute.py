@@ -1,12 +1,11 @@
 """Seconds of a rank's work on a device: a roofline whose roof depends on shapes.
 
-product     the tiles of its result, in waves over the compute units; each tile takes its reduction, and as long again as
-            ``half_reduction`` of it to start and end; or splits of the reduction, where there are few tiles; at least its bytes.
-            Rows of features that are not whole 16 bytes take longer.
-            On a CPU its flops and its bytes one after the other: a core packs what it multiplies
-attention   flops at the share of the peak that fused kernels reach, less for short rows and narrow heads
-traffic     bytes at the share of the bandwidth that elementwise kernels reach
-all         at least ``launch_s`` an operator; on a GPU a phase takes at least ``dispatch_s`` of the host for each operator
+    product     the tiles of its result, in waves over the compute units; a tile takes its reduction plus ``half_reduction`` to start and
+                end; few tiles split the reduction; at least its bytes. Rows of features that are not whole 16 bytes take longer.
+                On a CPU its flops and its bytes one after the other, since a core packs its operands
+    attention   flops at the share of the peak that fused kernels reach, less for short rows and narrow heads
+    traffic     bytes at the share of the bandwidth that elementwise kernels reach
+    all         at least ``launch_s`` an operator; on a GPU a phase takes at least ``dispatch_s`` of the host for each operator
 
 Shares are the device's (:class:`graphpar.hardware.devices.Device`); the shapes of tiles are those of the libraries.
 """
@@ -36,19 +35,19 @@ from graphpar.hardware.devices import Device
 Array = NDArray[np.float64]
 
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.6))
-"""Rows and columns of a tile, and the share of a unit's rate that products of such tiles reach: small ones read operands more often."""
+"""Rows and columns of a tile, and the share of a unit's rate it reaches: small tiles read operands more often."""
 LEAST_SPLIT = 1024
-"""A reduction is split only into parts at least this long."""
+"""The shortest part that a reduction is split into."""
 HALF_ROW, HALF_WIDTH = 256.0, 24.0
 """Lengths of rows and widths of heads at which fused attention loses half of its rate (fits FlashAttention-2's published curves)."""
 _HEAD = 4
-"""A sequence is at least so many times as long as a head is wide."""
+"""A sequence is at least so many times longer than a head is wide."""
 _DTYPES = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}
 
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """One phase of a unit: on the device's units and memory, and how many operators."""
+    """The device seconds of one phase of a unit, and its number of operators."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -57,6 +56,7 @@ class PhaseSeconds:
 
     @property
     def busy(self) -> float:
+        """Device seconds of all operators."""
         return self.products + self.attention + self.traffic
 
 
@@ -72,7 +72,7 @@ class Compute:
         self._tables: dict[int, tuple[Work, _Tables]] = {}
 
     def seconds(self, work: Work, batch: int) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
-        """The three phases of ``work`` for a microbatch of ``batch`` rows."""
+        """Return the seconds of each phase of ``work`` for a microbatch of ``batch`` rows."""
         if id(work) not in self._tables:
             self._tables[id(work)] = work, _Tables(work)
         tables = self._tables[id(work)][1]
@@ -91,7 +91,7 @@ class Compute:
         return first, second, third
 
     def traffic_s(self, nbytes: Array | float, functions: NDArray[np.bool_] | bool = False) -> Array:
-        """Of kernels that move ``nbytes`` each; ``functions`` as :class:`Traffic` has it."""
+        """Return the seconds of kernels that move ``nbytes`` each; ``functions`` is as in :class:`Traffic`."""
         device = self.device
         other = device.memory_efficiency if device.function_efficiency is None else device.function_efficiency
         rate = device.memory_bytes_per_s * np.where(functions, other, device.memory_efficiency)
@@ -101,11 +101,11 @@ class Compute:
         return seconds + self.device.launch_s
 
     def phase_s(self, phase: PhaseSeconds) -> float:
-        """From when a phase starts to when it ends: the device's time, or the host's where that is longer."""
+        """Return the duration of a phase: the device's time, or the host's where that is longer."""
         return max(phase.busy, phase.operators * self.device.dispatch_s)
 
     def rate(self, itemsize: int) -> float:
-        """Peak flop/s of operands of ``itemsize`` bytes."""
+        """Return the peak flop/s of operands of ``itemsize`` bytes."""
         named = _DTYPES[itemsize]
         if itemsize == 2 or (itemsize == 4 and self.dtype == "tf32"):
             named = self.dtype if self.dtype not in ("fp32", "fp64") else named
@@ -128,27 +128,31 @@ class Compute:
         return self._with_launch(np.maximum(seconds, nbytes / bandwidth) + cast)
 
     def _broken(self, peaks: Array, matrices: Array) -> Array:
-        """Rates of products whose rows are not whole 16 bytes: of batches those without units for matrices, which cuBLAS's restrictions
-        on operands name; half of the peak for one product, as training GPT-2 gains a fourth by a vocabulary of 50,304 instead of 50,257
-        of which the head is a third of the flops (karpathy/nanoGPT). A device whose rate without such units is not known: half, too."""
+        """Return the rates of products whose rows are not whole 16 bytes.
+
+        Batches run without matrix units (cuBLAS's restrictions on operands). One product reaches half of the peak: training GPT-2, whose
+        head is a third of the flops, gains a fourth by a vocabulary of 50,304 instead of 50,257 (karpathy/nanoGPT). Half is assumed too
+        where the rate without matrix units is not known.
+        """
         vector = self.device.flops.get("fp32")
         if vector is None:
             return np.asarray(peaks / 2)
         return np.minimum(peaks, np.where(matrices > 1, vector, np.maximum(peaks / 2, vector)))
 
     def _casts(self, tables: _Tables) -> Array:
-        """Bytes an element of what a product of 8 bits takes: it is read in 16 bits and written in 8 as it is and transposed, which the
-        backward by weight finds."""
+        """Return the bytes an element of casting a product's input to 8 bits: it is read in 16 bits and written in 8 bits twice, also
+        transposed for the weight's gradient.
+        """
         return np.where((self.dtype == "fp8") & (tables.product_phases != Phase.WEIGHT), 4.0, 0.0)
 
     def rate_16(self, itemsize: int) -> float:
-        """As :meth:`rate`, of what is never done in 8 bits."""
+        """Return :meth:`rate` for operators that never run in 8 bits."""
         if itemsize == 2 and self.dtype == "fp8":
             return self.device.peak("bf16")
         return self.rate(itemsize)
 
     def _tiled(self, matrices: Array, m: Array, n: Array, k: Array, rate: Array, half: Array) -> Array:
-        """``half``: the device's ``half_reduction`` is a time, so it is longer where the rate is higher than that of 16 bits."""
+        """Return the seconds of products; ``half`` is the ``half_reduction`` scaled to each rate, since it stands for a time."""
         if self.device.compute_units is None:
             return np.asarray(2 * matrices * m * n * (k + half) / rate)
         units = self.device.compute_units
@@ -167,37 +171,23 @@ class Compute:
             return np.zeros(0)
         heads, queries, keys = (_at(tables.attention[:, place], batch) for place in range(3))
         width, causal, backward = tables.attention_width, tables.attention_causal, tables.attention_backward
-        flops = (
-            4.0
-            * heads
-            * queries
-            * keys
-            * width
-            * np.where(causal, 0.5, 1.0)
-            * np.where(backward, ATTENTION_BACKWARD, 1.0)
-        )
+        flops = 4.0 * heads * queries * keys * width * np.where(causal, 0.5, 1.0)
+        flops = flops * np.where(backward, ATTENTION_BACKWARD, 1.0)
         forward_share, backward_share = self.device.attention_efficiency
-        rate = np.array([self.rate_16(size) for size in tables.attention_itemsizes]) * np.where(
-            backward, backward_share, forward_share
-        )
+        peaks = np.array([self.rate_16(size) for size in tables.attention_itemsizes])
+        rate = peaks * np.where(backward, backward_share, forward_share)
         if self.device.kind == "cpu":  # a core has no tiles to fill
             return self._with_launch(flops / rate)
-        shape = (
-            keys
-            / (keys + np.where(causal, 2 * HALF_ROW, HALF_ROW))
-            * width
-            / (width + HALF_WIDTH)
-            * (128 + HALF_WIDTH)
-            / 128
-        )
+        rows = keys / (keys + np.where(causal, 2 * HALF_ROW, HALF_ROW))
+        shape = rows * width / (width + HALF_WIDTH) * (128 + HALF_WIDTH) / 128
         return self._with_launch(flops / (rate * np.minimum(shape, 1.0)))
 
 
 def _whole_rows(tables: _Tables, matrices: Array, m: Array, n: Array, k: Array) -> NDArray[np.bool_]:
-    """Whether the rows of features that a product reads and writes are whole 16 bytes.
+    """Return whether the rows of features that a product reads and writes are whole 16 bytes.
 
-    Of batches of products, which attention is, the features are the width of a head: the size that is much smaller than both others.
-    Rows as long as a sequence are taken to be whole, or a longer one would be cheaper.
+    In batches of products (attention) the features are the width of a head: the size that is much smaller than both others. Rows as
+    long as a sequence count as whole, or a longer sequence would be cheaper.
     """
     broken_m, broken_n, broken_k = (size % (16 // tables.itemsizes) != 0 for size in (m, n, k))
     plain = broken_n | np.where(tables.product_phases == Phase.WEIGHT, broken_m, broken_k)
@@ -207,7 +197,7 @@ def _whole_rows(tables: _Tables, matrices: Array, m: Array, n: Array, k: Array) 
 
 
 class _Tables:
-    """A work's rows as arrays: numbers and powers, phases, and how often each is there."""
+    """The rows of a work as arrays: numbers and powers, phases, and how often each runs."""
 
     def __init__(self, work: Work) -> None:
         by_kind: dict[type, list[tuple[Row, int]]] = defaultdict(list)
@@ -232,16 +222,14 @@ class _Tables:
 
 
 def _columns(rows: Sequence[tuple[Row, int]]) -> tuple[NDArray[np.int64], Array]:
-    return np.array([int(row.phase) for row, _ in rows], dtype=np.int64), np.array(
-        [times for _, times in rows], dtype=float
-    )
+    phases = np.array([int(row.phase) for row, _ in rows], dtype=np.int64)
+    return phases, np.array([times for _, times in rows], dtype=float)
 
 
 def _sizes(rows: Sequence[tuple[Size, ...]], width: int) -> Array:
-    """[rows, columns, (number, power)]."""
-    return np.array([[(size.number, size.power) for size in row] for row in rows], dtype=float).reshape(
-        len(rows), width, 2
-    )
+    """Return an array [rows, columns, (number, power)]."""
+    numbers = [[(size.number, size.power) for size in row] for row in rows]
+    return np.array(numbers, dtype=float).reshape(len(rows), width, 2)
 
 
 def _at(sizes: Array, batch: int) -> Array:
@@ -249,7 +237,7 @@ def _at(sizes: Array, batch: int) -> Array:
 
 
 def collectives_of(work: Work) -> Mapping[str, Sequence[tuple[Collective, int]]]:
-    """The collectives of a work by axis."""
+    """Return the collectives of a work by axis, with how often each runs."""
     found: dict[str, list[tuple[Collective, int]]] = defaultdict(list)
     for row, times in work.rows.items():
         if isinstance(row, Collective):

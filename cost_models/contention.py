@@ -1,4 +1,4 @@
-"""Measuring while nobody else uses the machine much, as the kernel counts (``/proc/stat``)."""
+"""Measure while other processes use little of the machine, as the kernel counts (``/proc/stat``)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from graphpar.runtime.distributed import Ranks, gather_objects
 
 OTHERS = 0.12
-"""The share of the cores that others may take while something is measured."""
+"""The share of the cores that other processes may use while something is measured."""
 PEEK_S = 0.1
 _Result = TypeVar("_Result")
 
 
 class Watch:
-    """Repeats what is measured while others took more than ``OTHERS`` of the cores, for ``patience_s`` in all; then it counts as it is.
+    """Repeats measurements during which other processes used more than ``OTHERS`` of the cores, for ``patience_s`` seconds in all.
 
-    Every method is a collective call of all ranks, which are those of one machine.
+    After that the least disturbed result counts. Every method is a collective call of all ranks, all on one machine.
     """
 
     def __init__(self, ranks: Ranks, patience_s: float) -> None:
@@ -29,7 +29,7 @@ class Watch:
         self.measured = self.disturbed = 0
 
     def undisturbed(self, call: Callable[[], _Result]) -> _Result:
-        """What ``call`` gives when others disturb it least, on every rank that of the same time."""
+        """Return the result of the least disturbed run of ``call``, of the same run on every rank."""
         self.measured += 1
         began = time.monotonic()
         least, best = float("inf"), None
@@ -46,7 +46,7 @@ class Watch:
             return best  # type: ignore[return-value]
 
     def _watched(self, call: Callable[[], _Result]) -> tuple[_Result, float, bool]:
-        """The result, the share of the cores that others took meanwhile, and whether there is patience left."""
+        """Return the result, the share of the cores that others used meanwhile, and whether there is patience left."""
         dist.barrier()
         began, worked, busy = time.perf_counter(), time.process_time(), busy_s()
         result = call()
@@ -71,7 +71,7 @@ def _cores() -> int:
 
 
 def busy_s() -> float:
-    """Seconds that this process's cores have been busy since the machine started; 0 where the kernel doesn't say."""
+    """Return the seconds that this process's cores have been busy since boot; 0 where the kernel doesn't say."""
     file = Path("/proc/stat")
     if not file.is_file():
         return 0.0

@@ -1,4 +1,4 @@
-"""What is asked for a price, a :class:`Layout`, and what a price is, an :class:`Estimate`."""
+"""The argument of a price, a :class:`Layout`, and its result, an :class:`Estimate`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from graphpar.text import bytes_text, seconds_text, share_text
 
 @dataclass(frozen=True)
 class Layout:
-    """What of a plan is not in the units: stages, schedule, microbatches.
+    """How units are run: stages, schedule, microbatches.
 
-    ``starts``: the first unit of each stage. ``order``: a schedule of the user's own, instead of a name.
+    ``starts``: the first unit of each stage. ``order``: the actions of a user's schedule table, instead of the name.
     """
 
     schedule: str
@@ -30,10 +30,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Alone:
-    """What a step of the same batch takes on one device of a cluster; where nothing fits, of what is nearest to it.
-
-    ``cluster``: that one device.
-    """
+    """A step of the same batch on one device, named in ``cluster``; where nothing fits, the plan nearest to fitting."""
 
     cluster: str
     step_time_s: float
@@ -42,28 +39,30 @@ class Alone:
     memory_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, with whether it ``fits``."""
+        """Return plain data, with whether it ``fits``."""
         return asdict(self) | {"fits": self.peak_memory_bytes <= self.memory_bytes}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step takes.
+    """The time and memory of a step.
 
     Attributes:
         step_time_s: from the first forward to the end of the optimizer's step.
-        mfu: the program's own flops of products and attention, once forward and back, over what all devices could do in that time.
-        bubble_fraction: of ranks x pipeline time in which a rank computes nothing.
+        mfu: model flops utilisation: flops of products and attention, without recomputation, over the devices' peak in that time.
+        bubble_fraction: the share of ranks x pipeline time in which a rank computes nothing.
         memory: of each pp rank at its peak.
         compute_s: of the busiest rank.
         communication_s: of the busiest rank, by axis, hidden or not.
-        exposed_s: what of it nothing hides.
-        parts_s: what the step of the busiest rank is made of, adding up to ``step_time_s``: ``compute``, ``host`` (its device waits for
-            operators to be started) or ``turns`` (ranks outnumber cores), exposed collectives by axis, ``pp`` (it waits for what is on
-            its way), ``bubble`` (it has nothing to do), ``gradients`` and ``optimizer`` as below.
-        pipeline_s, gradients_s, optimizer_s: the parts of the step; of gradients what is exposed; gathers of parameters are in the last.
-        stages, conditions, closings: what the step is in time (:mod:`graphpar.cost_models.timelines`); closings are of each pp rank.
-        cluster, device: what it is for; memory_bytes, what a device of it has; figures, where what is known of it is from.
+        exposed_s: the part of it that computation does not hide.
+        parts_s: the step of the busiest rank, adding up to ``step_time_s``: ``compute``, ``host`` (its device waits for operators to be
+            launched) or ``turns`` (ranks outnumber cores), exposed collectives by axis, ``pp`` (it waits for transfers), ``bubble``
+            (it has nothing to do), ``gradients`` and ``optimizer`` as below.
+        pipeline_s, gradients_s, optimizer_s: until the last action; exposed reduction of gradients; optimizer with exposed gathers.
+        stages, conditions, closings: for simulating the step (:mod:`graphpar.cost_models.timelines`); closings are of each pp rank.
+        cluster, device: the hardware it is for.
+        memory_bytes: of a device.
+        figures: the sources of the device's figures.
     """
 
     step_time_s: float
@@ -87,15 +86,17 @@ class Estimate:
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
+        """The peak of each pp rank, in bytes."""
         return tuple(memory.total for memory in self.memory)
 
     @property
     def exposed_communication_s(self) -> float:
+        """All exposed communication of the busiest rank."""
         return math.fsum(self.exposed_s.values())
 
     @property
     def missing_bytes(self) -> int:
-        """By how much the fullest rank is above the device's memory; not above 0 where all fit."""
+        """Bytes by which the fullest rank exceeds the device's memory; not positive where all fit."""
         return max(self.peak_memory_bytes) - self.memory_bytes
 
     @property
@@ -115,7 +116,7 @@ class Estimate:
         return as_page(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; peaks and parts of memory are of each pp rank."""
+        """Return plain data; peaks and parts of memory are of each pp rank."""
         names = ("step_time_s", "mfu", "bubble_fraction", "compute_s", "communication_s", "exposed_communication_s", "exposed_s",
                  "parts_s", "pipeline_s", "gradients_s", "optimizer_s", "cluster", "device", "memory_bytes", "figures")  # fmt: skip
         data = {name: getattr(self, name) for name in names}

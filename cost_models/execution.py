@@ -1,4 +1,4 @@
-"""``Execution``: how a rank's program is run, as far as prices depend on it and a plan leaves it open."""
+"""``Execution``: how a rank's program runs, where prices depend on it and a plan does not say."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from dataclasses import dataclass
 from graphpar.errors import GraphparError
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
-"""How many tensors of a parameter's size an optimizer keeps, in the dtype of what it updates."""
+"""How many tensors of a parameter's size an optimizer keeps, in the dtype of the parameter or its main copy."""
 RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class Execution:
-    """What a plan leaves open.
+    """How a rank's program runs.
 
     Attributes:
         optimizer: of :data:`OPTIMIZERS`.
         main_copies: the optimizer updates fp32 copies of low-precision parameters.
         gradient_bytes: of an element in which gradients are summed over microbatches and ranks; None: as the parameter.
-        zero: the optimizer's state and main copies (from 1), gradients (from 2) and parameters (3) are divided by ``shards``.
+        zero: shard optimizer state and main copies (from 1), gradients (from 2) and parameters (3) over ``shards`` ranks.
         shards: the ranks of dp_shard.
-        recompute: ``full`` keeps a unit's input alone and runs its forward again before its backward; ``selective`` does so with
-            attention's scores, where they are kept at all.
-        fused: chains of elementwise operators and normalisations are one kernel each, as compiled or hand-written ones are; else
-            each operator reads and writes memory.
-        overlap_gradients: sums of gradients over replicas run beside the backward of the last microbatch.
-        prefetch: parameters that are divided are gathered for the next unit while this one computes.
-        hold_messages: buffers for what stages receive, and for the gradients that come back, are there for every microbatch of a
-            step, as torch's pipeline stages make them; else for those in flight.
-        wait_for_sends: a stage waits until what it sends has arrived, as pipelines do that exchange messages in pairs; else it goes on.
-        dispatch_s: seconds of the host for an operator, where a framework's own work makes them more than PyTorch's (the device's).
-        overlap_tp: the share of the collectives inside operators that is hidden behind the products next to them.
+        recompute: ``full`` keeps a unit's input only and runs its forward again before its backward; ``selective`` recomputes
+            attention scores, where they are kept at all.
+        fused: each chain of elementwise operators and normalisations is one kernel; else each operator reads and writes memory.
+        overlap_gradients: gradients are reduced over replicas during the backward of the last microbatch.
+        prefetch: sharded parameters are gathered for the next unit while this one computes.
+        hold_messages: buffers for messages between stages exist for every microbatch of a step, as in torch's pipeline stages; else
+            for those in flight.
+        wait_for_sends: a stage waits until its message has arrived, as pipelines do that exchange messages in pairs.
+        dispatch_s: seconds of the host for an operator, where a framework adds to PyTorch's (the device's).
+        overlap_tp: the share of collectives inside operators that is hidden behind the products next to them.
     """
 
     optimizer: str = "adam"
@@ -61,5 +60,5 @@ class Execution:
             raise GraphparError(f"overlap_tp is {self.overlap_tp!r}; it is a share, from 0 to 1.")
 
     def divided(self, nbytes: int, level: int) -> int:
-        """What a rank has of ``nbytes`` that are divided from ``level`` on."""
+        """Return a rank's share of ``nbytes`` that are sharded from ZeRO ``level`` on."""
         return -(-nbytes // self.shards) if self.zero >= level else nbytes

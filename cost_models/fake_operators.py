@@ -1,7 +1,7 @@
-"""Operators that need something else than their own fake tensors for their memory to be seen.
+"""Operators whose memory needs more than running them on fake tensors.
 
-Attention by CUDA's kernels where there is no GPU, grouped products of any dtype, rows of experts whose number only the run knows,
-functions of the user's, and pieces of random streams.
+These are attention by CUDA's kernels where there is no GPU, grouped products of any dtype, rows of experts whose number is known only
+at run time, custom functions, and sharded random streams.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from graphpar.operators.functions import OPERATORS, plain_apply
 
 
 def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, even_experts: bool) -> Any:
-    """``target(*args, **kwargs)`` with the memory that it takes on ``device``; ``even_experts`` as in :class:`.saved.Activations`."""
+    """Run ``target`` with the memory it takes on ``device``; ``even_experts`` is as in
+    :class:`graphpar.cost_models.activation_memory.Activations`.
+    """
     if target in OPERATORS:
         made = plain_apply(OPERATORS[target].function, *OPERATORS[target].given(args))
         return made[0] if OPERATORS[target].alone else made
@@ -45,7 +47,7 @@ def _attention_on_cuda(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` by the kernels that CUDA has."""
+    """Run ``F.scaled_dot_product_attention`` by CUDA's kernels."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     widths = query.size(-1), value.size(-1)
     if half and attn_mask is None and widths[0] == widths[1] <= 256 and widths[0] % 8 == 0:
@@ -68,7 +70,7 @@ def _attention_on_cuda(
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """``F.grouped_mm`` of any dtype: torch's own has fake tensors for bfloat16 only, though it multiplies others."""
+    """``F.grouped_mm`` of any dtype; torch's own supports fake tensors in bfloat16 only, though it multiplies others."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor | None = None) -> Tensor:
@@ -83,13 +85,13 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _piece(dim: int, axis: str, parts: tuple[int, ...]) -> tuple[Any, ...]:
-    """A cut dim as the functions of random streams take it."""
+    """Return a sharded dim as the functions of random streams take it."""
     return (dim, collectives.rank(axis), collectives.size(axis), *([parts] if parts else []))
 
 
 @dataclass(eq=False)
 class _Even:
-    """In place of where each rank's rows end: every rank has as many."""
+    """Replaces the ends of each rank's rows: every rank has the same number."""
 
     rows: int = field(default=0)
 

@@ -1,4 +1,4 @@
-"""From measured times to the figures of a device and its link, by least squares on the logarithms of the times.
+"""Fit the figures of a device and its link to measured times, by least squares on the logarithms of the times.
 
     rows ──small operators──► launch_s, dispatch_s
          ──traffic──────────► memory_efficiency, function_efficiency
@@ -7,9 +7,8 @@
          ──collectives──────► latency_s, efficiency of the link
          ──pipeline─────────► action_s                           each with the figures found before it; then the error over all rows
 
-What is fitted is what programs are priced with (``graphpar.cost_models.compute``, ``collectives``), so a figure is whatever makes those
-prices fit. Peaks are the best rates that any row reached, or the vendor's for a device of the table: times don't tell a peak from the
-share of it that is reached.
+The fitted functions are those that price programs (``graphpar.cost_models.compute``, ``collectives``). Peaks are the best rates that any
+row reached, or the vendor's for a device of the table, since times don't tell a peak from the share of it that is reached.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ TRAFFIC = {"add": 3, "mul": 3, "gelu": 2, "layer_norm": 2, "gelu, backward": 3, 
 """Tensors that an operator reads and writes."""
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 HOST_BOUND = 3.0
-"""Rows of a GPU that take less than so many operators of the host say nothing about the GPU."""
+"""GPU rows shorter than this many times an operator's host time say nothing about the GPU."""
 _HALF = math.log(0.5)
 _USUAL = 0.1
-"""Errors beyond this count by their size, not by its square: one shape that a library is bad at should not spoil the others."""
+"""Errors beyond this count linearly, so that one shape that a library is bad at does not spoil the others."""
 _FASTEST = math.log(1e13)  # bytes a second
-_WIDEST = 8.0  # of the logarithm of a share: efficiencies stay above 1 / 3000
+_WIDEST = 8.0  # bound of the logarithm of a share: efficiencies stay above 1 / 3000
 
 
 @dataclass(frozen=True)
 class Error:
-    """How far the fitted times are from the measured ones: 0.1 is a tenth of the measured time, either way."""
+    """Relative errors of the fitted times; 0.1 is 10 % too long or too short."""
 
     rows: int
     median: float
@@ -59,6 +58,7 @@ class Error:
 
     @staticmethod
     def of(rows: Sequence[Row], fitted: Sequence[float]) -> Error:
+        """Compare fitted with measured times."""
         off = [math.exp(abs(math.log(seconds / row.seconds))) - 1 for row, seconds in zip(rows, fitted)]
         worst = max(range(len(off)), key=off.__getitem__)
         row = rows[worst]
@@ -66,13 +66,13 @@ class Error:
 
 
 def kind_of(row: Row) -> str:
-    """The class of a row's error: product, traffic, attention, operator, collective or transfer."""
+    """Return the kind of a row: product, traffic, attention, operator, collective, transfer or pipeline."""
     first = row.what.partition(",")[0]
     return "traffic" if row.what in TRAFFIC else "collective" if row.what in COLLECTIVES else first
 
 
 def work_of(row: Row) -> Work:
-    """What a row of products, traffic or attention did, as programs are priced."""
+    """Return the work of a row of products, traffic or attention."""
     itemsize = DTYPES[row.dtype].itemsize
     kind = kind_of(row)
     if kind == "product":
@@ -84,23 +84,18 @@ def work_of(row: Row) -> Work:
     assert kind == "attention"
     batch, heads, length, width = row.shape
     phase = Phase.INPUT if row.what.endswith("backward") else Phase.FORWARD
-    return Work(
-        {
-            Attention(
-                phase, Size(float(batch * heads)), Size(float(length)), Size(float(length)), width, True, itemsize
-            ): 1
-        }
-    )
+    rows, size = Size(float(batch * heads)), Size(float(length))
+    return Work({Attention(phase, rows, size, size, width, True, itemsize): 1})
 
 
 def priced(device: Device, rows: Sequence[Row]) -> list[float]:
-    """Seconds of products, traffic and attention on ``device``."""
+    """Return the priced seconds of rows of products, traffic and attention on ``device``."""
     computes = {dtype: Compute(device, dtype) for dtype in {row.dtype for row in rows}}
     return [sum(phase.busy for phase in computes[row.dtype].seconds(work_of(row), 1)) for row in rows]
 
 
 def rate(row: Row) -> float:
-    """Flop/s of a product or of attention, bytes/s of traffic."""
+    """Return the flop/s of a row of products or attention, the bytes/s of one of traffic."""
     work = work_of(row)
     flops = work.flops(1)
     return (flops or sum(each.nbytes.at(1) for each in work.rows if isinstance(each, Traffic))) / row.seconds
@@ -110,11 +105,11 @@ def rate(row: Row) -> float:
 
 
 def fit_device(start: Device, rows: Sequence[Row], peaks: Device | None = None) -> tuple[Device, dict[str, Error]]:
-    """``start`` with the figures that ``rows`` (all of as many processes at once) tell, and the errors by kind of row.
+    """Fit a device to ``rows``, all of the same number of processes at once, and return it with the errors by kind of row.
 
     Args:
         start: name, kind, compute units and memory; its other figures are replaced.
-        peaks: the device of the table that this is, for its peaks.
+        peaks: the same device in the table, for its peaks; None where it is not there.
 
     Raises:
         GraphparError: there are no products, traffic or operators among the rows.
@@ -143,13 +138,13 @@ def fit_device(start: Device, rows: Sequence[Row], peaks: Device | None = None) 
 
 
 def _long(device: Device, rows: Sequence[Row]) -> list[Row]:
-    """The rows that say something about the device, and not about its host."""
+    """Return the rows that are long enough to measure the device, not its host; all where none is."""
     found = [row for row in rows if row.seconds > HOST_BOUND * device.dispatch_s]
     return found or list(rows)
 
 
 def _with_overheads(device: Device, rows: Sequence[Row]) -> Device:
-    """On a CPU there is no host beside the device; on a GPU the host's work is what small operators take in a row."""
+    """Set launch and dispatch times: on a GPU the latter is an operator's time in a row of small ones; a CPU has no separate host."""
     times: dict[str, float] = {row.what: row.seconds for row in rows}
     if "operator, replayed" in times:
         return replace(device, launch_s=times["operator, replayed"], dispatch_s=times["operator"])
@@ -160,10 +155,8 @@ def _with_peaks(device: Device, rows: Mapping[str, Sequence[Row]], known: Device
     flops: dict[str, float] = {}
     for row in (*rows["product"], *rows.get("attention", ())):
         flops[row.dtype] = max(flops.get(row.dtype, 0.0), rate(row))
-    largest = max(math.prod(row.shape) for row in rows["traffic"])
-    bandwidth = max(
-        rate(row) for row in rows["traffic"] if math.prod(row.shape) == largest
-    )  # small ones stay in caches
+    largest = max(math.prod(row.shape) for row in rows["traffic"])  # small ones stay in caches
+    bandwidth = max(rate(row) for row in rows["traffic"] if math.prod(row.shape) == largest)
     if known is not None:
         flops = {dtype: max(best, known.flops.get(dtype, 0.0)) for dtype, best in flops.items()}
         bandwidth = known.memory_bytes_per_s
@@ -171,7 +164,7 @@ def _with_peaks(device: Device, rows: Mapping[str, Sequence[Row]], known: Device
 
 
 def _share(logarithm: float) -> float:
-    """A share of a peak, at most 1."""
+    """Return a share of a peak, at most 1."""
     return math.exp(max(-_WIDEST, min(0.0, logarithm)))
 
 
@@ -184,7 +177,7 @@ def _with_functions(device: Device, logs: Sequence[float]) -> Device:
 
 
 def _with_matrices(device: Device, logs: Sequence[float]) -> Device:
-    """A rate above every peak is that of endless reductions, which nobody has measured: peaks are raised to it."""
+    """Set the share of products, and raise peaks where the fitted rate of infinite reductions exceeds the best measured one."""
     above = math.exp(min(max(0.0, logs[0]), _WIDEST))
     flops = {dtype: peak * above for dtype, peak in device.flops.items()}
     found = replace(device, flops=flops, matrix_efficiency=_share(logs[0]))
@@ -212,10 +205,10 @@ def _fitted(
 
 
 def fit_link(device: Device, rows: Sequence[Row]) -> tuple[Link, dict[str, Error]]:
-    """The link that ``rows`` of collectives and transfers tell, and the error of each kind.
+    """Fit a link to ``rows`` of collectives and transfers, and return it with the error of each kind.
 
-    Its bandwidth is that of transfers between two, where there are any; rings reach a share of it. Transfers have a latency of their own,
-    too: a collective wakes more threads than the receiver's.
+    Its bandwidth is that of transfers, where there are any; rings reach a share of it. Transfers have a separate latency, since a
+    collective wakes more threads.
     """
     collectives, transfers = ([row for row in rows if kind_of(row) == kind] for kind in ("collective", "transfer"))
 
@@ -241,7 +234,7 @@ def fit_link(device: Device, rows: Sequence[Row]) -> tuple[Link, dict[str, Error
 
 
 def sent(device: Device, link: Link, rows: Sequence[Row]) -> list[float]:
-    """Seconds of collectives and transfers over ``link``."""
+    """Return the priced seconds of collectives and transfers over ``link``."""
     networks = {count: Network(Cluster(1, count, device, link, link)) for count in {row.processes for row in rows}}
     found = []
     for row in rows:
@@ -251,7 +244,7 @@ def sent(device: Device, link: Link, rows: Sequence[Row]) -> list[float]:
 
 
 def fit_actions(device: Device, link: Link, rows: Mapping[str, Row]) -> float:
-    """``action_s``: what an action of a pipeline takes besides what its stage computes and its transfers over ``link``.
+    """Fit ``action_s``, the seconds of a pipeline's action besides its stage's work and transfers over ``link``.
 
     Args:
         rows: ``pipeline``, and ``pipeline, forward`` and ``pipeline, both ways`` of its stage alone.
@@ -278,20 +271,19 @@ def fit_actions(device: Device, link: Link, rows: Mapping[str, Row]) -> float:
 
 
 def soft(errors: Array) -> Array:
-    """What to square so that small errors count by their squares and large ones by their sizes (pseudo-Huber)."""
+    """Transform errors so that their squares grow quadratically for small and linearly for large errors (pseudo-Huber loss)."""
     return np.asarray(np.sign(errors) * _USUAL * np.sqrt(2 * (np.sqrt(1 + (errors / _USUAL) ** 2) - 1)))
 
 
 def least_squares(residuals: Callable[[Array], Array], start: Array, steps: int = 60) -> Array:
-    """The point near ``start`` with the least sum of squares, by the method of Levenberg and Marquardt."""
+    """Return the point near ``start`` with the least sum of squares, by the Levenberg-Marquardt method."""
     point, damping = start.astype(float), 1e-2
     here = residuals(point)
     for _ in range(steps):
         slopes = np.stack(list(_slopes(residuals, point, here)), axis=1)
         normal = slopes.T @ slopes
-        step = np.linalg.solve(
-            normal + damping * (np.diag(np.diag(normal)) + 1e-12 * np.eye(len(point))), -slopes.T @ here
-        )
+        damped = normal + damping * (np.diag(np.diag(normal)) + 1e-12 * np.eye(len(point)))
+        step = np.linalg.solve(damped, -slopes.T @ here)
         there = residuals(point + step)
         if there @ there < here @ here:
             done = here @ here - there @ there < 1e-12 * (here @ here)

@@ -19,7 +19,7 @@ from graphpar.operators.table import record_of
 
 
 def node_flops(program: Program, batch: int) -> dict[fx.Node, float]:
-    """Forward flops of each node of the root graph for a batch of ``batch`` rows; a block's are its graph's sum."""
+    """Return the forward flops of each node of the root graph for ``batch`` rows; a block's are its graph's sum."""
     blocks = {
         name: sum(operator_flops(node, batch) for node in block.graph.nodes) for name, block in program.blocks.items()
     }
@@ -33,7 +33,7 @@ _DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16",
 
 
 def dominant_dtype(program: Program) -> str:
-    """The dtype (``fp32``, ``bf16``, ...) in which most of the forward's flops are done, whatever the dtype of the weights."""
+    """Return the dtype (``fp32``, ``bf16``, ...) of most of the forward's flops; weights may have another."""
     blocks = {name: _flops_by_dtype(block.graph, program.batch) for name, block in program.blocks.items()}
     total = _flops_by_dtype(program.graph, program.batch)
     for node in program.graph.nodes:
@@ -62,7 +62,7 @@ def _shape(node: fx.Node, batch: int) -> list[int]:
 
 
 def operator_flops(node: fx.Node, batch: int) -> float:
-    """Flops of one operator: products of matrices, convolutions and attention exactly, the rest one an element."""
+    """Return the flops of one operator: products, convolutions and attention exactly, others one an element."""
     if node.op != "call_function" or not isinstance(value_of(node), Tensor):
         return 0.0
     out = _shape(node, batch)
@@ -74,7 +74,7 @@ def operator_flops(node: fx.Node, batch: int) -> float:
 
 
 def tensor_bytes(node: fx.Node, batch: int) -> int:
-    """Bytes of ``node``'s tensor for a batch of ``batch`` rows."""
+    """Return the bytes of ``node``'s tensor for ``batch`` rows."""
     value = value_of(node)
     assert isinstance(value, Tensor)
     return math.prod(_shape(node, batch)) * value.dtype.itemsize

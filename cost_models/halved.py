@@ -1,6 +1,6 @@
-"""What the units of an fp32 program would be in 16 bits: the same operators, with half of the bytes.
+"""The units of an fp32 program as if they were in 16 bits: the same operators, half of the bytes.
 
-It says what ``--dtype bf16`` is about worth without a second trace. Indices and masks are halved with the rest, which is next to nothing.
+This estimates the gain of ``--dtype bf16`` without a second trace. Indices and masks are halved with the rest; they hardly count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from graphpar.cost_models.workload import Collective, Row, Traffic, Work
 
 
 def halved(units: Sequence[Unit]) -> list[Unit]:
-    """Units for seconds alone: their memory is still that of fp32."""
+    """Return units for estimating seconds only: their memory is still that of fp32."""
     kinds = {id(unit.kind): _kind(unit.kind) for unit in units}
     return [replace(unit, kind=kinds[id(unit.kind)], held=tuple(map(_held, unit.held))) for unit in units]
 
@@ -23,9 +23,8 @@ def _kind(kind: UnitClass) -> UnitClass:
     rows = Counter[Row]()
     for row, times in kind.work.rows.items():
         rows[_row(row)] += times
-    return UnitClass(
-        Work(dict(rows)), tuple((0.5 * size, gradient) for size, gradient in kind.sends), lambda: kind.memory
-    )
+    sends = tuple((0.5 * size, gradient) for size, gradient in kind.sends)
+    return UnitClass(Work(dict(rows)), sends, lambda: kind.memory)
 
 
 def _row(row: Row) -> Row:

@@ -1,17 +1,17 @@
-"""What operators and collectives take on this machine: a table of cases, timed on every rank of a launch.
+"""Time operators and collectives on this machine: a table of cases, run on every rank of a launch.
 
     torchrun -m graphpar.cost_models.measure FOLDER      FOLDER/request.json ──► FOLDER/rows.json
 
     products     x @ W^T and the two products of its backward, from small to large, in every dtype that the device has
     traffic      elementwise operators and normalisations, forward and backward
     attention    fused and causal, forward and backward
-    operators    blocks of a few numbers: what an operator costs however small it is
+    operators    blocks of a few numbers: the least cost of an operator
     collectives  by size, between all ranks
     pipeline     a schedule over two ranks, and its stage alone (CPU)
 
-A case runs first on one rank alone, then on as many at once as the machine has cores (or GPUs) for, which share its memory: plans run
-like that. A time is the lowest tenth of its samples, so that what else a machine does counts little; collectives wait for all ranks
-and for the scheduler, as those of programs do, so theirs is a mean without the extremes. Ranks beyond the cores would only take turns.
+A case runs first on one rank alone, then on as many at once as the machine has cores (or GPUs), which share its memory as plans do. A
+time is the lowest tenth of its samples, so that other processes count little. Collectives wait for all ranks and for the scheduler, as
+those of programs do, so theirs is a mean without the extremes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from graphpar.runtime.distributed import Ranks, gather_objects, start
 
 TIMEOUT_S = 300.0
 SAMPLE_S = 1e-3
-"""Calls are repeated within a sample until it is at least this long."""
+"""Calls are repeated in a sample until it is at least this long."""
 LEAST_SAMPLES, MOST_SAMPLES = 5, 500
 MICROBATCHES, STAGES = 8, 2
-"""Of the pipeline; stages a rank."""
+"""Microbatches of the pipeline, and its stages a rank."""
 LARGE, PLACES = 1 << 20, 4
+"""Elements from which a case runs on several allocations, and how many."""
 BETWEEN, LAYERS = (128, 512), 4
-"""Rows and columns of what a rank of a CPU computes between messages, by so many square matrices: some milliseconds, as stages do."""
+"""Rows and columns that a rank on a CPU multiplies by LAYERS square matrices between messages: some milliseconds, as stages do."""
 COLD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Operands of products are as many as lie in no cache, one after the other, as a program's weights are."""
+"""Bytes of the operands that products cycle through, more than fit in a cache, as a program's weights are."""
 MOST_COPIES = 256
 LEAST_S = 1e-5
-"""Below that a message is not told from the work before it."""
+"""The shortest time of a message that can be told from the work before it."""
 BLOCKS, ADDITIONS = 20, 100
 """How many small blocks, or additions of four numbers, follow each other."""
 
@@ -78,9 +79,13 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: on how many ranks at once, the seconds that a case may take, and whether only small shapes are.
+    """What to measure.
 
-    ``patience_s``: see :class:`graphpar.cost_models.contention.Watch`.
+    Attributes:
+        at_once: numbers of ranks that run a case at the same time.
+        budget_s: seconds for each case.
+        quick: small shapes only.
+        patience_s: see :class:`graphpar.cost_models.contention.Watch`.
     """
 
     at_once: tuple[int, ...] = (1,)
@@ -91,9 +96,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Row:
-    """One time. ``shape``: (m, n, k) of a product, rows and columns, (batch, heads, length, width) of attention, else bytes.
+    """One measured time.
 
-    ``processes`` ran the same at once.
+    Attributes:
+        shape: (m, n, k) of a product, (rows, columns) of traffic, (batch, heads, length, width) of attention, else bytes.
+        processes: how many ranks ran it at the same time.
     """
 
     what: str
@@ -105,9 +112,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A row to be: ``make`` allocates its operands and returns what to time, which does its work ``times`` times.
+    """A row to measure: ``make`` allocates operands and returns the call to time, which does its work ``times`` times.
 
-    Operands are allocated anew for each of ``places``: how fast large ones are read depends on where they happen to lie.
+    Operands are allocated again ``places`` times, since the speed of reading large ones depends on their addresses.
     """
 
     what: str
@@ -122,7 +129,7 @@ class Case:
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """All but the collectives."""
+    """Yield all cases but the collectives."""
     gpu = device.type == "cuda"
     products = PRODUCTS[:4] if quick else PRODUCTS + (GPU_PRODUCTS if gpu else ())
     traffic = TRAFFIC[:2] if quick else TRAFFIC + (GPU_TRAFFIC if gpu else ())
@@ -169,7 +176,7 @@ def _traffic(shape: tuple[int, int], dtype: str, device: torch.device) -> Iterat
         return torch.randn(shape, device=device, dtype=DTYPES[dtype], requires_grad=requires_grad)
 
     def binary(operator: Callable[..., Tensor]) -> Callable[[], Call]:
-        def make() -> Call:  # into a place that is there already: what an operating system takes for new pages varies
+        def make() -> Call:  # into an existing tensor, since the operating system's time for new pages varies
             a, b, result = operand(), operand(), operand()
             return lambda: operator(a, b, out=result)
 
@@ -220,7 +227,7 @@ def _attention(shape: tuple[int, int, int, int], dtype: str, device: torch.devic
 
 
 def _operators(device: torch.device) -> Iterator[Case]:
-    """Small blocks as models have them: what each operator that has a price costs, with the views and the Python around it."""
+    """Yield small blocks as models have them: the cost of each priced operator, with the views and the Python around it."""
 
     def blocks() -> Callable[[], Tensor]:
         layers = [_Small().to(device) for _ in range(BLOCKS)]
@@ -239,7 +246,7 @@ def _operators(device: torch.device) -> Iterator[Case]:
         return lambda: forward().sum().backward()  # type: ignore[no-untyped-call]
 
     def replayed() -> Call:
-        """Without the host: what is left is the device's own time between small kernels."""
+        """Replay a CUDA graph, without the host: only the device's time between small kernels is left."""
         x, y = torch.zeros(4, device=device), torch.zeros(4, device=device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -258,7 +265,7 @@ class _Small(nn.Module):
 
     WIDTH = 8
     FORWARD, BACKWARD = 5, 13
-    """Operators that have a price: of the backward 4 products, 6 sums of parameters' gradients, the norm, gelu, and a sum."""
+    """Priced operators; the backward has 4 products, 6 sums of parameters' gradients, the norm, gelu, and a sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +281,7 @@ class _Small(nn.Module):
 
 
 def seconds(call: Call, device: torch.device, budget_s: float) -> float:
-    """The lowest tenth of samples, of which each is some calls in a row, within about ``budget_s``."""
+    """Return the lowest decile of samples, each of several calls in a row, within about ``budget_s``."""
     timed = _gpu_seconds if device.type == "cuda" else _cpu_seconds
     for _ in range(2):
         call()
@@ -309,7 +316,7 @@ def _gpu_seconds(call: Call, calls: int) -> float:
 
 
 def measure(request: Request, ranks: Ranks, watch: Watch) -> list[Row]:
-    """All rows, the same on every rank."""
+    """Measure all rows; every rank returns the same."""
     torch.manual_seed(0)
     rows = []
     for case in cases(ranks.device, request.quick):
@@ -324,24 +331,21 @@ def measure(request: Request, ranks: Ranks, watch: Watch) -> list[Row]:
                 ]
         rows += [Row(case.what, case.shape, case.dtype, count, sum(each) / len(each)) for count, each in found.items()]
     if ranks.world_size > 1:
-        sizes = (
-            COLLECTIVES[::6]
-            if request.quick
-            else COLLECTIVES + (GPU_COLLECTIVES if ranks.device.type == "cuda" else ())
-        )
+        gpu = ranks.device.type == "cuda"
+        sizes = COLLECTIVES[::6] if request.quick else COLLECTIVES + (GPU_COLLECTIVES if gpu else ())
         for nbytes in sizes:
             rows += _collectives(nbytes, ranks, watch, request.budget_s)
-        if ranks.device.type == "cpu":
+        if not gpu:
             rows += _pipeline(ranks, watch, request.budget_s)
     return rows
 
 
 def _nothing() -> None:
-    """What ranks do that are not measured."""
+    """The call of ranks that are not measured."""
 
 
 def _collectives(nbytes: int, ranks: Ranks, watch: Watch, budget_s: float) -> Iterator[Row]:
-    """``nbytes``: of the whole tensor; a transfer goes from the first rank to the second and back, and is half of that."""
+    """Yield collectives of ``nbytes`` of the whole tensor, and a transfer: half the time from the first rank to the second and back."""
     piece = torch.ones(-(-nbytes // 4 // ranks.world_size), device=ranks.device)
     whole = torch.ones(piece.numel() * ranks.world_size, device=ranks.device)
     other = torch.empty_like(whole)
@@ -367,13 +371,12 @@ def _collectives(nbytes: int, ranks: Ranks, watch: Watch, budget_s: float) -> It
         yield Row(what, (whole.numel() * 4,), "fp32", ranks.world_size, max(taken, LEAST_S))
     taken = (
         _together(transfer, ranks, watch, budget_s) / 2
-    )  # what it is to wait for a neighbour that computes is in a pipeline's actions
+    )  # waiting for a computing neighbour is part of a pipeline's actions
     yield Row("transfer", (whole.numel() * 4,), "fp32", ranks.world_size, taken)
 
 
 def _work(device: torch.device) -> Call:
-    """What a CPU computes before each collective: ranks that have computed do not meet at once, and the threads that send have to be woken
-    while the cores are busy."""
+    """Return the work of a CPU before each collective: after it ranks don't arrive at once, and must wake the threads that send."""
     if device.type != "cpu":
         return _nothing
     x, layers = torch.randn(*BETWEEN), [torch.randn(BETWEEN[1], BETWEEN[1]) for _ in range(LAYERS)]
@@ -381,7 +384,7 @@ def _work(device: torch.device) -> Call:
 
 
 def _pipeline(ranks: Ranks, watch: Watch, budget_s: float) -> Iterator[Row]:
-    """A short pipeline over the first two ranks, and what a stage of it takes alone: the rest is what actions and transfers cost."""
+    """Yield a short pipeline over the first two ranks, and its stage alone: the difference is the cost of actions and transfers."""
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     group = dist.new_group([0, 1])
     rows, width = BETWEEN
@@ -401,7 +404,7 @@ def _pipeline(ranks: Ranks, watch: Watch, budget_s: float) -> Iterator[Row]:
 
     step: Call = _nothing
     if ranks.rank < 2:
-        stages: list[Any] = [stage(ranks.rank + 2 * turn, module) for turn, module in enumerate(modules)]
+        stages: list[Any] = [stage(ranks.rank + 2 * place, module) for place, module in enumerate(modules)]
         schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=F.mse_loss)
         whole = torch.randn(rows * MICROBATCHES, width)
         step = partial(schedule.step, whole) if ranks.rank == 0 else partial(schedule.step, target=whole)
@@ -417,7 +420,7 @@ def _pipeline(ranks: Ranks, watch: Watch, budget_s: float) -> Iterator[Row]:
 
 
 def _together(call: Call, ranks: Ranks, watch: Watch, budget_s: float) -> float:
-    """Seconds of a call that ranks do together: a mean without the extremes, of the slowest rank."""
+    """Return the seconds of a call that all ranks make: a mean without the extremes, of the slowest rank."""
 
     def samples(count: int) -> float:
         taken = sorted(timed(call, 1) for _ in range(count))
@@ -431,7 +434,7 @@ def _together(call: Call, ranks: Ranks, watch: Watch, budget_s: float) -> float:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One rank of a launch: the folder holds the request, and gets the rows."""
+    """Run one rank of a launch: read ``request.json`` from the folder, and write ``rows.json`` there."""
     folder = Path(arguments[0])
     request = Request(**json.loads((folder / "request.json").read_text()))
     with start(TIMEOUT_S + request.patience_s) as ranks:

@@ -1,4 +1,4 @@
-"""``Memory``: the bytes of one rank at its peak, by what they are for. :mod:`graphpar.cost_models.unit_bytes` finds them."""
+"""``Memory``: the bytes of one rank at its peak, by purpose; computed by :mod:`graphpar.cost_models.unit_bytes`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 import torch
 
 MAIN_DTYPE = torch.float32
-"""Of the copies of low-precision parameters that an optimizer may update in their place."""
+"""The dtype of an optimizer's copies of low-precision parameters."""
 ALLOCATOR_SLACK = 0.05
-"""Share of the memory that comes and goes in a step which the allocator takes besides: it rounds every tensor up to 512 bytes and
-every segment to 2 MiB, and keeps pieces between live tensors that fit nothing else (assumed)."""
+"""The allocator's overhead as a share of the memory that is allocated and freed in a step (assumed): it rounds tensors up to 512
+bytes and segments to 2 MiB, and fragments."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class Memory:
     """Bytes of one rank.
 
     Attributes:
-        buffers: and constants.
-        buckets: of the sums of gradients over ranks: gradients move into them, so one is there twice.
-        inputs: the rows of this rank's replica of the inputs that its stages name.
-        boundaries: what stages receive and the gradients of what they send; torch has a buffer for each microbatch.
-        activations: of the microbatches in flight, where together with ``transient`` they are the most.
-        transient: what the forward or backward that runs then takes on top; of the loss its logits and their gradient.
-        slack: of the allocator.
+        buffers: buffers and constants.
+        buckets: of the all-reduce of gradients: gradients are copied into them, so one bucket exists twice.
+        inputs: the replica's rows of the inputs that its stages take.
+        boundaries: what stages receive, and the gradients of what they send; torch keeps a buffer for each microbatch.
+        activations: of the microbatches in flight, at the peak.
+        transient: what the running forward or backward needs on top; for the loss its logits and their gradient.
+        slack: overhead of the allocator.
     """
 
     parameters: int = 0
@@ -41,4 +41,5 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """All bytes of the rank."""
         return sum(getattr(self, part.name) for part in fields(self))

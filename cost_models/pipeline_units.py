@@ -1,12 +1,12 @@
-"""Units: the smallest pieces that stages can be made of, each with its work and its memory, symbolic in the batch.
+"""Units: the smallest parts that stages can be made of, each with its work and its memory, symbolic in the batch.
 
-    lowered program ──every legal split point──► units ──alike ones are one kind──► Work, Memory of a kind
+    lowered program ──every legal split point──► units ──equal ones share a kind──► Work, Memory of a kind
                                                    │
                         stage = a run of units ◄───┘    embedding | layer 0 | layer 1 | ... | norm and head
 
-Where a unit begins is where a stage may begin: before and after blocks, or where there are few, before other modules with parameters.
-What units do and keep adds up to what a stage does and keeps, but for values that all stages compute for themselves (masks, rotary
-tables), which are there once in a stage.
+A unit begins where a stage may begin: before and after blocks, or where there are few, before other modules with parameters. The work
+and memory of a stage are the sum over its units, except for values that every stage recomputes (masks, rotary tables), which a stage
+has once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphpar.ir.plan import Cut
 from graphpar.ir.stage import Stage
 
 ROWS = (2, 3)
-"""Microbatch sizes that lines are drawn through. 1 is off the lines: torch makes fewer copies where a dim has one element."""
+"""Microbatch sizes that lines are fitted through; not 1, since torch makes fewer copies where a dim has one element."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,12 @@ class Bytes:
     per_row: float = 0.0
 
     def at(self, rows: int) -> int:
+        """Return the bytes for ``rows``."""
         return max(0, round(self.fixed + self.per_row * rows))
 
     @staticmethod
     def through(first: float, second: float) -> Bytes:
-        """The line through what ``ROWS`` have."""
+        """Return the line through the bytes at both of ``ROWS``."""
         slope = (second - first) / (ROWS[1] - ROWS[0])
         return Bytes(first - slope * ROWS[0], slope)
 
@@ -58,8 +59,9 @@ class UnitMemory:
 
 @dataclass(frozen=True)
 class Held:
-    """The parameters of a unit whose gradients are partial on the same ``axes``, or one that is ``tied`` to other units: a stage holds
-    it once, however many of its units have it."""
+    """Parameters of a unit whose gradients are partial on the same ``axes``, or one that is ``tied`` to another unit's: a stage holds
+    that once.
+    """
 
     axes: tuple[str, ...]
     elements: int
@@ -70,10 +72,10 @@ class Held:
 
 
 class UnitClass:
-    """What alike units have in common.
+    """The work and memory that equal units share.
 
     Attributes:
-        sends: of each value that crosses to the next unit: bytes, and whether a gradient comes back.
+        sends: for each value that crosses to the next unit, its bytes, and whether a gradient comes back.
     """
 
     def __init__(self, work: Work, sends: tuple[tuple[Size, bool], ...], measure: Callable[[], UnitMemory]) -> None:
@@ -81,30 +83,33 @@ class UnitClass:
 
     @cached_property
     def memory(self) -> UnitMemory:
-        """Measured when it is first asked for."""
+        """The memory, measured on first use."""
         return self._measure()
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """One piece."""
+    """A part of a program between two split points."""
 
     split_point: Cut | None
     """Where it begins; None for the first."""
     position: int
-    """The same as an index into the nodes of the root graph."""
+    """The index of its first node in the root graph."""
     modules: tuple[str, ...]
     kind: UnitClass
     held: tuple[Held, ...]
     buffers: Mapping[str, int]
     """Bytes of each buffer and constant."""
     inputs: Mapping[str, Bytes]
-    """Of each of the program's inputs that it takes."""
+    """Bytes of each of the program's inputs that it takes."""
     stage: Stage = field(repr=False)
 
 
 def joined(units: Sequence[Unit], rows: int) -> tuple[int, int, int, int, int]:
-    """Of units joined to a stage, bytes of a microbatch: (kept, forward, backward, sent, received), the middle two on top of ``kept``."""
+    """Return the bytes of a microbatch of a stage of ``units``: (kept, forward, backward, sent, received).
+
+    ``forward`` and ``backward`` are needed on top of ``kept`` while they run.
+    """
     inside = sum(unit.kind.memory.inside.at(rows) for unit in units)
     shared = max((unit.kind.memory.shared.at(rows) for unit in units), default=0)
     between = sum(joint(before.kind.memory, after.kind.memory, rows) for before, after in itertools.pairwise(units))
@@ -115,6 +120,6 @@ def joined(units: Sequence[Unit], rows: int) -> tuple[int, int, int, int, int]:
 
 
 def joint(before: UnitMemory, after: UnitMemory, rows: int) -> int:
-    """What is kept of the values that one unit of a stage gives to the next: all, if the first wants it, else what the next wants."""
+    """Return the bytes kept of the values between two units of a stage: all if the first needs them, else what the next needs."""
     sent = before.passed.at(rows)
     return sent if before.held else min(sent, after.given.at(rows))

@@ -1,16 +1,16 @@
-"""``Pricing``: seconds and bytes of a training step, for any layout of a program's units over stages, replicas and time.
+"""``Pricing``: seconds and bytes of a training step, for any layout of a program's units over stages and replicas.
 
     units ──Compute──► seconds of each kind's phases ─┐
       │     Network──► seconds of its collectives ────┼─► seconds of each stage ──the schedule's own order──► pipeline
       └─ bytes of each kind ──────────────────────────┴─► bytes of each rank at its peak          + gradients + optimizer
 
-A step is the pipeline of the schedule's actions, then what of the sums of gradients no backward hides, then the optimizer. Everything
-is priced for the slowest rank of each stage; ranks of one stage do the same.
+A step is the pipeline of the schedule's actions, then the exposed reduction of gradients, then the optimizer. Everything is priced
+for the slowest rank of each stage; ranks of one stage do the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -39,10 +39,10 @@ class Pricing:
     """Prices layouts of ``units`` over ``mesh`` on ``cluster``.
 
     Args:
-        units: of the program that each rank of the compute axes runs; alike ones share a kind, which is priced once a size.
-        mesh: its cp, ep and tp are those that the units were made for.
+        units: of the program that each rank of the compute axes runs; equal ones share a kind, which is priced once a size.
+        mesh: its cp, ep and tp are those of the units.
         dtype: of 16-bit products, see :class:`Compute`.
-        train: else the schedule runs its forwards alone.
+        train: whether backwards run.
 
     Raises:
         GraphparError: the mesh has more devices than the cluster, or the device no rate for the dtype.
@@ -75,6 +75,7 @@ class Pricing:
     # ---- seconds ----
 
     def unit_seconds(self, kind: UnitClass, rows: int) -> UnitSeconds:
+        """Return the seconds of a unit for a microbatch of ``rows``."""
         key = id(kind), rows
         if key not in self._seconds:
             sent: tuple[dict[str, float], ...] = ({}, {}, {})
@@ -85,11 +86,11 @@ class Pricing:
         return self._seconds[key]
 
     def collective_s(self, row: Collective, rows: int) -> float:
-        """One collective inside of a microbatch of ``rows``."""
+        """Return the seconds of one collective inside a microbatch of ``rows``."""
         return self.network.seconds(row.kind, row.nbytes.at(rows), self._groups[row.axis])
 
     def stage_seconds(self, first: int, after: int, rows: int) -> StageSeconds:
-        """A stage of the units from ``first`` until before ``after``."""
+        """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive."""
         key = first, after, rows
         if key not in self._stages:
             self._stages[key] = self._stage_seconds(first, after, rows)
@@ -117,7 +118,7 @@ class Pricing:
         return StageSeconds(forward, backward, seconds[2], everything, exposed[0], exposed[1], compute)
 
     def _again(self, busy: PhaseSeconds, seconds: float) -> float:
-        """What of the forward runs again in the backward."""
+        """Return the seconds of recomputation in the backward."""
         if self.execution.recompute == "full":
             return seconds
         return busy.attention if self.execution.recompute == "selective" else 0.0
@@ -125,10 +126,12 @@ class Pricing:
     def _gathered(
         self, first: int, after: int, rows: int, forward: float, backward: float
     ) -> tuple[float, float, float]:
-        """Parameters are gathered a unit ahead, gradients scattered a unit behind; what takes longer than a unit's own work shows."""
+        """Return forward, backward and all communication with ZeRO 3, in seconds.
+
+        Parameters are gathered a unit ahead and gradients reduce-scattered a unit behind, hidden behind each unit's work.
+        """
         group = self._groups["dp_shard"]
         units = self.units[first:after]
-        share = len(units)
         work = [self.unit_seconds(unit.kind, rows) for unit in units]
         forwards = [self.compute.phase_s(each.phases[0]) + sum(each.sent[0].values()) for each in work]
         ratio = backward / forward if forward else 2.0
@@ -139,19 +142,16 @@ class Pricing:
         if not self.execution.prefetch:
             return forward + sum(gathers), backward + sum(gathers) + sum(scatters), 2 * sum(gathers) + sum(scatters)
         ahead = gathers[0] + sum(max(own, following) for own, following in zip(forwards, [*gathers[1:], 0.0]))
-        order = range(share - 1, -1, -1)
-        behind = 0.0
-        for place in order:
-            traffic = (gathers[place - 1] if place else 0.0) + (scatters[place + 1] if place + 1 < share else 0.0)
-            behind += max(ratio * forwards[place], traffic)
+        traffic = [gather + scatter for gather, scatter in zip([0.0, *gathers], [*scatters[1:], 0.0])]
+        behind = sum(max(ratio * own, moved) for own, moved in zip(reversed(forwards), reversed(traffic)))
         return max(forward, ahead), max(backward, behind + scatters[0]), 2 * sum(gathers) + sum(scatters)
 
     # ---- a step ----
 
     def estimate(self, layout: Layout, *, exact: bool = True) -> Estimate:
-        """What a step of ``layout`` takes.
+        """Estimate a step of ``layout``.
 
-        Without ``exact`` a schedule of many microbatches is run for few of them and continued as it goes on by then, which is quicker.
+        Without ``exact`` a schedule of many microbatches is simulated for few of them and extrapolated, which is faster.
 
         Raises:
             GraphparError: the schedule is not legal for so many stages and microbatches.
@@ -181,7 +181,7 @@ class Pricing:
         )
 
     def step_s(self, layout: Layout) -> float:
-        """The seconds of :meth:`estimate` alone, for which no memory is measured."""
+        """Return the seconds of :meth:`estimate`, without measuring memory."""
         return self._step(layout, exact=True).seconds
 
     def _step(self, layout: Layout, exact: bool) -> StepCosts:
@@ -207,7 +207,7 @@ class Pricing:
     def _parts(
         self, layout: Layout, step: StepCosts, rank: int
     ) -> tuple[float, dict[str, float], dict[str, float], dict[str, float]]:
-        """Of a pp rank: seconds that it computes, its communication by axis and what of it shows, and what its step is made of."""
+        """Return of a pp rank its compute, its communication and exposed communication by axis, and the parts of its step, in seconds."""
         count, own, busy = layout.microbatches, step.own[rank], step.timeline.busy[rank]
         waiting = step.timeline.waiting[rank]
         compute = count * sum(step.costs[place].compute for place in own)
@@ -217,7 +217,7 @@ class Pricing:
             )
             for name in ("sent", "exposed")
         )
-        host = "host" if self._crowd == 1 else "turns"  # of ranks that share cores the host is the device
+        host = "host" if self._crowd == 1 else "turns"  # where ranks share cores the host is the device
         parts = {"compute": compute, host: max(0.0, busy - compute - sum(exposed.values())), **exposed}
         if self.mesh.pp > 1:
             sent["pp"] = count * self._received(step.staged, own)
@@ -232,7 +232,7 @@ class Pricing:
 
     @cached_property
     def _crowd(self) -> float:
-        """Ranks for each core where they take turns on the cores of a node, else 1."""
+        """Ranks for each core where they outnumber the cores of a node, else 1."""
         cores = self.cluster.device.cores
         return 1.0 if cores is None else max(1.0, min(self.mesh.size, self.cluster.devices_per_node) / cores)
 
@@ -241,19 +241,23 @@ class Pricing:
         return max((held.itemsize for unit in self.units for held in unit.held), key=lambda size: size == 2, default=4)
 
     def stages_of(self, layout: Layout) -> list[tuple[int, int]]:
-        """(first unit, the one after the last) of each stage."""
+        """Return (first unit, the one after the last) of each stage.
+
+        Raises:
+            GraphparError: a stage is empty, or stages don't divide over the ranks.
+        """
         ends = [*layout.starts[1:], len(self.units)]
         stages = list(zip(layout.starts, ends))
         if layout.starts[:1] != (0,) or any(first >= after for first, after in stages):
             raise GraphparError(
-                f"The stages begin at units {layout.starts} of {len(self.units)}; each needs a unit of its own, from 0 on."
+                f"The stages begin at units {layout.starts} of {len(self.units)}; each needs at least one unit, the first from 0 on."
             )
         if len(stages) % self.mesh.pp:
             raise GraphparError(f"{len(stages)} stages don't divide evenly over pp={self.mesh.pp} ranks.")
         return stages
 
     def flops(self, layout: Layout) -> float:
-        """Of all ranks in a step, without what is recomputed."""
+        """Return the flops of all ranks in a step, without recomputation."""
         once = sum(self._kind_flops(unit.kind, layout.microbatch_size) for unit in self.units)
         return once * layout.microbatches * self.mesh.size / self.mesh.pp
 
@@ -298,7 +302,7 @@ class Pricing:
         return continued(run(few), run(few + self.mesh.pp), (layout.microbatches - few) / self.mesh.pp)
 
     def _conditions(self, layout: Layout, seconds: Sequence[StageSeconds]) -> Conditions:
-        # torch's schedules wait for what they send, which stops a GPU's stream at most, but a CPU's rank.
+        # torch's schedules wait for their sends; that stops a CPU's rank, but on a GPU only a stream.
         waits = self.execution.wait_for_sends or self.cluster.device.kind == "cpu"
         turns = None
         if self._crowd > 1:
@@ -310,20 +314,20 @@ class Pricing:
         return Conditions(waits, self.cluster.device.action_s if scheduled else 0.0, turns)
 
     def in_flight(self, layout: Layout) -> tuple[float, ...]:
-        """The most microbatches that each rank keeps at once, all its stages counted."""
+        """Return the most microbatches that each rank keeps at once, over all its stages."""
         stages = len(layout.starts)
+        return self._peaks(layout, lambda count: peak_in_flight(self._order(layout, stages, count)), exact=False)
 
-        def peaks(microbatches: int) -> tuple[int, ...]:
-            return peak_in_flight(self._order(layout, stages, microbatches))
-
+    def _peaks(self, layout: Layout, peaks: Callable[[int], Sequence[float]], *, exact: bool) -> tuple[float, ...]:
+        """Return ``peaks`` of the layout's microbatches, unless ``exact`` extrapolated from few."""
         few = self._few(layout)
-        if few is None:
-            return peaks(layout.microbatches)
+        if exact or few is None:
+            return tuple(peaks(layout.microbatches))
         rounds = (layout.microbatches - few) / self.mesh.pp
         return tuple(a + (b - a) * rounds for a, b in zip(peaks(few), peaks(few + self.mesh.pp)))
 
     def _few(self, layout: Layout) -> int | None:
-        """A number of microbatches after which the schedule repeats itself every pp of them; None where that saves nothing."""
+        """Return a number of microbatches after which the schedule repeats every pp of them; None where that saves nothing."""
         pp = self.mesh.pp
         few = 2 * pp + layout.microbatches % pp
         repeats = layout.order is None and layout.microbatches > few + pp and layout.microbatches % pp == 0
@@ -331,7 +335,7 @@ class Pricing:
 
     @staticmethod
     def _received(stages: Sequence[StageEstimate], own: Sequence[int]) -> float:
-        """Seconds of what comes from other ranks to the stages of one."""
+        """Return the seconds of transfers from other ranks to the stages of one, for a microbatch."""
         ranks = [stage.rank for stage in stages]
         before = [stages[place - 1].sent_s for place in own if place and ranks[place - 1] != ranks[place]]
         after = [
@@ -340,7 +344,7 @@ class Pricing:
         return sum(before) + sum(after)
 
     def _crossings(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> tuple[list[float], list[float]]:
-        """Seconds of what each stage but the last sends on, and of the gradients that come back."""
+        """Return the seconds of each stage's transfer to the next, and of the gradients back."""
         if self.mesh.pp == 1:
             return [0.0] * (len(stages) - 1), [0.0] * (len(stages) - 1)
         group = self.network.boundary(self.mesh)
@@ -363,9 +367,9 @@ class Pricing:
         return sum(held.elements for held in self.bytes.held([stage]))
 
     def _closing(self, stages: Sequence[tuple[int, int]], seconds: Sequence[StageSeconds]) -> StepEnd:
-        """That of a rank with these stages."""
+        """Return the end of the step on a rank with these stages."""
         reduce, gather, nbytes = self._gradients(stages)
-        # On a CPU it is the cores that compute which add and copy what is summed.
+        # On a CPU the cores that compute also add and copy gradients.
         beside = self.execution.overlap_gradients and self.cluster.device.kind != "cpu"
         hidden = sum(cost.backward for cost in seconds) if beside else 0.0
         last = reduce * BUCKET_BYTES / max(nbytes, BUCKET_BYTES)
@@ -380,7 +384,7 @@ class Pricing:
         )
 
     def _gradients(self, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
-        """Seconds in which a rank's gradients are summed, and its parameters gathered after the optimizer's step; bytes summed."""
+        """Return the seconds of reducing a rank's gradients and of gathering its parameters after the optimizer; bytes reduced."""
         replicas = self._replicas
         by_axes: dict[tuple[str, ...], float] = {}
         parameters = 0.0
@@ -391,12 +395,9 @@ class Pricing:
         total, reduced, gathered = sum(by_axes.values()), 0.0, 0.0
         zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
         for axes, nbytes in by_axes.items():
-            if zero == 0 and (axes or replicas):
-                reduced += self.network.seconds(
-                    "all-reduce", nbytes, self.network.group_of_axes(self.mesh, [*replicas, *axes])
-                )
-            elif axes:
-                reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, axes))
+            over = [*replicas, *axes] if zero == 0 else list(axes)
+            if over:
+                reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
         if zero:
             shards = self._groups["dp_shard"]
             if zero < 3:
@@ -407,13 +408,13 @@ class Pricing:
         return reduced, gathered, total
 
     def _summed_over(self, stages: Sequence[tuple[int, int]]) -> str | None:
-        """The axis that sums of gradients are told of: the innermost of replicas, else the first that some parameter's are partial on."""
+        """Return the axis to report the reduction of gradients under: the innermost of replicas, else the first of partial gradients."""
         trained = [held for held in self.bytes.held(stages) if held.trained]
         partial = [axis for held in trained for axis in held.axes]
         return next(iter([*reversed(self._replicas), *partial]), None) if trained else None
 
     def _optimizer(self, stages: Sequence[tuple[int, int]]) -> float:
-        """The optimizer reads gradients and its state and writes state and parameters; in several passes where it is not fused."""
+        """Return the seconds of reading gradients and state and writing state and parameters; in several passes where not fused."""
         nbytes = 0.0
         for held in self.bytes.held(stages):
             if held.trained:
@@ -435,15 +436,11 @@ class Pricing:
         return tuple(self.bytes.memory(stages, places, rows, count, peak) for places, peak in zip(own, peaks))
 
     def _activations(self, layout: Layout, saved: Sequence[int], exact: bool) -> list[int]:
-        """The most that each pp rank keeps at once."""
+        """Return the most bytes of activations that each pp rank keeps at once."""
         if self.mesh.pp == 1 and layout.order is None:
             return [sum(saved)]
 
         def peaks(microbatches: int) -> list[float]:
             return [memory.peak for memory in in_flight(self._order(layout, len(saved), microbatches), saved)]
 
-        few = self._few(layout)
-        if exact or few is None:
-            return [int(peak) for peak in peaks(layout.microbatches)]
-        rounds = (layout.microbatches - few) / self.mesh.pp
-        return [int(a + (b - a) * rounds) for a, b in zip(peaks(few), peaks(few + self.mesh.pp))]
+        return [int(peak) for peak in self._peaks(layout, peaks, exact=exact)]

@@ -1,9 +1,9 @@
-"""What the nodes of a rank's program send, and what that takes: the rows and prices that a step is made of, told node by node.
+"""The bytes and seconds of the collectives of a rank's program, node by node.
 
     lowered node ──Works.collectives──► rows ──Network──► Sent: bytes and seconds, forward and backward
 
-Added up over a stage they are the collectives of its forward and its backward (:class:`graphpar.cost_models.pricing.Pricing`), before
-any of them is hidden.
+Added up over a stage they are the collectives of its forward and backward in :class:`graphpar.cost_models.pricing.Pricing`, before
+computation hides any.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ SENDING = {
     "vocab_cross_entropy": ("vocabulary-parallel loss", "S(1)", "I"),
     "sync_batch_norm": ("statistics of BatchNorm", "S(0)", "S(0)"),
 }
-"""Operators that send by themselves: what that is called, and the types before and after. Others sum a count over the ranks."""
+"""Operators with collectives inside: what these are called, and the types before and after. Others all-reduce a count."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one node sends over an axis in a microbatch: bytes of a rank as a ring sends them, and seconds; None: nothing is known of
-    the hardware."""
+    """The collectives of one node over an axis in a microbatch: bytes that a rank sends in a ring, and seconds (None without a cluster)."""
 
     axis: str
     source: str
@@ -45,7 +44,7 @@ class Sent:
 
 
 class SentPrices:
-    """Of the nodes of ``program``, the lowered one, in microbatches of ``rows`` over ``mesh`` on ``cluster``."""
+    """Prices the collectives of a lowered ``program``, in microbatches of ``rows`` over ``mesh`` on ``cluster``."""
 
     def __init__(self, program: Program, mesh: Mesh, rows: int, cluster: Cluster | None) -> None:
         self.mesh, self.rows = mesh, rows
@@ -53,7 +52,7 @@ class SentPrices:
         self._network = None if cluster is None else Network(cluster)
 
     def sent(self, node: fx.Node, scope: str) -> Sent | None:
-        """Of a transition, or of an operator that sends by itself; None for the rest. ``scope`` is its block's name, or empty."""
+        """Return the collectives of a node, None where it has none; ``scope`` is its block's name, or empty."""
         if "transition" in node.meta:
             return self._transition(node, scope)
         rows = self.works.collectives(node, scope)
@@ -84,12 +83,12 @@ class SentPrices:
         return Sent(axis, *types, *words, nbytes[0], nbytes[1], seconds[0], seconds[1])
 
     def step_s(self, row: Transition, axis: str, nbytes: float, differentiable: bool) -> float | None:
-        """Forward and backward of a transition of a tensor of ``nbytes`` where it is whole on ``axis``."""
+        """Return the seconds of a transition, forward and backward; ``nbytes`` is the size of the tensor unsharded on ``axis``."""
         back = row.backward_collective if differentiable and self.works.train else None
         return self.seconds([(kind, nbytes) for kind in (row.forward_collective, back) if kind], axis)
 
     def seconds(self, collectives: list[tuple[str, float]], axis: str) -> float | None:
-        """Of (kind, bytes of the whole tensor), one after the other."""
+        """Return the seconds of collectives, (kind, bytes of the whole tensor), one after the other; None without a cluster."""
         if self._network is None:
             return None
         group = self._network.group_of_axes(self.mesh, [axis])

@@ -1,7 +1,7 @@
-"""Prices for the sharding search: seconds of an operator and of a transition, by roofline and by latency and bandwidth.
+"""Rates for the sharding search: seconds of an operator by roofline, and of a collective by latency and bandwidth.
 
 operator     max(flops / peak, bytes / memory bandwidth) + launch, forward and backward
-transition   messages * latency + bytes / link bandwidth, forward and backward
+collective   messages * latency + bytes / link bandwidth, forward and backward
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LINK = Link(8e-6, 200e9)
 
 @dataclass(frozen=True)
 class ShardingCosts:
-    """A device and its links. The default is of the class of an A100 with NVLink; ratios matter here more than seconds."""
+    """The rates of a device and its links; the default is about an A100 with NVLink, since ratios matter more than seconds."""
 
     flops_per_s: float = 150e12
     memory_bytes_per_s: float = 1.5e12
@@ -30,7 +30,7 @@ class ShardingCosts:
 
     @staticmethod
     def of(cluster: Cluster, mesh: Mesh, dtype: str) -> ShardingCosts:
-        """What ``cluster`` reaches for operands of ``dtype``; collectives over each axis of ``mesh`` cost what a ring does.
+        """Return the rates of ``cluster`` for operands of ``dtype``, with a ring over each axis of ``mesh``.
 
         Raises:
             GraphparError: the mesh does not fit the cluster, or its device has no rate for the dtype.
@@ -48,25 +48,28 @@ class ShardingCosts:
         )
 
     def operator_s(self, flops: float, nbytes: float) -> float:
-        """One forward of an operator."""
+        """Return the seconds of one forward of an operator."""
         return max(flops / self.flops_per_s, nbytes / self.memory_bytes_per_s) + self.launch_s
 
     def transition_s(self, axis: str, messages: float, nbytes: float) -> float:
-        """One collective over ``axis``: how many messages in a row, how many bytes each rank sends; starting it costs one more."""
+        """Return the seconds of a collective over ``axis``, of consecutive ``messages`` and ``nbytes`` sent by each rank.
+
+        Starting it costs one more latency.
+        """
         link = self.links.get(axis, _LINK)
         return (messages + 1) * link.latency_s + nbytes / link.bytes_per_s if messages else 0.0
 
     def collective_s(self, axis: str, cost: Cost) -> float:
-        """One collective over ``axis``; nothing where none is."""
+        """Return the seconds of a collective over ``axis``."""
         return self.transition_s(axis, cost.messages, cost.bytes_sent)
 
     def transition_rate(self, axis: str) -> float:
-        """Bytes a second over ``axis``, where latency does not count."""
+        """Return the bytes a second over ``axis``, without latency."""
         return self.links.get(axis, _LINK).bytes_per_s
 
 
 def loss_costs(rows: float, degree: int) -> tuple[Cost, ...]:
-    """The all-reduces of a loss over cut classes: each row's largest logit, then its sum of exponentials with its label's score.
+    """Return the all-reduces of a vocabulary-parallel loss: each row's largest logit, then its sum of exponentials and label's score.
 
     Its backward has none.
     """
@@ -74,12 +77,12 @@ def loss_costs(rows: float, degree: int) -> tuple[Cost, ...]:
 
 
 def statistics_costs(channels: float, degree: int, train: bool) -> tuple[Cost, ...]:
-    """BatchNorm's mean and variance are gathered from replicas; backward their gradients are summed and scattered."""
+    """Return BatchNorm's collectives over replicas: an all-gather of mean and variance, backward a reduce-scatter of their gradients."""
     nbytes = 8 * channels * degree
     backward = (collective_cost("reduce-scatter", nbytes, degree),) if train else ()
     return collective_cost("all-gather", nbytes, degree), *backward
 
 
 def costs_for(program: Program, mesh: Mesh, cluster: Cluster | None) -> ShardingCosts:
-    """The prices under which ``program`` is planned: those of ``cluster`` for the dtype of most flops, or the default."""
+    """Return the rates of ``cluster`` for the dtype of most flops of ``program``, or the default rates."""
     return ShardingCosts() if cluster is None else ShardingCosts.of(cluster, mesh, dominant_dtype(program))

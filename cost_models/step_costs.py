@@ -1,4 +1,4 @@
-"""What a step is made of: seconds of units, of stages, and of the step of a layout."""
+"""The parts of a step: seconds of units, of stages, and of a whole step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphpar.schedules.simulation import Timeline
 
 @dataclass(frozen=True)
 class UnitSeconds:
-    """One microbatch of a unit: device and host, and its collectives by axis, in each phase."""
+    """One microbatch of a unit: seconds of each phase, and of its collectives by axis."""
 
     phases: tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]
     sent: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, float]]
@@ -20,10 +20,14 @@ class UnitSeconds:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """One microbatch of a stage. ``backward`` has both halves, and the forward again where it is recomputed.
+    """Seconds of one microbatch of a stage.
 
-    ``sent``: seconds of collectives by axis, forward and backward; of each, ``forward_exposed`` and ``backward_exposed`` are what of
-    them nothing hides.
+    Attributes:
+        backward: both halves, and the recomputation of the forward.
+        weight: the weight half of the backward.
+        sent: collectives by axis, forward and backward.
+        forward_exposed, backward_exposed: those that computation does not hide.
+        compute: of the device, recomputation included.
     """
 
     forward: float
@@ -36,12 +40,13 @@ class StageSeconds:
 
     @property
     def exposed(self) -> dict[str, float]:
+        """Exposed collectives by axis, forward and backward."""
         return summed_by_axis([self.forward_exposed, self.backward_exposed])
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """A step in time: its stages, their costs, the stages of each pp rank, the pipeline, and what each rank does after it."""
+    """A step: its stages, their costs, the stages of each pp rank, the pipeline, and the end of the step on each rank."""
 
     staged: tuple[StageEstimate, ...]
     costs: Sequence[StageSeconds]
@@ -52,33 +57,33 @@ class StepCosts:
 
     @property
     def pipeline(self) -> float:
+        """Seconds until the last action."""
         return max(self.timeline.ends)
 
     @property
     def summed(self) -> float:
-        """When all gradients are."""
+        """Seconds until all gradients are reduced."""
         return max(end + closing.exposed for end, closing in zip(self.timeline.ends, self.closings))
 
     @property
     def after(self) -> float:
-        """What the slowest optimizer takes, with the gathers that it leaves."""
+        """Seconds of the slowest optimizer, with the exposed gathers after it."""
         return max(closing.optimizer + closing.gather_exposed for closing in self.closings)
 
     @property
     def seconds(self) -> float:
+        """Seconds of the whole step."""
         return self.summed + self.after
 
 
 def summed(phases: Sequence[PhaseSeconds]) -> PhaseSeconds:
-    """One after the other."""
-    return PhaseSeconds(
-        sum(each.products for each in phases), sum(each.attention for each in phases), sum(each.traffic for each in phases),
-        sum(each.operators for each in phases),
-    )  # fmt: skip
+    """Return the sum of phases that run one after the other."""
+    parts = [(each.products, each.attention, each.traffic, each.operators) for each in phases]
+    return PhaseSeconds(*map(sum, zip(*parts)))
 
 
 def summed_by_axis(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds of each axis, added up."""
+    """Add up the seconds of each axis."""
     found: dict[str, float] = {}
     for part in parts:
         for axis, value in part.items():
@@ -87,7 +92,7 @@ def summed_by_axis(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def continued(first: Timeline, second: Timeline, rounds: float) -> Timeline:
-    """What goes on after ``first`` for ``rounds`` times as long as from there to ``second``."""
+    """Extrapolate a timeline: ``first`` plus ``rounds`` times the difference from ``first`` to ``second``."""
 
     def on(a: float, b: float) -> float:
         return a + (b - a) * rounds
@@ -97,15 +102,5 @@ def continued(first: Timeline, second: Timeline, rounds: float) -> Timeline:
 
     makespan, busy = on(first.makespan, second.makespan), each("busy")
     bubble = max(0.0, 1 - sum(busy) / (makespan * len(busy))) if makespan else 0.0
-    return Timeline(
-        (),
-        (),
-        makespan,
-        on(first.period, second.period),
-        bubble,
-        busy,
-        each("waiting"),
-        each("idle"),
-        each("ends"),
-        second.peak_in_flight,
-    )
+    period, peaks = on(first.period, second.period), second.peak_in_flight
+    return Timeline((), (), makespan, period, bubble, busy, each("waiting"), each("idle"), each("ends"), peaks)

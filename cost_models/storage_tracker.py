@@ -1,4 +1,4 @@
-"""``Live``: how many bytes of storages there are at once in a run on fake tensors, from when each is made until it is freed."""
+"""``Live``: the bytes of storages that exist at once in a run on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, for as long as that lives."""
+    """Return the identity of a tensor's storage, valid as long as that exists."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make, from then until they are freed.
+    """Counts the bytes of the storages that operators make, until they are freed.
 
-    ``at``: what is counted for so many bytes, a number or an array of them; by default the bytes.
+    ``at``: what to count for a storage of so many bytes, a number or an array; by default the bytes.
     """
 
     def __init__(self, at: Callable[[int], Any] = int) -> None:
@@ -53,14 +53,15 @@ class Live(TorchDispatchMode):
         self.known.discard(key)
         self.now = self.now - nbytes
 
-    def turn(self) -> tuple[Any, Any]:
-        """The highest since the last turn, and what is there now."""
+    def mark(self) -> tuple[Any, Any]:
+        """Return the highest count since the last mark, and the count now."""
         highest, self.highest = self.highest, self.now
         return highest, self.now
 
 
 @contextlib.contextmanager
 def unseen(live: Live) -> Iterator[None]:
+    """Don't count storages that are made inside."""
     live.counting = False
     try:
         yield

@@ -1,4 +1,4 @@
-"""Priced stages in time: what a step's simulation needs besides the order of actions. Reports read it without torch.
+"""Simulate a step from priced stages and the order of actions. Reports use this without torch.
 
 actions, stages ──Conditions.timeline──► the pipeline ──whole_step(closings)──► the step, as long as the predicted one
 """
@@ -17,10 +17,13 @@ from graphpar.schedules.table import ActionTable
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """A stage in a report. Seconds of one microbatch; those of what it sends on, and of the gradients that it is sent back.
+    """A stage in a report, in seconds of one microbatch.
 
-    ``forward_exposed_s``, ``backward_exposed_s``: of the forward and the backward, the seconds of collectives by axis that nothing
-    hides. The weight half of a backward has none.
+    Attributes:
+        units: the first, and the one after the last.
+        weight_s: the weight half of the backward; it has no collectives.
+        sent_s, returned_s: transfer of its result to the next stage, and of the gradient back.
+        forward_exposed_s, backward_exposed_s: collectives by axis that computation does not hide.
     """
 
     index: int
@@ -37,19 +40,19 @@ class StageEstimate:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> StageEstimate:
-        """The inverse of ``dataclasses.asdict``."""
+        """Return the inverse of ``dataclasses.asdict``."""
         return StageEstimate(**{**data, "units": tuple(data["units"])})
 
     def exposed_s(self, kind: str) -> Mapping[str, float]:
-        """Of an action of this kind."""
+        """Return the exposed collectives by axis of an action: F, B, I or W."""
         return self.forward_exposed_s if kind == "F" else {} if kind == "W" else self.backward_exposed_s
 
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What a pp rank does once a step, in seconds: its gradients are summed over ``axis``, its optimizer runs, parameters are gathered.
+    """The end of the step on a pp rank, in seconds: gradients are reduced over ``axis``, the optimizer runs, parameters are gathered.
 
-    ``exposed`` and ``gather_exposed``: what of the sums and the gathers neither its last backwards nor its next forwards hide.
+    ``exposed`` and ``gather_exposed`` are the parts of reduce and gather that neither backwards nor the next forwards hide.
     """
 
     reduce: float
@@ -62,12 +65,12 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which ranks run their actions.
+    """How ranks run their actions.
 
     Attributes:
-        sender_waits: until what it sends has arrived.
-        action_s: what an action takes besides its stage's work.
-        turns: of ranks that share cores.
+        sender_waits: the sender waits until its message has arrived.
+        action_s: overhead of an action besides its stage's work.
+        turns: how ranks share cores, where they outnumber them.
     """
 
     sender_waits: bool = False
@@ -75,36 +78,28 @@ class Conditions:
     turns: Turns | None = None
 
     def timeline(self, order: Order | ActionTable, stages: Sequence[StageEstimate], *, spans: bool) -> Timeline:
-        """The actions of ``order`` in time; what the last stage would send on does not count."""
-        forward, backward, weight = (
-            [getattr(stage, name) for stage in stages] for name in ("forward_s", "backward_s", "weight_s")
-        )
-        inward = [max(0.0, whole - part) for whole, part in zip(backward, weight)]
-        costs = [[cost + self.action_s for cost in own] for own in (forward, backward, weight, inward)]
-        there, back = ([getattr(stage, name) for stage in stages[:-1]] for name in ("sent_s", "returned_s"))
+        """Simulate the actions of ``order``."""
+        forward = [stage.forward_s + self.action_s for stage in stages]
+        backward = [stage.backward_s + self.action_s for stage in stages]
+        weight = [stage.weight_s + self.action_s for stage in stages]
+        inward = [max(0.0, stage.backward_s - stage.weight_s) + self.action_s for stage in stages]
+        there, back = [stage.sent_s for stage in stages[:-1]], [stage.returned_s for stage in stages[:-1]]
         transfers = Transfers(there, back, one_at_a_time=True, sender_waits=self.sender_waits)
         return simulate(
-            order,
-            costs[0],
-            costs[1],
-            costs[2],
-            input_backward=costs[3],
-            transfers=transfers,
-            turns=self.turns,
-            spans=spans,
+            order, forward, backward, weight, input_backward=inward, transfers=transfers, turns=self.turns, spans=spans
         )
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Conditions:
-        """The inverse of ``dataclasses.asdict``."""
+        """Return the inverse of ``dataclasses.asdict``."""
         turns = data["turns"]
         return Conditions(data["sender_waits"], data["action_s"], None if turns is None else Turns(**turns))
 
 
 def whole_step(pipeline: Timeline, stages: Sequence[StageEstimate], closings: Sequence[StepEnd]) -> Timeline:
-    """The pipeline with the collectives inside its actions, and with what comes after it.
+    """Add to the pipeline the collectives inside its actions, and the end of the step.
 
-    A rank sums its gradients when it has done its last action. The optimizers start when all have: a norm of all gradients is between.
+    A rank reduces its gradients after its last action. Optimizers start when all ranks have, since the norm of all gradients is needed.
     """
     summed = max((end + closing.exposed for end, closing in zip(pipeline.ends, closings)), default=0.0)
     rows = []

@@ -1,6 +1,6 @@
-"""Bytes of ranks from their units: what is there all the time, what a microbatch keeps, what a stage needs on top.
+"""Bytes of ranks from their units: constant ones, those that a microbatch keeps, and those that a running stage needs on top.
 
-units of a rank's stages, rows of a microbatch ──UnitBytes──► Memory at the peak; tables of every run of units, for who cuts stages
+units of a rank's stages, rows of a microbatch ──UnitBytes──► Memory at the peak; tables of every run of units, to balance stages
 """
 
 from __future__ import annotations
@@ -31,33 +31,31 @@ class UnitBytes:
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
 
     def gradient_sizes(self, held: Iterable[Held]) -> int:
+        """Return the bytes of the gradients of parameters."""
         return sum(part.elements * self.gradient_bytes(part) for part in held if part.trained)
 
     def gradient_bytes(self, held: Held) -> int:
-        """Of an element."""
+        """Return the bytes of one element of a gradient."""
         return self.execution.gradient_bytes or held.itemsize
 
     def held(self, stages: Sequence[tuple[int, int]]) -> list[Held]:
-        """The parameters of a rank, a tied one once."""
-        found: list[Held] = []
-        tied: set[str] = set()
-        for held in itertools.chain.from_iterable(
-            unit.held for first, after in stages for unit in self.units[first:after]
-        ):
-            if held.tied is None or held.tied not in tied:
-                found.append(held)
-                tied |= {held.tied} if held.tied is not None else set()
-        return found
+        """Return the parameters of a rank with these stages, a tied one once."""
+        found: dict[object, Held] = {}
+        for first, after in stages:
+            for held in itertools.chain.from_iterable(unit.held for unit in self.units[first:after]):
+                found.setdefault(held.tied or len(found), held)
+        return list(found.values())
 
     def memory(
         self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, activations: int
     ) -> Memory:
-        """Of a rank at its peak.
+        """Return the memory of a rank at its peak.
 
         Args:
-            stages: (first unit, the one after the last) of each; ``own`` are the rank's, by number.
-            rows, microbatches: of a microbatch, and how many a step has.
-            activations: the most bytes that the rank keeps at once.
+            stages: (first unit, the one after the last) of each stage of the program.
+            own: the numbers of the rank's stages.
+            rows, microbatches: the size of a microbatch, and how many a step has.
+            activations: the most bytes of activations that the rank keeps at once.
         """
         run, costs = self.execution, {place: self.kept(*stages[place], rows) for place in own}
         units = [unit for place in own for unit in self.units[slice(*stages[place])]]
@@ -66,7 +64,7 @@ class UnitBytes:
         returned = {place: self._returned(stages[place][1], rows) for place in own}
         boundaries = sum(received.values()) + sum(returned.values())
         boundaries *= microbatches if run.hold_messages else 1
-        if len(own) == 1 and len(stages) > 1:  # the last message on its way
+        if len(own) == 1 and len(stages) > 1:  # the last message being sent
             sent = self.units[stages[own[0]][1] - 1].kind.memory.sent.at(rows) if own[0] + 1 < len(stages) else 0
             boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
         held = self.held([stages[place] for place in own])
@@ -74,7 +72,7 @@ class UnitBytes:
         buckets = self._buckets(
             held, [part.tied for place in range(len(stages)) if place not in own for part in self._tied(stages[place])]
         )
-        if run.zero == 3:  # the unit that runs and the next are there whole
+        if run.zero == 3:  # the running unit and the next are gathered
             buckets += 2 * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
         inputs = {name: line for unit in units for name, line in unit.inputs.items()}
         return replace(
@@ -92,7 +90,7 @@ class UnitBytes:
         return [held for unit in self.units[slice(*stage)] for held in unit.held if held.tied is not None]
 
     def _buckets(self, held: Sequence[Held], elsewhere: Sequence[str | None]) -> int:
-        """The largest bucket in which gradients are summed over ranks."""
+        """Return the bytes of the largest bucket in which gradients are all-reduced."""
         replicated = any(self.mesh.degrees()[axis] > 1 for axis in REPLICAS)
         summed: dict[tuple[tuple[str, ...], bool], int] = {}
         for part in held:
@@ -103,7 +101,7 @@ class UnitBytes:
         return max((min(nbytes, BUCKET_BYTES) for nbytes in summed.values()), default=0)
 
     def state(self, held: Iterable[Held]) -> Memory:
-        """Parameters and what the optimizer needs for them."""
+        """Return the bytes of parameters, gradients, main copies and optimizer state."""
         run, parts = self.execution, list(held)
         trained = [part for part in parts if part.trained]
         copied = [part for part in trained if run.main_copies and part.itemsize < MAIN_DTYPE.itemsize]
@@ -117,12 +115,12 @@ class UnitBytes:
         )
 
     def _returned(self, after: int, rows: int) -> int:
-        """The gradients that come back to a stage whose last unit is the one before ``after``."""
+        """Return the bytes of the gradients that come back to a stage whose last unit is the one before ``after``."""
         sends = self.units[after - 1].kind.sends if after < len(self.units) else ()
         return sum(round(size.at(rows)) for size, gradient in sends if gradient)
 
     def average(self, rows: int, microbatches: int, alive: int) -> float:
-        """What the ranks of pp need at least, on average, if each keeps ``alive`` microbatches: no cut into stages needs less."""
+        """Return a lower bound of the mean bytes of pp ranks that each keep ``alive`` microbatches, wherever stages begin."""
         if rows not in self._averages:
             state = sum(self.state(unit.held).total for unit in self.units) - self._tied_twice()
             messages = [unit.kind.memory.sent.at(rows) for unit in self.units[:-1]]
@@ -132,13 +130,13 @@ class UnitBytes:
         return (state + alive * kept) / self.mesh.pp + inner * (self.mesh.pp - 1) / self.mesh.pp
 
     def _tied_twice(self) -> int:
-        """Bytes of state that tied parameters would have on top if each of their units had its own."""
+        """Return the bytes of state that are counted again for each unit which holds a tied parameter."""
         return sum(self.state([held]).total for unit in self.units for held in unit.held) - sum(
             self.state([held]).total for held in self.held([(0, len(self.units))])
         )
 
     def runs(self, rows: int) -> RunBytes:
-        """Of every run of units, as tables [first, after]."""
+        """Return tables [first, after] of the bytes of every run of units."""
         memories = [unit.kind.memory for unit in self.units]
         column = {name: np.array([getattr(each, name).at(rows) for each in memories], dtype=float) for name in _LINES}
         full = self.execution.recompute == "full"
@@ -162,7 +160,7 @@ class UnitBytes:
         )
 
     def kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:
-        """Of a microbatch of a stage: kept, what forward and backward take on top, received."""
+        """Return the bytes of a microbatch of a stage: (kept, forward on top, backward on top, received)."""
         key = first, after, rows
         if key not in self._keeps:
             units = self.units[first:after]
@@ -182,8 +180,14 @@ _LINES = ("inside", "shared", "received", "sent", "forward", "backward")
 
 @dataclass(frozen=True)
 class RunBytes:
-    """Bytes of every run of units [first, after], as tables: what is there all the time, what a microbatch keeps, what the running
-    one takes on top, and buffers for the messages of one microbatch."""
+    """Bytes of every run of units, as tables [first, after].
+
+    Attributes:
+        fixed: parameters, state and buffers.
+        kept: by each microbatch in flight.
+        transient: needed on top by the running one.
+        message: buffers for the messages of one microbatch.
+    """
 
     fixed: Array
     kept: Array
@@ -192,14 +196,14 @@ class RunBytes:
 
 
 def _run_sums(values: Array, *, last: bool = True) -> Array:
-    """[first, after]: the sum of a run, with or without its last."""
+    """Return a table [first, after] of the sum of each run, with or without its last."""
     sums = np.append(0.0, np.cumsum(values))
     ends = sums if last else np.append(0.0, sums[:-1])
     return np.asarray(ends[None, :] - sums[:, None])
 
 
 def _run_largest(values: Array) -> Array:
-    """[first, after]: the largest of a run."""
+    """Return a table [first, after] of the largest of each run."""
     table = np.zeros((len(values) + 1, len(values) + 1))
     for first in range(len(values)):
         table[first, first + 1 :] = np.maximum.accumulate(values[first:])

@@ -1,12 +1,12 @@
-"""``Work``: what a rank's graph has to do, as a table of products, memory traffic and collectives, symbolic in the batch.
+"""``Work``: the work of a rank's graph, as a table of products, memory traffic and collectives, symbolic in the batch.
 
     lowered graph ──walk──► rows: phase, kind, sizes as c * b^p ──► Work ──at a microbatch size──► compute.seconds, Network.seconds
 
-A row belongs to one phase: the forward, the backward by input or the backward by weight (schedules that split the backward run
-the last two apart). Sizes are products of numbers and of the batch, so one table is good for every microbatch size.
+A row belongs to one phase: the forward, the input half or the weight half of the backward (which some schedules run separately).
+Sizes are products of numbers and of the batch, so one table serves every microbatch size.
 
-What an operator's backward does is known for products, attention, embeddings and collectives; for all others it reads the gradients
-of its results and its inputs, and writes the gradients of its inputs.
+The backward of products, attention, embeddings and collectives is known; any other reads the gradients of its results and its inputs,
+and writes the gradients of its inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graphpar.runtime.layout import ExpertRows
 
 
 class Phase(IntEnum):
-    """When a row is done: in F, in the input half I of a backward, or in its weight half W."""
+    """When a row runs: in F, in the input half I of a backward, or in its weight half W."""
 
     FORWARD = 0
     INPUT = 1
@@ -39,7 +39,7 @@ class Phase(IntEnum):
 
 
 class Product(NamedTuple):
-    """As many products as ``matrices`` of [m, k] and [k, n], of ``itemsize`` bytes an element."""
+    """``matrices`` products of [m, k] and [k, n], of ``itemsize`` bytes an element."""
 
     phase: Phase
     matrices: Size
@@ -62,7 +62,7 @@ class Attention(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """A kernel that is bound by memory: bytes read and written. ``functions``: it works out exponentials or sums of rows on the way."""
+    """A memory-bound kernel: bytes read and written. ``functions``: it also computes exponentials or sums of rows."""
 
     phase: Phase
     nbytes: Size
@@ -70,7 +70,7 @@ class Traffic(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """Over ``axis``; ``nbytes`` of the tensor where it is whole on that axis."""
+    """A collective over ``axis``; ``nbytes`` is the size of the tensor unsharded on that axis."""
 
     phase: Phase
     axis: str
@@ -83,7 +83,7 @@ Row = Product | Attention | Traffic | Collective
 
 @dataclass(frozen=True)
 class Work:
-    """Rows with how often each is there, and how many operators a host starts in each phase."""
+    """Rows of work, with how often each runs."""
 
     rows: Mapping[Row, int] = field(default_factory=dict)
 
@@ -92,18 +92,18 @@ class Work:
 
     @property
     def operators(self) -> tuple[int, int, int]:
-        """How many operators each phase has."""
+        """The number of operators of each phase."""
         found = Counter[Phase]()
         for row, times in self.rows.items():
             found[row.phase] += times
         return found[Phase.FORWARD], found[Phase.INPUT], found[Phase.WEIGHT]
 
     def flops(self, batch: int, phases: Sequence[Phase] = tuple(Phase)) -> float:
-        """Of products and attention."""
+        """Return the flops of products and attention."""
         return sum(_flops(row).at(batch) * times for row, times in self.rows.items() if row.phase in phases)
 
     def formula(self, batch: sympy.Symbol) -> dict[str, sympy.Expr]:
-        """Flops of products, bytes of memory-bound kernels and bytes of collectives by axis, as polynomials in the batch."""
+        """Return flops of products, bytes of memory-bound kernels and bytes of collectives by axis, as polynomials in the batch."""
         found: dict[str, sympy.Expr] = defaultdict(lambda: sympy.Integer(0))
         for row, times in self.rows.items():
             if isinstance(row, Product | Attention):
@@ -119,16 +119,15 @@ def _symbolic(size: Size, batch: sympy.Symbol) -> sympy.Expr:
 
 
 ATTENTION_BACKWARD = 2.5
-"""Products of a fused attention's backward for each two of its forward: scores again, and four gradients."""
+"""The flops of a fused attention's backward over its forward's: five products (scores again, four gradients) for two."""
 
 
 def _flops(row: Row) -> Size:
     if isinstance(row, Product):
         return 2.0 * product_of((row.matrices, row.m, row.n, row.k))
     if isinstance(row, Attention):
-        times = (
-            4.0 * row.width * (0.5 if row.causal else 1.0) * (1.0 if row.phase is Phase.FORWARD else ATTENTION_BACKWARD)
-        )
+        times = 4.0 * row.width * (0.5 if row.causal else 1.0)
+        times *= 1.0 if row.phase is Phase.FORWARD else ATTENTION_BACKWARD
         return times * product_of((row.heads, row.queries, row.keys))
     return Size(0.0)
 
@@ -137,12 +136,12 @@ def _flops(row: Row) -> Size:
 
 
 class Works:
-    """The work of graphs of one lowered program; each block's is found once.
+    """The work of graphs of one lowered program; each block is walked once.
 
     Args:
-        degrees: ranks by axis, for the rows of experts, which are taken to be spread evenly.
+        degrees: ranks by axis, for the rows of experts, which are assumed to be spread evenly.
         fused: chains of elementwise operators are one kernel (:class:`graphpar.cost_models.execution.Execution`).
-        gradient_bytes: of an element of the gradients that microbatches are summed in; None: as the parameter.
+        gradient_bytes: of an element of accumulated gradients; None: as the parameter.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class Works:
         self._blocks: dict[str, Work] = {}
 
     def of(self, graph: fx.Graph, scope: str = "", without: Collection[str] = ()) -> Work:
-        """The work of ``graph``, a stage's or a block's (``scope`` is its name), with all that it calls.
+        """Return the work of ``graph``, a stage's or a block's (``scope`` is its name), with the blocks that it calls.
 
         ``without``: names of nodes that are not counted.
         """
@@ -167,12 +166,13 @@ class Works:
         return found
 
     def block(self, block: Block) -> Work:
+        """Return the work of one instance of a block."""
         if block.name not in self._blocks:
             self._blocks[block.name] = self.of(block.graph, block.name)
         return self._blocks[block.name]
 
     def collectives(self, node: fx.Node, scope: str = "") -> list[Collective]:
-        """What a node sends: a transition, or a loss over cut classes, forward and backward; nothing else does."""
+        """Return the collectives of a node, forward and backward: of a transition, a vocabulary-parallel loss or a BatchNorm."""
         name = operator_name(node)
         if "transition" in node.meta or name in _COLLECTIVES:
             return list(self._transition(node, name, scope))
@@ -196,7 +196,7 @@ class Works:
             yield Collective(Phase.INPUT, axis, row.backward_collective, nbytes)
 
     def _vocab_loss(self, node: fx.Node) -> Iterator[Collective]:
-        """Two all-reduces of a number or two a row (see ``emitted.collectives``)."""
+        """Yield two all-reduces, of one and of two numbers a row (see ``emitted.collectives``)."""
         labels, axis = node.args[1], str(node.args[2])
         assert isinstance(labels, fx.Node)
         rows = _elements(labels, self.degrees)
@@ -204,7 +204,7 @@ class Works:
         yield Collective(Phase.FORWARD, axis, "all-reduce", 8 * rows)
 
     def _statistics(self, node: fx.Node, scope: str) -> Iterator[Collective]:
-        """A mean and a variance of each channel are gathered, and their gradients scattered (see ``emitted.collectives``)."""
+        """Yield the all-gather of each channel's mean and variance, and the reduce-scatter of their gradients."""
         source, axes = node.args[0], node.args[5]
         assert isinstance(source, fx.Node) and isinstance(axes, tuple)
         for axis in map(str, axes):
@@ -214,11 +214,9 @@ class Works:
                 yield Collective(Phase.INPUT, axis, "reduce-scatter", nbytes)
 
     def has_gradient(self, node: fx.Node, scope: str) -> bool:
-        """Stages' graphs are copies, so a node is known by its name, or as what another stage sends."""
-        known = node.meta.get("boundary", node) in self.differentiable or (scope, node.name) in self._names
-        return known or self._is_trained(node)
-
-    def _is_trained(self, node: fx.Node) -> bool:
+        """Return whether a value has a gradient; nodes of stages, which are copies, are found by name or by their boundary."""
+        if node.meta.get("boundary", node) in self.differentiable or (scope, node.name) in self._names:
+            return True
         info = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         return self.train and info is not None and info.requires_grad
 
@@ -241,6 +239,7 @@ class _Walk:
         self.works, self.graph, self.scope, self.without = works, graph, scope, frozenset(without)
 
     def rows(self) -> Iterator[Row]:
+        """Yield the rows of the graph, without those of the blocks it calls."""
         elementwise: list[fx.Node] = []
         for node in self.graph.nodes:
             if node.op != "call_function" or not _tensors(node) or node.name in self.without:
@@ -261,12 +260,12 @@ class _Walk:
                 elementwise.append(node)
         yield from self._elementwise(elementwise)
         if self.works.train:
-            yield from self._sums()
+            yield from self._gradient_sums()
 
     # ---- by kind ----
 
     def _vocab_loss(self, node: fx.Node) -> Iterator[Row]:
-        """The logits are read three times and written once, besides what is sent."""
+        """Yield the memory traffic of a vocabulary-parallel loss: logits are read three times and written once."""
         logits = node.args[0]
         assert isinstance(logits, fx.Node)
         nbytes = _nbytes(logits, self.works.degrees)
@@ -275,7 +274,7 @@ class _Walk:
             yield Traffic(Phase.INPUT, 2 * nbytes, True)
 
     def _attention(self, node: fx.Node) -> Iterator[Row]:
-        query, key, value = (argument for argument in node.args[:3] if isinstance(argument, fx.Node))  # they may be one
+        query, key, value = (argument for argument in node.args[:3] if isinstance(argument, fx.Node))
         shape, keys = _sizes(query, self.works.degrees), _sizes(key, self.works.degrees)
         width = (shape[-1].number + _sizes(value, self.works.degrees)[-1].number) / 2
         causal = bool(node.kwargs.get("is_causal", False)) or any(argument is True for argument in node.args)
@@ -301,29 +300,21 @@ class _Walk:
         return _sizes(node, self.works.degrees)
 
     def _lookup(self, node: fx.Node) -> Iterator[Row]:
-        """Rows are read and written; the gradient of the table is filled with zeros and added to."""
+        """Yield reading and writing rows, and filling the table's gradient with zeros and adding to it."""
         out = _nbytes(node, self.works.degrees)
         yield Traffic(Phase.FORWARD, 2 * out)
-        tables = [a for a in node.all_input_nodes if self._grad(a)]
-        for table in tables:
+        for table in filter(self._grad, node.all_input_nodes):
             yield Traffic(Phase.WEIGHT, _nbytes(table, self.works.degrees))
             yield Traffic(Phase.WEIGHT, 3 * out)
 
     def _elementwise(self, nodes: Sequence[fx.Node]) -> Iterator[Row]:
-        """Chains of operators where they are fused, else each alone."""
+        """Yield the traffic of chains of operators where they are fused, else of each alone."""
         chains: dict[fx.Node, list[fx.Node]] = {}
         head: dict[fx.Node, fx.Node] = {}
         for node in nodes:
-            before = next(
-                (
-                    head[source]
-                    for source in map(_through_views, node.all_input_nodes)
-                    if self._joins(node, source, head)
-                ),
-                node,
-            )
-            head[node] = before
-            chains.setdefault(before, []).append(node)
+            sources = map(_through_views, node.all_input_nodes)
+            head[node] = next((head[source] for source in sources if self._joins(node, source, head)), node)
+            chains.setdefault(head[node], []).append(node)
         for chain in chains.values():
             yield from self._chain(chain)
 
@@ -358,8 +349,8 @@ class _Walk:
         saved = [_nbytes(node, self.works.degrees) for node in values]
         yield from _traffic(Phase.INPUT, _total([*gradients, *saved]), functions)
 
-    def _sums(self) -> Iterator[Row]:
-        """Gradients of values that are used several times are added up; those of parameters, to what microbatches before gave."""
+    def _gradient_sums(self) -> Iterator[Row]:
+        """Yield adding up the gradients of values that are used several times, and accumulating those of parameters."""
         for node in self.graph.nodes:
             if not self._grad(node) or not isinstance(value_of(node), Tensor):
                 continue
@@ -371,12 +362,13 @@ class _Walk:
                 yield Traffic(Phase.INPUT, 3 * (uses - 1) * _nbytes(node, self.works.degrees))
 
     def _accumulation(self, node: fx.Node) -> Traffic:
-        """A fused product adds to the sum itself, which it reads besides; else one more kernel reads both and writes one."""
+        """Return the traffic of accumulating a gradient: a fused product also reads the sum; else another kernel reads both."""
         elements = _elements(node, self.works.degrees)
         itemsize = value_of(node).dtype.itemsize
-        if self.works.fused:
-            return Traffic(Phase.WEIGHT, (2 * (self.works.gradient_bytes or itemsize) - itemsize) * elements)
-        return Traffic(Phase.WEIGHT, (itemsize + 2 * (self.works.gradient_bytes or itemsize)) * elements)
+        accumulated = 2 * (self.works.gradient_bytes or itemsize)
+        return Traffic(
+            Phase.WEIGHT, (accumulated - itemsize if self.works.fused else accumulated + itemsize) * elements
+        )
 
     def _grad(self, node: fx.Node) -> bool:
         return self.works.has_gradient(node, self.scope)
@@ -393,7 +385,7 @@ def _tensors(node: fx.Node) -> bool:
 
 
 def _sizes(node: fx.Node, degrees: Mapping[str, int]) -> list[Size]:
-    """Of each dim of a rank's piece; experts' rows are spread evenly."""
+    """Return the size of each dim of a rank's shard; experts' rows are spread evenly."""
     value = value_of(node)
     assert isinstance(value, Tensor)
     sizes = [
@@ -419,7 +411,7 @@ def _nbytes(node: fx.Node, degrees: Mapping[str, int]) -> Size:
 
 
 def _total(sizes: Iterable[Size]) -> list[Size]:
-    """Sums of the sizes of each power."""
+    """Return the sums of the sizes of each power."""
     found: dict[int, float] = defaultdict(float)
     for size in sizes:
         found[size.power] += size.number
@@ -427,7 +419,7 @@ def _total(sizes: Iterable[Size]) -> list[Size]:
 
 
 def _traffic(phase: Phase, sizes: Iterable[Size], functions: bool = False) -> Iterator[Traffic]:
-    """One kernel. What does not grow with the batch (weights of norms) is left out beside what does."""
+    """Yield the traffic of one kernel; constant sizes (weights of norms) are neglected beside those that grow with the batch."""
     found = sorted(_total(sizes), key=lambda size: -size.power)
     if found and found[0].number:
         yield Traffic(phase, found[0], functions)

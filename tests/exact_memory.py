@@ -205,13 +205,13 @@ def _measure_passes(activations: Activations, stage: Stage, rows: int) -> Passes
         outputs = activation_memory._outputs(
             stage, _Forward(activations, None).run_graph(stage.graph, "", given), given
         )
-        forward, kept = live.turn()
+        forward, kept = live.mark()
         if activations.program.mode == "train":
             roots = [tensor for tensor in outputs if tensor.requires_grad]
             with unseen(live):
                 gradients = [torch.ones_like(tensor) for tensor in roots] if stage.sends else None
             torch.autograd.backward(roots, gradients)
-        backward, _ = live.turn()
+        backward, _ = live.mark()
     for value in activations.state.values():
         value.grad = None
     return Passes(int(forward), int(kept), int(backward))

@@ -24,9 +24,9 @@ def main(program: str, batch: str, out: Path) -> None:
         with Live() as live:
             pipeline.step(rows, step=0)  # makes the buffers of boundaries
             pipeline.zero_grad()
-            live.turn()
+            live.mark()
             pipeline.step(rows, step=1)
-            highest, _ = live.turn()
+            highest, _ = live.mark()
         place = pipeline.groups.place["pp"]
         (out / f"{pipeline.rank}.json").write_text(json.dumps([place, int(highest)]))
 

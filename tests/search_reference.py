@@ -56,7 +56,7 @@ def eliminated(
         seconds = [
             whole.prices.own(operator, c) * operator.count if operator.kind != "output" else 0.0 for c in choices[i]
         ]
-        missed = [whole._uncut(operator, c) if operator.kind != "output" else 0.0 for c in choices[i]]
+        missed = [whole._missed(operator, c) if operator.kind != "output" else 0.0 for c in choices[i]]
         tables.append(((i,), np.array(missed), np.array(seconds)))
     for value in problem.values:
         tables.append(_value_table(whole, value, number, choices))

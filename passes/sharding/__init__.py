@@ -1,1 +1,1 @@
-"""How tensors lie: the problem, its costs, the search, and the program of one rank."""
+"""The placement of tensors: the search problem, its prices, the search, and the program of one rank."""

@@ -1,9 +1,9 @@
-"""``check_types``: a rank's program is checked against the rules, node by node, from its inputs and parameters on.
+"""``check_types``: check a rank's program against the rules, node by node, from its inputs and parameters on.
 
-    parameters' types, transitions by what they do, operators by their rules ──► the type of every value; shapes by execution
+    parameters' types, collectives by their definition, operators by their rules ──► the type of every value; shapes by execution
 
-Nothing is taken over from the search or the lowering but the program itself: a transition that is missing, or a cut of the wrong
-dim, leaves an operator with operands that no placement of its rule allows.
+Only the program is looked at, not what the search or the lowering noted: a missing collective, or a shard of the wrong dim, leaves an
+operator with operands that no placement of its rule allows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphpar.passes.sharding.problem import Operator, Problem, is_operator, res
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
 Types = tuple[Type, ...]
-_FROM_TO: dict[str, tuple[Type | None, Type | None]] = {  # None: the cut that the call names
+_FROM_TO: dict[str, tuple[Type | None, Type | None]] = {  # None: the shard that the call's arguments name
     "all_reduce": (P, I),
     "all_reduce_both": (P, R),
     "sum_gradient": (I, R),
@@ -36,7 +36,7 @@ _FROM_TO: dict[str, tuple[Type | None, Type | None]] = {  # None: the cut that t
 
 
 def check_types(problem: Problem, local: Program) -> list[str]:
-    """What is wrong with ``local``, the lowered form of the program of ``problem``; empty if nothing is."""
+    """Return what is wrong with ``local``, the lowered form of the program of ``problem``; empty if nothing is."""
     return _Checker(problem, local).check()
 
 
@@ -48,6 +48,7 @@ class _Checker:
         self.inputs: dict[str, list[Types]] = {}
 
     def check(self) -> list[str]:
+        """Return what is wrong, as sentences."""
         calls = [node for node in self.local.graph.nodes if node.op == "call_module"]
         for name in dict.fromkeys(str(node.meta["block"]) for node in calls):
             graph = self.local.blocks[name].graph
@@ -74,7 +75,7 @@ class _Checker:
         return types
 
     def _types(self, node: fx.Node, scope: str, types: dict[fx.Node, Any]) -> Any:
-        """The types of a node's value, from those of its operands; of each value where there are several."""
+        """Return the types of a node's value, from those of its operands; a list where there are several values."""
         if node.op == "placeholder":
             declared = tuple(node.meta["types"].values()) if "types" in node.meta else ()
             if not scope and isinstance(value_of(node), Tensor):
@@ -90,11 +91,11 @@ class _Checker:
             return self._transition(node, types)
         origin = node.meta.get("origin")
         if origin is None or not is_operator(origin) or origin not in self.problem.of:
-            return ()  # sizes, and steps inside of a rewriting
+            return ()  # sizes, and steps inside of a rewrite
         return self._operator(node, self.problem.of[origin], types)
 
     def _parameter(self, node: fx.Node, scope: str) -> Types:
-        """As it is stored: one type in all instances of a block, and under all names of a tie."""
+        """Return the types in which a parameter is stored, equal in all instances of a block and under all tied names."""
         names = [f"{prefix}{node.target}" for prefix in self.local.prefixes(scope)]
         found = {name: self._stored(name) for own in names for name in self.local.tie_of(own)}
         first = found[names[0]]
@@ -117,20 +118,17 @@ class _Checker:
                 self.problems.append(
                     f"block {node.target} takes {argument.name} as {_text(wanted)}, but it is {_text(types[argument])}"
                 )
-        return (
-            self.results[name]
-            if isinstance(value_of(node), tuple | list)
-            else self._settled(node, self.results[name][0])
-        )
+        several = isinstance(value_of(node), tuple | list)
+        return self.results[name] if several else self._settled(node, self.results[name][0])
 
     def _settled(self, node: fx.Node, types: Types) -> Types:
-        """R and I differ in gradients alone: a call through which none flows gives R where others give I."""
+        """Return the types of a block's result: R and I differ only in gradients, so without a gradient I is R."""
         if node.meta.get("origin", node) in self.problem.differentiable:
             return types
         return tuple(R if kind is I else kind for kind in types)
 
     def _fits(self, argument: fx.Node, given: Types, wanted: Types) -> bool:
-        """A value without a gradient, such as an input, is as good as I where other instances take one that has a gradient."""
+        """Return whether a block takes an argument; one without a gradient (an input) may be R where others are I."""
         if argument.meta.get("origin", argument) in self.problem.differentiable:
             return given == wanted
         return all(a == b or (a is R and b is I) for a, b in zip(given, wanted))
@@ -159,17 +157,17 @@ class _Checker:
         now = list(types[value])
         if now[place] != source:
             self.problems.append(
-                f"{operator_name(node)} turns {source} into {target}, but {value.name} is {now[place]} on {axis}"
+                f"{operator_name(node)} redistributes {source} to {target}, but {value.name} is {now[place]} on {axis}"
             )
         dims = {kind.dim for kind in (source, target) if isinstance(kind, Shard)}
         for other, kind in zip(self.axes, now):
             within = self.axes.index(other) > place or (ends and other != axis)
             if within and isinstance(kind, Shard) and kind.dim in dims:
                 self.problems.append(
-                    f"{operator_name(node)} on {axis} moves dim {kind.dim} of {value.name}, which {other} cuts too"
+                    f"{operator_name(node)} on {axis} moves dim {kind.dim} of {value.name}, which is sharded on {other} too"
                 )
         silent = node.meta["origin"] not in self.problem.differentiable
-        now[place] = R if silent and target is I else target  # R and I differ in gradients alone
+        now[place] = R if silent and target is I else target  # R and I differ only in gradients
         return tuple(now)
 
     def _operator(self, node: fx.Node, operator: Operator, types: Mapping[fx.Node, Any]) -> Any:
@@ -199,14 +197,14 @@ class _Checker:
 
 
 def lowered_operands(node: fx.Node, origin: fx.Node) -> list[fx.Node]:
-    """The operands of a lowered operator, in the order of the original's."""
+    """Return the operands of a lowered operator, in the order of the original's."""
     operands = operands_of(node)
     name = operator_name(node)
     if name == "vocab_embedding":  # (indices, weight) for (weight, indices)
         return operands[::-1]
     if "own_offsets" in map(operator_name, operands):
         return [operands_of(operand)[0] if operator_name(operand) == "own_offsets" else operand for operand in operands]
-    if name == "div" and operator_name(origin) != "div":  # a mean: what is divided has the operands
+    if name == "div" and operator_name(origin) != "div":  # a mean: the operands are those of the sum
         return lowered_operands(operands[0], origin)
     return operands
 

@@ -1,8 +1,8 @@
-"""What the sharding search pays: seconds and bytes of an operator's placement, and of turning one placement into another.
+"""The prices of the sharding search: seconds and bytes of an operator's placement, and of redistributing a value.
 
-    Choice      ──Prices.compute──► seconds of the operator on a rank's pieces, forward and backward
+    Choice       ──Prices.compute──► seconds of the operator on a rank's shards, forward and backward
     Types, Types ──Prices.transitions──► seconds of the collectives between them, in tables
-    Parameter   ──Prices.finishing──► seconds of the sum of its gradient, once a step, spread over the microbatches
+    Parameter    ──Prices.finishing──► seconds of the all-reduce of its gradient, once a step, spread over the microbatches
 
 All are for one instance and one microbatch, at the rates of :class:`graphpar.cost_models.sharding.ShardingCosts`.
 """
@@ -29,7 +29,7 @@ from graphpar.runtime.layout import R, Shard, Type
 
 @dataclass(frozen=True)
 class Workload:
-    """What the prices depend on besides the program."""
+    """Rows of a microbatch, their number, and memory: what prices depend on besides the program."""
 
     microbatch: int
     microbatches: int
@@ -54,20 +54,19 @@ class Prices:
         self._paths: dict[bool, np.ndarray] = {flag: np.full((2, 0, 0), np.nan) for flag in (False, True)}
 
     def elements(self, node: fx.Node, index: int = 0) -> float:
-        """Elements of the whole tensor."""
+        """Return the elements of the unsharded tensor."""
         if (node, index) not in self._elements:
-            self._elements[node, index] = self._counted(node, index)
+            if isinstance(value_of(node), tuple | list):
+                user = next((u for u in node.users if operator_name(u) == "getitem" and u.args[1] == index), None)
+                found = self.elements(user) if user is not None else 0.0
+            else:
+                rows = self.workload.microbatch
+                found = float(math.prod(n * (rows if power else 1) for n, power in sizes_of(node)))
+            self._elements[node, index] = found
         return self._elements[node, index]
 
-    def _counted(self, node: fx.Node, index: int) -> float:
-        value = value_of(node)
-        if isinstance(value, tuple | list):
-            user = next((u for u in node.users if operator_name(u) == "getitem" and u.args[1] == index), None)
-            return self.elements(user) if user is not None else 0.0
-        return float(math.prod(n * (self.workload.microbatch if power else 1) for n, power in sizes_of(node)))
-
     def nbytes(self, node: fx.Node, types: Types, index: int = 0) -> float:
-        """Bytes of a rank's piece."""
+        """Return the bytes of a rank's shard."""
         value = value_of(node)
         tensor = value[index] if isinstance(value, tuple | list) else value
         return float(self.elements(node, index) * tensor.dtype.itemsize / self._pieces(types))
@@ -78,6 +77,7 @@ class Prices:
         )
 
     def compute(self, operator: Operator, choice: Choice) -> float:
+        """Return the seconds of an operator on a rank's shards, forward and backward."""
         node = operator.node
         if operator.kind != "operator" or record_of(node).free:
             return 0.0
@@ -91,44 +91,46 @@ class Prices:
         return times * self.costs.operator_s(flops, moved)
 
     def collectives(self, operator: Operator, choice: Choice) -> float:
-        """What an operator that is rewritten sends by itself."""
+        """Return the seconds of the collectives inside a rewritten operator (loss, BatchNorm)."""
         seconds = 0.0
         for axis, rewrite in zip(self.problem.axes, choice.rewrites):
             if rewrite == "vocab_cross_entropy":
                 rows = self.elements(operator.operands[1]) / self._pieces(choice.operands[1])
-                seconds += sum(
-                    self.costs.collective_s(axis, cost) for cost in loss_costs(rows, self.problem.degrees[axis])
-                )
+                costs = loss_costs(rows, self.problem.degrees[axis])
             elif rewrite == "sync_batch_norm":
                 train = self.workload.train and operator.node in self.problem.differentiable
-                cut = [kind for kind in choice.operands[0] if isinstance(kind, Shard) and kind.dim == 1]
-                channels = sizes_of(operator.operands[0])[1][0] / self._pieces(
-                    [kind if kind in cut else R for kind in choice.operands[0]]
-                )
+                by_channel = [kind if isinstance(kind, Shard) and kind.dim == 1 else R for kind in choice.operands[0]]
+                channels = sizes_of(operator.operands[0])[1][0] / self._pieces(by_channel)
                 costs = statistics_costs(channels, self.problem.degrees[axis], train)
-                seconds += sum(self.costs.collective_s(axis, cost) for cost in costs)
+            else:
+                continue
+            seconds += sum(self.costs.collective_s(axis, cost) for cost in costs)
         return seconds
 
     def own(self, operator: Operator, choice: Choice) -> float:
-        """All that an operator costs by itself."""
+        """Return all seconds of an operator except redistributing its operands."""
         seconds = self.compute(operator, choice) + self.collectives(operator, choice)
         return seconds + (self.finishing(operator, choice.results[0]) if choice.results else 0.0)
 
     def transition(self, value: Value, source: Types, target: Types) -> float | None:
-        """Forward and backward of the path from one tuple of types to another; None where there is none."""
+        """Return the seconds of redistributing a value, forward and backward; None where that is not possible."""
         seconds = float(self.transitions(value, [self.number(source)], [self.number(target)])[0, 0])
         return seconds if math.isfinite(seconds) else None
 
     @property
     def numbered(self) -> list[Types]:
+        """The types behind each number."""
         return list(self._numbers)
 
     def number(self, types: Types) -> int:
-        """A small number for a tuple of types, by which :meth:`transitions` knows it."""
+        """Return a small number for a tuple of types, as :meth:`transitions` takes it."""
         return self._numbers.setdefault(types, len(self._numbers))
 
     def transitions(self, value: Value, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
-        """Seconds of every path from one of ``sources`` to one of ``targets``; infinite where there is none."""
+        """Return the seconds of redistributing from each of ``sources`` to each of ``targets``; infinite where not possible.
+
+        Shape: [sources, targets].
+        """
         place = (value.maker.node, value.index)
         if place not in self._whole:
             self._whole[place] = self.nbytes(value.maker.node, (), value.index)
@@ -147,7 +149,7 @@ class Prices:
         return np.asarray(seconds + seconds_per_byte * self._whole[place])
 
     def _path(self, source: Types, target: Types, differentiable: bool) -> tuple[float, float]:
-        """Seconds to start the collectives of a path, and seconds for each byte of the whole tensor. Many values share one."""
+        """Return the latency of a path's collectives, and the seconds for each byte of the unsharded tensor."""
         steps = moves(source, target, differentiable)
         if steps is None:
             return math.inf, 0.0
@@ -162,7 +164,7 @@ class Prices:
         return seconds, seconds_per_byte
 
     def _step(self, step: Step, place: int, differentiable: bool) -> tuple[float, float]:
-        """Seconds to start a transition's collectives, and seconds for each byte of the tensor where it is whole on the axis."""
+        """Return the latency of a transition's collectives, and the seconds for each byte of the tensor unsharded on the axis."""
         key = (str(step.function), place, differentiable)
         if key not in self._steps:
             axis, row = self.problem.axes[place], step.transition
@@ -177,7 +179,7 @@ class Prices:
         return self._steps[key]
 
     def finishing(self, operator: Operator, types: Types) -> float:
-        """Summing a partial gradient, spread over the microbatches of a step. A parameter has one, wherever it is read."""
+        """Return the seconds of all-reducing a partial gradient, once a step, spread over the microbatches."""
         node, parameters = operator.node, self._parameters.get(operator, 0.0)
         if not parameters or node not in self.problem.differentiable or not self.workload.train:
             return 0.0
@@ -189,20 +191,18 @@ class Prices:
         return seconds * parameters / self.workload.microbatches
 
     def memory(self, operator: Operator, choice: Choice) -> float:
-        """Bytes that stay on a device: parameters with their state, and results that the backward needs."""
+        """Return the bytes kept on a device: parameters with their state, and results that the backward needs."""
+        differentiable = operator.node in self.problem.differentiable
         if operator.kind == "parameter":
-            factor = self.workload.state_bytes if operator.node in self.problem.differentiable else 1.0
-            return (
-                self._parameters.get(operator, 0.0)
-                * factor
-                * sum(self.nbytes(operator.node, types) for types in choice.results)
-            )
-        saved = operator.kind == "operator" and operator.node in self.problem.differentiable and self.workload.train
+            factor = self.workload.state_bytes if differentiable else 1.0
+            count = self._parameters.get(operator, 0.0)
+            return count * factor * sum(self.nbytes(operator.node, types) for types in choice.results)
+        saved = operator.kind == "operator" and differentiable and self.workload.train
         if not saved or record_of(operator.node).free:
             return 0.0
         return sum(self.nbytes(operator.node, types, index) for index, types in enumerate(choice.results))
 
 
 def parameter_name(problem: Problem, operator: Operator) -> str:
-    """The name of a parameter; in a block that of the first instance's."""
+    """Return the name of a parameter; in a block, its name in the first instance."""
     return f"{problem.program.prefixes(operator.scope)[0]}{operator.node.target}"

@@ -1,4 +1,4 @@
-"""Which weights hold experts: parameters that a product takes an expert at a time, the experts being their first dim.
+"""Find expert weights: parameters whose first dim counts experts in a matrix product.
 
 grouped_mm(rows, gate_up_proj.transpose(-2, -1), offs)      gate_up_proj [experts, n, k]
 bmm(rows [experts, t, k], weight)                           weight [experts, k, n]
@@ -23,14 +23,14 @@ from graphpar.operators.table import record_of
 
 @dataclass(frozen=True)
 class Experts:
-    """``weights``: parameters by the product that takes them; ``counts``: the number of experts of each parameter."""
+    """``weights``: the parameter of each product; ``counts``: the number of experts of each parameter."""
 
     weights: Mapping[fx.Node, fx.Node]
     counts: Mapping[fx.Node, int]
 
 
 def find_experts(nodes: Iterable[fx.Node]) -> Experts:
-    """The weights of experts among what ``nodes`` take."""
+    """Return the expert weights that ``nodes`` take."""
     weights = {}
     for node in nodes:
         record = record_of(node)
@@ -45,7 +45,11 @@ def find_experts(nodes: Iterable[fx.Node]) -> Experts:
 
 
 def check_degree(experts: Experts, degree: int, program: str) -> None:
-    """Refuses an axis ep that could only repeat work, or whose degree does not divide the experts."""
+    """Check that an ep axis has experts to divide, evenly.
+
+    Raises:
+        GraphparError: it has not.
+    """
     if not experts.counts:
         raise GraphparError(
             f"Mesh ep={degree}: {program} has no experts to divide, that is no weight of three dims that a product takes an "
@@ -59,7 +63,7 @@ def check_degree(experts: Experts, degree: int, program: str) -> None:
 
 
 def _first_dim(node: fx.Node) -> tuple[fx.Node | None, int]:
-    """The parameter that ``node`` shows, and where its first dim is; None where it is none of three dims."""
+    """Return the parameter of three or more dims that ``node`` is or is a view of, and which dim of ``node`` is its first."""
     if value_of(node).ndim < 3:
         return None, 0
     if node.op == "get_attr":
@@ -74,7 +78,7 @@ def _first_dim(node: fx.Node) -> tuple[fx.Node | None, int]:
 
 
 def _by_expert(rule: Rule, position: int, dim: int) -> bool:
-    """Whether dim ``dim`` counts experts, and not the features that are summed: it is kept, or summed beside others."""
+    """Return whether dim ``dim`` counts experts: it is kept, or summed together with the features."""
     own, (made,) = rule.operands[position], rule.results
     others = {factor for place, factors in enumerate(rule.operands) if place != position for factor in factors}
     summed = [factor for factor in own if factor not in made and factor in others]

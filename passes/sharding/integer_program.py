@@ -1,10 +1,9 @@
-"""``IntegerProgram``: sparse rows and columns for HiGHS; its linear relaxation is solved over a few of its columns at first.
+"""``IntegerProgram``: an integer program for HiGHS, whose linear relaxation is solved by column generation.
 
     columns in groups, rows ──► relaxation over some groups ──duals──► groups that are worth adding ──► ... ──► its optimum
 
-Of the transitions that are possible hardly any is taken, so most columns never come in: a group does when the duals say that
-the optimum may fall with it. When none does, the optimum over the groups that are in is that over all. Where it is fractional,
-branching goes over the whole program.
+Hardly any of the possible transitions is taken, so most columns are never added: a group is when the duals say that the optimum may
+fall with it. When there is none, the optimum is that over all columns. Where it is fractional, branching goes over the whole program.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import highspy
 import numpy as np
 
 ALWAYS = -1
-"""The group of columns and rows that are in from the start."""
+"""The group of columns and rows that are always part of the model."""
 _TOLERANCE = 1e-10  # the smallest that HiGHS takes; the largest price is scaled to _SCALE
 _SCALE = 1e4
 
@@ -31,26 +30,26 @@ class Optimum:
 
 
 class IntegerProgram:
-    """Minimise ``objective``; every column is between 0 and 1, those that are ``integral`` are either.
+    """Minimise ``objective``; every column is between 0 and 1, an ``integral`` one is 0 or 1.
 
-    A group of columns comes in together with its rows. Its leader is the column whose number names it; the others can only be as
-    large as the leader is.
+    A group of columns is added together with its rows. Its leader is the column whose number names it; the others can be no larger
+    than the leader.
     """
 
     def __init__(self) -> None:
         self.objective: list[float] = []
         self.integral: list[int] = []
-        self.first: list[np.ndarray] = []  # groups that are in from the start, besides ALWAYS
+        self.first: list[np.ndarray] = []  # groups of the initial model besides ALWAYS
         self._groups: list[np.ndarray] = []
         self._entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # rows, columns, coefficients
         self._bounds: list[tuple[int, float, float]] = []  # rows of equal bounds: how many, lower, upper
         self._row_groups: list[np.ndarray] = []
         self._rows = 0
 
-    # ---- what it consists of ----
+    # ---- columns and rows ----
 
     def column(self, price: float, integral: bool) -> int:
-        """One column that is in from the start."""
+        """Add one column to the initial model, and return its number."""
         number = len(self.objective)
         self.objective.append(price)
         self._groups.append(np.array([ALWAYS]))
@@ -59,14 +58,14 @@ class IntegerProgram:
         return number
 
     def columns(self, prices: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
-        """Columns in groups; each leads one of its own where none is said, or -1."""
+        """Add columns, and return their numbers; each leads a new group where ``groups`` is None or -1."""
         numbers = np.arange(len(self.objective), len(self.objective) + len(prices))
         self.objective.extend(prices.tolist())
         self._groups.append(numbers if groups is None else np.where(groups < 0, numbers, groups))
         return numbers
 
     def row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
-        """One row that is in from the start."""
+        """Add one row, ``lower <= sum of terms <= upper``, to the initial model."""
         columns, coefficients = np.array([t[0] for t in terms], dtype=int), np.array([t[1] for t in terms])
         self.rows(1, np.zeros(len(terms), dtype=int), columns, coefficients, lower, upper)
 
@@ -80,16 +79,16 @@ class IntegerProgram:
         upper: float,
         groups: np.ndarray | None = None,
     ) -> None:
-        """Rows of equal bounds; ``rows`` counts from the first of them."""
+        """Add ``count`` rows with equal bounds; ``rows``, ``columns`` and ``coefficients`` are their entries, rows counted from 0."""
         self._entries.append((rows + self._rows, columns, coefficients))
         self._bounds.append((count, lower, upper))
         self._row_groups.append(np.full(count, ALWAYS) if groups is None else groups)
         self._rows += count
 
-    # ---- its optimum ----
+    # ---- the optimum ----
 
     def solve(self, objective: Sequence[float] | None = None) -> Optimum | None:
-        """The least of ``objective`` (by default its own); None where nothing fulfils the rows."""
+        """Minimise ``objective`` (by default the columns' prices); None where it is infeasible."""
         prices = np.zeros(len(self.objective))
         given = self.objective if objective is None else objective
         prices[: len(given)] = given
@@ -105,7 +104,7 @@ class IntegerProgram:
 
 
 class _Model:
-    """The program in HiGHS, as far as it is in."""
+    """The part of the program that HiGHS has."""
 
     def __init__(self, program: IntegerProgram, prices: np.ndarray) -> None:
         self.prices = prices
@@ -122,13 +121,14 @@ class _Model:
         self.start()
 
     def start(self) -> None:
+        """Begin with an empty model."""
         self.highs = highspy.Highs()
         options: dict[str, bool | int | float | str] = {
             "output_flag": False,
             "threads": 1,
             "random_seed": 1,
-            "presolve": "off",  # the relaxation is quick as it is
-            "dual_feasibility_tolerance": _TOLERANCE,  # else the order of equal prices is not seen
+            "presolve": "off",  # the relaxation is fast without
+            "dual_feasibility_tolerance": _TOLERANCE,  # small enough for the tie-breaks between equal prices
             "mip_rel_gap": 1e-6,
             "mip_abs_gap": 0.0,
         }
@@ -138,12 +138,12 @@ class _Model:
         self.row_place = np.full(len(self.lower), -1)
 
     def relaxed(self) -> np.ndarray | None:
-        """The optimum of the linear relaxation."""
+        """Return the optimum of the linear relaxation; None where it is infeasible."""
         self.add(np.concatenate(([ALWAYS], self.first)))
         while True:
             self.highs.run()
             if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-                worth = np.unique(self.groups[self.place < 0])  # perhaps the rest makes it possible
+                worth = np.unique(self.groups[self.place < 0])  # perhaps feasible with the rest
                 if not len(worth):
                     return None
             else:
@@ -151,16 +151,17 @@ class _Model:
                 if not len(worth):
                     return self.values()
             self.add(worth)
-            self.highs.setOptionValue("simplex_strategy", 4)  # primal: what was the optimum is a solution still
+            self.highs.setOptionValue("simplex_strategy", 4)  # primal: the last optimum is still feasible
 
     def values(self) -> np.ndarray:
+        """Return the value of each column of the program; 0 where HiGHS does not have it."""
         found = np.zeros(len(self.prices))
         inside = self.place >= 0
         found[inside] = np.array(self.highs.getSolution().col_value)[self.place[inside]]
         return found
 
     def worth_adding(self) -> np.ndarray:
-        """The groups with which the optimum may fall: what their columns gain at the duals is more than their leader costs."""
+        """Return the groups with a negative reduced cost: with them the optimum may fall."""
         duals = np.zeros(len(self.lower))
         inside = self.row_place >= 0
         duals[inside] = np.array(self.highs.getSolution().row_dual)[self.row_place[inside]]
@@ -171,7 +172,7 @@ class _Model:
         return np.flatnonzero(np.bincount(self.groups[outside], own, len(self.prices)) < -_TOLERANCE)
 
     def add(self, groups: np.ndarray) -> None:
-        """Takes groups in: their rows, then their columns."""
+        """Add groups to the model: their rows, then their columns."""
         wanted = np.zeros(len(self.prices) + 1, dtype=bool)  # the last is ALWAYS
         wanted[groups] = True
         rows = np.flatnonzero(wanted[self.row_groups] & (self.row_place < 0))
@@ -195,7 +196,7 @@ class _Model:
         )
 
     def branched(self, integral: np.ndarray) -> Optimum | None:
-        """The optimum in integers, over all columns."""
+        """Return the integer optimum over all columns; None where it is infeasible."""
         self.start()
         self.add(np.unique(np.concatenate(([ALWAYS], self.groups))))
         self.highs.setOptionValue("presolve", "choose")

@@ -1,11 +1,11 @@
-"""Keys of decisions: how a plan names the operators, parameters and inputs of a graph, whatever fx calls its nodes.
+"""Keys of decisions: how a plan names the operators, parameters and inputs of a graph.
 
-    operator     "mlp.up/linear#0"     module path, in a block relative to the instance; operator; which of these there
-    parameter    "mlp.up.weight"       its name, relative as well
+    operator     "mlp.up/linear#0"     module path (in a block relative to the instance), operator, and its number there
+    parameter    "mlp.up.weight"       its name (in a block relative to the instance)
     input        "input/input_ids"     the root's by name, "input/0" a block's by position
     output       "output"
 
-The same module gives the same keys, however many operators stand before it or whatever their nodes are called.
+A module has the same keys whatever operators precede it, and whatever fx calls their nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphpar.runtime.layout import ExpertRows
 
 
 def keys_of(program: Program, scope: str) -> dict[fx.Node, str]:
-    """The key of each node of a graph of ``program``; ``scope`` is a block's name, "" the root."""
+    """Return the key of each node of a graph of ``program``; ``scope`` is a block's name, "" the root."""
     block = program.blocks[scope] if scope else None
     graph, base = (program.graph, "") if block is None else (block.graph, block.path)
     met: Counter[str] = Counter()
@@ -36,14 +36,11 @@ def keys_of(program: Program, scope: str) -> dict[fx.Node, str]:
         elif node.op == "output":
             keys[node] = "output"
         else:
-            what = (
-                str(node.target)
-                if node.op == "get_attr"
-                else f"{_relative(module_path(node), base)}/{operator_name(node)}"
-            )
-            again = met[what]
-            met[what] += 1
-            keys[node] = what if node.op == "get_attr" and not again else f"{what}#{again}"
+            parameter = node.op == "get_attr"
+            name = str(node.target) if parameter else f"{_relative(module_path(node), base)}/{operator_name(node)}"
+            again = met[name]
+            met[name] += 1
+            keys[node] = name if parameter and not again else f"{name}#{again}"
     return keys
 
 
@@ -54,7 +51,7 @@ def _relative(path: str, base: str) -> str:
 
 
 def keyed(program: Program, decisions: Mapping[str, Mapping[fx.Node, Decision]]) -> dict[str, dict[str, Decision]]:
-    """Decisions by scope and node as a plan has them, by scope and key."""
+    """Return decisions by scope and key, as a plan has them, from those by scope and node."""
     found = {}
     for scope, rows in decisions.items():
         keys = keys_of(program, scope)
@@ -64,10 +61,10 @@ def keyed(program: Program, decisions: Mapping[str, Mapping[fx.Node, Decision]])
 
 
 def by_node(program: Program, sharding: Sharding) -> dict[fx.Node, Decision]:
-    """The decisions of a plan on ``program``, prepared as the sharding says.
+    """Return the decisions of a plan by node of ``program``, which is prepared as the sharding says.
 
     Raises:
-        GraphparError: a key names nothing there.
+        GraphparError: a key names nothing in the program.
     """
     found: dict[fx.Node, Decision] = {}
     for scope, rows in sharding.decisions.items():
@@ -92,7 +89,7 @@ def by_node(program: Program, sharding: Sharding) -> dict[fx.Node, Decision]:
 
 
 def _renamed(decision: Decision, name: Callable[[str], str]) -> Decision:
-    """With other names of the values that say where the rows of experts end."""
+    """Rename the values that hold the offsets of experts' rows."""
 
     def types(own: Types) -> Types:
         return tuple(

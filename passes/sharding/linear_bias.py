@@ -1,7 +1,7 @@
-"""Biases stand alone while operators are cut: ``linear(x, w, b)`` is ``linear(x, w) + b``.
+"""Separate biases while operators are sharded: ``linear(x, w, b)`` becomes ``linear(x, w) + b``.
 
-The product of a row-parallel linear is partial; its bias must be added once, after the sum. ``join_biases`` puts back together
-what was not taken apart by a transition.
+The product of a row-parallel linear is partial; its bias must be added once, after the all-reduce. ``join_biases`` fuses them again
+where no transition came between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OWNER = "bias_of"
 
 
 def separate_biases(program: Program) -> Program:
-    """Program -> Program whose linears have no bias."""
+    """Split each ``linear`` and ``addmm`` with a bias into a product and a sum."""
     blocks = {name: replace(block, graph=_separated(block.graph)) for name, block in program.blocks.items()}
     return program.with_graph(_separated(program.graph), blocks=blocks)
 
@@ -32,13 +32,13 @@ def _separated(source: fx.Graph) -> fx.Graph:
         copy = env[node]
         name = operator_name(copy)
         if name == "linear" and len(copy.args) > 2 and isinstance(copy.args[2], fx.Node):
-            env[node] = _apart(graph, node, copy, _aten.linear.default, copy.args[:2], copy.args[2])
+            env[node] = _with_sum(graph, node, copy, _aten.linear.default, copy.args[:2], copy.args[2])
         elif name == "addmm" and not copy.kwargs and value_of(copy.args[0]).ndim == 1:  # type: ignore[arg-type]
-            env[node] = _apart(graph, node, copy, _aten.mm.default, copy.args[1:], copy.args[0])
+            env[node] = _with_sum(graph, node, copy, _aten.mm.default, copy.args[1:], copy.args[0])
     return graph
 
 
-def _apart(
+def _with_sum(
     graph: fx.Graph, node: fx.Node, copy: fx.Node, product: object, args: tuple[object, ...], bias: object
 ) -> fx.Node:
     copy.target, copy.args = product, args  # type: ignore[assignment]
@@ -48,7 +48,7 @@ def _apart(
 
 
 def join_biases(graph: fx.Graph) -> None:
-    """Linears and their biases in one operator again, where nothing came between; in place."""
+    """Fuse products and biases again, in place, where nothing came between."""
     for node in list(graph.nodes):
         owner = node.meta.get(_OWNER)
         if owner is None:

@@ -1,8 +1,9 @@
 """From a user's shard plan to constraints of the search.
 
-ShardConstraints ──► variants   instances of a block that are pinned in other ways, or share other parameters, get definitions of their own
-          ──► points     an identity operator where a module's input or output is pinned; transitions go around it
-          ──► SearchConstraints allowed types of parameters and of these points
+ShardConstraints ──► variants           instances of a block that are pinned differently, or share other parameters, become
+                                        separate blocks
+                 ──► points             an identity operator where a module's input or output is pinned
+                 ──► SearchConstraints  allowed types of parameters and of these points
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.annotations.patterns import ShardConstraints
-from graphpar.annotations.values import Choice as Allowed
-from graphpar.annotations.values import Spec, spec_text
+from graphpar.annotations.values import Spec
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Block, Program, value_of
 from graphpar.ir.sharding import Point
+from graphpar.passes.normalize.functional import copied
 from graphpar.passes.sharding.linear_bias import separate_biases
 from graphpar.passes.sharding.widened import widened, with_all_rows
 
@@ -28,8 +29,10 @@ POINT = "pin_point"
 def prepared(
     program: Program, variants: Mapping[str, str], points: Sequence[Point], degrees: Mapping[str, int] | None = None
 ) -> Program:
-    """The program as search and lowering see it: variants of blocks, pin points, results of blocks, biases that stand alone, and
-    the rows of all replicas where ``degrees`` places operators on their axes.
+    """Return the program that is searched and lowered.
+
+    It has variants of blocks, identities at pinned points and at results of blocks, separate biases, and the rows of all replicas
+    where ``degrees`` places operators on their axes.
     """
     traced = with_all_rows(program, degrees or {})
     separated = separate_biases(_with_results(_with_points(_with_variants(traced, variants), points)))
@@ -37,13 +40,13 @@ def prepared(
 
 
 def _with_results(program: Program) -> Program:
-    """An identity before each result of a block: what the block returns can be turned inside it, not between two instances."""
+    """Add an identity before each result of a block, so that it can be redistributed inside the block."""
     blocks = {name: replace(block, graph=_returned(block.graph)) for name, block in program.blocks.items()}
     return program.with_graph(program.graph, blocks=blocks)
 
 
 def _returned(source: fx.Graph) -> fx.Graph:
-    graph = _copied(source)
+    graph = copied(source)
     output = next(node for node in graph.nodes if node.op == "output")
     for number, value in enumerate(output.all_input_nodes):
         if value.op != "call_function" or not isinstance(value_of(value), Tensor):
@@ -59,7 +62,7 @@ def _returned(source: fx.Graph) -> fx.Graph:
 
 
 def variants_of(program: Program, pins: ShardConstraints) -> dict[str, str]:
-    """Instances that need another definition than the first's: path -> name of the variant."""
+    """Return the instances that need another definition than the first: path -> name of the variant."""
     found: dict[str, str] = {}
     shared = _shared_outside(program)
     for block in program.blocks.values():
@@ -80,7 +83,7 @@ def _fresh(name: str, blocks: Iterable[str], taken: Iterable[str]) -> str:
 
 
 def _signature(path: str, pins: ShardConstraints) -> object:
-    """What is pinned in the instance ``path``, by relative name."""
+    """Return the pins inside the instance ``path``, by relative name."""
     tables: tuple[Mapping[str, object], ...] = (pins.parameters, pins.inputs, pins.outputs)
     return tuple(
         tuple(sorted((name.removeprefix(path), repr(spec)) for name, spec in table.items() if _within(name, path)))
@@ -89,14 +92,14 @@ def _signature(path: str, pins: ShardConstraints) -> object:
 
 
 def _shared_outside(program: Program) -> dict[str, set[tuple[str, str, str]]]:
-    """By instance, which of its parameters are something else as well: another one of a block's, or one of the root's.
+    """Return for each instance its parameters that are tied to another parameter of a block or are read by the root.
 
-    What is stored for two uses must suit both, so an instance that alone has such a parameter should not decide for the others.
+    A tied parameter is stored once for all its uses, so an instance with such a tie should not decide for instances without.
     """
     instances = {path: block.name for block in program.blocks.values() for path in block.instances}
 
     def place(name: str) -> tuple[str, str, str]:
-        """Instance, block, and the name in it."""
+        """Return instance, block, and the name in it."""
         parts = name.split(".")
         paths = (".".join(parts[:count]) for count in range(1, len(parts)))
         path = next((path for path in paths if path in instances), "")
@@ -130,26 +133,24 @@ def _with_variants(program: Program, variants: Mapping[str, str]) -> Program:
             if own is None:
                 continue
             if own not in blocks:
-                blocks[own] = replace(block, name=own, instances=[], graph=_copied(block.graph))
+                blocks[own] = replace(block, name=own, instances=[], graph=copied(block.graph))
             blocks[own].instances.append(path)
-    graph = _copied(program.graph)
+    graph = copied(program.graph)
     for node in graph.nodes:
         if node.op == "call_module" and str(node.target) in variants:
             node.meta["block"] = variants[str(node.target)]
     return program.with_graph(graph, blocks=blocks)
 
 
-def _copied(source: fx.Graph) -> fx.Graph:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(source, {}))
-    return graph
-
-
 # ---- points ----------------------------------------------------------------------------------------------------
 
 
 def points_of(pins: ShardConstraints) -> list[Point]:
-    """Where an input or output of a module is pinned: outer inputs first, inner outputs first."""
+    """Return where inputs and outputs of modules are pinned: outer inputs first, inner outputs first.
+
+    Raises:
+        GraphparError: a keyword input is pinned.
+    """
     if pins.keyword_inputs:
         path, names = next(iter(pins.keyword_inputs.items()))
         raise GraphparError(
@@ -162,7 +163,7 @@ def points_of(pins: ShardConstraints) -> list[Point]:
 
 
 def allowed_at(pins: ShardConstraints, point: Point) -> Spec:
-    """What the user allows at a point."""
+    """Return the types that the user allows at a point."""
     specs = (pins.inputs if point.kind == "input" else pins.outputs)[point.path]
     spec = specs[point.position]
     assert spec is not None
@@ -172,8 +173,8 @@ def allowed_at(pins: ShardConstraints, point: Point) -> Spec:
 def _with_points(program: Program, points: Sequence[Point]) -> Program:
     if not points:
         return program
-    graph = _copied(program.graph)
-    blocks = {name: replace(block, graph=_copied(block.graph)) for name, block in program.blocks.items()}
+    graph = copied(program.graph)
+    blocks = {name: replace(block, graph=copied(block.graph)) for name, block in program.blocks.items()}
     for point in points:
         block = next((b for b in blocks.values() if any(_within(point.path, path) for path in b.instances)), None)
         if block is None:
@@ -186,7 +187,7 @@ def _with_points(program: Program, points: Sequence[Point]) -> Program:
 
 
 def _first_path(block: Block) -> str:
-    """The path of the instance that the block's graph was made of: its operators' module stacks name it."""
+    """Return the path of the instance that the block's graph was traced from, by its operators' module stacks."""
     for node in block.graph.nodes:
         for path, module_class, _ in node.meta.get("module_stack", ()):
             if module_class == block.module_class and node.op == "call_function":
@@ -195,14 +196,11 @@ def _first_path(block: Block) -> str:
 
 
 def _mark(graph: fx.Graph, point: Point, path: str) -> None:
-    """Puts an identity at the module's input or output; one in the graph already (of another instance) serves as well."""
+    """Add an identity at the module's input or output, unless another instance added it."""
     if any(node.meta.get(POINT) == (point.kind, point.position, path) for node in graph.nodes):
         return
-    inside = [
-        n
-        for n in graph.nodes
-        if any(entry[0] == path for entry in n.meta.get("module_stack", ())) and n.op != "placeholder"
-    ]
+    called = [n for n in graph.nodes if n.op != "placeholder"]
+    inside = [n for n in called if any(entry[0] == path for entry in n.meta.get("module_stack", ()))]
     region = set(inside)
     if not region:
         raise GraphparError(
@@ -235,7 +233,7 @@ def _mark(graph: fx.Graph, point: Point, path: str) -> None:
 
 
 def pin_nodes(program: Program, pins: ShardConstraints, points: Sequence[Point]) -> dict[fx.Node, Spec]:
-    """The identities of a prepared program with what is allowed there."""
+    """Return the identities of a prepared program with the types that are allowed there."""
     found: dict[fx.Node, Spec] = {}
     graphs = [(program.graph, None), *((block.graph, block) for block in program.blocks.values())]
     for graph, block in graphs:
@@ -253,8 +251,3 @@ def pin_nodes(program: Program, pins: ShardConstraints, points: Sequence[Point])
                 if (point.kind, point.position, own) == (kind, position, path):
                     found[node] = allowed_at(pins, point)
     return found
-
-
-def describe(spec: Mapping[str, Allowed]) -> str:
-    """The pin as the user would write it."""
-    return spec_text(spec)

@@ -3,14 +3,15 @@
     root graph, blocks ──rules, to a fixed point──► Problem(operators, values, edges)
 
 A block is one scope, whatever the number of its instances: they share a class, so they share its placement. An edge is a value
-and an operand that takes it; edges of the root that are alike for many instances are one, with a count. A parameter may be read in
-several places: under other names of its tie, by other instances, by the root. All of these store it alike (:class:`Stored`).
+and an operand that takes it; equal edges of many instances are one, with a count. A parameter may be read in several places: under
+tied names, by other instances, by the root. All of these store it in the same types (:class:`Stored`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,13 +35,13 @@ _SWEEPS = 8
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run an operator: types of its operands and results on all axes, and the rewriting on each axis."""
+    """One way to run an operator: types of its operands and results on all axes, and the rewrite on each axis."""
 
     operands: tuple[Types, ...]
     results: tuple[Types, ...]
     rewrites: tuple[str, ...]
     divided: tuple[bool, ...] = ()  # whether each axis divides the work
-    share: int = 1  # into how many pieces the work is divided
+    share: int = 1  # the number of ranks that the work is divided over
 
 
 @dataclass(eq=False)
@@ -79,9 +80,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Stored:
-    """Operators that read parameters which must be stored alike: instances share a class, and names of a tie a tensor.
+    """Operators that read parameters which must be stored in the same types: those of one class, and tied ones.
 
-    ``parameters``: how many tensors that are, each counted once.
+    ``parameters``: the number of distinct tensors.
     """
 
     operators: tuple[Operator, ...]
@@ -90,7 +91,7 @@ class Stored:
 
 @dataclass
 class Problem:
-    """What the search decides on."""
+    """The operators and values of a program, for the search to place on ``axes``."""
 
     program: Program
     axes: tuple[str, ...]
@@ -103,7 +104,7 @@ class Problem:
 
 
 def build_problem(program: Program, degrees: Mapping[str, int]) -> Problem:
-    """The problem of ``program`` on the compute axes ``degrees`` (each larger than 1)."""
+    """Build the problem of ``program`` on the axes ``degrees`` (each larger than 1)."""
     return _Builder(program, degrees).build()
 
 
@@ -118,7 +119,7 @@ class _Builder:
         self.differentiable = differentiable_nodes(program)
         self.operators: dict[fx.Node, Operator] = {}
         self.counting: dict[tuple[fx.Graph, str], set[fx.Node]] = {}
-        self.cuts: list[dict[tuple[fx.Node, int], dict[Shard, None]]] = [{} for _ in self.axes]
+        self.shards: list[dict[tuple[fx.Node, int], dict[Shard, None]]] = [{} for _ in self.axes]
         self.alike = self._stored_alike()
         self.links = [
             *self._boundaries(),
@@ -126,6 +127,7 @@ class _Builder:
         ]
 
     def scopes(self) -> list[tuple[str, fx.Graph, int]]:
+        """Return the name, graph and number of instances of the root and of each block that is called."""
         counts = dict.fromkeys(self.blocks, 0)
         for node in self.program.graph.nodes:
             if node.op == "call_module":
@@ -136,6 +138,7 @@ class _Builder:
         ]
 
     def build(self) -> Problem:
+        """Return the problem."""
         per_axis = [self._fixed_point(position) for position in range(len(self.axes))]
         for scope, graph, count in self.scopes():
             for node in graph.nodes:
@@ -155,7 +158,7 @@ class _Builder:
         )
 
     def _stored_alike(self) -> list[tuple[list[fx.Node], int]]:
-        """The nodes that read parameters which must be stored alike, and how many parameters these are."""
+        """Return groups of nodes whose parameters must be stored in the same types, each with its number of distinct parameters."""
         readers: dict[str, list[fx.Node]] = {}  # by the first name of a parameter
         groups: dict[fx.Node, list[fx.Node]] = {}
         for scope, graph, _ in self.scopes():
@@ -170,29 +173,25 @@ class _Builder:
                 if groups[other] is not groups[first]:
                     groups[first] += groups[other]
                     groups.update(dict.fromkeys(groups[other], groups[first]))
-        counts: dict[int, int] = {}
-        for nodes in readers.values():
-            counts[id(groups[nodes[0]])] = counts.get(id(groups[nodes[0]]), 0) + 1
+        counts = Counter(id(groups[nodes[0]]) for nodes in readers.values())
         distinct = {id(group): group for group in groups.values()}
         return [(group, counts[key]) for key, group in distinct.items()]
 
     # ---- placements of each axis, to a fixed point ----
 
     def _fixed_point(self, position: int) -> dict[fx.Node, list[Placement]]:
-        """Placements of every operator; cuts by parts spread from the operators that need them to their neighbours."""
-        cuts: dict[tuple[fx.Node, int], dict[Shard, None]] = self.cuts[position]
+        """Return the placements of every operator on one axis; shards by parts spread from operators that need them to neighbours."""
+        shards: dict[tuple[fx.Node, int], dict[Shard, None]] = self.shards[position]
         rows: dict[tuple[fx.Node, int], dict[ExpertRows, None]] = {}
+        axis = AXIS[self.axes[position]]
+        with_experts = axis.divides in (Divides.EXPERTS, Divides.WEIGHTS)
         context = Context(
             self.degrees[self.axes[position]],
-            lambda node, i: cuts.get(_value(node, i), ()),
-            self._has_gradient,
-            tuple(
-                name
-                for name in REWRITES
-                if name != "own_experts" or AXIS[self.axes[position]].divides in (Divides.EXPERTS, Divides.WEIGHTS)
-            ),
+            lambda node, i: shards.get(_value(node, i), ()),
+            self.differentiable.__contains__,
+            tuple(name for name in REWRITES if name != "own_experts" or with_experts),
             lambda node, i: rows.get(_value(node, i), ()),
-            AXIS[self.axes[position]].replicas,
+            axis.replicas,
         )
         found: dict[fx.Node, list[Placement]] = {}
         nodes = [node for _, graph, _ in self.scopes() for node in graph.nodes]
@@ -202,18 +201,16 @@ class _Builder:
             for node in nodes if sweep % 2 == 0 else reversed(nodes):
                 if node in pending and is_operator(node):
                     found[node] = self._legal(node, placements(node, context))
-                    changed |= self._spread(cuts, rows, node, found[node])
-            pending = changed | self._linked(cuts)
+                    changed |= self._spread(shards, rows, node, found[node])
+            pending = changed | self._linked(shards)
             if not pending:
                 break
         return found
 
-    def _has_gradient(self, node: fx.Node) -> bool:
-        return node in self.differentiable
-
     def _legal(self, node: fx.Node, options: list[Placement]) -> list[Placement]:
-        """What is written in place must stay whole: every rank holds the buffer. Rows of a rank's experts stay where the
-        value is that counts them, and nobody may ask how many they are.
+        """Drop placements that shard a buffer written in place, which every rank holds whole.
+
+        Also those in which rows of a rank's experts leave the graph with their offsets, or have their size read.
         """
         written = is_inplace(node) or (operator_name(node) == "batch_norm" and node.args[5])
         leaves = node in self.returned or any(is_size(user) for user in node.users)
@@ -228,7 +225,7 @@ class _Builder:
         return [placement for placement in options if allowed(placement)]
 
     def _counting(self, graph: fx.Graph, offsets: str) -> set[fx.Node]:
-        """What the value ``offsets`` depends on, itself included."""
+        """Return what the value ``offsets`` depends on, including itself."""
         if (graph, offsets) not in self.counting:
             pending = [node for node in graph.nodes if node.name == offsets]
             found = self.counting.setdefault((graph, offsets), set(pending))
@@ -240,12 +237,12 @@ class _Builder:
 
     def _spread(
         self,
-        cuts: dict[tuple[fx.Node, int], dict[Shard, None]],
+        shards: dict[tuple[fx.Node, int], dict[Shard, None]],
         rows: dict[tuple[fx.Node, int], dict[ExpertRows, None]],
         node: fx.Node,
         options: Iterable[Placement],
     ) -> set[fx.Node]:
-        """Notes the cuts of the values around ``node``; gives the nodes that should be looked at again."""
+        """Note the shards of the values around ``node``, and return the nodes that should be visited again."""
         changed: set[fx.Node] = set()
         operands = operands_of(node)
         for placement in options:
@@ -256,8 +253,8 @@ class _Builder:
                     if kind not in rows.setdefault(key, {}):
                         rows[key][kind] = None
                         changed |= _around(key[0])
-                elif isinstance(kind, Shard) and kind not in cuts.setdefault(key, {}):
-                    cuts[key][kind] = None
+                elif isinstance(kind, Shard) and kind not in shards.setdefault(key, {}):
+                    shards[key][kind] = None
                     if kind.parts or not self._evenly(key, kind):
                         changed |= _around(key[0])
         return changed
@@ -268,23 +265,19 @@ class _Builder:
         size = tensors[index].shape[shard.dim]
         return not isinstance(size, int) or all(size % degree == 0 for degree in self.degrees.values())
 
-    def _linked(self, cuts: dict[tuple[fx.Node, int], dict[Shard, None]]) -> set[fx.Node]:
-        """Carries cuts over the boundaries of blocks, both ways."""
+    def _linked(self, shards: dict[tuple[fx.Node, int], dict[Shard, None]]) -> set[fx.Node]:
+        """Spread shards over the boundaries of blocks, both ways, and return the nodes that should be visited again."""
         changed: set[fx.Node] = set()
-
-        def share(first: tuple[fx.Node, int], second: tuple[fx.Node, int]) -> None:
-            for source, target in ((first, second), (second, first)):
-                for shard in list(cuts.get(source, {})):
-                    if shard not in cuts.setdefault(target, {}):
-                        cuts[target][shard] = None
-                        changed.update(_around(target[0]))
-
         for first, second in self.links:
-            share(first, second)
+            for source, target in ((first, second), (second, first)):
+                for shard in list(shards.get(source, {})):
+                    if shard not in shards.setdefault(target, {}):
+                        shards[target][shard] = None
+                        changed.update(_around(target[0]))
         return changed
 
     def _boundaries(self) -> Iterator[tuple[tuple[fx.Node, int], tuple[fx.Node, int]]]:
-        """What is given to blocks with what they take, what they return with what is had of it. Of calls that are alike, one."""
+        """Yield pairs of an argument and a block's input, and of a call's and a block's result; of equal calls, only one's."""
         inside = {name: [n for n in block.graph.nodes if n.op == "placeholder"] for name, block in self.blocks.items()}
         results = {name: block_results(block.graph) for name, block in self.blocks.items()}
         seen = set()
@@ -307,7 +300,7 @@ class _Builder:
 
     @staticmethod
     def _source(argument: Any) -> object:
-        """What makes an argument of a block: which result of which block, whichever instance it is."""
+        """Return what makes an argument of a block; results of instances of the same block are equal."""
         if not isinstance(argument, fx.Node):
             return None
         node, index = _value(argument, 0)
@@ -333,19 +326,18 @@ class _Builder:
         return Operator(node, scope, kind, choices, [], count)
 
     def _types_of(self, node: fx.Node, position: int) -> list[Type]:
-        """Every type that a parameter or a block's input can have on an axis."""
+        """Return every type that a parameter or a block's input can have on an axis."""
         whole: list[Type] = [I, R] if node in self.differentiable else [R]
         if node.op == "get_attr" and AXIS[self.axes[position]].replicas:
             return whole
-        return [*whole, *self.cuts[position].get((node, 0), {})]
+        return [*whole, *self.shards[position].get((node, 0), {})]
 
     def _is_parameter(self, node: fx.Node, scope: str) -> bool:
-        return (
-            f"{self.program.prefixes(scope)[0]}{node.target}" in self.program.parameters
-        )  # all instances have the same kinds
+        first = self.program.prefixes(scope)[0]  # all instances have the same kinds
+        return f"{first}{node.target}" in self.program.parameters
 
     def _product(self, node: fx.Node, options: Sequence[Sequence[Placement]]) -> list[Choice]:
-        """Placements on all axes at once, where the cuts fit together."""
+        """Combine placements of single axes to choices on all, where their shards are compatible."""
         operands, results = operands_of(node), len(options[0][0].results)
         found = []
         for combination in itertools.product(*options):
@@ -359,7 +351,7 @@ class _Builder:
         return found
 
     def _fits(self, node: fx.Node, types: Types) -> bool:
-        """Whether axes that cut the same dim can do so one inside the other."""
+        """Return whether axes that shard the same dim divide its size together."""
         shards = [(kind, self.degrees[axis]) for kind, axis in zip(types, self.axes) if isinstance(kind, Shard)]
         for dim in {shard.dim for shard, _ in shards}:
             own = [(shard, degree) for shard, degree in shards if shard.dim == dim]
@@ -373,7 +365,7 @@ class _Builder:
     # ---- values and edges ----
 
     def _values(self) -> list[Value]:
-        """One value for all that are made alike and taken alike: the results of 31 of 32 layers."""
+        """Return the values, one for all with the same producer and users: the results of 31 of 32 layers."""
         uses: dict[fx.Node, dict[Edge, None]] = {}
         scope_of: dict[fx.Node, int] = {}
 
@@ -418,7 +410,7 @@ class _Builder:
         return Choice(types, (), ("",) * len(self.axes))
 
     def _maker(self, value: fx.Node) -> tuple[Operator, int]:
-        """What makes a value: an operator of its graph, or one inside a block."""
+        """Return what makes a value: an operator of its graph, or one inside a block."""
         node, index = _value(value, 0)
         if node.op != "call_module":
             return self.operators[node], index
@@ -428,14 +420,15 @@ class _Builder:
 
 
 def source_types(program: Program, node: fx.Node, axes: Sequence[str]) -> Types:
-    """An input: each replica has its rows of the batch; on other axes every rank has all of it."""
+    """Return the types of an input: on axes of replicas S(batch dim), on others R."""
     dim = next((entry.batch_dim for entry in program.inputs if entry.name == str(node.target)), None)
     return tuple(R if dim is None or not AXIS[axis].replicas else Shard(dim % value_of(node).ndim) for axis in axes)
 
 
 def result_types(program: Program, node: fx.Node, place: int, differentiable: bool, axes: Sequence[str]) -> Types:
-    """What the program returns: a loss is a sum over replicas, another output has a replica's rows. On other axes it is whole; a
-    loss I, since every rank starts its backward from it.
+    """Return the types of an output: on axes of replicas a loss is P and another output S(batch dim), on other axes it is whole.
+
+    A loss is I there, since every rank starts its backward from it.
     """
     whole: Type = I if differentiable else R
     dim = None if program.mode == "train" else program.outputs[place].batch_dim
@@ -448,20 +441,20 @@ def _only(types: Types) -> Choice:
 
 
 def _value(node: fx.Node, index: int) -> tuple[fx.Node, int]:
-    """What makes ``node``: an operator with several results, for one of them."""
+    """Return the operator and the result's index where ``node`` picks one of several results, else ``node`` and ``index``."""
     if operator_name(node) == "getitem" and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
         return node.args[0], int(node.args[1])  # type: ignore[arg-type, return-value]
     return node, index
 
 
 def _around(node: fx.Node) -> set[fx.Node]:
-    """``node`` and what takes it, or one of its results."""
+    """Return ``node`` and its users, through picks among its results."""
     items = {taker for user in node.users if operator_name(user) == "getitem" for taker in user.users}
     return {node, *node.users, *items}
 
 
 def is_operator(node: fx.Node) -> bool:
-    """Whether ``node`` computes tensors (sizes and picks among results don't)."""
+    """Return whether ``node`` computes tensors (sizes and picks among results don't)."""
     if node.op != "call_function" or not results_of(node):
         return False
     return _value(node, 0)[0] is node

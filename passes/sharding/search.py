@@ -5,18 +5,18 @@
 Constraints, by category:
 
     1  one choice      each operator takes one of its placements
-    2  flow            on every edge what the maker gives is turned into what the user takes
-    3  shared          a value that several users want in the same type is turned into it once
-    4  ties            all that reads one parameter stores it alike: names of a tie, instances of a block, the root
-    5  pins            what the user decided
-    6  meaning         on tp weights are cut wherever a rule allows; on cp weights are whole; on ep those of experts are cut
-    7  memory          parameters, their gradients and optimizer state, and activations, fit
+    2  flow            on every edge the producer's result is redistributed to what the user takes
+    3  shared          a value that several users want in the same type is redistributed once
+    4  ties            a parameter is stored once for all that read it: tied names, instances of a block, the root
+    5  pins            the user's decisions
+    6  meaning         on tp weights are sharded wherever a rule allows; on cp weights are whole; on ep expert weights are sharded
+    7  memory          parameters, their gradients and optimizer state, and activations fit
 
-Category 6 is a constraint where it can be fulfilled, and else an objective that goes before time, so it never makes a program
-infeasible. Time is compute, transitions forward and backward, and the gradients that are finished once a step. Only choices that
-no solution can take are dropped before the program is written down, so its optimum is that of all combinations. The linear
-relaxation is solved first (see :mod:`graphpar.passes.sharding.integer_program`); branching is only needed where its solution is
-fractional. Instances of a block share their decision because they share their class, so nothing grows with the number of layers.
+Category 6 is a constraint where it can be fulfilled, else an objective that precedes time, so it never makes a program infeasible.
+Time is compute, redistribution forward and backward, and the all-reduce of gradients once a step. Only choices that no solution can
+take are dropped beforehand, so the optimum is over all combinations. The linear relaxation is solved first
+(:mod:`graphpar.passes.sharding.integer_program`); branching is only needed where its solution is fractional. Instances of a block
+share a class, and so a decision: nothing grows with the number of layers.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from graphpar.passes.sharding.solution import Solution, priced
 from graphpar.runtime.axes import AXIS, Divides
 from graphpar.runtime.layout import P, R, Shard, Type
 
-_TIE_BREAK = 1e-12  # seconds: below what any two prices differ by
+_TIE_BREAK = 1e-12  # seconds: less than the difference between any two prices
 
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """What the user decided: allowed types by axis, of parameters by name, and of the results of operators."""
+    """The user's decisions: allowed types by axis, of parameters by name, and of the results of operators."""
 
     parameters: Mapping[str, Spec] = field(default_factory=dict)
     values: Mapping[fx.Node, Spec] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class SearchConstraints:
 def search(
     problem: Problem, workload: Workload, costs: ShardingCosts | None = None, pins: SearchConstraints | None = None
 ) -> Solution:
-    """The cheapest placements.
+    """Return the cheapest placements.
 
     Raises:
         GraphparError: no placement fulfils the pins or fits the memory; the message says which.
@@ -66,7 +66,7 @@ def search(
 
 
 def _views_of_weights(problem: Problem) -> set[fx.Node]:
-    """Parameters, and what only shows them in another shape: ``weight.T``."""
+    """Return parameters and their views, such as ``weight.T``."""
     found: set[fx.Node] = set()
     for operator in problem.operators:
         view = record_of(operator.node).free and bool(operator.operands) and found.issuperset(operator.operands)
@@ -76,12 +76,12 @@ def _views_of_weights(problem: Problem) -> set[fx.Node]:
 
 
 def _pending(choice: Choice) -> int:
-    """How many operands are sums still to be finished: where it costs the same, that is done early."""
+    """Return how many operands are partial sums; among equally cheap choices those that reduce early come first."""
     return sum(kind is P for types in choice.operands for kind in types)
 
 
 class _Infeasible(Exception):
-    """No solution without weights that stay whole."""
+    """No solution, or none without weights that stay whole."""
 
 
 class _Search:
@@ -109,9 +109,10 @@ class _Search:
         )
 
     def solve(self) -> Solution:
+        """Return the cheapest solution, with as few whole weights and repeated products as possible."""
         try:
             solution = self._solve(strict=True)
-        except _Infeasible:  # some weight can't be cut, or some product can't be divided: as few as possible are not
+        except _Infeasible:  # some weight can't be sharded, or some product can't be divided
             try:
                 solution = self._solve(strict=False)
             except _Infeasible:
@@ -130,32 +131,33 @@ class _Search:
         if self.workload.memory_limit is not None:
             terms = [(column, nbytes) for column, nbytes in enumerate(self.stored) if nbytes]
             self.program.row(terms, -np.inf, self.workload.memory_limit)
-        uncut = 0.0 if strict else self._least_uncut()
+        if not strict:
+            self._limit_missed()
         found = self._run()
         choices = {}
         for operator, allowed in self.options.items():
             best = max(allowed, key=lambda i, o=operator: (found.values[self.column[o, i]], -i))  # type: ignore[misc]
             choices[operator] = operator.choices[best]
-        return Solution(self.problem, choices, 0.0, uncut, found.gap)
+        return Solution(self.problem, choices, 0.0, found.gap)
 
-    # ---- what is left to choose from ----
+    # ---- choices that are left ----
 
     def _pinned(self, operator: Operator) -> list[int]:
-        """The choices that the pins allow."""
+        """Return the choices that the pins allow."""
         allowed = [i for i, choice in enumerate(operator.choices) if self._allowed(operator, choice)]
         if not allowed:
             raise GraphparError(self._impossible(operator))
         return allowed
 
     def _prune(self, strict: bool) -> None:
-        """Drops choices that no solution can take: whose operands nothing can become, or whose results no user can take.
+        """Drop choices that no solution can take, since no operand can be redistributed to them or no user takes their result.
 
-        ``strict``: also what misses the meaning of an axis, as long as something else is left.
+        ``strict``: drop also those that leave more undivided than others of the operator.
         """
         if strict:
             for operator, allowed in self.options.items():
-                least = min(self._uncut(operator, operator.choices[i]) for i in allowed)
-                self.options[operator] = [i for i in allowed if self._uncut(operator, operator.choices[i]) == least]
+                least = min(self._missed(operator, operator.choices[i]) for i in allowed)
+                self.options[operator] = [i for i in allowed if self._missed(operator, operator.choices[i]) == least]
         edges = [(value, edge) for value in self.problem.values for edge in value.edges]
         changed: set[Operator] | None = None
         for sweep in range(6):
@@ -169,13 +171,14 @@ class _Search:
                 break
 
     def _consistent(self, value: Value, edge: Edge) -> bool:
+        """Drop choices at both ends of an edge that have no counterpart; return whether there were any."""
         maker, user = value.maker, edge.user
         if user not in self.options:
             return False
         given, taken = self._given_by(value), self._taken_by(edge)
         made = list(dict.fromkeys(given[i] for i in self.options[maker]))
         wanted = list(dict.fromkeys(taken[i] for i in self.options[user]))
-        possible = np.isfinite(self._turning(value, edge, made, wanted))
+        possible = np.isfinite(self._transitions(value, edge, made, wanted))
         sources, targets = possible.any(axis=1), possible.any(axis=0)
         if sources.all() and targets.all():
             return False
@@ -188,14 +191,14 @@ class _Search:
         return True
 
     def _given_by(self, value: Value) -> list[int]:
-        """By choice of the maker, the number of the types in which the value is made."""
+        """Return for each choice of the producer the number of the value's types."""
         key = (value.maker, value.index)
         if key not in self._given:
             self._given[key] = [self.prices.number(choice.results[value.index]) for choice in value.maker.choices]
         return self._given[key]
 
     def _taken_by(self, edge: Edge) -> list[int]:
-        """By choice of the user, the number of the types in which it takes the value."""
+        """Return for each choice of the user the number of the types in which it takes the value."""
         if edge not in self._taken:
             self._taken[edge] = [self.prices.number(self._wanted(edge, choice)) for choice in edge.user.choices]
         return self._taken[edge]
@@ -206,7 +209,7 @@ class _Search:
     # ---- variables and constraints ----
 
     def _clear(self) -> None:
-        self.uncut: list[float] = []  # of choices, whose columns come first
+        self.missed: list[float] = []  # by choice; their columns come first
         self.stored: list[float] = []
         self.program = IntegerProgram()
         self.column: dict[tuple[Operator, int], int] = {}
@@ -220,36 +223,31 @@ class _Search:
                 column = self.program.column(seconds * operator.count + place * _TIE_BREAK, integral=len(allowed) > 1)
                 self.column[operator, i] = column
                 self.stored.append(self.prices.memory(operator, choice) * operator.count)
-                self.uncut.append(self._uncut(operator, choice))
+                self.missed.append(self._missed(operator, choice))
                 terms.append((column, 1.0))
             self.program.row(terms, 1.0, 1.0)
 
     def _allowed(self, operator: Operator, choice: Choice) -> bool:
+        """Return whether a choice fulfils the pins, and without a pin the meaning of each axis."""
         pin = self._pin(operator)
         ranks = [tensor.ndim for tensor in results_of(operator.node)] if pin else []
         for place, axis in enumerate(self.problem.axes):
-            if axis in pin and not all(
-                allows(pin[axis], types[place], rank) for types, rank in zip(choice.results, ranks)
-            ):
-                return False
-            cut = operator.kind == "parameter" and isinstance(choice.results[0][place], Shard)
             divides = AXIS[axis].divides
-            if divides is Divides.SEQUENCE and cut and axis not in pin:
-                return False
-            if (
-                divides is Divides.EXPERTS
-                and cut
-                and axis not in pin
-                and not self._of_experts(operator, choice.results[0][place])
-            ):
-                return False
+            if axis in pin:
+                if not all(allows(pin[axis], types[place], rank) for types, rank in zip(choice.results, ranks)):
+                    return False
+            elif operator.kind == "parameter" and isinstance(choice.results[0][place], Shard):
+                if divides is Divides.SEQUENCE:
+                    return False
+                if divides is Divides.EXPERTS and not self._of_experts(operator, choice.results[0][place]):
+                    return False
             own = choice.rewrites[place] == "own_experts"
             if divides is Divides.WEIGHTS and own and not self._pinned_experts(operator, axis):
                 return False
         return not self._wide_table(operator, choice)
 
     def _of_experts(self, parameter: Operator, kind: Type) -> bool:
-        """Whether a cut takes whole experts: of their weights, or of what else their module has one of for each."""
+        """Return whether a shard holds whole experts, of their weights or of another parameter of their module with one row each."""
         own = self.homes.get(self._home(parameter.node))
         return kind == Shard(0) and own is not None and value_of(parameter.node).shape[0] == own
 
@@ -258,9 +256,7 @@ class _Search:
         return node.graph, str(node.target).rpartition(".")[0]
 
     def _pinned_experts(self, product: Operator, axis: str) -> bool:
-        """Whether the user cuts the experts of a product over ``axis``. Else their features are, so that ranks have equal shares
-        of rows.
-        """
+        """Return whether the user shards the experts of a product over ``axis``; by default their features are, for equal rows."""
         weight = self.experts.weights.get(product.node)
         return weight is not None and axis in self._pin(self.problem.of[weight])
 
@@ -270,7 +266,7 @@ class _Search:
         return self.pins.values.get(operator.node, {})
 
     def _wide_table(self, operator: Operator, choice: Choice) -> bool:
-        """A table is cut over its rows where weights are, as the head that it may be tied to, wherever it can be."""
+        """Return whether a choice shards an embedding by columns where it could by rows, as the head that it may be tied to is."""
         if operator_name(operator.node) != "embedding":
             return False
         pinned = self.pins.parameters.get(str(operator.operands[0].target), {})
@@ -283,44 +279,39 @@ class _Search:
         )
 
     def _undivided(self, operator: Operator, pin: Spec) -> str:
-        """``"32 is not divisible by 3; "``: sizes of a parameter's dims that a pin cuts into more pieces than there can be."""
-        shape = value_of(operator.node).shape
-        cuts = [(axis, kind.dim) for axis, allowed in pin.items() for kind in allowed if isinstance(kind, Shard)]
-        uneven = [
-            (int(shape[dim]), self.problem.degrees[axis])
-            for axis, dim in cuts
-            if axis in self.problem.degrees and dim < len(shape)
-        ]
+        """Return ``"32 is not divisible by 3; "`` for sizes of a parameter that a pin shards unevenly."""
+        shape, degrees = value_of(operator.node).shape, self.problem.degrees
+        shards = [(axis, kind.dim) for axis, allowed in pin.items() for kind in allowed if isinstance(kind, Shard)]
+        pairs = [(int(shape[dim]), degrees[axis]) for axis, dim in shards if axis in degrees and dim < len(shape)]
         return "".join(
-            f"{size} is not divisible by {degree}; " for size, degree in dict.fromkeys(uneven) if size % degree
+            f"{size} is not divisible by {degree}; " for size, degree in dict.fromkeys(pairs) if size % degree
         )
 
     def _impossible(self, operator: Operator) -> str:
         pin = self._pin(operator)
-        name = (
-            self._name(operator) if operator.kind == "parameter" else module_path(operator.node) or operator.node.name
-        )
-        what = f"of shape {tuple(value_of(operator.node).shape)} " if operator.kind == "parameter" else ""
+        name, uneven = module_path(operator.node) or operator.node.name, ""
+        if operator.kind == "parameter":
+            name = f"{self._name(operator)} of shape {tuple(value_of(operator.node).shape)}"
+            uneven = self._undivided(operator, pin)
         axes = ", ".join(f"{axis}={degree}" for axis, degree in self.problem.degrees.items())
         offered = dict.fromkeys(str(t) for c in operator.choices for types in c.results for t in types)
-        uneven = self._undivided(operator, pin) if operator.kind == "parameter" else ""
         return (
-            f"{name} {what}can't be placed as {spec_text(pin)} with {axes}: {uneven}its operators allow {', '.join(offered)}. "
-            "A dim is cut where the degree divides its size (heads as well as features)."
+            f"{name} can't be placed as {spec_text(pin)} with {axes}: {uneven}its operators allow {', '.join(offered)}. "
+            "A dim can be sharded where the degree divides its size (heads as well as features)."
         )
 
     def _name(self, operator: Operator) -> str:
         return parameter_name(self.problem, operator)
 
-    def _uncut(self, operator: Operator, choice: Choice) -> float:
-        """What misses what an axis is to divide: the share of the weights that stay whole, of the products that are repeated along the
-        sequence; of both where experts are divided.
+    def _missed(self, operator: Operator, choice: Choice) -> float:
+        """Return how much a choice leaves undivided: on tp the share of all weights that stay whole, on cp the share of all products
+        that are repeated along the sequence, on ep both.
         """
         missed = 0.0
         for place, axis in enumerate(self.problem.axes):
             divides = AXIS[axis].divides
-            cuts = divides is Divides.WEIGHTS or (divides is Divides.EXPERTS and operator.node in self.experts.counts)
-            if cuts and operator.kind == "parameter":
+            shards = divides is Divides.WEIGHTS or (divides is Divides.EXPERTS and operator.node in self.experts.counts)
+            if shards and operator.kind == "parameter":
                 whole = not isinstance(choice.results[0][place], Shard) and value_of(operator.node).ndim > 1
                 own = self.prices.elements(operator.node) * operator.count / self.parameters
                 missed += own if whole and own > 1e-3 else 0.0
@@ -335,14 +326,15 @@ class _Search:
             made = self._columns(value.maker, self._given_by(value))
             taken = [self._columns(edge.user, self._taken_by(edge)) for edge in value.edges]
             seconds = [
-                self._turning(value, edge, list(made), list(own)) * value.count for edge, own in zip(value.edges, taken)
+                self._transitions(value, edge, list(made), list(own)) * value.count
+                for edge, own in zip(value.edges, taken)
             ]
             shared = self._shared(made, taken, seconds)
             for own, costs in zip(taken, seconds):
                 self._edge(made, own, costs, shared[:, list(own)])
 
     def _columns(self, operator: Operator, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """The columns of an operator's choices, by the number of the types that each gives or takes."""
+        """Return the columns of an operator's choices, by the number of the types of each."""
         found: dict[int, list[int]] = {}
         for i in self.options.get(operator, ()):
             found.setdefault(numbers[i], []).append(self.column[operator, i])
@@ -351,7 +343,7 @@ class _Search:
     def _shared(
         self, made: Mapping[int, list[int]], taken: Sequence[Mapping[int, list[int]]], seconds: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """The column of each transition that several users of a value can want, by source and number of the target; else -1."""
+        """Return the column of each transition that several users of a value may share, else -1. Shape: [source, target number]."""
         size = 1 + max((number for own in taken for number in own), default=0)
         users = np.zeros((len(made), size), dtype=int)
         price = np.zeros((len(made), size))
@@ -385,9 +377,11 @@ class _Search:
         ones = np.repeat((1.0, -1.0), len(together))
         self.program.rows(len(together), *terms, ones, 0.0, np.inf, groups=paid_by[together])
 
-    def _turning(self, value: Value, edge: Edge, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
-        """The prices of transitions. Parameters and views of them are not moved, they are stored as they are used; between two
-        instances of a block nothing is moved, since the block itself can do it before it returns.
+    def _transitions(self, value: Value, edge: Edge, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
+        """Return the prices of redistributing a value, in seconds; infinite where that is not done.
+
+        Parameters and their views are stored as they are used. Between two instances of a block nothing is redistributed, since
+        the block itself can do it before it returns.
         """
         seconds = self.prices.transitions(value, sources, targets)
         if edge.user.kind == "boundary" and edge.user.scope == value.maker.scope:
@@ -401,8 +395,8 @@ class _Search:
 
     @staticmethod
     def _stored_for(axis: str, stored: Type, used: Type) -> bool:
-        """Whether a parameter may be stored in one type and used in the other. Where an axis does not cut weights, one that is whole
-        gives each use its piece.
+        """Return whether a parameter may be stored in one type and used in another: on axes other than tp, uses may take a shard of a
+        whole parameter.
         """
         whole = not (isinstance(stored, Shard) or isinstance(used, Shard))
         return stored == used or whole or (AXIS[axis].divides is not Divides.WEIGHTS and stored is R)
@@ -421,15 +415,14 @@ class _Search:
 
     # ---- solving ----
 
-    def _least_uncut(self) -> float:
-        """How much must miss the meaning; from now on no more does."""
-        if not any(self.uncut):
-            return 0.0
-        least = float(np.dot(self.uncut, self._run(self.uncut).values[: len(self.uncut)]))
-        unit = max(self.uncut)
-        terms = [(column, amount / unit) for column, amount in enumerate(self.uncut) if amount]
+    def _limit_missed(self) -> None:
+        """Minimise what stays undivided, and make that a constraint."""
+        if not any(self.missed):
+            return
+        least = float(np.dot(self.missed, self._run(self.missed).values[: len(self.missed)]))
+        unit = max(self.missed)
+        terms = [(column, amount / unit) for column, amount in enumerate(self.missed) if amount]
         self.program.row(terms, -np.inf, least / unit + 1e-7)
-        return least
 
     def _run(self, objective: Sequence[float] | None = None) -> Optimum:
         found = self.program.solve(objective)
@@ -446,7 +439,7 @@ class _Search:
 
 
 def _cheapest(seconds: np.ndarray, count: int = 6) -> np.ndarray:
-    """Which transitions are among the cheapest of their source or of their target."""
+    """Return which transitions are among the cheapest of their source or of their target."""
     found = np.zeros(seconds.shape, dtype=bool)
     for axis in (0, 1):
         places = np.argsort(seconds, axis=axis, kind="stable").take(range(min(count, seconds.shape[axis])), axis)

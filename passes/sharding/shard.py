@@ -1,6 +1,6 @@
-"""``shard``: the program of one rank. Transitions are inserted, sizes and parameters made local, names kept.
+"""``shard``: the program of one rank. Collectives are inserted, sizes and parameters made local, names kept.
 
-    Program + Sharding ──► Program in which hidden is [b, s/2, d], q_proj.weight [d/2, d], and all_gather stands before q_proj
+    Program + Sharding ──► Program in which hidden is [b, s/2, d], q_proj.weight [d/2, d], and q_proj follows an all_gather
                        ──► Sharded: both, and the problem that was solved
 
 The types of every value stay on its node (``meta["types"]``, axis -> type), so that the result can be checked against the rules.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,19 +31,20 @@ from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.linear_bias import join_biases
 from graphpar.passes.sharding.pins import POINT, prepared
 from graphpar.passes.sharding.problem import Problem, build_problem, is_operator
-from graphpar.runtime.layout import R, Shard, Type, local_shape, local_size
+from graphpar.runtime.layout import R, Shard, local_shape, local_size
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A program with its sharding, and what every rank of the compute axes runs of it.
+    """A program with its sharding, and the program that every rank of the compute axes runs.
 
     Attributes:
-        program: as it was traced; ``rows``: of the microbatches that ``local`` is for, any where the batch is a symbol.
-        problem: what the sharding is a solution of; None where there are no axes.
+        program: as it was traced.
+        rows: of the microbatches that ``local`` is for; any number will do where the batch is symbolic.
+        problem: the problem that the sharding solves; None where there are no axes.
         local: the program of a rank.
-        units: what has been measured of it (:mod:`graphpar.passes.planning.measured_units`).
-        seconds: that the steps ``annotate``, ``shard`` and ``check_types`` took.
+        units: cached measurements of ``local`` (:mod:`graphpar.passes.planning.measured_units`).
+        seconds: wall-clock time of the steps ``annotate``, ``shard`` and ``check_types``.
     """
 
     program: Program
@@ -55,21 +56,20 @@ class Sharded:
     seconds: dict[str, float] = field(default_factory=dict, repr=False)
 
     def serves(self, program: Program, sharding: Sharding, rows: int) -> bool:
-        """Whether this is what :func:`sharded` would make of them."""
+        """Return whether this is what :func:`sharded` would return for these."""
         return self.program is program and self.sharding == sharding and (program.symbolic or self.rows == rows)
 
 
 def problem_of(program: Program, sharding: Sharding, rows: int) -> Problem | None:
-    """The problem that ``sharding`` solves, for microbatches of ``rows``; None where it has no axes."""
+    """Return the problem that ``sharding`` solves, for microbatches of ``rows``; None where it has no axes."""
     if not sharding.degrees:
         return None
-    return build_problem(
-        prepared(program.at_batch(rows), sharding.variants, sharding.points, sharding.degrees), sharding.degrees
-    )
+    ready = prepared(program.at_batch(rows), sharding.variants, sharding.points, sharding.degrees)
+    return build_problem(ready, sharding.degrees)
 
 
 def sharded_as(program: Program, plan: Plan) -> Sharded:
-    """``program`` as ``plan`` shards it: what the plan brings along, where that is of this program."""
+    """Return ``program`` as ``plan`` shards it; the result cached on the plan is reused where it is of this program."""
     if plan.sharded is not None and plan.sharded.serves(program, plan.sharding, plan.microbatch_size):
         return plan.sharded
     rows = plan.microbatch_size
@@ -77,12 +77,12 @@ def sharded_as(program: Program, plan: Plan) -> Sharded:
 
 
 def shard(program: Program, sharding: Sharding) -> Program:
-    """The program that every rank of the axes runs, on its own pieces; checked against the rules."""
+    """Return the program that every rank runs on its shards; checked against the rules."""
     return sharded(program, sharding, program.batch, problem_of(program, sharding, program.batch)).local
 
 
 def sharded(program: Program, sharding: Sharding, rows: int, problem: Problem | None) -> Sharded:
-    """:func:`shard` for microbatches of ``rows``, by the ``problem`` of the program at that size."""
+    """Shard for microbatches of ``rows``; ``problem`` is that of :func:`problem_of` for the same arguments."""
     if problem is None:
         return Sharded(program, rows, sharding, None, program.at_batch(rows))
     started = time.perf_counter()
@@ -97,14 +97,14 @@ def sharded(program: Program, sharding: Sharding, rows: int, problem: Problem | 
 
 
 def lower(program: Program, sharding: Sharding) -> Program:
-    """:func:`shard` of a program whose biases stand alone, and which keeps them so."""
+    """Return the program of a rank from a prepared one (:func:`graphpar.passes.sharding.pins.prepared`); biases stay separate."""
     lowered = _Lowering(program, sharding)
     used = {str(node.meta["block"]) for node in program.graph.nodes if node.op == "call_module"}
     blocks = {
-        name: replace(block, graph=lowered.graph(block.graph, name)) if name in used else block
+        name: replace(block, graph=_Scope(lowered, block.graph).lower()) if name in used else block
         for name, block in program.blocks.items()
     }
-    graph = lowered.graph(program.graph, "")
+    graph = _Scope(lowered, program.graph).lower()
     parameters = {name: lowered.info(name, info) for name, info in program.parameters.items()}
     return program.with_graph(graph, blocks=blocks, parameters=parameters)
 
@@ -117,9 +117,10 @@ class _Lowering:
         self.decisions = by_node(program, sharding)
         self.gradients = differentiable_nodes(program)
         self.pieces: dict[object, Tensor] = {}
-        self._ends: dict[str, tuple[list[Types | None], list[Types]]] = {}
+        self._signatures: dict[str, tuple[list[Types | None], list[Types]]] = {}
 
     def info(self, name: str, info: TensorInfo) -> TensorInfo:
+        """Return a parameter's description with its local shape."""
         spec = self.sharding.parameters.get(name)
         if spec is None:
             return info
@@ -127,19 +128,17 @@ class _Lowering:
             info, shape=local_shape(info.shape, spec, self.degrees), whole=info.shape, spec=tuple(spec.items())
         )
 
-    def graph(self, source: fx.Graph, scope: str) -> fx.Graph:
-        return _Scope(self, source, scope).lower()
-
-    def ends(self, block: Block) -> tuple[list[Types | None], list[Types]]:
-        """The types that a block takes and gives; None for what is no tensor."""
-        if block.name not in self._ends:
+    def signature(self, block: Block) -> tuple[list[Types | None], list[Types]]:
+        """Return the types of a block's inputs (None for what is no tensor) and results."""
+        if block.name not in self._signatures:
             inside = [self.decisions.get(node) for node in block.graph.nodes if node.op == "placeholder"]
             taken = [None if decision is None else decision.results[0] for decision in inside]
-            self._ends[block.name] = taken, [_type_of(self.decisions, result) for result in block_results(block.graph)]
-        return self._ends[block.name]
+            results = [_type_of(self.decisions, result) for result in block_results(block.graph)]
+            self._signatures[block.name] = taken, results
+        return self._signatures[block.name]
 
     def local(self, node: fx.Node, types: Types, value: Tensor) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
-        """A rank's shape of ``value``, and its batch coefficients."""
+        """Return a rank's shape of ``value``, and its batch coefficients."""
         sizes, coefficients = list(value.shape), list(batch_coefficients(node))
         for axis, kind in zip(self.axes, types):
             if not isinstance(kind, Shard):
@@ -157,8 +156,8 @@ class _Lowering:
 class _Scope:
     """One graph: the root, or a block."""
 
-    def __init__(self, lowering: _Lowering, source: fx.Graph, scope: str) -> None:
-        self.lowering, self.source, self.scope = lowering, source, scope
+    def __init__(self, lowering: _Lowering, source: fx.Graph) -> None:
+        self.lowering, self.source = lowering, source
         self.axes, self.degrees = lowering.axes, lowering.degrees
         self.decisions = lowering.decisions
         self.new = fx.Graph()
@@ -166,10 +165,11 @@ class _Scope:
         self.named = {node.name: node for node in source.nodes}
         self.made: dict[fx.Node, fx.Node] = {}
         self.types: dict[fx.Node, Types] = {}
-        self.turned: dict[tuple[fx.Node, Types], fx.Node] = {}
+        self.redistributed: dict[tuple[fx.Node, Types], fx.Node] = {}
         self.whole: Types = (R,) * len(self.axes)
 
     def lower(self) -> fx.Graph:
+        """Return the graph of a rank."""
         for node in self.source.nodes:
             if node not in self.made:
                 self._lower(node)
@@ -193,7 +193,7 @@ class _Scope:
     # ---- by kind of node ----
 
     def _keep(self, node: fx.Node) -> None:
-        """Inputs, parameters, what is no tensor."""
+        """Copy inputs, parameters, and what is no tensor."""
         copy = self.new.node_copy(node, lambda n: self.made[n])
         decision = self.decisions.get(node)
         self._record(node, copy, decision.results[0] if decision is not None else self.whole)
@@ -214,7 +214,7 @@ class _Scope:
         self._set_value(copy, node, types)
 
     def _size(self, node: fx.Node) -> None:
-        """A size that is read off a piece is multiplied to that of the whole; literals in the graph are whole sizes."""
+        """Multiply a size read from a shard to that of the unsharded tensor, as literals in the graph are."""
         copy = self.new.node_copy(node, lambda n: self.made[n])
         self.made[node] = copy
         if operator_name(node) == "sym_size":
@@ -229,8 +229,8 @@ class _Scope:
                 copy.meta = dict(copy.meta, val=value_of(node) // pieces)
 
     def _call(self, node: fx.Node) -> None:
-        """A block: its arguments in the types that it takes, its results in those that it gives."""
-        taken, _ = self.lowering.ends(self.lowering.program.block_of(node))
+        """Call a block on arguments of the types that it takes."""
+        taken, _ = self.lowering.signature(self.lowering.program.block_of(node))
         arguments = []
         for argument, types in zip(node.args, taken):
             assert isinstance(argument, fx.Node)
@@ -243,7 +243,7 @@ class _Scope:
             self._set_value(call, node, results[0])
 
     def _result_types(self, call: fx.Node) -> list[Types]:
-        return self.lowering.ends(self.lowering.program.block_of(call))[1]
+        return self.lowering.signature(self.lowering.program.block_of(call))[1]
 
     def _output(self, node: fx.Node) -> None:
         decision = self.decisions.get(node)
@@ -276,9 +276,8 @@ class _Scope:
             made.meta = dict(node.meta)
             return made
 
-        copy = on_pieces(
-            node, mapped[0], mapped[1], Cuts(self.degrees, decision.operands, decision.results, decision.rewrites), emit
-        )
+        placement = Cuts(self.degrees, decision.operands, decision.results, decision.rewrites)
+        copy = on_pieces(node, mapped[0], mapped[1], placement, emit)
         copy.meta = dict(node.meta) | {key: item for key, item in copy.meta.items() if key == "val"}
         copy.meta.pop("batch_coefficients", None)
         self._record(node, copy, decision.results[0])
@@ -293,12 +292,12 @@ class _Scope:
     # ---- transitions ----
 
     def _as(self, node: fx.Node, types: Types) -> fx.Node:
-        """``node`` in the wanted types; a value that is turned twice into the same is turned once."""
+        """Redistribute ``node`` to ``types``, once for all users that want the same."""
         own = self.types[node]
         if own == types:
             return self.made[node]
-        if (node, types) in self.turned:
-            return self.turned[node, types]
+        if (node, types) in self.redistributed:
+            return self.redistributed[node, types]
         value, now = self.made[node], list(own)
         steps = moves(own, types, differentiable=node in self.lowering.gradients)
         assert steps is not None, (node, own, types)
@@ -319,11 +318,11 @@ class _Scope:
             value.meta["origin"] = node
             value.meta["transition"] = (str(step.source), str(step.target))
             self._set_value(value, node, tuple(now))
-        self.turned[node, types] = value
+        self.redistributed[node, types] = value
         return value
 
     def _ends(self, offsets: str, axis: str) -> fx.Node:
-        """Where the rows of each rank's experts end; computed now, also if the program counts them later."""
+        """Return where the rows of each rank's experts end; computed now, even if the program computes the offsets later."""
         if (offsets, axis) in self.ends:
             return self.ends[offsets, axis]
         source = self.named[offsets]
@@ -347,7 +346,7 @@ class _Scope:
             copy.meta["types"] = dict(zip(self.axes, types))
 
     def _set_value(self, copy: fx.Node, node: fx.Node, types: Types) -> None:
-        """The fake value of a rank's piece."""
+        """Set the fake value of a rank's shard."""
         value = value_of(node)
         shape, coefficients = self.lowering.local(node, types, value)
         copy.meta["val"] = value if tuple(shape) == tuple(value.shape) else self._piece(value, shape)
@@ -356,7 +355,7 @@ class _Scope:
             copy.meta["batch_coefficients"] = coefficients
 
     def _piece(self, value: Tensor, shape: tuple[Any, ...]) -> Tensor:
-        """A fake value of ``shape``; pieces that are alike are one."""
+        """Return a fake value of ``shape``; equal ones are shared."""
         key = value.dtype, str(shape)
         if key not in self.lowering.pieces:
             self.lowering.pieces[key] = value.new_empty(shape)
@@ -371,15 +370,9 @@ class _Scope:
 
 
 def _type_of(decisions: Mapping[fx.Node, Decision], node: fx.Node) -> Types:
-    """The types of a value inside a block."""
+    """Return the types of a value inside a block."""
     if operator_name(node) == "getitem" and node not in decisions:
         maker, index = node.args
         assert isinstance(maker, fx.Node) and isinstance(index, int)
         return decisions[maker].results[index]
     return decisions[node].results[0]
-
-
-def spec_text(spec: Mapping[str, Type] | Sequence[tuple[str, Type]]) -> str:
-    """``S(0)@tp``, or ``S(1)@cp, R@tp``."""
-    items = spec.items() if isinstance(spec, Mapping) else spec
-    return ", ".join(f"{kind}@{axis}" for axis, kind in items)

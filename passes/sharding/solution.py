@@ -1,4 +1,4 @@
-"""``Solution``: what the sharding search found, what it costs, what it leaves undivided, and how a plan says it."""
+"""``Solution``: the result of the sharding search: its price, the work it leaves undivided, and its form in a plan."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from graphpar.runtime.layout import Type
 
 @dataclass
 class Solution:
-    """The chosen placement of every operator, and what it costs a microbatch (seconds, on the model of the search)."""
+    """The chosen placement of every operator, its seconds a microbatch by the search's prices, and the optimality gap."""
 
     problem: Problem
     choices: dict[Operator, Choice]
     seconds: float
-    uncut_bytes: float
     gap: float
     parts: dict[str, float] = field(default_factory=dict)  # compute, transitions, gradients
 
     def types(self, operator: Operator, index: int = 0) -> Types:
+        """Return the types of a result of ``operator``."""
         return self.choices[operator].results[index]
 
 
 def priced(solution: Solution, prices: Prices) -> dict[str, float]:
-    """Seconds a microbatch of a solution, anew from its choices: compute, transitions, finishing of gradients."""
+    """Return the seconds a microbatch of a solution, recomputed from its choices: compute, transitions, gradients."""
     compute = gradients = moved = 0.0
     for operator, choice in solution.choices.items():
         compute += operator.count * prices.compute(operator, choice)
@@ -53,13 +53,13 @@ def priced(solution: Solution, prices: Prices) -> dict[str, float]:
 
 
 def taken(solution: Solution, edge: Edge) -> Types:
-    """The types in which the user of an edge takes the value."""
+    """Return the types in which the user of an edge takes the value."""
     choice = solution.choices[edge.user]
     return choice.results[0] if edge.user.kind == "boundary" else choice.operands[edge.position]
 
 
 def undivided_work(solution: Solution, workload: Workload) -> tuple[str, ...]:
-    """Warnings: matrix products and attention that every rank of an axis computes whole, with the reason where it is plain."""
+    """Return warnings for matrix products and attention that every rank of an axis computes whole, with the reason."""
     problem = solution.problem
     work = {
         o: operator_flops(o.node, workload.microbatch) * o.count
@@ -87,12 +87,14 @@ def _undivided(operator: Operator, axis: str, place: int, degree: int) -> str:
                 f"{module}: {heads} heads don't divide over {axis}={degree}, so every rank computes the whole attention"
             )
     possible = any(choice.divided[place] for choice in operator.choices)
-    why = "what it takes and gives would cost more to move than that saves" if possible else "no rule divides it"
+    why = (
+        "redistributing its operands and results would cost more than that saves" if possible else "no rule divides it"
+    )
     return f"{module}: {operator_name(operator.node)} is not divided over {axis}={degree}, since {why}"
 
 
 def sharding_of(solution: Solution) -> Sharding:
-    """The solution as plain data, for the plan."""
+    """Return the solution as plain data, for the plan."""
     problem, program = solution.problem, solution.problem.program
     decisions: dict[str, dict[fx.Node, Decision]] = {"": {}}
     parameters: dict[str, dict[str, Type]] = {}

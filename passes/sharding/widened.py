@@ -2,8 +2,8 @@
 
     a replica's program, images [b, 3, 224, 224]  ──widened by 4──►  images [4 b, 3, 224, 224], of which a replica has S(0)
 
-``b`` stays the number of a replica's rows, so what is found for a rank's program is in the same symbol as for any other. A trace at a
-fixed batch has its sizes in literals, so there the program is traced at the rows of all replicas.
+``b`` stays the number of a replica's rows. A trace at a fixed batch has its sizes as literals, so there the program is traced again
+at the rows of all replicas.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def _replicas(degrees: Mapping[str, int]) -> int:
 
 
 def with_all_rows(program: Program, degrees: Mapping[str, int]) -> Program:
-    """``program``, of a fixed batch, traced with the rows of all replicas of ``degrees``; else as it is.
+    """Trace a ``program`` of a fixed batch at the rows of all replicas of ``degrees``; return others unchanged.
 
     Raises:
-        GraphparError: it is another one with so many rows.
+        GraphparError: with so many rows it traces to another program.
     """
     times = _replicas(degrees)
     return program if times == 1 or program.symbolic else program.at_batch(program.batch * times)
 
 
 def widened(program: Program, degrees: Mapping[str, int]) -> Program:
-    """``program`` with the rows of all replicas in every value, by the axes of ``degrees`` that divide rows; names stay.
+    """Give every value of ``program`` the rows of all replicas of ``degrees``.
 
-    Of a program of a fixed batch the values are those of :func:`with_all_rows` already.
+    A program of a fixed batch must come from :func:`with_all_rows`.
     """
     times = _replicas(degrees)
     if times == 1:
@@ -75,7 +75,7 @@ def _value(value: Any, times: int) -> Any:
 
 
 def _wider(size: Any, times: int) -> Any:
-    """A size, or a number made of sizes, of a batch that is ``times`` as large."""
+    """Return a size, or a number made of sizes, for a batch that is ``times`` as large."""
     if not isinstance(size, torch.SymInt):
         return size
     expression = size.node.expr

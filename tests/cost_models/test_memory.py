@@ -151,13 +151,13 @@ def measure(parts: gp.Parts, index: int, rows: int = ROWS) -> Measured:
             value.grad = torch.zeros_like(value)
         with Live() as live:
             outputs = _tuple(adapter(*received, **keywords(named)))
-            forward, left = live.turn()
+            forward, left = live.mark()
             roots = [value for value in outputs if value.requires_grad]
             live.counting = False
             gradients = [torch.ones_like(value) for value in roots] if manifest.stages[index].sends else None
             live.counting = True
             torch.autograd.backward(roots, gradients)
-            backward, _ = live.turn()
+            backward, _ = live.mark()
         return Measured(saved, Passes(forward, left, backward))
 
 

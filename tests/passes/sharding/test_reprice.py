@@ -11,12 +11,12 @@ from graphpar.ir.sharding import Sharding
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import build_problem
-from graphpar.passes.sharding.reprice import Repricing
 from graphpar.passes.sharding.search import search
 from graphpar.passes.sharding.shard import lower
 from graphpar.passes.sharding.solution import sharding_of
 from tests.passes.sharding.test_search import MODELS, small
 from tests.programs import example
+from tests.repricing import Repricing
 
 MESHES = ({"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 2, "tp": 2})
 EXAMPLES = ("bert", "gpt", "gpt2_tiny", "llama", "mixtral", "t5", "transformer", "two_towers", "vit")

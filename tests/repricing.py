@@ -1,9 +1,9 @@
-"""``reprice``: what a rank's program costs, read off the program itself.
+"""``Repricing``: the price of a rank's program, computed from the program itself: an oracle for the sharding search.
 
     lowered program ──every instance of every block──► local work, collectives, gradients ──► seconds a microbatch
 
-Nothing is taken over from the search but its model of costs: the search adds up a program that is folded (a block once, values
-that are alike once, a tie once), this walks the one that runs. Where both agree, the search has minimised what will be run.
+Only the rates are the search's. The search adds up a folded program (a block once, equal values once, tied parameters once); this
+walks the one that runs. Where both agree, the search has minimised what will run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from graphpar.runtime.layout import R, Shard, Type
 
 @dataclass(frozen=True)
 class Sent:
-    """What one node of a rank's program sends over an axis, forward and backward."""
+    """What one node of a rank's program sends over an axis, forward and backward, in bytes."""
 
     axis: str
     source: str
@@ -119,7 +119,7 @@ class Repricing:
         return Sent(axis, source, target, row.forward, text, forward.bytes_sent, backward.bytes_sent, seconds)
 
     def _loss(self, node: fx.Node) -> Sent:
-        """A loss over cut classes."""
+        """A vocabulary-parallel loss."""
         labels, axis = node.args[1], str(node.args[2])
         assert isinstance(labels, fx.Node)
         costs = loss_costs(self._elements(labels, labels.meta["types"]), self.degrees[axis])
@@ -140,7 +140,7 @@ class Repricing:
         return Sent(axis, "S(0)", "S(0)", "all-gather", backward, sent[0], sent[1], seconds)
 
     def _elements(self, node: fx.Node, types: Mapping[str, Type]) -> float:
-        """Elements of a rank's piece, where the tensor lies as ``types``."""
+        """Return the elements of a rank's shard."""
         pieces = math.prod(self.degrees[axis] for axis, kind in types.items() if isinstance(kind, Shard))
         return math.prod(concrete_shape(node.meta["origin"], self.workload.microbatch)) / pieces
 
