@@ -1,4 +1,4 @@
-"""What notebooks show of plans, estimates and partitioned programs: the report's page, or its parts, in a frame of its own.
+"""Plans, estimates and partitioned programs in notebooks: the report's page, or parts of it, in a separate frame.
 
 Plan | Estimate | Parts ──_repr_html_──► <iframe srcdoc="a self-contained page">, whose style is not the notebook's
 """
@@ -38,7 +38,7 @@ def plan_frame(plan: Plan) -> str:
 
 
 def estimate_frame(estimate: Estimate) -> str:
-    """Show what a step takes, its parts, and the stages."""
+    """Show the time of a step, its parts, and the stages."""
     whole = estimate.step_time_s
     parts = [(name, seconds_text(took), share_text(took / whole)) for name, took in estimate.parts_s.items() if took]
     stages = [
