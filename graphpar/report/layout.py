@@ -26,7 +26,7 @@ _SHOWN = 12
 
 TYPES = {
     "R": ("R", "replicated: whole on every rank, and used differently on each"),
-    "I": ("I", "invariant: whole on every rank, and used alike on all"),
+    "I": ("I", "invariant: whole on every rank, and used identically on all"),
     "S": ("S(d)", "sharded: dim d is divided over the ranks"),
     "P": ("P", "partial: each rank has a summand of it"),
     "E": ("E", "each rank has the rows of its own experts"),

@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from graphpar.report.page import facts, html, page
+from graphpar.report.predicted import mesh_text
 from graphpar.report.report import plan_text
 from graphpar.text import bytes_text, indices_text, seconds_text, share_text
 
@@ -25,10 +26,9 @@ def report_frame(data: Mapping[str, Any]) -> str:
 
 def plan_frame(plan: Plan) -> str:
     """Show the decisions of a plan and its prediction."""
-    degrees = " · ".join(f"{axis} {degree}" for axis, degree in plan.mesh.degrees().items() if degree > 1) or "1 device"
     pairs: list[tuple[object, str]] = [] if plan.predicted is None else _step_facts(plan.predicted)
     pairs += [
-        (degrees, "mesh"),
+        (mesh_text(plan.mesh.degrees()), "mesh"),
         (plan.schedule, "schedule"),
         (f"{plan.microbatches} x {plan.microbatch_size}", "microbatches x rows"),
     ]

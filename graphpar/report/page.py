@@ -13,6 +13,7 @@ from graphpar.report.predicted import (
     alone_text,
     assumed_lines,
     communication_text,
+    mesh_text,
     named,
     parts_text,
     peak_text,
@@ -85,7 +86,6 @@ def facts(pairs: Sequence[tuple[object, str]]) -> str:
 
 
 def _facts(data: Mapping[str, Any]) -> str:
-    mesh = " · ".join(f"{axis} {degree}" for axis, degree in data["mesh"].items() if degree > 1) or "1 device"
     predicted = data.get("predicted")
     step = [] if predicted is None else [
         (seconds_text(predicted["step_time_s"]), "a step" if data["mode"] == "train" else "a batch"),
@@ -95,7 +95,7 @@ def _facts(data: Mapping[str, Any]) -> str:
     pairs = [
         *step,
         (count_text(data["model"]["parameters"]), "parameters"),
-        (mesh, "mesh"),
+        (mesh_text(data["mesh"]), "mesh"),
         (data["schedule"], "schedule"),
         (f"{data['microbatches']} x {data['microbatch_size']}", "microbatches x rows"),
         (share_text(data["bubble_fraction"]), "bubble"),

@@ -145,10 +145,14 @@ def timeline_legend(data: Mapping[str, Any], timeline: Timeline) -> str:
 
 def named(other: Mapping[str, Any]) -> tuple[str, str]:
     """Write the mesh and the schedule of an alternative."""
-    mesh = " · ".join(f"{axis} {degree}" for axis, degree in other["mesh"].items() if degree > 1) or "1 device"
     count = plural(other["microbatches"], "microbatch", "microbatches")
     schedule = f"{other['schedule']}, " if other["mesh"].get("pp", 1) > 1 else ""
-    return mesh, f"{schedule}{count} of {other['microbatch_size']}"
+    return mesh_text(other["mesh"]), f"{schedule}{count} of {other['microbatch_size']}"
+
+
+def mesh_text(degrees: Mapping[str, int]) -> str:
+    """Write ``pp 2 · tp 4``."""
+    return " · ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "1 device"
 
 
 def _compared(other: Mapping[str, Any], predicted: Mapping[str, Any]) -> tuple[str, str]:
@@ -170,8 +174,8 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def stage_columns(predicted: Mapping[str, Any]) -> list[tuple[str, str, str, float]]:
-    """For each stage: forward, backward, and its rank's peak memory (beside the rank's first stage alone) as text and
-    as a share."""
+    """Return for each stage forward, backward, and its rank's peak memory (for the rank's first stage only) as text and as a
+    share."""
     seen: set[int] = set()
     columns = []
     for stage in predicted["stages"]:

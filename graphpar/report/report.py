@@ -19,6 +19,7 @@ from graphpar.report.page import html
 from graphpar.report.predicted import (
     assumed_lines,
     communication_lines,
+    mesh_text,
     predicted_lines,
     rank_names,
     runners_up,
@@ -120,12 +121,11 @@ def _header(data: Mapping[str, Any]) -> str:
 
 
 def _plan_line(data: Mapping[str, Any]) -> tuple[str, str]:
-    degrees = [f"{axis} {degree}" for axis, degree in data["mesh"].items() if degree > 1] or ["1 device"]
     count, size = data["microbatches"], data["microbatch_size"]
     microbatches = plural(count, "microbatch", "microbatches")
     schedule = f"{data['schedule']}, " if data["mesh"]["pp"] > 1 else ""  # meaningless without a pipeline
     made_for = f"; made for {data['made_for']}" if "made_for" in data else ""
-    plan = f"{' · '.join(degrees)}   {schedule}{microbatches} of {size} (global batch {data['global_batch']}){made_for}"
+    plan = f"{mesh_text(data['mesh'])}   {schedule}{microbatches} of {size} (global batch {data['global_batch']}){made_for}"
     return "Plan", plan
 
 

@@ -6,7 +6,7 @@
                                 │                                    │
                                 └─stage_ranks: stage -> rank         └─action_table ─► validate, simulate, draw
 
-The tables come from torch's own schedule classes, so what is checked and drawn is what runs; schedules that torch lacks
+The tables come from torch's own schedule classes, so the checked and drawn schedule is the one that runs; those that torch lacks
 (:mod:`graphpar.schedules.zero_bubble`) run as tables. The user's own tables are in :mod:`graphpar.schedules.table`, what
 they cost in :mod:`graphpar.schedules.simulation`.
 """

@@ -187,7 +187,7 @@ def _timeline(
     if cores is not None:
         durations = end - start
     busy = np.bincount(order.rank[~is_transfer], durations[~is_transfer], order.table.ranks)
-    # A rank's input was on its way from the time when both the action that computes it and the rank's last action had ended.
+    # A rank waits for its input from when both the action that computes it and its own last action have ended.
     ready = np.maximum(end[order.previous], end[order.needs][order.needs])
     waiting = np.bincount(order.rank[~is_transfer], (start - ready)[~is_transfer], order.table.ranks)
     makespan = float(end.max(initial=0.0, where=~is_transfer))
