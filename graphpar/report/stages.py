@@ -30,7 +30,7 @@ def stage_table(data: Mapping[str, Any], width: int) -> list[str]:
     if predicted is None:
         right = _flops_columns(stages) if "flops" in stages[0] else [()] * (len(stages) + 1)
     else:
-        right = _time_columns(stages, predicted)
+        right = _time_columns(predicted)
     room = _room(left, right, width)
     words = max(len(word) for text in modules for word in text.split(" "))
     if right[0] and room < max(words, _LEAST):  # bars go first
@@ -80,7 +80,7 @@ def _flops_columns(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]
     return [("params", "forward", "share"), *rows]
 
 
-def _time_columns(stages: Sequence[Mapping[str, Any]], predicted: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _time_columns(predicted: Mapping[str, Any]) -> list[tuple[str, ...]]:
     columns = stage_columns(predicted)
     backward = any(column[1] for column in columns)
     rows = []
