@@ -37,7 +37,7 @@ from graphpar.passes.planning.planning import on_one_device
 from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.passes.table import PASSES, PassList, Step, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
-from graphpar.schedules.registry import load_table
+from graphpar.schedules.table import load_table
 from graphpar.text import bytes_text
 
 if TYPE_CHECKING:

@@ -238,7 +238,7 @@ class Network:
         return _Line(link.latency_s, 1 / (link.bytes_per_s * share), self._step_s)
 
     def _all_to_all(self, group: Group) -> _Line:
-        """Each rank sends ``1 / size**2`` of the tensor to each other, inside the node and to other nodes at the same time."""
+        """Price an all-to-all: each rank sends ``1 / size**2`` of the tensor to each other, in the node and to others at once."""
         far = group.size - group.fewest
         latency = group.per_node * self._step_s + far / _AT_ONCE * self.cluster.inter_node.latency_s
         rates = [(group.per_node - 1) / self._inside(group)] if group.per_node > 1 else []
@@ -246,13 +246,13 @@ class Network:
         return _Line(latency, max(rates) / group.size**2, self._step_s)
 
     def _tree(self, group: Group) -> _Line:
-        """A chain in each node, two binary trees over the nodes, each for half of the tensor."""
+        """Price an all-reduce by a chain in each node and two binary trees over the nodes, each for half of the tensor."""
         chain = (2 if group.per_node > 2 else 1) / self._inside(group) if group.per_node > 1 else 0.0
         latency = (2 * group.per_node - 1) * self._step_s + self._climb_s(group)
         return _Line(latency, max(chain, self._climb_byte_s(group)) / _TREE_SHARE, self._step_s)
 
     def _in_switch(self, group: Group) -> _Line:
-        """All-reduce: each device sends its tensor to the switch, and receives and sends a chunk of the sum; nodes are a tree."""
+        """Price an all-reduce in the switch: a device sends its tensor, and receives and sends a chunk of the sum; nodes are a tree."""
         inside = self._switch_byte_s() * max(_SWITCH_LEAST, (group.fewest + 1) / group.fewest)
         if group.nodes == 1:
             return _Line(self._switch_s(), inside, self._step_s)

@@ -10,7 +10,7 @@ from typing import Any
 from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
 from graphpar.display import as_page
-from graphpar.schedules.registry import Order
+from graphpar.schedules.order import Order
 from graphpar.text import bytes_text, seconds_text, share_text
 
 

@@ -100,7 +100,7 @@ def _rank_ends(even: bool, offs: Tensor, axis: str) -> _Even:
     if not even:
         raise GraphparError(
             "How many rows the experts of a rank get is known only when the program runs, and so is its memory. "
-            "Ask for it under even_experts, where every rank gets as many."
+            "Set even_experts to assume that every rank gets the same number."
         )
     return _Even()
 

@@ -29,7 +29,8 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Device, Link
 from graphpar.operators.contractions import ONE
-from graphpar.schedules.registry import action_table, order_of
+from graphpar.schedules.order import order_of
+from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Transfers, simulate
 
 Array = NDArray[np.float64]

@@ -341,7 +341,7 @@ def measure(request: Request, ranks: Ranks, watch: Watch) -> list[Row]:
 
 
 def _nothing() -> None:
-    """The call of ranks that are not measured."""
+    """Do nothing: the call of ranks that are not measured."""
 
 
 def _collectives(nbytes: int, ranks: Ranks, watch: Watch, budget_s: float) -> Iterator[Row]:

@@ -30,9 +30,11 @@ from graphpar.hardware.devices import figures_of
 from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.gradients import BUCKET_BYTES
-from graphpar.schedules.core_sharing import Turns
-from graphpar.schedules.registry import Order, action_order, forwards, in_flight, order_of, peak_in_flight, stage_ranks
-from graphpar.schedules.simulation import Timeline
+from graphpar.schedules.core_sharing import SharedCores
+from graphpar.schedules.order import Order, order_of
+from graphpar.schedules.registry import action_order, stage_ranks
+from graphpar.schedules.simulation import Timeline, in_flight, peak_in_flight
+from graphpar.schedules.table import forwards
 
 
 class Pricing:
@@ -309,7 +311,7 @@ class Pricing:
             shares = tuple(
                 1 - sum(cost.exposed.values()) / max(cost.forward + cost.backward, 1e-12) for cost in seconds
             )
-            turns = Turns(self.mesh.size / self._crowd, self.mesh.size / self.mesh.pp, shares)
+            turns = SharedCores(self.mesh.size / self._crowd, self.mesh.size / self.mesh.pp, shares)
         scheduled = self.mesh.pp > 1 or layout.order is not None
         return Conditions(waits, self.cluster.device.action_s if scheduled else 0.0, turns)
 

@@ -61,7 +61,7 @@ class Live(TorchDispatchMode):
 
 @contextlib.contextmanager
 def unseen(live: Live) -> Iterator[None]:
-    """Don't count storages that are made inside."""
+    """Ignore storages that are made inside."""
     live.counting = False
     try:
         yield

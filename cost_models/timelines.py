@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from graphpar.schedules.core_sharing import Turns
+from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order
 from graphpar.schedules.simulation import Segment, Span, Timeline, Transfers, simulate
 from graphpar.schedules.table import ActionTable
@@ -75,7 +75,7 @@ class Conditions:
 
     sender_waits: bool = False
     action_s: float = 0.0
-    turns: Turns | None = None
+    turns: SharedCores | None = None
 
     def timeline(self, order: Order | ActionTable, stages: Sequence[StageEstimate], *, spans: bool) -> Timeline:
         """Simulate the actions of ``order``."""
@@ -86,14 +86,14 @@ class Conditions:
         there, back = [stage.sent_s for stage in stages[:-1]], [stage.returned_s for stage in stages[:-1]]
         transfers = Transfers(there, back, one_at_a_time=True, sender_waits=self.sender_waits)
         return simulate(
-            order, forward, backward, weight, input_backward=inward, transfers=transfers, turns=self.turns, spans=spans
+            order, forward, backward, weight, input_backward=inward, transfers=transfers, cores=self.turns, spans=spans
         )
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Conditions:
         """Return the inverse of ``dataclasses.asdict``."""
         turns = data["turns"]
-        return Conditions(data["sender_waits"], data["action_s"], None if turns is None else Turns(**turns))
+        return Conditions(data["sender_waits"], data["action_s"], None if turns is None else SharedCores(**turns))
 
 
 def whole_step(pipeline: Timeline, stages: Sequence[StageEstimate], closings: Sequence[StepEnd]) -> Timeline:

@@ -35,7 +35,7 @@ from graphpar.passes.planning.planning import estimate_plan
 from graphpar.passes.planning.validate_plan import validate_plan
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, Step, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
-from graphpar.report.report import beside, plan_text, report_data
+from graphpar.report.report import plan_text, report_data, report_files
 
 as_text.register(Plan, plan_text)
 as_text.register(Program, program_text)
@@ -199,11 +199,11 @@ def partition(program: Program, plan: Plan, *, model_file: str | None = None) ->
 
 
 def printed(compilation: Compilation, report: dict[str, Any], model_file: str | None = None) -> Parts:
-    """Print the stage modules of ``compilation``, with its ``report`` beside them."""
+    """Print the stage modules of ``compilation``, with the files of its ``report``."""
     plan = compilation.plan
     package = emit_package(compilation.sharded.local, plan, compilation.stages, report, model_file)
     done = replace(compilation, package=package)
-    return Parts(done, package.files | beside(report, plan), report, model_file)
+    return Parts(done, package.files | report_files(report, plan), report, model_file)
 
 
 def estimate(

@@ -84,7 +84,7 @@ def _no_such_module(program: Program, path: str) -> str:
     if enclosing is not None:
         return f"Split point {path!r} is inside the block {enclosing!r}; split points must be between blocks."
     if path in program.module_classes:
-        return f"Split point {path!r} names a module without operators of its own in the traced program."
+        return f"Split point {path!r} names a module that has no operators in the traced program."
     return f"Split point {path!r} names no module.{near_match(path, used)}"
 
 

@@ -35,7 +35,8 @@ from graphpar.passes.planning.planning import table_of
 from graphpar.runtime.gradients import buckets
 from graphpar.runtime.layout import R
 from graphpar.runtime.split_backward import splits_exactly
-from graphpar.schedules.registry import ActionTable, in_flight
+from graphpar.schedules.simulation import in_flight
+from graphpar.schedules.table import ActionTable
 
 _SIZES = (2, 3, 5)
 """Microbatch sizes of a line and of its check. A size of 1 is off the line: torch makes fewer copies where a dim has one element."""

@@ -1,1 +1,1 @@
-"""What programs are planned for: devices, links, clusters."""
+"""The hardware that programs are planned for: devices, links, clusters."""

@@ -33,7 +33,7 @@ _Record = TypeVar("_Record", Device, Link)
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; the cost models say what share of them is reached."""
+    """``nodes`` of ``devices_per_node`` devices each. Figures are peaks; cost models take shares of them."""
 
     nodes: int
     devices_per_node: int
@@ -52,15 +52,14 @@ class Cluster:
 
     @staticmethod
     def parse(source: str | Path) -> Cluster:
-        """Read ``8xH100-SXM-80GB`` (devices), ``16x8xA100-SXM-80GB`` (nodes x devices), ``H100`` (one), or a file:
-        TOML, or a profile.
+        """Read ``8xH100-SXM-80GB`` (devices), ``16x8xA100-SXM-80GB`` (nodes x devices), ``H100`` (one), or a file: TOML, or
+        a profile.
 
-        More devices than a node usually has are taken as full nodes: ``16xH100`` is ``2x8xH100``. ``4xprofile.json`` is
-            one node of
-        four devices of the file, ``2x4xcluster.toml`` two.
+        More devices than a node usually has are full nodes: ``16xH100`` is ``2x8xH100``. ``4xprofile.json`` is one node with
+        four of the file's devices, ``2x4xcluster.toml`` two such nodes.
 
         Raises:
-            GraphparError: the text or the file means no cluster; the message names the field.
+            GraphparError: the text or the file describes no cluster; the message names the field.
         """
         file = Path(source)
         if isinstance(source, Path) or file.is_file():
@@ -103,10 +102,8 @@ class Cluster:
 
         if torch.cuda.is_available():
             with contextlib.suppress(GraphparError):
-                return Cluster.of(
-                    device_named(torch.cuda.get_device_name()),
-                    *_filled(device_named(torch.cuda.get_device_name()), devices),
-                )
+                device = device_named(torch.cuda.get_device_name())
+                return Cluster.of(device, *_filled(device, devices))
         return Cluster.of(DEVICES["CPU"], 1, devices)
 
     def __str__(self) -> str:
@@ -119,12 +116,12 @@ class Cluster:
     def __repr__(self) -> str:
         known = DEVICES.get(self.device.name)
         usual = known == self.device and (known.intra_node, known.inter_node) == (self.intra_node, self.inter_node)
-        return f"Cluster({str(self)!r}{'' if usual else ', with figures of its own'})"
+        return f"Cluster({str(self)!r}{'' if usual else ', with its own figures'})"
 
     # ---- as data ----
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain data with every figure, which means the same when the table of devices has changed."""
+        """Convert to plain data with every figure, so that later changes of the device table don't matter."""
         links = {name: _figures(getattr(self, name)) for name in _LINKS}
         device = _figures(self.device)
         for name in _LINKS:
@@ -156,18 +153,20 @@ def _otherwise(text: str) -> str | None:
     counts: list[str] = []
     for part in re.split(r"[x×*:,\s]+", re.sub(r"^(\d+)(?=[a-wyz])", r"\1x", text.strip().lower())):
         (counts if part.isdigit() else kinds).append(part)
+    if not 1 <= len(counts) <= 2:
+        return None
     try:
-        return (
-            "x".join([*(str(int(count)) for count in counts), device_named("-".join(kinds)).name])
-            if 1 <= len(counts) <= 2
-            else None
-        )
+        return "x".join([*(str(int(count)) for count in counts), device_named("-".join(kinds)).name])
     except GraphparError:
         return None
 
 
 def _filled(device: Device, count: int) -> tuple[int, int]:
-    """Nodes and devices a node for ``count`` devices."""
+    """Return the number of nodes, and devices a node, for ``count`` devices.
+
+    Raises:
+        GraphparError: they fill no whole number of nodes.
+    """
     usual = device.devices_per_node
     if usual is None or count <= usual:
         return 1, count
@@ -183,14 +182,13 @@ def _filled(device: Device, count: int) -> tuple[int, int]:
 
 
 def _from_file(file: Path, counts: Sequence[int] = ()) -> Cluster:
-    """``counts``: devices, or nodes and devices, in place of those in the file."""
+    """Read a file; ``counts`` (devices, or nodes and devices) replace those in it."""
     if not file.is_file():
         siblings = [entry.name for entry in file.parent.glob(f"*{file.suffix}")] if file.parent.is_dir() else []
         raise GraphparError(f"There is no cluster file {file}.{near_match(file.name, siblings)}")
+    counted = dict(zip(("devices_per_node", "nodes"), [*reversed(counts), 1] if counts else []))
     try:
-        return Cluster.from_json(
-            _read(file) | dict(zip(("devices_per_node", "nodes"), [*counts[::-1], 1] if counts else []))
-        )
+        return Cluster.from_json(_read(file) | counted)
     except GraphparError as error:
         raise GraphparError(f"{file}: {error}") from None
 
@@ -207,7 +205,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _device(data: Mapping[str, Any]) -> Device:
-    """The device of a cluster: a name of the table, or figures, whose links and number a node may be those of the cluster."""
+    """Return the device of a cluster: a name of the table, or figures, whose links may be those of the cluster."""
     given = data["device"]
     if isinstance(given, str):
         return device_named(given)
@@ -221,15 +219,14 @@ def _device(data: Mapping[str, Any]) -> Device:
     for name in _LINKS:
         link = given.get(name, data.get(name))
         if link is None and name == "inter_node" and data["nodes"] == 1:
-            link = data.get("intra_node", given.get("intra_node"))  # there is no other node
+            link = data.get("intra_node", given.get("intra_node"))  # unused: there is one node
         if link is not None:
             figures[name] = _link(link, f"device.{name}" if name in given else name)
     return _record(Device, figures, "device")
 
 
 def _link(data: Any, where: str, usual: Link | None = None) -> Link:
-    """A link of its figures; those that are left out are of ``usual``, but for those of its wires where the bandwidth
-    is another's."""
+    """Return a link; figures that are left out are those of ``usual``, except the wires' where another bandwidth is given."""
     if not isinstance(data, Mapping):
         raise GraphparError(f"{where} is {data!r}; it must be a table with latency_s and bytes_per_s.")
     known = _figures(usual) if usual is not None else {}
@@ -260,7 +257,7 @@ def _check_fields(data: Mapping[str, Any], known: set[str], required: set[str]) 
 
 
 def _figures(record: Device | Link) -> dict[str, Any]:
-    """The fields of a record but for its sources; figures that it does not have are left out."""
+    """Return the fields of a record except its sources and those that are None."""
     values = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "sources"}
     plain = {name: _figures(value) if isinstance(value, Link) else value for name, value in values.items()}
     return {name: _plain(value) for name, value in plain.items() if value is not None}

@@ -1,9 +1,8 @@
-"""Devices and links: figures of the vendors and measurements of others, with sources, in one table.
+"""Devices and links: figures of the vendors and published measurements, with sources, in one table.
 
-name or alias ──device_named──► Device: flop/s by dtype, memory, bandwidth, links ──► graphpar.hardware.cluster.Cluster
+    name or alias ──device_named──► Device: flop/s by dtype, memory, bandwidth, links ──► graphpar.hardware.cluster.Cluster
 
-Figures are peaks. What a program reaches of them (``matrix_efficiency`` here, shares of bandwidths in the cost models)
-is kept apart.
+Figures are peaks; the shares of them that programs reach (``matrix_efficiency`` and its like) are separate.
 """
 
 from __future__ import annotations
@@ -49,14 +48,15 @@ def check_share(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects devices.
+    """The connection between devices.
 
-    ``latency_s``: seconds a message. ``bytes_per_s``: of one device, in one direction, when all its neighbours take part.
-    ``pair_bytes_per_s``: what a device has to one neighbour, where each pair has a wire of its own and no switch.
-    ``efficiency``: the share of ``bytes_per_s`` that rings reach with large messages.
-    ``in_switch``: the share that reductions reach which the switch computes; None: it does not.
-    ``send_latency_s``: seconds a message that is sent to one other, where such messages were measured: they reach all of
-    ``bytes_per_s``, and are not divided into chunks.
+    Attributes:
+        latency_s: seconds a message.
+        bytes_per_s: of one device, in one direction, to all its neighbours together.
+        pair_bytes_per_s: of one device to one neighbour, where each pair has a separate wire and there is no switch.
+        efficiency: the share of ``bytes_per_s`` that rings reach with large messages.
+        in_switch: the share that reductions inside the switch reach; None: the switch does not reduce.
+        send_latency_s: seconds a point-to-point message, where these were measured: they reach all of ``bytes_per_s``.
     """
 
     latency_s: float
@@ -201,8 +201,7 @@ _COMPUTE_UNITS = {"V100": 80, "A100": 108, "A800": 108, "H": 132, "B": 148, "GB"
 
 
 class _Reached(NamedTuple):
-    """What training programs reach of a generation's peaks: ``matrix_efficiency``, ``half_reduction``, ``memory_efficiency``,
-    ``attention_efficiency`` of :class:`Device`, and where that is from."""
+    """The efficiencies of a generation in training programs, as in :class:`Device`, and their source."""
 
     matrix: float
     half: float
@@ -230,10 +229,10 @@ _REACHED = {
 _UNKNOWN = _Reached(0.8, 150.0, 0.7, (0.5, 0.4), "assumed")
 _RING = 0.8  # assumed where nobody measured
 _RINGS = {"A": 0.78, "H800": 0.8, "H": 0.82, "B": 0.76, "GB": 0.76, "MI300X": 0.7}
-"""What rings reach inside a node: all-reduces of 8 A100, 8 H200, 4 B200 and 4 GB300, 8 MI300X; 160 of 200 GB/s on H800
-(DeepSeek-V3)."""
+"""The efficiency of rings inside a node: all-reduces of 8 A100, 8 H200, 4 B200 and 4 GB300, 8 MI300X; 160 of 200 GB/s on
+H800 (DeepSeek-V3)."""
 _IN_SWITCH = {"H": 0.69, "B": 0.6, "GB": 0.6}
-"""What reductions in the switch reach, which third and later NVSwitches do: 4 to 8 H200 have 363, 414, 436, 460 and 473
+"""The efficiency of reductions inside the switch, from the third NVSwitch on: 4 to 8 H200 have 363, 414, 436, 460 and 473
 GB/s of bus bandwidth with 8 GiB, which is 2 (n-1) / (n+1) times 0.67 of 450 for n of 5 and more; 8 B200 have 838
 GB/s."""
 _ADAPTERS = (
@@ -244,8 +243,8 @@ _BETWEEN_S = 14e-6  # InfiniBand and RoCE: NVIDIA/nccl src/graph/tuning.cc, and 
 
 
 def usable(vendor_gb: float, unit: int = 2**30) -> int:
-    """Bytes that a program can get of ``vendor_gb``, which are GiB on most data sheets: 3 % go to the driver, to page
-    tables, to the context, and to the buffers of the communication library."""
+    """Return the bytes that a program can use of ``vendor_gb``, which are GiB on most data sheets: 3 % go to the driver, page
+    tables, the context, and buffers of the communication library."""
     return int(0.97 * vendor_gb * unit)
 
 
@@ -261,9 +260,9 @@ def _gpu(
     pair: float | None = None,
     per_node: int = 8,
 ) -> Device:
-    """A row: 1e12 flop/s, bytes, TB/s, and GB/s of one device in one direction inside a node and between nodes.
+    """Make a row from 1e12 flop/s, bytes, TB/s, and GB/s of one device in one direction inside a node and between nodes.
 
-    ``efficiency``: what large products reach, where that is known and no training program was fitted.
+    ``efficiency``: that of large products, where it is known and no training program was fitted.
     """
     reached = _of_kind(_REACHED, name) or _UNKNOWN
     return Device(
@@ -298,7 +297,7 @@ def _gpu(
 
 
 def _of_kind(figures: Mapping[str, _Figure], name: str) -> _Figure | None:
-    """The figure of the first beginning of ``name`` that has one."""
+    """Return the figure of the first prefix of ``name`` that has one."""
     return next((figure for prefix, figure in figures.items() if name.startswith(prefix)), None)
 
 
@@ -325,7 +324,7 @@ _CALIBRATED = (
     "benchmarks/data/cpu_profile.json; between nodes assumed to be as inside"
 )
 _GLOO = Link(3.79e-4, 3.73e9, efficiency=0.269, send_latency_s=5.75e-5)
-"""Between processes of one machine that compute in between: it is as slow as they are at waking each other."""
+"""Between processes of one machine that compute between messages: its latency is that of waking each other."""
 
 _ROWS = (
     _gpu("V100-SXM2-16GB", {"fp32": 15.7, "fp16": 125}, usable(16), 0.9, 150, 6.25, _VOLTA_SOURCES),
@@ -420,7 +419,7 @@ DEVICES: Mapping[str, Device] = {row.name: row for row in _ROWS}
 
 
 def _words(name: str) -> list[str]:
-    """``NVIDIA A100-SXM4-80GB`` as ``[a100, sxm, 80gb]``."""
+    """Return ``NVIDIA A100-SXM4-80GB`` as ``[a100, sxm, 80gb]``."""
     words = re.split(r"[\s_-]+", name.lower())
     return [re.sub(r"^sxm\d$", "sxm", word) for word in words if word not in ("", "nvidia", "amd")]
 
@@ -430,7 +429,7 @@ def _key(words: Iterable[str]) -> str:
 
 
 def _aliases() -> dict[str, str]:
-    """Names as they are compared, whole and with the form, the memory, or both left out."""
+    """Return the keys of names, whole and without form factor, memory size, or both."""
     found: dict[str, str] = {}
     for name in DEVICES:
         first, *rest = _words(name)
@@ -443,7 +442,7 @@ _ALIASES = _aliases()
 
 
 def device_named(name: str) -> Device:
-    """Find the device of the table that ``name`` means: in any case, with any hyphens, and without form or memory size.
+    """Find a device of the table by name: in any case, with any hyphens, also without form factor or memory size.
 
     Raises:
         GraphparError: there is no such device; the message lists the known ones, the most similar first.
@@ -466,13 +465,8 @@ def figures_of(device: Device) -> str:
         return "user-defined figures"
     groups: dict[str, list[str]] = {}
     for group, source in known.sources.items():
-        origin = (
-            "measured"
-            if source.startswith("graphpar calibrate")
-            else "assumed"
-            if source.startswith(_ASSUMED)
-            else "published"
-        )
+        origin = "assumed" if source.startswith(_ASSUMED) else "published"
+        origin = "measured" if source.startswith("graphpar calibrate") else origin
         groups.setdefault(origin, []).append(group)
     main = max(groups, key=lambda origin: len(groups[origin]), default="assumed")
     others = [f"{', '.join(names)} {origin}" for origin, names in groups.items() if origin != main]

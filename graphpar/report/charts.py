@@ -1,4 +1,4 @@
-"""The charts of the page: the schedule in time, and what ranks hold at their peaks, as SVG without script."""
+"""The charts of the page: the schedule in time, and the memory of ranks at their peaks, as SVG without script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphpar.text import bytes_text, seconds_text
 
 COLORS = {"F": "#3b82c4", "B": "#e08a3c", "I": "#c9a227", "W": "#5a9e6f", "gradients": "#a05195", "optimizer": "#7f8c9a",
           "parameters": "#6b6ecf", "collectives": "#1c2733"}  # fmt: skip
-"""Colors of actions by kind, of what follows them, and of the collectives inside of actions."""
+"""Colors of actions by kind, of the end of the step, and of collectives inside of actions."""
 PARTS = {
     "parameters": "#3b82c4",
     "gradients": "#e08a3c",
@@ -26,19 +26,21 @@ PARTS = {
     "inputs": "#9c9ede",
     "slack": "#b9c2cb",
 }
-"""Parts of a rank's memory in the order in which they are drawn."""
+"""Colors of the parts of a rank's memory, in the order in which they are drawn."""
 LABELLED = 3000
-"""With more actions than this, the timeline is drawn as shapes without labels and tooltips: the page stays small."""
+"""With more actions than this, the timeline has no labels and tooltips, so that the page stays small."""
 _AXIS, _STRIP = 18, 5
 _LETTER = 6.1
-"""Width of a letter of an axis."""
+"""Width of a letter of an axis, in pixels."""
 
 
 def timeline_svg(
     timeline: Timeline, names: Sequence[str], several: bool, seconds: bool, height: int = 22, gap: int = 5
 ) -> str:
-    """Draw a row for each pp rank with its name; ``several`` stages on one are named, and with ``seconds`` there is an
-    axis of time."""
+    """Draw a row for each pp rank with its name.
+
+    ``several``: label actions with their stage; ``seconds``: draw an axis of time.
+    """
     count = sum(len(row) for row in timeline.spans)
     longest = max(len(row) for row in timeline.spans)
     left = _left(names)
@@ -70,7 +72,7 @@ def _name(name: str, y: float) -> str:
 
 
 def _axis(length: float, left: float, scale: float, top: int) -> list[str]:
-    """Ticks at about ten round times."""
+    """Draw ticks at about ten round times."""
     step = _round_step(length / 10)
     times = [step * number for number in range(math.floor(length / step) + 1)]
     unit, name = next((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms"), (0.0, "us")) if length >= 10 * unit)
@@ -83,13 +85,13 @@ def _axis(length: float, left: float, scale: float, top: int) -> list[str]:
 
 
 def _round_step(wanted: float) -> float:
-    """1, 2 or 5 times a power of ten, at least ``wanted``."""
+    """Return 1, 2 or 5 times a power of ten, at least ``wanted``."""
     power = 10.0 ** math.floor(math.log10(wanted))
     return next(times * power for times in (1, 2, 5, 10) if times * power >= wanted * (1 - 1e-9))
 
 
 def _box(span: Span, left: float, top: int, scale: float, height: int, several: bool) -> str:
-    """An action; collectives' share of it is a strip below its end."""
+    """Draw an action; the share of collectives is a strip below its end."""
     x, wide = left + span.start * scale, max((span.end - span.start) * scale - 1, 0.5)
     action = span.action
     label = f"{action.stage}{action.kind}{action.microbatch}" if several else f"{action.kind}{action.microbatch}"
@@ -112,14 +114,12 @@ def _box(span: Span, left: float, top: int, scale: float, height: int, several: 
 
 
 def _closing(segment: Segment, left: float, top: int, scale: float, height: int) -> str:
-    """Gradient all-reduces, the optimizer and gathers, after the actions."""
+    """Draw the all-reduce of gradients, the optimizer, or a gather, after the actions."""
     x, wide = left + segment.start * scale, max((segment.end - segment.start) * scale - 1, 0.5)
     letter, what = CLOSINGS[segment.kind]
-    text = (
-        f'<text x="{x + wide / 2:.1f}" y="{top + height - 7}" text-anchor="middle" fill="#fff">{letter}</text>'
-        if wide > 9
-        else ""
-    )
+    text = ""
+    if wide > 9:
+        text = f'<text x="{x + wide / 2:.1f}" y="{top + height - 7}" text-anchor="middle" fill="#fff">{letter}</text>'
     return (
         f'<g><title>{what}: {seconds_text(segment.end - segment.start)}</title><rect x="{x:.1f}" y="{top}" width="{wide:.1f}" '
         f'height="{height}" rx="2" fill="{COLORS[segment.kind]}"/>{text}</g>'
@@ -127,7 +127,7 @@ def _closing(segment: Segment, left: float, top: int, scale: float, height: int)
 
 
 def _paths(row: Sequence[Span], left: float, top: int, scale: float, height: int) -> list[str]:
-    """One shape for each kind of action of a rank, and one for the collectives in them."""
+    """Draw one shape for each kind of action of a rank, and one for the collectives in them."""
     outlines: dict[str, list[str]] = {}
     for span in row:
         x, wide = left + span.start * scale, (span.end - span.start) * scale

@@ -1,13 +1,13 @@
-"""What a report says, as plain data: sizes, flops, what stages send, what is computed twice, and the schedule.
+"""The data of a report: sizes, flops, what stages send, what they recompute, and the schedule.
 
-The schedule is kept as a table of actions; its timeline and bubble come from the simulator, with the predicted seconds
-of stages and transfers. Where nothing could be predicted, a stage costs its forward flops, twice as much backward, and
-transfers are free.
+The schedule is kept as a table of actions; its timeline and bubble come from the simulator, with the predicted seconds of stages and
+transfers. Without a prediction a stage costs its forward flops, twice as much backward, and transfers are free.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from graphpar.passes.compilation import Compilation
 
 _WORTH_IT = 0.9
-"""A dtype is advised where a step takes at most this share of its time."""
+"""A dtype is advised where it takes at most this share of the step's time."""
 BACKWARD = 2.0
 """Cost of a backward as a multiple of its forward: two matrix products for each one."""
 
 
 def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dict[str, Any]:
-    """Everything that the report shows but for the search, as plain JSON data; the same compilation gives the same data.
+    """Return everything that the report shows except the search, as plain JSON data; it depends on the compilation only.
 
     Args:
-        cluster: what it was priced for, where somebody named that.
+        cluster: the hardware that was asked for, where it was.
     """
     program, plan, stages = compilation.sharded.local, compilation.plan, compilation.stages
     rows = [_stage_data(program, plan, stage) for stage in stages]
@@ -76,7 +76,7 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
 
 
 def _place(plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
-    """The cluster of the prices, where it is known, and that of the plan, where it is another."""
+    """Return the cluster of the prices, where it was asked for, and the plan's own, where it differs."""
     if cluster is None:
         return {}
     elsewhere = plan.cluster is not None and plan.cluster != cluster
@@ -84,14 +84,14 @@ def _place(plan: Plan, cluster: Cluster | None) -> dict[str, Any]:
 
 
 def _prediction(compilation: Compilation) -> dict[str, Any]:
-    """What a step takes, or why that can't be said."""
+    """Return the prediction, or why there is none."""
     if compilation.estimate is None:
         return {"predicted": None, "unpriced": compilation.unpriced}
     return predicted_data(compilation.plan, compilation.estimate)
 
 
 def _dtype_warning(compilation: Compilation) -> list[str]:
-    """That the device does 16 bits much faster, where the program is in 32."""
+    """Return a warning where the program is in 32 bits, and the device much faster in 16."""
     seconds, cluster, estimate = compilation.in_bf16_s, compilation.cluster, compilation.estimate
     if seconds is None or estimate is None or seconds > _WORTH_IT * (step := estimate.step_time_s):
         return []
@@ -104,7 +104,7 @@ def _dtype_warning(compilation: Compilation) -> list[str]:
 
 
 def with_alone(data: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Add what one device takes for the same batch, and a warning where that is not longer."""
+    """Add the time of one device for the same batch, and a warning where it is not longer."""
     if alone is None or not data.get("predicted"):
         return dict(data)
     step, single = data["predicted"]["step_time_s"], alone["step_time_s"]
@@ -118,7 +118,7 @@ def with_alone(data: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict
 
 
 def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
-    """Describe an estimate, its assumptions, and by how much it does not fit in memory."""
+    """Return an estimate, its assumptions, and a warning where it does not fit in memory."""
     from graphpar.passes.planning.why_not import misfit
 
     data: dict[str, Any] = {
@@ -140,14 +140,14 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
 
 
 def _whole_count(program: Program) -> int:
-    """Parameters of the user's model, each tied one once, in their whole size."""
+    """Return the number of parameters of the user's unsharded model, each tied one once."""
     skipped = {name for group in program.ties for name in group[1:]}
     infos = [info for name, info in program.parameters.items() if name not in skipped]
     return sum(math.prod(info.shape if info.whole is None else info.whole) for info in infos)
 
 
 def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
-    """Experts' weights and all others: elements in the whole model, bytes on a rank of the stage that has most of experts."""
+    """Return the sizes of expert weights and of all others: elements in the model, and bytes on a rank of the stage with most experts."""
     from graphpar.passes.sharding.experts import find_experts
 
     scopes = [("", program.graph), *((f"{path}.", b.graph) for b in program.blocks.values() for path in b.instances)]
@@ -218,7 +218,7 @@ def _boundary_data(boundary: Boundary, plan: Plan, relayed: bool) -> dict[str, A
 
 
 def stage_parameters(program: Program, stage: Stage) -> list[str]:
-    """Parameters of ``stage`` by their first name; tied names are one parameter."""
+    """Return the parameters of ``stage`` by their first name; tied names are one parameter."""
     found: dict[str, None] = {}
     for node in stage.graph.nodes:
         if node.op == "get_attr":
@@ -236,15 +236,12 @@ def _shown_modules(program: Program, stage: Stage) -> list[str]:
 
 
 def _recomputed(program: Program, stages: Sequence[Stage]) -> list[list[str]]:
-    """For each stage, the user's names of the values that it computes and another stage computes too."""
-    holders: dict[str, int] = {}
-    for stage in stages:
-        for name in stage.recomputed:
-            holders[name] = holders.get(name, 0) + 1
+    """Return for each stage the user's names of the values that it computes and another stage computes too."""
+    holders = Counter(name for stage in stages for name in stage.recomputed)
     labels: dict[str, str] = {}
     for node in program.graph.nodes:
         source = node.meta.get("source")
-        if holders.get(node.name, 0) > 1 and source is not None and len(source.targets) > 0:
+        if holders[node.name] > 1 and source is not None and len(source.targets) > 0:
             labels[node.name] = ", ".join(name for name in source.targets if name != "_")
     chosen = [set(stage.recomputed) for stage in stages]
     return [list(dict.fromkeys(label for name, label in labels.items() if name in names and label)) for names in chosen]
@@ -255,7 +252,7 @@ def _tie_data(group: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def _actions(plan: Plan) -> list[str]:
-    """The schedule table, a line a rank; without the backwards where nothing is trained."""
+    """Return the schedule table, a line a rank; without backwards in inference."""
     if plan.actions is not None:
         lines = [",".join(row) for row in plan.actions]
         return lines if plan.mode == "train" else format_table(forwards(parse_table("\n".join(lines)))).splitlines()
@@ -269,8 +266,10 @@ def _actions(plan: Plan) -> list[str]:
 
 
 def timeline_of(data: Mapping[str, Any]) -> Timeline:
-    """Lay out the step of a report in time: in seconds, with transfers, collectives, sums of gradients and the
-    optimizer, as long as is predicted. Without a prediction the pipeline alone, in flops, with free transfers."""
+    """Simulate the step of a report, in seconds, with transfers, collectives, reduction of gradients and the optimizer.
+
+    Its length is the predicted one. Without a prediction only the pipeline is simulated, in flops, with free transfers.
+    """
     table: ActionTable = parse_table("\n".join(data["actions"]))
     if not data.get("predicted"):
         forward = [float(stage["flops"]) for stage in data["stages"]]
@@ -299,7 +298,6 @@ def compile_json(data: Mapping[str, Any], plan: Plan, seconds: Mapping[str, floa
 
     from graphpar import __version__
 
-    beside = {"alone": data["alone"]} if "alone" in data else {}
     return {
         "graphpar": __version__,
         "torch": torch.__version__,
@@ -307,7 +305,7 @@ def compile_json(data: Mapping[str, Any], plan: Plan, seconds: Mapping[str, floa
         "warnings": data["warnings"],
         "model": data["model"],
         "plan": plan.to_json(),
-        **beside,
+        **({"alone": data["alone"]} if "alone" in data else {}),
         "predicted": data["predicted"] or {"bubble_fraction": data["bubble_fraction"]},
         "search": NO_SEARCH if plan.found is None else plan.found.to_json(),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},

@@ -26,7 +26,7 @@ _SHOWN = 12
 
 TYPES = {
     "R": ("R", "replicated: whole on every rank, and used differently on each"),
-    "I": ("I", "invariant: whole on every rank, and used alike on all"),
+    "I": ("I", "invariant: whole on every rank, and used identically on all"),
     "S": ("S(d)", "sharded: dim d is divided over the ranks"),
     "P": ("P", "partial: each rank has a summand of it"),
     "E": ("E", "each rank has the rows of its own experts"),
@@ -42,7 +42,7 @@ def legend_of(texts: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def sharding_legend(sharding: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """That of a report."""
+    """Explain the types that occur in a report."""
     texts: list[str] = []
     for scope in sharding["scopes"]:
         texts += [scope["in"], scope["out"], *(row["spec"] for row in scope["rows"])]
@@ -60,16 +60,14 @@ def sharding_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     sharding = data["sharding"]
     lines = [("Sharding", transitions_text(data)), ("Placement", gap_text(sharding["gap"]))]
     for operator, rules in sharding["discovered"].items():
-        found = (
-            f"its rule was found by running it: {'; '.join(rules)}" if rules else "no rule, so it runs on whole tensors"
-        )
-        lines.append(("Operator", f"{operator}: {found}"))
+        found = f"its rule was found by running it: {'; '.join(rules)}" if rules else ""
+        lines.append(("Operator", f"{operator}: {found or 'no rule, so it runs on whole tensors'}"))
     return [*lines, *(("Loss", note) for note in sharding["notes"])]
 
 
 def transitions_text(data: Mapping[str, Any]) -> str:
-    """Write ``35 redistributions a microbatch, forward and backward 43.4 ms; a rank sends tp 1.11 MiB``, and their share of
-    the step."""
+    """Write ``35 redistributions a microbatch, forward and backward 43.4 ms; a rank sends tp 1.11 MiB``, and their share of the
+    step."""
     sharding, predicted = data["sharding"], data.get("predicted")
     sent = " · ".join(f"{axis} {bytes_text(amount)}" for axis, amount in sharding["bytes"].items() if amount)
     passes = ", forward and backward" if data["mode"] == "train" else ","
@@ -114,7 +112,7 @@ def _section(scope: Mapping[str, Any], several: bool, columns: Sequence[int], wi
 
 
 def _beside(left: str, right: str, width: int) -> list[str]:
-    """A name, and its specs in the column of types; below the name, where that is too long."""
+    """Write a name, and its specs in the column of types, or below the name where that is too long."""
     start = 3 + _MODULE + 1
     if len(left) < start and start + len(right) <= width:
         return [f"{left:<{start}}{right}".rstrip()]
@@ -126,24 +124,29 @@ def _beside(left: str, right: str, width: int) -> list[str]:
 
 def _cells(entry: Mapping[str, Any], several: bool) -> tuple[str, str, str, str, str]:
     seconds = "" if entry["seconds"] is None else seconds_text(entry["seconds"])
-    return entry["name"], turn_text(entry, several), sent_text(entry, "forward"), sent_text(entry, "backward"), seconds
+    return (
+        entry["name"],
+        redistribution_text(entry, several),
+        sent_text(entry, "forward"),
+        sent_text(entry, "backward"),
+        seconds,
+    )
 
 
 def _transition(cells: Sequence[str], columns: Sequence[int], width: int) -> list[str]:
-    """One redistribution: on a line where there is room (a long name is shortened), else its collectives are below it.
-    The price stays whole."""
-    name, turned, *sent, price = cells
-    fixed = f"{turned:<{columns[1]}}  {sent[0]:<{columns[2]}}  {sent[1]:<{columns[3]}}  {price:>{columns[4]}}"
+    """Write one redistribution on a line where it fits (a long name is shortened), else with its collectives below it."""
+    name, types, *sent, price = cells
+    fixed = f"{types:<{columns[1]}}  {sent[0]:<{columns[2]}}  {sent[1]:<{columns[3]}}  {price:>{columns[4]}}"
     room = width - 6 - len(fixed)
     if room >= min(columns[0], _LEAST):
         room = min(room, max(columns[0], _MODULE - 2))
         return [f"     {shortened(name, room):<{room}} {fixed}".rstrip()]
     room = width - 7 - columns[1] - columns[4]
-    first = f"     {shortened(name, room):<{room}} {turned:<{columns[1]}} {price:>{columns[4]}}".rstrip()
+    first = f"     {shortened(name, room):<{room}} {types:<{columns[1]}} {price:>{columns[4]}}".rstrip()
     return [first, *wrapped("; ".join(filter(None, map(kept, sent))), width, " " * 8, " " * 8)]
 
 
-def turn_text(entry: Mapping[str, Any], several: bool) -> str:
+def redistribution_text(entry: Mapping[str, Any], several: bool) -> str:
     """Write a redistribution as ``S(1) -> R``, with its axis where there are several."""
     axis = f" @{entry['axis']}" if several else ""
     return f"{entry['from']} -> {entry['to']}{axis}"
@@ -156,7 +159,7 @@ def sent_text(entry: Mapping[str, Any], way: str) -> str:
 
 
 def layout_text(plan: Plan) -> list[tuple[str, str]]:
-    """List the specs of parameters, from the plan alone; names that differ in a layer's number are one."""
+    """List the specs of parameters, from the plan alone; names that differ only in a layer's number are merged."""
     if not plan.sharding.degrees:
         return []
     specs: dict[str, dict[str, list[str]]] = {}

@@ -1,4 +1,4 @@
-"""What notebooks show of plans, estimates and partitioned programs: the report's page, or its parts, in a frame of its own.
+"""Plans, estimates and partitioned programs in notebooks: the report's page, or parts of it, in a separate frame.
 
 Plan | Estimate | Parts ──_repr_html_──► <iframe srcdoc="a self-contained page">, whose style is not the notebook's
 """
@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from graphpar.report.page import facts, html, page
+from graphpar.report.predicted import mesh_text
 from graphpar.report.report import plan_text
 from graphpar.text import bytes_text, indices_text, seconds_text, share_text
 
@@ -25,10 +26,9 @@ def report_frame(data: Mapping[str, Any]) -> str:
 
 def plan_frame(plan: Plan) -> str:
     """Show the decisions of a plan and its prediction."""
-    degrees = " · ".join(f"{axis} {degree}" for axis, degree in plan.mesh.degrees().items() if degree > 1) or "1 device"
     pairs: list[tuple[object, str]] = [] if plan.predicted is None else _step_facts(plan.predicted)
     pairs += [
-        (degrees, "mesh"),
+        (mesh_text(plan.mesh.degrees()), "mesh"),
         (plan.schedule, "schedule"),
         (f"{plan.microbatches} x {plan.microbatch_size}", "microbatches x rows"),
     ]
@@ -38,7 +38,7 @@ def plan_frame(plan: Plan) -> str:
 
 
 def estimate_frame(estimate: Estimate) -> str:
-    """Show what a step takes, its parts, and the stages."""
+    """Show the time of a step, its parts, and the stages."""
     whole = estimate.step_time_s
     parts = [(name, seconds_text(took), share_text(took / whole)) for name, took in estimate.parts_s.items() if took]
     stages = [

@@ -1,4 +1,4 @@
-"""The report as one self-contained page: no script, no file beside it, nothing from the network."""
+"""The report as one self-contained page: no script, no other file, nothing from the network."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from graphpar.report.charts import COLORS, memory_chart, timeline_svg
 from graphpar.report.data import timeline_of
-from graphpar.report.layout import gap_text, sent_text, sharding_legend, transitions_text, turn_text
+from graphpar.report.layout import gap_text, redistribution_text, sent_text, sharding_legend, transitions_text
 from graphpar.report.predicted import (
     alone_text,
     assumed_lines,
     communication_text,
+    mesh_text,
     named,
     parts_text,
     peak_text,
@@ -22,15 +23,7 @@ from graphpar.report.predicted import (
 )
 from graphpar.schedules.simulation import CLOSINGS, Timeline
 from graphpar.schedules.table import KINDS
-from graphpar.text import (
-    bytes_text,
-    count_text,
-    flops_text,
-    indices_text,
-    place_text,
-    seconds_text,
-    share_text,
-)
+from graphpar.text import bytes_text, count_text, flops_text, indices_text, place_text, seconds_text, share_text
 
 _STYLE = """
 :root { --ink: #1c2733; --soft: #5d6b79; --line: #dfe4e9; --paper: #ffffff; --tint: #f5f7f9; }
@@ -93,7 +86,6 @@ def facts(pairs: Sequence[tuple[object, str]]) -> str:
 
 
 def _facts(data: Mapping[str, Any]) -> str:
-    mesh = " · ".join(f"{axis} {degree}" for axis, degree in data["mesh"].items() if degree > 1) or "1 device"
     predicted = data.get("predicted")
     step = [] if predicted is None else [
         (seconds_text(predicted["step_time_s"]), "a step" if data["mode"] == "train" else "a batch"),
@@ -103,7 +95,7 @@ def _facts(data: Mapping[str, Any]) -> str:
     pairs = [
         *step,
         (count_text(data["model"]["parameters"]), "parameters"),
-        (mesh, "mesh"),
+        (mesh_text(data["mesh"]), "mesh"),
         (data["schedule"], "schedule"),
         (f"{data['microbatches']} x {data['microbatch_size']}", "microbatches x rows"),
         (share_text(data["bubble_fraction"]), "bubble"),
@@ -174,12 +166,8 @@ def _runners_up(data: Mapping[str, Any]) -> list[str]:
     step = data["predicted"]["step_time_s"]
     rows = []
     for other in search["alternatives"]:
-        texts = (
-            *named(other),
-            seconds_text(other["step_time_s"]),
-            f"{other['step_time_s'] / step - 1:+.1%}",
-            other["why_not"],
-        )
+        seconds = other["step_time_s"]
+        texts = (*named(other), seconds_text(seconds), f"{seconds / step - 1:+.1%}", other["why_not"])
         rows.append(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("Mesh", "Schedule", "A step", "", "Why not"))
     table = f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>' if rows else ""
@@ -190,7 +178,7 @@ def _runners_up(data: Mapping[str, Any]) -> list[str]:
 
 
 def _sharding(data: Mapping[str, Any]) -> list[str]:
-    """A table for each distinct block, and one for the operators outside of blocks."""
+    """Make a table for each distinct block, and one for the operators outside of blocks."""
     sharding = data.get("sharding")
     if sharding is None:
         return []
@@ -199,7 +187,7 @@ def _sharding(data: Mapping[str, Any]) -> list[str]:
         f"The placement of tensors is {gap_text(sharding['gap'])}.",
         *sharding["notes"],
         *(
-            f"{operator} has no rule of its own: {'; '.join(rules) or 'it runs on whole tensors'}"
+            f"{operator} has no built-in rule: {'; '.join(rules) or 'it runs on whole tensors'}"
             for operator, rules in sharding["discovered"].items()
         ),
     ]
@@ -219,7 +207,7 @@ def _scope(scope: Mapping[str, Any], several: bool) -> str:
         for entry in row["transitions"]:
             sent = [sent_text(entry, way) for way in ("forward", "backward")]
             price = "" if entry["seconds"] is None else seconds_text(entry["seconds"])
-            texts = ("", "", f"{entry['name']} {turn_text(entry, several)}", *sent, price)
+            texts = ("", "", f"{entry['name']} {redistribution_text(entry, several)}", *sent, price)
             rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in texts)}</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("Module", "Weight", "Transition", "Forward", "Backward", "Priced"))
     note = f' <span class="soft">{escape(ends)}</span>' if ends else ""
@@ -246,7 +234,7 @@ def _schedule(data: Mapping[str, Any]) -> str:
 
 
 def _key(timeline: Timeline, inside: bool) -> str:
-    """What the colors of the timeline mean."""
+    """Explain the colors of the timeline."""
     kinds = {span.action.kind for row in timeline.spans for span in row} | {
         part.kind for row in timeline.closing for part in row
     }
@@ -263,7 +251,7 @@ def _notes(data: Mapping[str, Any]) -> str:
         items.append(f"{' = '.join(tie['names'])}: one parameter, on stage {indices_text(tie['stages'])}")
     for stage in data["stages"]:
         if stage["recomputed"]:
-            items.append(f"stage {stage['index']} computes again: {', '.join(stage['recomputed'])}")
+            items.append(f"stage {stage['index']} recomputes: {', '.join(stage['recomputed'])}")
     for entry in data["inputs"]:
         readers = [stage["index"] for stage in data["stages"] if entry["name"] in stage["inputs"]]
         where = f"read by stage {indices_text(readers)}" if readers else "unused"

@@ -1,4 +1,4 @@
-"""What a step will take, as text: the parts of the printed report that come from the cost models.
+"""The prediction of a step, as text: the parts of the printed report that come from the cost models.
 
 predicted, search ──► Predicted, Step, Searched | communication a step | Runners-up, Assumed
 """
@@ -17,7 +17,7 @@ _LEAST = 1e-3
 
 
 def predicted_lines(data: Mapping[str, Any], seconds: float | None = None) -> list[tuple[str, str]]:
-    """Say what a step takes, its parts, and what was searched, which took ``seconds``."""
+    """Write the time of a step, its parts, and what was searched, which took ``seconds``."""
     predicted = data.get("predicted")
     lines = []
     if predicted is None and data.get("unpriced"):
@@ -84,14 +84,14 @@ def searched_text(search: Mapping[str, Any], seconds: float | None = None) -> st
 
 
 def communication_lines(data: Mapping[str, Any], width: int) -> list[str]:
-    """Write the communication of a step on a line of its own."""
+    """Write the communication of a step as a separate section."""
     predicted = data.get("predicted")
     text = communication_text(predicted) if predicted else ""
     return wrapped(text, width, " Communication a step   ", " " * 12) if text else []
 
 
 def communication_text(predicted: Mapping[str, Any]) -> str:
-    """Say by axis how long the busiest rank communicates in a step, and how much of it no computation hides."""
+    """Write by axis how long the busiest rank communicates in a step, and how much of it computation does not hide."""
     exposed = predicted["exposed_s"]
     return " · ".join(
         f"{axis} {seconds_text(seconds)} ({seconds_text(exposed.get(axis, 0.0))} exposed)"
@@ -100,9 +100,9 @@ def communication_text(predicted: Mapping[str, Any]) -> str:
 
 
 def runners_up(data: Mapping[str, Any], width: int) -> list[str]:
-    """Yield each runner-up, its step time, and where it loses time: on the same line where there is room."""
+    """Write each runner-up, its step time, and where it loses time: on the same line where that fits."""
     others = (data.get("search") or {}).get("alternatives", ())
-    rows = [(*named(other), *_beside(other, data["predicted"]), str(other["why_not"])) for other in others]
+    rows = [(*named(other), *_compared(other, data["predicted"]), str(other["why_not"])) for other in others]
     columns = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
     lines: list[str] = []
     for place, (mesh, schedule, seconds, more, why) in enumerate(rows):
@@ -111,9 +111,9 @@ def runners_up(data: Mapping[str, Any], width: int) -> list[str]:
         below = [why]
         if len(head) > width - 12:
             head, below = f"{mesh:<{columns[0]}}  {seconds:>{columns[2]}} {more:>{columns[3]}}", [schedule, why]
-        beside = len(below) == 1 and all(12 + sum(columns) + 5 + 2 + len(row[-1]) <= width for row in rows)
-        lines.append(f"{start}{head}{'  ' + why if beside else ''}")
-        lines += [] if beside else [line for text in below for line in wrapped(text, width, " " * 14, " " * 14)]
+        fits = len(below) == 1 and all(12 + sum(columns) + 5 + 2 + len(row[-1]) <= width for row in rows)
+        lines.append(f"{start}{head}{'  ' + why if fits else ''}")
+        lines += [] if fits else [line for text in below for line in wrapped(text, width, " " * 14, " " * 14)]
     return lines
 
 
@@ -137,28 +137,26 @@ def timeline_legend(data: Mapping[str, Any], timeline: Timeline) -> str:
     predicted = data.get("predicted")
     if not predicted:
         return f"{text}; times from flops, transfers free"
-    inside = {
-        axis: predicted["parts_s"].get(axis, 0.0)
-        for row in timeline.spans
-        for span in row
-        for axis, _ in span.collectives
-    }
-    taken = "".join(
-        f"; {axis} collectives, inside of actions, take {seconds_text(seconds)}" for axis, seconds in inside.items()
-    )
+    axes = dict.fromkeys(axis for row in timeline.spans for span in row for axis, _ in span.collectives)
+    inside = {axis: seconds_text(predicted["parts_s"].get(axis, 0.0)) for axis in axes}
+    taken = "".join(f"; {axis} collectives, inside of actions, take {seconds}" for axis, seconds in inside.items())
     return f"{text}; {seconds_text(timeline.length)} in all{taken}"
 
 
 def named(other: Mapping[str, Any]) -> tuple[str, str]:
     """Write the mesh and the schedule of an alternative."""
-    mesh = " · ".join(f"{axis} {degree}" for axis, degree in other["mesh"].items() if degree > 1) or "1 device"
     count = plural(other["microbatches"], "microbatch", "microbatches")
     schedule = f"{other['schedule']}, " if other["mesh"].get("pp", 1) > 1 else ""
-    return mesh, f"{schedule}{count} of {other['microbatch_size']}"
+    return mesh_text(other["mesh"]), f"{schedule}{count} of {other['microbatch_size']}"
 
 
-def _beside(other: Mapping[str, Any], predicted: Mapping[str, Any]) -> tuple[str, str]:
-    """Its seconds, and the difference to the plan's in percent."""
+def mesh_text(degrees: Mapping[str, int]) -> str:
+    """Write ``pp 2 · tp 4``."""
+    return " · ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "1 device"
+
+
+def _compared(other: Mapping[str, Any], predicted: Mapping[str, Any]) -> tuple[str, str]:
+    """Write the seconds of an alternative, and the difference to the plan's in percent."""
     seconds = other["step_time_s"]
     return seconds_text(seconds), f"({seconds / predicted['step_time_s'] - 1:+.1%})"
 
@@ -171,17 +169,13 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     run = [data["dtype"]]
     if data["mode"] == "train":
         run += [assumed["optimizer"], f"recomputation {assumed['recompute']}"]
-    return [
-        (
-            "Assumed",
-            f"{', '.join(run)}, operators {assumed['operators']}; device {assumed['device']} ({assumed['figures']})",
-        )
-    ]
+    device = f"{assumed['device']} ({assumed['figures']})"
+    return [("Assumed", f"{', '.join(run)}, operators {assumed['operators']}; device {device}")]
 
 
 def stage_columns(predicted: Mapping[str, Any]) -> list[tuple[str, str, str, float]]:
-    """For each stage: forward, backward, and its rank's peak memory (beside the rank's first stage alone) as text and
-    as a share."""
+    """Return for each stage forward, backward, and its rank's peak memory (for the rank's first stage only) as text and as a
+    share."""
     seen: set[int] = set()
     columns = []
     for stage in predicted["stages"]:

@@ -1,4 +1,4 @@
-"""The report: what the compiler decided and what it costs, as plain data, as text for a terminal, or as a page.
+"""The report: the compiler's decisions and their cost, as plain data, as text for a terminal, or as a page.
 
     program, plan, stages ──report_data──► a dictionary (kept in plan.json) ──render──► the printed report
                           search (kept in search.json) ──┘                  ──html────► report.html
@@ -19,6 +19,7 @@ from graphpar.report.page import html
 from graphpar.report.predicted import (
     assumed_lines,
     communication_lines,
+    mesh_text,
     predicted_lines,
     rank_names,
     runners_up,
@@ -27,29 +28,29 @@ from graphpar.report.predicted import (
 from graphpar.report.stages import stage_table
 from graphpar.report.trace import chrome_trace
 from graphpar.schedules.simulation import draw
-from graphpar.text import (
-    bytes_text,
-    compressed,
-    count_text,
-    indices_text,
-    kept,
-    listed,
-    place_text,
-    plural,
-    wrapped,
-)
+from graphpar.text import bytes_text, compressed, count_text, indices_text, kept, listed, place_text, plural, wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from graphpar.ir.plan import Plan
 
-__all__ = ["beside", "compile_json", "html", "plan_text", "render", "report_data", "timeline_of", "trace", "with_alone"]
+__all__ = [
+    "compile_json",
+    "html",
+    "plan_text",
+    "render",
+    "report_data",
+    "report_files",
+    "timeline_of",
+    "trace",
+    "with_alone",
+]
 
 WIDTH = 100
 
 
-def beside(data: Mapping[str, Any], plan: Plan) -> dict[str, str]:
+def report_files(data: Mapping[str, Any], plan: Plan) -> dict[str, str]:
     """Make the report's files, by name.
 
     ``search.json`` is there where the plan was searched, ``alone.json`` where one device was priced.
@@ -94,19 +95,14 @@ def render(data: Mapping[str, Any], console: Console, out: str | None = None, se
 def timeline_lines(data: Mapping[str, Any], width: int) -> list[str]:
     """Draw the step in time, one line for each pp rank, and a legend."""
     timeline = timeline_of(data)
-    names = (
-        rank_names(data)
-        if data["devices"] == data["mesh"]["pp"]
-        else [f"pp {rank}" for rank in range(data["mesh"]["pp"])]
-    )
-    return [f" {line}" for line in draw(timeline, width - 1, names)] + wrapped(
-        timeline_legend(data, timeline), width, " ", " "
-    )
+    ranks = data["mesh"]["pp"]
+    names = rank_names(data) if data["devices"] == ranks else [f"pp {rank}" for rank in range(ranks)]
+    legend = wrapped(timeline_legend(data, timeline), width, " ", " ")
+    return [f" {line}" for line in draw(timeline, width - 1, names)] + legend
 
 
 def trace(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a Chrome trace of the simulated step, a row for each pp rank; without a prediction its times are relative,
-    from flops."""
+    """Make a Chrome trace of the simulated step, a row for each pp rank; without a prediction times are relative, from flops."""
     return chrome_trace(timeline_of(data), rank_names(data), 1e6 if data.get("predicted") else None)
 
 
@@ -125,12 +121,11 @@ def _header(data: Mapping[str, Any]) -> str:
 
 
 def _plan_line(data: Mapping[str, Any]) -> tuple[str, str]:
-    degrees = [f"{axis} {degree}" for axis, degree in data["mesh"].items() if degree > 1] or ["1 device"]
     count, size = data["microbatches"], data["microbatch_size"]
     microbatches = plural(count, "microbatch", "microbatches")
-    schedule = f"{data['schedule']}, " if data["mesh"]["pp"] > 1 else ""  # without a pipeline it says nothing
+    schedule = f"{data['schedule']}, " if data["mesh"]["pp"] > 1 else ""  # meaningless without a pipeline
     made_for = f"; made for {data['made_for']}" if "made_for" in data else ""
-    plan = f"{' · '.join(degrees)}   {schedule}{microbatches} of {size} (global batch {data['global_batch']}){made_for}"
+    plan = f"{mesh_text(data['mesh'])}   {schedule}{microbatches} of {size} (global batch {data['global_batch']}){made_for}"
     return "Plan", plan
 
 
@@ -140,11 +135,8 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         flops = [stage["flops"] for stage in data["stages"]]
         mean = sum(flops) / len(flops)
         largest = max(range(len(flops)), key=flops.__getitem__)
-        ratio = f"{flops[largest] / mean if mean else 1:.2f}x the mean"
-        simulated = (
-            f"bubble {data['bubble_fraction']:.1%} · largest stage {largest}, {ratio} (from flops; transfers free)"
-        )
-        lines.append(("Simulated", simulated))
+        ratio = f"{flops[largest] / mean if mean else 1:.2f}x the mean (from flops; transfers free)"
+        lines.append(("Simulated", f"bubble {data['bubble_fraction']:.1%} · largest stage {largest}, {ratio}"))
     if data["mesh"]["pp"] > 1:
         lines.append(("In flight", f"at most {_in_flight(data)}"))
         lines.append(("Traffic", _traffic(data)))
@@ -173,11 +165,9 @@ def _in_flight(data: Mapping[str, Any]) -> str:
 
 
 def _traffic(data: Mapping[str, Any]) -> str:
-    forward = sum(value["bytes"] for stage in data["stages"] for value in stage["sends"]) * data["microbatches"]
-    backward = (
-        sum(value["bytes"] for stage in data["stages"] for value in stage["sends"] if value["requires_grad"])
-        * data["microbatches"]
-    )
+    sends = [value for stage in data["stages"] for value in stage["sends"]]
+    forward = sum(value["bytes"] for value in sends) * data["microbatches"]
+    backward = sum(value["bytes"] for value in sends if value["requires_grad"]) * data["microbatches"]
     gradients = f" · gradients back {bytes_text(backward)}" if backward else ""
     return f"activations {bytes_text(forward)}{gradients} a step, over all boundaries"
 
@@ -189,7 +179,7 @@ def _sent(value: Mapping[str, Any]) -> str:
 
 
 def _notes(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What stages send, tied parameters, recomputed values, and which stages read the inputs."""
+    """List what stages send, tied parameters, recomputed values, and which stages read the inputs."""
     lines: list[tuple[str, str]] = []
     sent: dict[str, list[int]] = {}
     for stage in data["stages"]:
@@ -224,7 +214,7 @@ def _on(word: str, stages: Sequence[int]) -> str:
 
 
 def _fields(lines: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Labels on the left, texts wrapped beside them; a label that repeats is printed once."""
+    """Print labels on the left and texts wrapped to their right; a label that repeats is printed once."""
     margin, previous = 12, ""
     printed: list[str] = []
     for label, text in lines:

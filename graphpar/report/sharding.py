@@ -1,10 +1,9 @@
-"""What a report says of a sharded program: specs of weights, and what each redistribution sends and costs.
+"""The data of a report on a sharded program: specs of weights, and the bytes and seconds of each redistribution.
 
     lowered program, plan ──sharding_data──► scopes: {name, count, in, out, rows: [{modules, spec, transitions}]}, totals, notes
 
-Prices are those of the step, so the lines add up to what the step says of an axis: a line counts for every instance of
-its block and every microbatch, and the step's figure is that of the busiest rank, which has the lines of its own
-stages.
+Prices are those of the step, so the lines add up to the step's figure for an axis: a line counts for every instance of its block and
+every microbatch, and the step's figure is that of the busiest rank, with the lines of its stages.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 def sharding_data(program: Program, plan: Plan, cluster: Cluster | None) -> dict[str, Any] | None:
     """Describe the sharding of the lowered ``program`` on the compute axes, as plain data; ``None`` where there is none.
 
-    ``cluster``: what the step is priced for; None where it has no price, and then redistributions have none either.
+    ``cluster``: the hardware that the step is priced for; None where it has no price, and then redistributions have none either.
     """
     if not plan.sharding.degrees:
         return None
@@ -38,15 +37,17 @@ def sharding_data(program: Program, plan: Plan, cluster: Cluster | None) -> dict
         "scopes": scopes,
         "transitions": sum(count for _, count in sent),
         "transitions_s": None if cluster is None else sum(row["seconds"] * count for row, count in sent),
-        "bytes": {
-            axis: sum(
-                (row["forward_bytes"] + row["backward_bytes"]) * count for row, count in sent if row["axis"] == axis
-            )
-            for axis in plan.sharding.degrees
-        },
+        "bytes": {axis: _bytes(sent, axis) for axis in plan.sharding.degrees},
         "discovered": {operator: list(rules) for operator, rules in plan.sharding.discovered.items()},
         "notes": reader.notes(),
     }
+
+
+def _bytes(sent: Sequence[tuple[Mapping[str, Any], int]], axis: str) -> float:
+    """Return the bytes that a rank sends over ``axis`` in a microbatch."""
+    rows = [(row["forward_bytes"] + row["backward_bytes"], count) for row, count in sent if row["axis"] == axis]
+    total: float = sum(nbytes * count for nbytes, count in rows)
+    return total
 
 
 class _Reader:
@@ -58,13 +59,14 @@ class _Reader:
         self.calls = [node for node in program.graph.nodes if node.op == "call_module"]
 
     def graphs(self) -> list[tuple[str, fx.Graph, int, str]]:
-        """Name, graph, how often it runs, and the path that its operators name; the root last."""
+        """Return (name, graph, number of instances, module path of its operators) of each block, and of the root last."""
         used = [str(node.meta["block"]) for node in self.calls]
         blocks = [self.program.blocks[name] for name in dict.fromkeys(used)]
         found = [(block.name, block.graph, used.count(block.name), block.path) for block in blocks]
         return [*found, ("", self.program.graph, 1, "")]
 
     def scopes(self) -> list[dict[str, Any]]:
+        """Return the data of each block, and of the root."""
         return [
             {
                 "name": name,
@@ -77,7 +79,7 @@ class _Reader:
         ]
 
     def _ends(self, graph: fx.Graph, op: str) -> str:
-        """Specs of a block's differentiable inputs or outputs."""
+        """Return the specs of a block's differentiable inputs or outputs."""
         nodes = [node for node in graph.nodes if node.op == op]
         nodes = nodes[0].all_input_nodes if op == "output" else nodes
         specs = [
@@ -90,7 +92,7 @@ class _Reader:
     # ---- rows ----
 
     def _rows(self, graph: fx.Graph, scope: str, base: str) -> list[dict[str, Any]]:
-        """A row for each module that has parameters or whose result is redistributed, in order of execution."""
+        """Return a row for each module that has parameters or whose result is redistributed, in order of execution."""
         rows: dict[str, dict[str, Any]] = {}
 
         def row(module: str) -> dict[str, Any]:
@@ -116,10 +118,10 @@ class _Reader:
         path = str(stack[-1][0]) if stack else ""
         if not base:
             return path
-        return path.removeprefix(f"{base}.") if path.startswith(f"{base}.") else ""  # what comes in is from elsewhere
+        return path.removeprefix(f"{base}.") if path.startswith(f"{base}.") else ""  # a block's input is from elsewhere
 
     def _sent(self, node: fx.Node, scope: str) -> dict[str, Any] | None:
-        """What a node sends, with the name of the value."""
+        """Return the collectives of a node, with the name of the value."""
         from graphpar.cost_models.sent import SENDING
         from graphpar.ir.program import operator_name
         from graphpar.operators.naming import value_name
@@ -145,15 +147,11 @@ class _Reader:
     # ---- notes ----
 
     def notes(self) -> list[str]:
-        """Losses whose logits are sharded, but gathered before the loss."""
+        """Return notes on losses whose logits are sharded, but gathered before the loss."""
         found = []
-        for _, graph, _, _ in self.graphs():
-            for node in graph.nodes:
-                if (
-                    getattr(node.target, "_schema", None) is None
-                    or "cross_entropy_loss" not in node.target._schema.name
-                ):
-                    continue
+        for node in (node for _, graph, _, _ in self.graphs() for node in graph.nodes):
+            schema = getattr(node.target, "_schema", None)
+            if schema is not None and "cross_entropy_loss" in schema.name:
                 gathered = _gathered(node.args[0])
                 if gathered is not None:
                     found.append(self._why_gathered(node, gathered))
@@ -180,7 +178,7 @@ def _spec(types: Mapping[str, Any]) -> str:
 
 
 def _gathered(node: Any) -> fx.Node | None:
-    """The gather of a sharded last dim from which ``node`` is computed, through operators on one tensor."""
+    """Return the gather of a sharded last dim from which ``node`` is computed, through operators on one tensor."""
     while getattr(node, "op", "") == "call_function":
         if "transition" in node.meta:
             source = node.meta["transition"][0]
@@ -193,7 +191,7 @@ def _gathered(node: Any) -> fx.Node | None:
 
 
 def _with_spec(row: dict[str, Any]) -> dict[str, Any]:
-    """The spec of a module is its largest parameter's: the weight's, not the bias's."""
+    """Add the spec of a module: that of its weight, else of its first parameter."""
     parameters = row["parameters"]
     weight = next((name for name in parameters if name.endswith("weight")), next(iter(parameters), None))
     return {**row, "spec": parameters[weight] if weight is not None else ""}
@@ -204,14 +202,8 @@ def _merged(rows: Sequence[dict[str, Any]], whole: str) -> list[dict[str, Any]]:
     merged: list[dict[str, Any]] = []
     for row in rows:
         last = merged[-1] if merged else None
-        plain = bool(row["parameters"])
-        if (
-            last is not None
-            and plain
-            and last["parameters"]
-            and last["spec"] == row["spec"]
-            and not last["transitions"]
-        ):
+        continues = last is not None and not last["transitions"] and last["spec"] == row["spec"]
+        if last is not None and continues and row["parameters"] and last["parameters"]:
             last["modules"] = [*last["modules"], *row["modules"]]
             last["parameters"] = {**last["parameters"], **row["parameters"]}
             last["transitions"] = row["transitions"]

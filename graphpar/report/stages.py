@@ -1,4 +1,4 @@
-"""The table of stages in a printed report: a row for each stage, with names whole however narrow the terminal is.
+"""The table of stages in a printed report: a row for each stage, with whole names even in narrow terminals.
 
 Stage  ranks  modules             params     fwd     bwd  memory
     0    0-1  embed, layers.0-3   62.2 M  229 ms  428 ms  █▏            1.09 GiB
@@ -14,14 +14,13 @@ from graphpar.text import count_text, flops_text, indices_text, wrapped
 
 BAR = 12
 _LEAST = 20
-"""Modules in fewer columns than this stand below their row instead."""
+"""Modules that would have fewer columns than this are below their row instead."""
 
 
 def stage_table(data: Mapping[str, Any], width: int) -> list[str]:
-    """Make the table: with a prediction, each stage's times and its rank's memory beside the device's; else its share
-    of the flops."""
+    """Make the table: with a prediction, each stage's times and its rank's memory; else its share of the flops."""
     stages, predicted = data["stages"], data.get("predicted")
-    together = data["devices"] // data["mesh"]["pp"]  # ranks that hold a stage, each its pieces
+    together = data["devices"] // data["mesh"]["pp"]  # ranks that hold shards or replicas of a stage
     places = [indices_text(range(stage["rank"] * together, (stage["rank"] + 1) * together)) for stage in stages]
     left = [
         ("Stage", "rank" if together == 1 else "ranks"),
@@ -31,7 +30,7 @@ def stage_table(data: Mapping[str, Any], width: int) -> list[str]:
     if predicted is None:
         right = _flops_columns(stages) if "flops" in stages[0] else [()] * (len(stages) + 1)
     else:
-        right = _time_columns(stages, predicted)
+        right = _time_columns(predicted)
     room = _room(left, right, width)
     words = max(len(word) for text in modules for word in text.split(" "))
     if right[0] and room < max(words, _LEAST):  # bars go first
@@ -43,7 +42,7 @@ def stage_table(data: Mapping[str, Any], width: int) -> list[str]:
 
 
 def _room(left: Sequence[Sequence[str]], right: Sequence[Sequence[str]], width: int) -> int:
-    """Columns that are left for modules."""
+    """Return the number of columns that are left for modules."""
     return width - 1 - sum(size + 2 for size in (*_sizes(left), *_sizes(right)))
 
 
@@ -54,7 +53,7 @@ def _sizes(rows: Sequence[Sequence[str]]) -> list[int]:
 def _laid_out(
     left: Sequence[Sequence[str]], modules: Sequence[str], right: Sequence[Sequence[str]], room: int, width: int
 ) -> list[str]:
-    """Modules in ``room`` columns beside the rest, or below it where there are none."""
+    """Lay out the rows, with modules in ``room`` columns, or below each row where ``room`` is 0."""
     before, after = _sizes(left), _sizes(right)
     column = min(room, max(map(len, modules)))
     lines = []
@@ -81,7 +80,7 @@ def _flops_columns(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]
     return [("params", "forward", "share"), *rows]
 
 
-def _time_columns(stages: Sequence[Mapping[str, Any]], predicted: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _time_columns(predicted: Mapping[str, Any]) -> list[tuple[str, ...]]:
     columns = stage_columns(predicted)
     backward = any(column[1] for column in columns)
     rows = []

@@ -36,7 +36,7 @@ def chrome_trace(timeline: Timeline, names: Sequence[str] | None = None, scale: 
         events.append({"name": "thread_name", "args": {"name": name}, **place})
         events.append({"name": "thread_sort_index", "args": {"sort_index": rank}, **place})
         for span in row:
-            events += [_slice(span, rank, factor), *_collectives(span, rank, factor)]
+            events += [_action(span, rank, factor), *_collectives(span, rank, factor)]
     for rank, closing in enumerate(timeline.closing):
         events += [_segment(segment, rank, factor) for segment in closing]
     return {
@@ -51,47 +51,33 @@ def chrome_trace(timeline: Timeline, names: Sequence[str] | None = None, scale: 
     }
 
 
-def _slice(span: Span, rank: int, factor: float) -> dict[str, Any]:
-    action = span.action
-    return {
-        "name": str(action),
-        "cat": KINDS[action.kind][1],
-        "ph": "X",
-        "ts": span.start * factor,
-        "dur": (span.end - span.start) * factor,
-        "pid": 0,
-        "tid": rank,
-        "args": {"stage": action.stage, "microbatch": action.microbatch, "step": span.step},
-    }
+def _slice(rank: int, name: str, category: str, start: float, seconds: float) -> dict[str, Any]:
+    """Return a slice in the row of ``rank``; ``start`` and ``seconds`` are in microseconds."""
+    return {"name": name, "cat": category, "ph": "X", "ts": start, "dur": seconds, "pid": 0, "tid": rank}
+
+
+def _action(span: Span, rank: int, factor: float) -> dict[str, Any]:
+    action, seconds = span.action, (span.end - span.start) * factor
+    event = _slice(rank, str(action), KINDS[action.kind][1], span.start * factor, seconds)
+    return event | {"args": {"stage": action.stage, "microbatch": action.microbatch, "step": span.step}}
 
 
 def _collectives(span: Span, rank: int, factor: float) -> Iterator[dict[str, Any]]:
-    """They end with the action."""
+    """Yield the collectives inside of an action, drawn at its end."""
     start = span.end - sum(seconds for _, seconds in span.collectives)
     for axis, seconds in span.collectives:
-        place = {"ph": "X", "ts": start * factor, "dur": seconds * factor, "pid": 0, "tid": rank}
-        yield {
-            "name": f"{axis} collectives",
-            "cat": "collective",
-            **place,
-            "args": {"axis": axis, "action": str(span.action)},
-        }
+        event = _slice(rank, f"{axis} collectives", "collective", start * factor, seconds * factor)
+        yield event | {"args": {"axis": axis, "action": str(span.action)}}
         start += seconds
 
 
 def _segment(segment: Segment, rank: int, factor: float) -> dict[str, Any]:
-    place = {
-        "ph": "X",
-        "ts": segment.start * factor,
-        "dur": (segment.end - segment.start) * factor,
-        "pid": 0,
-        "tid": rank,
-    }
-    return {"name": CLOSINGS[segment.kind][1], "cat": segment.kind, **place}
+    seconds = (segment.end - segment.start) * factor
+    return _slice(rank, CLOSINGS[segment.kind][1], segment.kind, segment.start * factor, seconds)
 
 
 def _arrows(timeline: Timeline, factor: float) -> list[dict[str, Any]]:
-    """A flow from the start of the slice that sends to the start of the one that uses it: where viewers look for both."""
+    """Return a flow for each transfer, from the start of the sending slice to the start of the receiving one, as viewers want."""
     starts = {
         (span.action.stage, span.action.kind == "F", span.action.microbatch): span.start
         for row in timeline.spans

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Turns:
-    """``cores`` shared by the ranks that compute; a rank of the simulation stands for ``ranks`` that do the same at the
-    same time.
+class SharedCores:
+    """The cores of a machine that its ranks share.
 
-    ``shares``: for each stage, the share of an action's time that takes a core; the rest (collectives) takes none.
+    Attributes:
+        cores: shared by the ranks that compute.
+        ranks: how many ranks each rank of the simulation represents; they do the same at the same time.
+        shares: for each stage, the share of an action's time that needs a core; the rest (collectives) needs none.
     """
 
     cores: float
@@ -28,15 +30,16 @@ class Turns:
         return min(1.0, self.cores / (self.ranks * computing)) if computing else 1.0
 
 
-def ends_in_turns(
-    durations: Sequence[float], shares: Sequence[float], before: Sequence[int], needs: Sequence[int], turns: Turns
+def ends_on_shared_cores(
+    durations: Sequence[float], shares: Sequence[float], before: Sequence[int], needs: Sequence[int], cores: SharedCores
 ) -> list[float]:
     """Compute when each node ends. Node 0 is the start; a node starts when the nodes ``before`` it and those that it
     ``needs`` have ended.
 
     Args:
         durations: of each node, alone on the machine.
-        shares: of a node's duration that takes a core; it comes first.
+        shares: the share of each node's duration that needs a core, at its beginning.
+        cores: how the nodes that need a core share them.
     """
     count = len(durations)
     followers: list[list[int]] = [[] for _ in range(count)]
@@ -50,7 +53,7 @@ def ends_in_turns(
     computing: dict[int, float] = {}  # seconds left
     others: dict[int, float] = {0: 0.0}
     while computing or others:
-        speed = turns.speed(len(computing))
+        speed = cores.speed(len(computing))
         passed = min(
             min((left / speed for left in computing.values()), default=float("inf")),
             min(others.values(), default=float("inf")),

@@ -73,12 +73,20 @@ class Order:
 
 
 def check_deadlock(table: ActionTable) -> None:
-    """Raise if a rank waits forever: for a later action of its own, or in a circle of ranks."""
+    """Check that no rank waits forever.
+
+    Raises:
+        GraphparError: a rank waits for one of its later actions, or ranks wait for each other in a circle.
+    """
     order_of(table)
 
 
 def order_of(table: ActionTable) -> Order:
-    """Order the actions of ``table`` and their transfers; raises if a rank waits forever."""
+    """Order the actions of ``table`` and their transfers.
+
+    Raises:
+        GraphparError: a rank waits forever, or a stage is on several ranks.
+    """
     builder = _Builder(table, _homes(table))
     queue = deque(range(table.ranks))
     while queue:
@@ -117,7 +125,7 @@ class _Builder:
         self.steps_of: list[list[int]] = [[] for _ in table.rows]
 
     def advance(self, rank: int) -> list[int]:
-        """Run ``rank`` until it waits; returns the ranks that waited for what it has made."""
+        """Run ``rank`` until it waits, and return the ranks that waited for its results."""
         row, step, woken = self.table.rows[rank], self.step_of[rank], list[int]()
         while step < len(row):
             cell = row[step]
@@ -131,7 +139,7 @@ class _Builder:
         return woken
 
     def _arrivals(self, cell: Action | Pair, rank: int) -> list[int] | None:
-        """The transfers that ``cell`` waits for, or None when one of its needs isn't made yet; then ``rank`` is noted."""
+        """Return the transfers that ``cell`` waits for; None when a result does not exist yet, for which ``rank`` then waits."""
         arrivals = []
         for need in needs_of(cell, self.stages - 1):
             node = self.made.get(need)
@@ -162,7 +170,7 @@ class _Builder:
             self.nodes[6 * gate + 3], self.second_sent[gate] = transfers
 
     def _leave(self, action: Action, rank: int, end: int, transfers: list[int], woken: list[int]) -> None:
-        """The result of ``action``, sent to the rank of the next stage where that is another one."""
+        """Send the result of ``action`` to the rank of the next stage, where that is another one."""
         forward = action.kind == "F"
         result: _Result = (action.stage, "F" if forward else "B", action.microbatch)
         to = action.stage + (1 if forward else -1)
@@ -180,7 +188,7 @@ class _Builder:
         return self._node(rank, need, self.gate_price)
 
     def _node(self, rank: int, need: int, price: int) -> int:
-        """The next node in the time of ``rank``."""
+        """Add the next node of ``rank``."""
         node = self._add(self.last[rank], need, START, self.last_sent[rank], price, rank)
         self.last[rank] = self.last_sent[rank] = node
         return node
@@ -191,6 +199,7 @@ class _Builder:
         return self.count - 1
 
     def finish(self) -> Order:
+        """Return the order of all nodes so far."""
         previous, needs, link, sent, price, rank = np.array(self.nodes).reshape(-1, 6).T.copy()
         return Order(
             table=self.table,

@@ -6,9 +6,9 @@
                                 │                                    │
                                 └─stage_ranks: stage -> rank         └─action_table ─► validate, simulate, draw
 
-The tables come from torch's own schedule classes, so what is checked and drawn is what runs; schedules that torch lacks
-(:mod:`graphpar.schedules.zero_bubble`) run as tables. The user's own tables
-are in :mod:`graphpar.schedules.table`, what they cost in :mod:`graphpar.schedules.simulation`; both are exported here too.
+The tables come from torch's own schedule classes, so the checked and drawn schedule is the one that runs; those that torch lacks
+(:mod:`graphpar.schedules.zero_bubble`) run as tables. The user's own tables are in :mod:`graphpar.schedules.table`, what
+they cost in :mod:`graphpar.schedules.simulation`.
 """
 
 from __future__ import annotations
@@ -20,76 +20,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Literal
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.schedules.order import Order, check_deadlock, order_of
-from graphpar.schedules.simulation import (
-    Memory,
-    Span,
-    Timeline,
-    Transfer,
-    Transfers,
-    draw,
-    in_flight,
-    peak_in_flight,
-    simulate,
-    simulate_actions,
-    with_ends,
-)
-from graphpar.schedules.table import (
-    KINDS,
-    Action,
-    ActionTable,
-    Cell,
-    Kind,
-    Pair,
-    format_table,
-    forwards,
-    load_table,
-    make_table,
-    parse_table,
-    validate_table,
-)
+from graphpar.schedules.order import Order, order_of
+from graphpar.schedules.table import KINDS, Action, ActionTable, Cell, Pair, make_table
 from graphpar.schedules.zero_bubble import handcrafted
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _Action
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "ActionTable",
-    "Cell",
-    "Kind",
-    "Memory",
-    "Order",
-    "Pair",
-    "Schedule",
-    "Span",
-    "Timeline",
-    "Transfer",
-    "Transfers",
-    "action_order",
-    "action_table",
-    "bubble_warning",
-    "canonical_name",
-    "check_deadlock",
-    "check_legal",
-    "draw",
-    "format_table",
-    "forwards",
-    "get_schedule",
-    "in_flight",
-    "legal_microbatches",
-    "load_table",
-    "make_table",
-    "order_of",
-    "parse_table",
-    "peak_in_flight",
-    "simulate",
-    "simulate_actions",
-    "stage_ranks",
-    "validate_table",
-    "with_ends",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +132,11 @@ def get_schedule(name: str) -> Schedule:
 
 
 def check_legal(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> None:
-    """Raise, with a legal proposal, what torch's constructor would raise (or overlook) once all ranks run."""
+    """Check stages and microbatches before all ranks run, where torch's constructor would refuse (or overlook) them.
+
+    Raises:
+        GraphparError: they are not legal; the message proposes numbers that are.
+    """
     row = _check_stages(schedule, pp, stages_per_rank)
     _check_count("microbatches", microbatches)
     stages = pp * stages_per_rank
@@ -224,8 +164,7 @@ def bubble_warning(
     """Advise where a legal choice has fewer microbatches than stages, which cannot fill the pipeline; else ``None``.
 
     Args:
-        rows: that may be split into microbatches; only a count that divides them and that the schedule allows is
-            advised. None: no count is.
+        rows: of the batch that is split; only a legal count that divides them is advised. None: no count is.
     """
     stages = pp * stages_per_rank
     if microbatches >= stages:
@@ -272,7 +211,7 @@ def _check_stages(schedule: str, pp: int, stages_per_rank: int) -> Schedule:
 
 
 def _nearest_counts(row: Schedule, pp: int, stages: int, microbatches: int) -> list[int]:
-    """The nearest legal counts below and above; above there always is one."""
+    """Return the nearest legal counts below and above; above there always is one."""
     legal = row.microbatches.accepts
     below = next((count for count in range(microbatches - 1, 0, -1) if legal(pp, stages, count)), None)
     above = microbatches + 1
@@ -285,8 +224,11 @@ def _nearest_counts(row: Schedule, pp: int, stages: int, microbatches: int) -> l
 
 
 def action_table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> ActionTable:
-    """Make the table of what every rank runs. Schedules of torch come from torch's classes (without a process group),
-    which imports torch."""
+    """Make the table of what every rank runs; for schedules of torch this imports torch.
+
+    Raises:
+        GraphparError: the numbers are not legal for the schedule, or torch refuses them.
+    """
     check_legal(schedule, pp, stages_per_rank, microbatches)
     return _action_table(canonical_name(schedule), pp, stages_per_rank, microbatches)
 
@@ -326,7 +268,7 @@ def _action_order(name: str, pp: int, stages_per_rank: int, microbatches: int) -
 
 
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Cell]:
-    """What ``Schedule1F1B`` steps through: warm-up forwards, a backward and a forward in turn, the other backwards."""
+    """Return the actions of ``Schedule1F1B``: warm-up forwards, alternating backwards and forwards, the remaining backwards."""
     warm_up = min(microbatches, pp - rank)
     cells: list[Cell] = [Action(rank, "F", microbatch) for microbatch in range(warm_up)]
     for microbatch in range(microbatches):
@@ -337,10 +279,10 @@ def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Cel
 
 
 def _listed_by_torch(name: str, pp: int, microbatches: int, stages_per_rank: int) -> list[list[_Action | None]]:
-    """The actions of each rank, from the constructor of torch's class.
+    """Return the actions of each rank, from the constructor of torch's class.
 
-    It asks stages for their number and place alone. (``torch.distributed.pipelining._schedule_visualizer`` does the
-    same with mocks of whole stages and with the sends and receives added, which takes ten times as long.)
+    It asks stages only for their number and index. (``torch.distributed.pipelining._schedule_visualizer`` does the same
+    with mocks of whole stages, and adds sends and receives, which takes ten times as long.)
     """
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
@@ -355,7 +297,7 @@ def _listed_by_torch(name: str, pp: int, microbatches: int, stages_per_rank: int
 
 
 def _reduces_gradients(cell: _Action | None) -> bool:
-    """The single-stage schedules list this data-parallel step too; the others add it on lowering."""
+    """Return whether a cell is the data-parallel reduction, which only torch's single-stage schedules list."""
     return cell is not None and cell.computation_type.value == "REDUCE_GRAD"
 
 

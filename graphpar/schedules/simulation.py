@@ -13,7 +13,7 @@ others when the action has ended, and crosses ranks as :class:`Transfers` says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.errors import GraphparError
-from graphpar.schedules.core_sharing import Turns, ends_in_turns
+from graphpar.schedules.core_sharing import SharedCores, ends_on_shared_cores
 from graphpar.schedules.order import KIND_ORDER, Order, order_of
 from graphpar.schedules.table import Action, ActionTable
 
@@ -33,9 +33,9 @@ class Transfers:
     """The time of sending a result to a stage on another rank; between stages of one rank it is free.
 
     ``forward[i]`` is the time of stage i's activations to stage i + 1, ``backward[i]`` that of the gradients from stage
-    i + 1 back to stage i: one less than there are stages. The receiver waits for them; the sender goes on, unless
-    ``sender_waits`` until they have arrived. ``one_at_a_time``: a link from one rank to another carries one transfer
-    after the other, in the order in which they were sent, and the other direction beside it.
+    i + 1 back to stage i: one fewer than there are stages. The receiver waits for them; the sender continues, unless
+    ``sender_waits``. ``one_at_a_time``: a link from one rank to another carries one transfer after the other, in the
+    order in which they were sent; both directions work at the same time.
     """
 
     forward: Sequence[float]
@@ -120,15 +120,17 @@ def simulate(
     *,
     input_backward: Sequence[float] | None = None,
     transfers: Transfers | None = None,
-    turns: Turns | None = None,
+    cores: SharedCores | None = None,
     spans: bool = True,
 ) -> Timeline:
     """Simulate the table with these costs per stage; transfers are free unless given.
 
     ``backward`` is the whole backward, the cost of ``B``. ``weight`` is the cost of ``W`` (half of the backward, when
-    not given), ``input_backward`` that of ``I`` (what ``weight`` leaves of the backward). Any unit of time. With
-    ``turns`` an action takes longer where ranks outnumber cores. Without ``spans`` it is faster and gives the sums alone.
-    Raises on a table that deadlocks.
+    not given), ``input_backward`` that of ``I`` (the backward minus ``weight``). Any unit of time. With ``cores`` an
+    action takes longer where ranks outnumber cores. Without ``spans`` only the sums are computed, which is faster.
+
+    Raises:
+        GraphparError: the table deadlocks, or a cost is missing, negative or infinite.
     """
     order = table if isinstance(table, Order) else order_of(table)
     weight = [cost / 2 for cost in backward] if weight is None else weight
@@ -148,33 +150,7 @@ def simulate(
     prices = {"F": forward, "B": backward, "I": input_backward, "W": weight}
     price = np.zeros(order.gate_price + 1)
     price[: order.first_transfer_price] = [cost for kind in KIND_ORDER for cost in prices[kind]]
-    return _timeline(order, price[order.price], transfers, spans, turns)
-
-
-def simulate_actions(
-    table: ActionTable | Order,
-    cost: Callable[[Action], float],
-    *,
-    transfers: Transfers | None = None,
-    spans: bool = True,
-) -> Timeline:
-    """Simulate as :func:`simulate` does, with a cost for each action, which may differ by microbatch; slower."""
-    order = table if isinstance(table, Order) else order_of(table)
-    durations = np.zeros(len(order.price))
-    for nodes, actions in zip(order.actions_of, _actions(order)):
-        for node, action in zip(nodes.tolist(), actions):
-            durations[node] = given = cost(action)
-            if not (math.isfinite(given) and given >= 0):
-                raise GraphparError(f"the cost of {action} is {given}; it must be finite and not negative")
-    return _timeline(order, durations, transfers, spans)
-
-
-def with_ends(costs: Sequence[float], first: float = 0.0, last: float = 0.0) -> list[float]:
-    """Add to ``costs`` of stages what the first (embedding) and the last (loss) do besides."""
-    added = list(costs)
-    added[0] += first
-    added[-1] += last
-    return added
+    return _timeline(order, price[order.price], transfers, spans, cores)
 
 
 def _check_costs(name: str, values: Sequence[float], count: int, unit: str = "stage", units: str = "stages") -> None:
@@ -186,9 +162,9 @@ def _check_costs(name: str, values: Sequence[float], count: int, unit: str = "st
 
 
 def _timeline(
-    order: Order, durations: Array, transfers: Transfers | None, spans: bool, turns: Turns | None = None
+    order: Order, durations: Array, transfers: Transfers | None, spans: bool, cores: SharedCores | None = None
 ) -> Timeline:
-    """Run the nodes: each starts when what is before it and what it needs have ended."""
+    """Run the nodes: each starts when the node before it and the node it needs have ended."""
     is_transfer = order.rank < 0
     before, needs = order.previous, order.needs
     if transfers is not None:
@@ -199,19 +175,19 @@ def _timeline(
             needs[list(order.second_sent)] = list(order.second_sent.values())
         if transfers.one_at_a_time:
             before = np.where(is_transfer, order.link, before)
-    if turns is None:
+    if cores is None:
         ends = _ends(durations, before, needs)
     else:
-        on_core = np.append(np.tile(turns.shares, len(KIND_ORDER)), np.zeros(2 * order.stages + 1))
+        on_core = np.append(np.tile(cores.shares, len(KIND_ORDER)), np.zeros(2 * order.stages + 1))
         shares = np.where(is_transfer, 0.0, on_core[order.price])
-        ends = ends_in_turns(durations.tolist(), shares.tolist(), before.tolist(), needs.tolist(), turns)
+        ends = ends_on_shared_cores(durations.tolist(), shares.tolist(), before.tolist(), needs.tolist(), cores)
 
     end = np.array(ends)
     start = np.maximum(end[before], end[needs])
-    if turns is not None:
+    if cores is not None:
         durations = end - start
     busy = np.bincount(order.rank[~is_transfer], durations[~is_transfer], order.table.ranks)
-    # A rank's input was on its way from the time when both the action that computes it and the rank's last action had ended.
+    # A rank waits for its input from when both the action that computes it and its own last action have ended.
     ready = np.maximum(end[order.previous], end[order.needs][order.needs])
     waiting = np.bincount(order.rank[~is_transfer], (start - ready)[~is_transfer], order.table.ranks)
     makespan = float(end.max(initial=0.0, where=~is_transfer))
@@ -251,7 +227,7 @@ def _price_transfers(order: Order, durations: Array, transfers: Transfers) -> No
 
 
 def _actions(order: Order) -> list[list[Action]]:
-    """Each rank's actions in its order, the parts of a pair one by one."""
+    """Return each rank's actions in order, the parts of a pair one by one."""
     return [[action for cell in row if cell is not None for action in cell.parts] for row in order.table.rows]
 
 
@@ -276,7 +252,7 @@ def _transfer_nodes(order: Order) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a rank keeps of its microbatches after each of its actions, and the peak, first reached at number ``at``."""
+    """The activations that a rank keeps after each of its actions, and their peak, first reached after action ``at``."""
 
     after: tuple[float, ...]
     peak: float
@@ -288,9 +264,9 @@ def in_flight(
 ) -> tuple[Memory, ...]:
     """Compute for each rank what its forwards keep for backwards that have yet to run: bytes, or a count without ``saved``.
 
-    ``saved[stage]`` is what a forward leaves, freed by B. Where the backward is split, ``for_weight[stage]`` of it stay
-    from I to the end of W: all, when not given; more than ``saved`` where I keeps gradients for W besides. Depends on
-    the order alone, not on costs: number ``n`` is also that of the rank's span in a :class:`Timeline`.
+    ``saved[stage]`` is kept from a forward until B. Where the backward is split, ``for_weight[stage]`` of it stays from I
+    to the end of W: all, when not given; more than ``saved`` where I also keeps gradients for W. The result depends on the
+    order, not on costs: action ``n`` of a rank is also its span ``n`` in a :class:`Timeline`.
     """
     order = table if isinstance(table, Order) else order_of(table)
     whole = [1] * order.stages if saved is None else list(saved)
@@ -325,7 +301,7 @@ CLOSINGS = {
 }
 """For each kind of :class:`Segment`, its letter in a drawing and its description."""
 _MOST = 4
-"""The most columns of a segment after the actions: the drawing shows its order, the report's figures its length."""
+"""The most columns of a segment after the actions: the drawing shows the order, the report's figures the lengths."""
 
 
 def draw(timeline: Timeline, width: int = 100, names: Sequence[str] | None = None) -> list[str]:

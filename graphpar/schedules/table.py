@@ -128,7 +128,11 @@ def format_table(table: ActionTable) -> str:
 
 
 def parse_table(text: str) -> ActionTable:
-    """Read what :func:`format_table` writes; spaces around a token and blank lines at the end are allowed."""
+    """Read what :func:`format_table` writes; spaces around a token and blank lines at the end are allowed.
+
+    Raises:
+        GraphparError: the text is empty, or a token is no action.
+    """
     rows = [
         [parse_cell(token, rank, step) for step, token in enumerate(line)]
         for rank, line in enumerate(csv.reader(io.StringIO(text.rstrip() + "\n"), strict=False))
@@ -140,7 +144,11 @@ def parse_table(text: str) -> ActionTable:
 
 
 def parse_cell(token: str, rank: int, step: int) -> Cell:
-    """One token of the row of ``rank``; the position is only for the message."""
+    """Parse one token; ``rank`` and ``step`` are for the message.
+
+    Raises:
+        GraphparError: the token is no action and no pair of actions.
+    """
     token = token.strip()
     if not token:
         return None
@@ -196,8 +204,11 @@ def load_table(path: str | Path) -> ActionTable:
 def validate_table(table: ActionTable, stages: int, microbatches: int) -> None:
     """Check that each stage is on one rank and runs each microbatch forward once and backward once, in a possible order.
 
-    The same rules as torch's ``_validate_schedule``, and those it leaves out (repeats, B beside I and W). Whether
-    ranks wait for one another forever is checked by :func:`~graphpar.schedules.order.check_deadlock`.
+    These are the rules of torch's ``_validate_schedule``, and those it leaves out (repeats, B together with I and W).
+    Deadlocks are found by :func:`~graphpar.schedules.order.check_deadlock`.
+
+    Raises:
+        GraphparError: a rule is broken; the message has the rank and the step.
     """
     rank_of: dict[int, int] = {}
     seen: set[Action] = set()

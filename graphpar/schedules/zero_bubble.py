@@ -30,9 +30,8 @@ from graphpar.schedules.table import Action, ActionTable, Cell, make_table
 def handcrafted(pp: int, microbatches: int, lead: int) -> ActionTable:
     """Make the tables of ZB-H1 (``lead`` 1) and ZB-H2 (``lead`` 2): section 2.3 of the paper.
 
-    Rank r runs ahead by 1 + lead (p - 1 - r) forwards; then an input backward and a forward take turns, and the W of
-    a microbatch comes lead r input backwards after its own, so that every rank holds at most 1 + lead (p - 1)
-    activations.
+    Rank r runs 1 + lead (p - 1 - r) forwards ahead; then input backwards and forwards alternate, and the W of a microbatch
+    runs lead r input backwards after its own, so that every rank holds at most 1 + lead (p - 1) activations.
     """
     return make_table([list(_handcrafted_rank(rank, pp, microbatches, lead)) for rank in range(pp)])
 
@@ -109,14 +108,14 @@ def _length(timeline: Timeline) -> tuple[float, float]:
 @dataclass(frozen=True, slots=True)
 class _Rules:
     lead: float  # rank r starts at most 1 + lead (p - 1 - r) forwards before its first input backward
-    backward_first: bool  # else forwards and input backwards take turns where both can run
-    patience: float  # W fills a gap of at least this part of it, and every gap of unknown length
+    backward_first: bool  # else forwards and input backwards alternate where both can run
+    patience: float  # W fills gaps of at least this part of its length, and gaps of unknown length
     limit: float
     for_weight: float
 
 
 class _Greedy:
-    """All ranks in time: whenever one is free or something arrives, it takes the next action by the rules."""
+    """A simulation of all ranks: whenever one is free or a result arrives, it takes the next action by the rules."""
 
     def __init__(self, microbatches: int, costs: StageCosts, rules: _Rules) -> None:
         pp = len(costs.forward)
@@ -126,10 +125,11 @@ class _Greedy:
         self.arrivals: dict[str, list[list[float]]] = {"F": [[] for _ in range(pp)], "I": [[] for _ in range(pp)]}
         self.arrivals["F"][0] = [0.0] * microbatches
         self.free = [0.0] * pp
-        self.turn = ["I"] * pp
+        self.following = ["I"] * pp  # the kind that is preferred next
         self.events = [(0.0, rank) for rank in range(pp)]
 
     def table(self) -> ActionTable:
+        """Run all ranks, and return what they ran."""
         while self.events:
             time, rank = heappop(self.events)
             if time < self.free[rank]:
@@ -140,7 +140,7 @@ class _Greedy:
         return make_table(self.cells)
 
     def _arrival(self, kind: str, rank: int) -> float | None:
-        """When the next action of ``kind`` can start, as far as it is known."""
+        """Return when the next action of ``kind`` can start; None where that is not known yet."""
         known, number = self.arrivals[kind][rank], self.done[kind][rank]
         return known[number] if number < len(known) else None
 
@@ -154,8 +154,8 @@ class _Greedy:
         forward = self._arrival("F", rank) if open_ else None
         forward_now = forward is not None and forward <= time
         if backward is not None and backward <= time:
-            takes_turn = not rules.backward_first and self.turn[rank] == "F" and forward_now and fits
-            return "F" if takes_turn else "I"
+            prefers_forward = not rules.backward_first and self.following[rank] == "F" and forward_now and fits
+            return "F" if prefers_forward else "I"
         if forward_now and fits:
             return "F"
         if weights == inputs:
@@ -172,7 +172,7 @@ class _Greedy:
         self.done[kind][rank] += 1
         self.free[rank] = end = time + duration
         if kind != "W":
-            self.turn[rank] = "I" if kind == "F" else "F"
+            self.following[rank] = "I" if kind == "F" else "F"
         heappush(self.events, (end, rank))
         if kind == "F" and rank == self.last:
             self.arrivals["I"][rank].append(end)

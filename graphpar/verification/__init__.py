@@ -1,12 +1,12 @@
-"""``verify``: the emitted program against the unpartitioned model, each step on data of its own.
+"""``verify``: compare the emitted program with the unpartitioned model, each step on different data.
 
     example ──► batches      a batch a step; the first is the example's
     model, batches ──► reference    eager, one process ──► losses, gradients, parameters, buffers ─┐
     out/,  batches ──► every rank, gloo processes      ──► the same, shards joined, every replica  ┴─ comparison
                                                                                 unclear ──► both again in float64
 
-SGD with momentum, because Adam hides a gradient that is wrong by a factor. The last optimizer step takes the gradients of two
-batches, added up and clipped.
+The optimizer is SGD with momentum, because Adam hides a gradient that is wrong by a factor. Its last step takes the gradients of two
+batches, accumulated and clipped.
 """
 
 from graphpar.verification.comparison import Difference, Verification, compare

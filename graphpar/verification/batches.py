@@ -1,16 +1,16 @@
-"""The batches of the steps: the first is the example, each later one has other data, made from the example's.
+"""The batches of the steps: the first is the example, later ones have other data, made from the example's.
 
-    rows      every batch draws rows of the example again, the same of every input, so that rows that belong together stay together
-    values    and then changes values in ways that the input's own values show to be safe:
-                  integers          each place takes its value from any row (ids of a column stay below what the column allows)
-                  ... with one      -100 and its like: ignored places vary in position and number, one row is ignored entirely
+    rows      every batch draws rows of the example, the same ones for every input, so that corresponding rows stay together
+    values    and then changes values in ways that are safe by the example's values:
+                  integers          each element takes its value from any row (ids of a column stay in the column's range)
+                  ... with one      such as -100: ignored elements vary in position and number, one row is ignored entirely
                   negative value
                   zeros and ones    a mask keeps its form: ones up to some length, or from there on, or as many as before
-                  real numbers      a mixture of two rows: sums to one, order, signs and ranges hold
-              unchanged: what rises along each row (offsets, positions), two other values (an additive mask),
-                  infinities, inputs without a batch
+                  real numbers      a mixture of two rows: sums to one, order, signs and ranges are kept
+              unchanged: inputs that rise along each row (offsets, positions), that have two other values (an additive mask), or
+                  infinities, and inputs without a batch
 
-A model may take only what the example shows. Then ``values`` raises or gives nan, and the reference goes on with ``rows``.
+A model may accept only values like the example's. Then ``values`` raises or gives nan, and the reference continues with ``rows``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ IGNORED = -100
 class Variation:
     """How the later batches are made.
 
-    ``ignored``: one row is ignored entirely, and integers that the loss counts get ignored places even if the example has none.
+    ``ignored``: one row is ignored entirely, and labels that the loss denominators depend on get ignored elements even if the example
+    has none.
     """
 
     rows: bool
@@ -41,17 +42,20 @@ class Variation:
 
 
 VARIATIONS = (
-    Variation(True, True, True, "each step has rows and values of its own, drawn from the example's"),
-    Variation(True, True, False, "each step has rows and values of its own, drawn from the example's"),
+    Variation(True, True, True, "each step has different rows and values, drawn from the example's"),
+    Variation(True, True, False, "each step has different rows and values, drawn from the example's"),
     Variation(True, False, False, "each step draws rows of the example again; the model takes no other values"),
     Variation(False, False, False, "all steps have the example's batch; the model takes no other"),
 )
-"""From bold to timid."""
+"""In the order in which they are tried."""
 
 
 @dataclass(frozen=True)
 class _Ignored:
-    """How many places of an integer input are ignored in a step. ``counted``: the loss denominators depend on it."""
+    """How an integer input is ignored in a step.
+
+    ``bold``: as :attr:`Variation.ignored`; ``counted``: the loss denominators depend on the input.
+    """
 
     step: int
     bold: bool
@@ -59,6 +63,7 @@ class _Ignored:
 
     @property
     def share(self) -> float:
+        """The share of elements that is ignored."""
         return (0.15, 0.4, 0.05)[self.step % 3]
 
 
@@ -70,8 +75,7 @@ def step_batches(
     counted: Collection[str],
     seed: int,
 ) -> list[dict[str, Tensor]]:
-    """Make ``count`` batches of ``rows`` rows by input name; the first is the example, its rows repeated in order where
-    there are more.
+    """Make ``count`` batches of ``rows`` rows, by input name; the first is the example, its rows repeated in order if needed.
 
     Args:
         counted: names of the inputs that the loss denominators depend on.
@@ -79,7 +83,7 @@ def step_batches(
     batches = [{entry.name: resized(value, entry.batch_dim, rows) for entry, value in examples}]
     for step in range(1, count):
         generator = Generator().manual_seed(seed * 1_000_003 + step)
-        drawn: dict[int, Tensor] = {}  # by how many rows the example has: one drawing for all inputs
+        drawn: dict[int, Tensor] = {}  # by the example's number of rows: one draw for all inputs
         batch = {}
         for entry, value in examples:
             if entry.batch_dim is None or not variation.rows or not value.numel():
@@ -98,7 +102,7 @@ def step_batches(
 
 
 def constant_inputs(batches: Sequence[dict[str, Tensor]], inputs: Sequence[Input]) -> list[str]:
-    """List the inputs with a batch dim that have the same values in all batches."""
+    """Return the inputs with a batch dim that have the same values in all batches."""
     names = [entry.name for entry in inputs if entry.batch_dim is not None and entry.name in batches[0]]
     if len(batches) < 2:
         return []
@@ -106,14 +110,14 @@ def constant_inputs(batches: Sequence[dict[str, Tensor]], inputs: Sequence[Input
 
 
 def resized(value: Tensor, batch_dim: int | None, rows: int) -> Tensor:
-    """Give ``value`` ``rows`` rows: its own, repeated in order where there are more."""
+    """Return ``value`` with ``rows`` rows, its own repeated in order if needed."""
     if batch_dim is None or value.shape[batch_dim] == rows:
         return value.detach().clone()
     return value.detach().index_select(batch_dim, torch.arange(rows) % value.shape[batch_dim])
 
 
 def _varied(example: Tensor, chosen: Tensor, generator: Generator, ignored: _Ignored) -> Tensor:
-    """Other values of the example's kind; ``chosen`` are the rows that the batch has drawn."""
+    """Return other values of the example's kind; ``chosen`` are the rows that the batch has drawn."""
     if bool(((example == 0) | (example == 1)).all()):
         return _mask(example, chosen, generator)
     if example.is_floating_point() or example.is_complex():
@@ -130,7 +134,7 @@ def _same_rows(example: Tensor) -> bool:
 
 
 def _columns(example: Tensor, chosen: Tensor, generator: Generator) -> Tensor:
-    """Each place takes its value from any row; where all rows are alike, from any place of the row."""
+    """Take each element from any row; where all rows are equal, from anywhere in the row."""
     shape = (len(chosen), *example.shape[1:])
     if not _same_rows(example):
         return example.gather(0, torch.randint(len(example), shape, generator=generator))
@@ -139,7 +143,7 @@ def _columns(example: Tensor, chosen: Tensor, generator: Generator) -> Tensor:
 
 
 def _numbers(example: Tensor, chosen: Tensor, generator: Generator) -> Tensor:
-    """Real and complex numbers: a mixture of two rows; of one row, a part of it."""
+    """Mix real or complex numbers of two rows; scale them down where all rows are equal."""
     if not bool(example.isfinite().all()):
         return example[chosen]
     if not example.is_complex():
@@ -169,7 +173,7 @@ def _integers(example: Tensor, chosen: Tensor, generator: Generator, ignored: _I
 
 
 def _with_ignored(made: Tensor, value: int, valid: Tensor, generator: Generator, ignored: _Ignored) -> Tensor:
-    """``made`` with more places ignored, and all of one row where that is wanted; never all places."""
+    """Ignore more elements of ``made``, and all of one row if ``bold``; never all elements."""
     made = made.masked_fill(_rand(made.shape, generator) < ignored.share, value)
     if ignored.bold and len(made) > 1:
         made[int(torch.randint(1, len(made), (), generator=generator))] = value
@@ -179,7 +183,7 @@ def _with_ignored(made: Tensor, value: int, valid: Tensor, generator: Generator,
 
 
 def _mask(example: Tensor, chosen: Tensor, generator: Generator) -> Tensor:
-    """Zeros and ones. The last dim is what is masked; rows are runs of one value and then the other, or have no form."""
+    """Vary a mask of zeros and ones over its last dim; rows are a run of one value and then of the other, or have no form."""
     length = example.shape[-1] if example.ndim > 1 else 1
     constant = bool((example == example.reshape(-1)[0]).all())
     if length == 1:  # one truth value an example

@@ -1,4 +1,4 @@
-"""Compares every loss, gradient, parameter, buffer and output of the ranks with the reference's, and copies with each other.
+"""Compare every loss, gradient, parameter, buffer and output of the ranks with the reference's, and copies with each other.
 
 Errors are relative to the largest magnitude of the reference tensor, or to 1e-3 of the model's largest gradient
 (parameter) where that is larger: some gradients are zero except for rounding. The tolerance follows from each tensor's
@@ -22,14 +22,14 @@ from graphpar.verification.reference import Accumulated, Reference
 from graphpar.verification.tolerances import Precision, precision
 
 _FLOOR = 1e-3
-_PIECE = 1 << 22  # elements that are compared at a time, since float64 takes room
+_PIECE = 1 << 22  # elements that are compared at a time, since float64 takes memory
 ACCUMULATED = "accumulated"
-"""Stands for a step's number: the accumulated gradients of two batches, clipped."""
+"""In place of a step's number: the step on the accumulated and clipped gradients of two batches."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value whose error is above its dtype's tolerance; ``step`` is None for what is compared after the last one."""
+    """A value whose error is above its dtype's tolerance; ``step`` is None for values after the last step."""
 
     step: int | str | None
     kind: str
@@ -89,7 +89,7 @@ class Verification:
 
     @property
     def finite(self) -> bool:
-        """Tell whether every error is finite."""
+        """Whether every error is finite."""
         return all(map(math.isfinite, self.max_error.values()))
 
     def to_json(self) -> dict[str, Any]:
@@ -103,22 +103,22 @@ class Verification:
             "accumulated": {
                 what: {"reference": expected, "parallel": found} for what, (expected, found) in self.accumulated.items()
             },
-            "max_error": {kind: _finite(error) for kind, error in self.max_error.items()},
+            "max_error": self._errors(),
             "worst": {kind: name for kind, name in self.worst.items() if name},
             "tolerance": self.tolerance,
             "decided_in": self.decided_in,
-            "native": None
-            if self.native is None
-            else {
-                "dtype": self.native.decided_in,
-                "max_error": {kind: _finite(error) for kind, error in self.native.max_error.items()},
-                "worst": self.native.worst,
-            },
+            "native": None if self.native is None else self.native._as_native(),
             "first_difference": None if self.first_difference is None else self.first_difference.to_json(),
             "data": self.data,
             "notes": self.notes,
             "problems": self.problems,
         }
+
+    def _errors(self) -> dict[str, float | str]:
+        return {kind: _finite(error) for kind, error in self.max_error.items()}
+
+    def _as_native(self) -> dict[str, Any]:
+        return {"dtype": self.decided_in, "max_error": self._errors(), "worst": self.worst}
 
 
 def _finite(error: float) -> float | str:
@@ -194,8 +194,8 @@ class _Comparison:
                 self.whole(None, "buffer", f"buffer/{name}", name, expected, 0.0)
 
     def parameters(self) -> None:
-        """After the last step. All copies of one parameter, under whatever name and on whatever rank, must be equal to
-        the bit."""
+        """Compare parameters after the last step; all copies of one, under every name and on every rank, must be equal bit for
+        bit."""
         expected = self.reference.parameters
         largest = _largest(expected)
         tied = {name for group in self.reference.ties for name in group}
@@ -222,7 +222,7 @@ class _Comparison:
             self.number(step, "loss", expected, found)
 
     def accumulated(self, expected: Accumulated, result: JobResult) -> None:
-        """One optimizer step of two batches: their gradients are added up, and clipped."""
+        """Compare the optimizer step on the accumulated and clipped gradients of two batches."""
         losses, norms = result.accumulated_losses, result.norms
         if not losses or not norms:
             self.outcome.problems.append("no accumulated and clipped step was made")
@@ -247,7 +247,7 @@ class _Comparison:
         self, step: int | str | None, kind: str, key: str, name: str, expected: Tensor, largest: float
     ) -> list[tuple[int, Tensor]]:
         copies = self.written.copies(kind, key, name, expected.shape)
-        if copies or not self.written.holders(key):  # else what is wrong with them has been said
+        if copies or not self.written.holders(key):  # else the problem is noted already
             self.tensor(step, kind, name, expected, [copy for _, copy in copies], largest)
         return copies
 
@@ -284,8 +284,8 @@ class _Comparison:
             outcome.max_error[kind], outcome.tolerance[kind] = error, allowed
 
     def first(self) -> Difference | None:
-        """Find the first difference: in the first step that differs the loss, else the gradient that the backward
-        computes first."""
+        """Return the first difference: of the first step that differs, the loss, else the gradient that the backward computes
+        first."""
 
         def moment(difference: Difference) -> tuple[int, int, int]:
             step = difference.step
@@ -297,7 +297,7 @@ class _Comparison:
 
 
 def _share(error: float, allowed: float) -> float:
-    """An error relative to its tolerance."""
+    """Return an error relative to its tolerance."""
     return error / allowed if allowed else math.inf if error else 0.0
 
 
@@ -306,7 +306,7 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 
 
 def relative_error(expected: Tensor, found: Tensor, largest: float = 0.0) -> float:
-    """Compute the largest difference over the largest magnitude of ``expected``, or over 1e-3 of ``largest`` where that
+    """Return the largest difference over the largest magnitude of ``expected``, or over 1e-3 of ``largest`` where that
     is larger."""
     if not expected.numel():
         return 0.0

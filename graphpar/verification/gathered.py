@@ -1,9 +1,9 @@
-"""Joins what the ranks of a verified program wrote, by mesh coordinates.
+"""Join the tensors that the ranks of a verified program wrote, by mesh coordinates.
 
     rank_0: wq.weight [2, 8]   rank_1: wq.weight [2, 8]  ──►  wq.weight [4, 8]     S(0) over tp=2
     rank_2: wq.weight [2, 8]   rank_3: wq.weight [2, 8]  ──►  wq.weight [4, 8]     its replica over dp_replicate=2
 
-Every replica is kept as a copy of its own, so that one that differs is found.
+Every replica is kept as a separate copy, so that one that differs is found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphpar.runtime.manifest import Manifest
 
 
 class GatheredTensors:
-    """What the ranks wrote, joined: every whole copy of a tensor that the mesh holds."""
+    """The tensors that ranks wrote, with their shards joined: every copy of a tensor on the mesh."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class GatheredTensors:
         return [rank for rank, tensors in enumerate(self.ranks) if key in tensors]
 
     def copies(self, kind: str, key: str, name: str, shape: Sequence[int]) -> list[tuple[int, Tensor]]:
-        """Join the copies of ``name`` that were written as ``key``, each with the rank of its first shard.
+        """Return the joined copies of ``name`` that were written as ``key``, each with the rank of its first shard.
 
-        Noted as a problem: a missing shard, a wrong shape, padding that is not zero.
+        A missing shard, a wrong shape, or padding that is not zero is added to ``problems``.
         """
         spec = self.program.spec(name) if self.program is not None else {}
         places = shard_places(spec, self.degrees)
@@ -64,5 +64,5 @@ class GatheredTensors:
 
 
 def same(first: Tensor, second: Tensor) -> bool:
-    """Tell whether two tensors are equal bit for bit, where NaN equals NaN."""
+    """Return whether two tensors have equal values, where NaN equals NaN."""
     return torch.equal(first, second) or bool(((first == second) | (first.isnan() & second.isnan())).all())

@@ -1,16 +1,17 @@
-"""The reference: runs the unpartitioned model on the batches of the steps, eagerly, in one process.
+"""Run the reference: the unpartitioned model on the batches of the steps, eagerly, in one process.
 
-batch 0, 1, ..  ──► loss, gradients, a step of SGD with momentum
-the last batch  ──► once more without a step between, so that its gradients accumulate; clipped to half of their norm; a step
+    batch 0, 1, ..  ──► loss, gradients, a step of SGD with momentum
+    the last batch  ──► again without a step between, so that gradients accumulate; clipped to half of their norm; a step
 
-The results of each step are written to files at once: a model's gradients fit into memory, those of several steps may not.
+The results of each step are written to files at once: the gradients of one step fit into memory, those of several may not.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -48,7 +49,7 @@ class Accumulated:
 
 @dataclass
 class Reference:
-    """The results of the unpartitioned model. Tensors are in files, and are read when they are asked for."""
+    """The results of the unpartitioned model. Tensors are in files, and are read when they are used."""
 
     losses: list[float]
     ties: list[tuple[str, ...]]
@@ -77,28 +78,28 @@ class Reference:
 
     @property
     def weights(self) -> Path:
-        """Read the state_dict before the first step; every name of a tie has a copy of its own."""
+        """The file of the state_dict before the first step; each tied name has a separate copy."""
         return self.folder / "weights.safetensors"
 
     def batch_file(self, step: int) -> Path:
-        """Read the inputs and targets of a step."""
+        """Return the file of the inputs and targets of a step."""
         return self.folder / f"batch_{step}.safetensors"
 
     def keep(self, file: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Writes ``tensors``, and gives what reads them again."""
+        """Write ``tensors``, and return a mapping that reads them when they are used."""
         write_tensors(file, tensors)
         return WeightFile(file)
 
     @cached_property
     def in_double(self) -> Reference:
-        """Run the same in float64, on the same batches from the same weights."""
+        """The same in float64, on the same batches from the same weights; run on first use."""
         assert self.again is not None
         return self.again()
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """A model and how it is run: what every attempt at a reference shares."""
+    """A model and how to run it, shared by all attempts at a reference."""
 
     source: ModelSource
     plan: Plan
@@ -111,17 +112,18 @@ class _Setting:
 
     @property
     def examples(self) -> list[tuple[Input, Tensor]]:
+        """The inputs with the tensors of the example."""
         described = [entry for entry in self.inputs if entry.role != "sample_keys"]
         return list(zip(described, (leaf for leaf in self.leaves if isinstance(leaf, Tensor)), strict=True))
 
     def arguments(self, batch: Mapping[str, Tensor]) -> tuple[Any, Any, Any]:
-        """args, kwargs and targets with the batch's tensors in their places."""
+        """Return args, kwargs and targets with the batch's tensors in place of the example's."""
         feed = iter([batch[entry.name].clone() for entry, _ in self.examples])
         return tree_unflatten([next(feed) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)  # type: ignore[no-any-return]
 
     @contextmanager
     def as_planned(self, step: int) -> Iterator[Substituted]:
-        """Make the mode with the emitted program's dropout masks, and its BatchNorm statistics where those were accepted."""
+        """Run inside with the emitted program's dropout masks, and with its BatchNorm statistics where microbatches have their own."""
         random = any(entry.role == "sample_keys" for entry in self.inputs)
         keys = sample_keys(SEED, step, self.plan.global_batch) if random else None
         dims = {entry.batch_dim for entry in self.inputs if entry.batch_dim is not None}
@@ -149,15 +151,15 @@ def run_reference(
     leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
     setting = _Setting(source, plan, tuple(inputs), steps, microbatched, leaves, spec)
     for variation in VARIATIONS:
-        timid = variation is VARIATIONS[-1]
+        last = variation is VARIATIONS[-1]
         batches = step_batches(setting.examples, plan.global_batch, steps + 1, variation, counted, SEED)
         try:
             reference = _run(setting, batches)
         except Exception:  # the model refuses values that the example does not have
-            if timid:
+            if last:
                 raise
             continue
-        if reference.finite or timid:
+        if reference.finite or last:
             break
     reference.data = _described(variation, batches, setting.inputs)
     return reference
@@ -169,7 +171,7 @@ def _described(variation: Variation, batches: Sequence[dict[str, Tensor]], input
 
 
 def _run(setting: _Setting, batches: list[dict[str, Tensor]], double: bool = False) -> Reference:
-    """The model on ``batches``, from its initial weights."""
+    """Run the model on ``batches``, from its initial weights."""
     model = _built(setting.source)
     with _borrowed(model):
         return _trained(setting, model, batches, double)
@@ -212,20 +214,19 @@ def _built(source: ModelSource) -> nn.Module:
     torch.manual_seed(SEED)
     with default_dtype(DTYPES.get(source.dtype or "fp32")):
         model: nn.Module = source.model if isinstance(source.model, nn.Module) else source.model()
-    empty = next(
-        (name for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta), None
-    )
+    state = model.state_dict().items()
+    empty = next((name for name, tensor in state if isinstance(tensor, Tensor) and tensor.is_meta), None)
     if empty is not None:
         raise GraphparError(
-            f"There is nothing to compare with: {empty} is on the device meta, so it has no values. verify trains the model "
-            'itself; give a function that builds it on the CPU (no torch.device("meta") in it).'
+            f"There is nothing to compare with: {empty} is on the device meta, so it has no values. verify trains the model itself; "
+            'give a function that builds it on the CPU (without torch.device("meta")).'
         )
     return model
 
 
 @contextmanager
 def _borrowed(model: nn.Module) -> Iterator[None]:
-    """The user's own model, since a loss may read its parameters too; afterwards it is as it was."""
+    """Use the user's own model inside, since a loss may read its parameters too, and restore it afterwards."""
     kept = []
     for module in model.modules():
         registries = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)}
@@ -260,9 +261,7 @@ def _train(setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter
     optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE, momentum=MOMENTUM) if trained else None
     for step in range(setting.steps):
         loss = _backward(setting, model, named, reference, step)
-        squares = sum(
-            float(parameter.grad.double().square().sum()) for parameter in trained if parameter.grad is not None
-        )
+        squares = sum(_squares(trained))
         reference.finite &= math.isfinite(loss) and math.isfinite(squares)
         reference.losses.append(loss)
         reference.gradients.append(_gradients(named, reference, step))
@@ -280,13 +279,13 @@ def _train(setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter
 def _backward(
     setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference, step: int
 ) -> float:
-    """Adds the gradients of batch ``step``; gives its loss."""
+    """Add the gradients of batch ``step``, and return its loss."""
     args, kwargs, targets = setting.arguments(reference.batches[step])
     with setting.as_planned(step) as watched:
         output = model(*args, **kwargs)
         loss = setting.source.loss_fn(output, *targets) if setting.source.loss_fn is not None else own_loss(output)
         assert isinstance(loss, Tensor), named_outputs(output)
-    with nullcontext() if setting.shown is None else in_double(setting.shown):  # a custom backward names dtypes, too
+    with nullcontext() if setting.shown is None else in_double(setting.shown):  # a custom backward may name dtypes
         if loss.requires_grad:
             loss.backward()
     if setting.microbatched:
@@ -300,16 +299,21 @@ def _backward(
 
 
 def _clipped(loss: float, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference) -> Accumulated:
-    """Clips the accumulated gradients, so that the clipping has an effect."""
-    squares = [float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None]
-    norm = math.sqrt(sum(squares)) if math.isfinite(sum(squares)) else 0.0
+    """Clip the accumulated gradients to half of their norm."""
+    squares = sum(_squares(model.parameters()))
+    norm = math.sqrt(squares) if math.isfinite(squares) else 0.0
     max_norm = norm / 2 or 1.0
     found = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return Accumulated(loss, float(found), max_norm, _gradients(named, reference, "accumulated"))
 
 
+def _squares(parameters: Iterable[nn.Parameter]) -> list[float]:
+    """Return the sum of each gradient's squares."""
+    return [float(each.grad.double().square().sum()) for each in parameters if each.grad is not None]
+
+
 def _stable_rate(squares: float) -> float:
-    """A learning rate small enough for a loss of any scale to stay smooth: training that diverges would amplify rounding.
+    """Return a learning rate small enough for a loss of any scale: training that diverges would amplify rounding.
 
     Args:
         squares: the sum of the gradients' squares.
@@ -319,7 +323,7 @@ def _stable_rate(squares: float) -> float:
 
 
 def _count_microbatches(model: nn.Module, microbatches: int) -> None:
-    """BatchNorm counts the batches that it has seen: a microbatch is one."""
+    """Let BatchNorm's counters count microbatches, not batches."""
     for module in model.modules():
         counter = getattr(module, "num_batches_tracked", None)
         if module.training and isinstance(counter, Tensor):
@@ -339,9 +343,6 @@ def _gradients(named: Mapping[str, nn.Parameter], reference: Reference, step: in
 
 
 def _usual_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of most floating parameters."""
-    counts: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + 1
-    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+    """Return the dtype of most floating parameters."""
+    counts = Counter(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return max(counts, key=counts.__getitem__, default=torch.float32)

@@ -1,7 +1,7 @@
-"""Makes the eager model do what the emitted program does on purpose: dropout masks by example, statistics by microbatch.
+"""Make the eager model compute what the emitted program does on purpose: dropout masks by example, statistics by microbatch.
 
-Both are calls of torch's functions in the order of execution, so a mode over these functions replaces them, and no model is
-changed. The mode also sees which dtypes the model computes in, and in which order its parameters are used.
+Both are calls of torch's functions in the order of execution, so a torch function mode replaces them without changing the model. The
+mode also notes which dtypes the model computes in, and in which order its parameters are used.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _plain_attention = F.scaled_dot_product_attention
 class Substituted(TorchFunctionMode):
     """Replaces dropout and BatchNorm calls of the eager model, in execution order.
 
-    ``dtypes``: those of the differentiable values that the model computes (autocast's are not its parameters').
-    ``used``: the ids of parameters in the order of their first use.
+    Attributes:
+        dtypes: of the differentiable values that the model computes; under autocast not those of its parameters.
+        used: the ids of parameters, in the order of their first use.
     """
 
     def __init__(self, keys: Tensor | None, microbatches: int, replicas: int, batch: int, batch_dims: set[int]) -> None:
@@ -36,10 +37,8 @@ class Substituted(TorchFunctionMode):
         self.used: dict[int, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (
-            (*args, *(kwargs or {}).values()) if getattr(func, "__name__", "") != "__get__" else ()
-        )  # .shape is of no use
-        for argument in given:
+        reads = getattr(func, "__name__", "") == "__get__"  # .shape does not use a parameter
+        for argument in () if reads else (*args, *(kwargs or {}).values()):
             for value in argument if isinstance(argument, list | tuple) else (argument,):
                 if type(value) is nn.Parameter:
                     self.used.setdefault(id(value))
@@ -67,7 +66,7 @@ class Substituted(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """The same for a function of torch's that calls others: this mode does not see what is called inside of it."""
+        """Replace functions inside another function of torch, where this mode does not see the calls."""
         before = F.dropout, F.scaled_dot_product_attention
         F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
         try:
@@ -99,12 +98,11 @@ class Substituted(TorchFunctionMode):
         return input.copy_(result) if inplace and not input.requires_grad else result
 
     def _batch_dim(self, value: Tensor) -> int:
-        """The dim of ``value`` that holds the batch: of the model's batch size, or a multiple of it."""
+        """Return the dim of ``value`` that holds the batch: of the model's batch size, or a multiple of it."""
         exact = [dim for dim, size in enumerate(value.shape) if size == self.batch]
         usual = [dim for dim in exact if dim in self.batch_dims]
-        if usual or exact:
-            return (usual or exact)[0]
-        return next(dim for dim, size in enumerate(value.shape) if size % self.batch == 0)
+        multiples = [dim for dim, size in enumerate(value.shape) if size % self.batch == 0]
+        return (usual or exact or multiples)[0]
 
     def _attention(
         self,
@@ -127,6 +125,6 @@ class Substituted(TorchFunctionMode):
         training = kwargs.get("training", args[4] if len(args) > 4 else False)
         if not training:
             return F.batch_norm(input, *args, **kwargs)
-        rows = input.unflatten(0, (self.replicas, self.microbatches, -1))  # a microbatch is that of all replicas
+        rows = input.unflatten(0, (self.replicas, self.microbatches, -1))  # a microbatch has rows of all replicas
         parts = [F.batch_norm(part.flatten(0, 1), *args, **kwargs) for part in rows.unbind(1)]
         return torch.stack([part.unflatten(0, (self.replicas, -1)) for part in parts], 1).flatten(0, 2)

@@ -1,19 +1,19 @@
-"""``check``: the emitted text under the type system of ``spmd_types``, in one process, at the real world size.
+"""``check``: type-check the emitted text with ``spmd_types``, in one process, at the real world size.
 
     plan.json ──types of inputs, parameters, boundaries──┐
     out/stage_0.py ... ──run on meta tensors, rank 0 of a fake process group──► a type of every value ──► the loss's type
 
-``spmd_types`` knows four types on an axis: R, I, P, and V ("varying", any cut). A program that it accepts has gradients that are
-complete where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its rules, not ours.
+``spmd_types`` knows four types on an axis: R, I, P, and V ("varying", any shard). A program that it accepts has complete gradients
+where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its rules, not ours.
 
-Taken as given: that the functions of ``collectives.py`` are the transitions of their docstrings (the tests compare them with whole
-tensors); that the runtime finishes the gradients of R parameters; that a loss which varies over dp_replicate is a share of a sum.
+Assumed: the functions of ``collectives.py`` do what their docstrings say (tests compare them with whole tensors); the runtime reduces
+the gradients of R parameters; a loss that varies over dp_replicate is a share of a sum.
 
-What it can't see: V has no dim. A cut of the wrong dim shows only as a wrong shape, so a wrong cut of the batch, or of other
-``parts``, passes; and so does a pending sum that is taken for a cut, except after a linear operator, a product with a matrix or a
-convolution: there two cut operands are cut in the dim that is summed, so this module says P. A branch on the rank, a factor in the
-value, and a denominator that each replica counts for itself have no type either. Dims, parts and placements are proven before the
-text is printed (``passes.sharding.check_types``), values by ``verify``. A stage is left at its first problem.
+Not seen: V has no dim. A shard of the wrong dim shows only as a wrong shape, so a wrong shard of the batch, or of other ``parts``,
+passes; and so does a partial sum that is taken for a shard, except after a linear operator, a product with a matrix or a convolution:
+there two sharded operands are sharded in the dim that is summed, so this module says P. A branch on the rank, a factor in the value,
+and a denominator that each replica counts for itself have no type either. Dims, parts and placements are proven before the text is
+printed (``passes.sharding.check_types``), values by ``verify``. Checking a stage ends at its first problem.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from graphpar.verification.typed_collectives import Axes, Kinds, declare_collect
 
 DATA = "dp_replicate"
 SMALL = 1 << 26
-"""Elements of a stage that may be run on numbers."""
+"""The most parameters of a stage that may be run on numbers."""
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _PRODUCTS = (torch.mm, torch.matmul, torch.Tensor.mm, torch.Tensor.matmul, torch.Tensor.__matmul__)
@@ -55,14 +55,14 @@ _LINEAR = (
     torch.Tensor.to, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double, torch.Tensor.type_as,
     torch.Tensor.__getitem__, F.pad, torch.Tensor.diff, torch.diff,
 )  # fmt: skip
-"""Linear in the first operand, which ``spmd_types`` does not say: a pending sum is taken through them unchecked."""
+"""Linear in the first operand, which ``spmd_types`` does not know: a partial sum passes through them unchecked."""
 _SUMS = (
     torch.add,
     torch.sub,
     *(getattr(torch.Tensor, name) for name in ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__")),
 )
 _NEW = (torch.Tensor.new_empty, torch.Tensor.new_full, torch.Tensor.new_ones, torch.Tensor.new_zeros)
-"""They take a dtype and a device alone from their operand."""
+"""They take only a dtype and a device from their operand."""
 
 
 @dataclass
@@ -77,11 +77,11 @@ class CheckResult:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; what is unchecked is not known to be wrong."""
+        """Whether no problem was found; operators may be unchecked."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
-        """The object that ``graphpar check --json`` prints."""
+        """Return the object that ``graphpar check --json`` prints."""
         return {
             "ok": self.ok,
             "devices": self.world_size,
@@ -101,7 +101,7 @@ def check_folder(folder: str | Path) -> CheckResult:
     """
     program = load_manifest(folder)
     if dist.is_initialized():
-        raise GraphparError("check makes a process group of its own, so it can't run in a process that has one.")
+        raise GraphparError("check makes its own process group, so it can't run in a process that has one.")
     result = CheckResult(program.world_size, len(program.stages))
     with _fake_mesh(program) as axes:
         package = emitted_package(program)
@@ -115,7 +115,7 @@ def check_folder(folder: str | Path) -> CheckResult:
 
 @contextlib.contextmanager
 def _fake_mesh(program: Manifest) -> Iterator[Axes]:
-    """Rank 0 of the real mesh, in groups that send nothing. All ranks run one text, so one rank's types are all ranks' types."""
+    """Become rank 0 of the real mesh, in groups that send nothing. All ranks run the same text, so one rank's types are all ranks'."""
     dist.init_process_group("fake", rank=0, world_size=program.world_size, store=FakeStore())
     try:
         yield {
@@ -130,7 +130,7 @@ def _fake_mesh(program: Manifest) -> Iterator[Axes]:
 
 
 class _Operators(TorchFunctionMode):
-    """Counts what the checker typed; does for it what it has no rule for, and notes that."""
+    """Counts the operators that the checker typed; types those it has no rule for, and notes them as unchecked."""
 
     def __init__(self, axes: Axes, placed: Collection[str], result: CheckResult) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _Operators(TorchFunctionMode):
         return self._typed(func, args, kwargs)
 
     def _affine(self, product: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """By the checker's rules for a product and a sum: a bias that every rank adds to a pending sum is an error."""
+        """Type a product and a sum by the checker's rules: a bias that every rank adds to a partial sum is an error."""
         value = self._product(product, x, weight, summed=weight.ndim == 2)
         return value if bias is None else self._sum(value, bias)
 
@@ -173,25 +173,24 @@ class _Operators(TorchFunctionMode):
         return result
 
     def _summands(self, operands: Sequence[Any]) -> list[Any]:
-        """A scalar that varies is no piece of anything: added to a pending sum, it is a summand."""
+        """Make a varying scalar that is added to a partial sum partial: it is a summand, since a scalar has no shards."""
         kinds = [kinds_of(operand, self.axes) if isinstance(operand, Tensor) else {} for operand in operands]
-        pending = {axis for own in kinds for axis, kind in own.items() if kind is spmd.P}
+        partial = {axis for own in kinds for axis, kind in own.items() if kind is spmd.P}
         summands = list(operands)
         for place, own in enumerate(kinds):
-            if any(own.get(axis) is spmd.V for axis in pending) and operands[place].ndim == 0:
+            if any(own.get(axis) is spmd.V for axis in partial) and operands[place].ndim == 0:
                 with untyped():
                     summands[place] = operands[place].view_as(operands[place])
-                typed = {axis: spmd.P if axis in pending and kind is spmd.V else kind for axis, kind in own.items()}
+                typed = {axis: spmd.P if axis in partial and kind is spmd.V else kind for axis, kind in own.items()}
                 give(summands[place], typed, self.axes)
         return summands
 
     def _product(self, func: Any, x: Tensor, weight: Tensor, *rest: Any, summed: bool, **options: Any) -> Tensor:
-        """Where a matrix and what it is applied to are both cut, it is in the dim that is summed."""
+        """Type a product as P where both operands are sharded: then they are in the dim that is summed."""
         value: Tensor = self._typed(func, (x, weight, *rest), options)
-        cut = [axis for axis in self.axes if axis != DATA or axis in self.placed]
-        both = [axis for axis in cut if kinds_of(x, self.axes).get(axis) is spmd.V]
-        for axis in both if summed else ():
-            if kinds_of(weight, self.axes).get(axis) is spmd.V:
+        for axis in self.axes if summed else ():
+            sharded = all(kinds_of(operand, self.axes).get(axis) is spmd.V for operand in (x, weight))
+            if sharded and (axis != DATA or axis in self.placed):
                 spmd.mutate_type(value, self.axes[axis], src=spmd.V, dst=spmd.P)
         return value
 
@@ -211,17 +210,17 @@ class _Operators(TorchFunctionMode):
             try:
                 return self._unchecked(func, args, kwargs, operands, f"spmd_types fails: {_line(error)}")
             except Exception:
-                raise error from None  # without the checker too: it is the program that fails
+                raise error from None  # it fails without the checker too, so the program is wrong
         results = [item for item in tree_leaves(value) if isinstance(item, Tensor)]
         if not results:
             return value
         if not operands and self.axes and not kinds_of(results[0], self.axes):
-            return self._unchecked(func, args, kwargs, [], "a new tensor, taken to be the same on every rank")
+            return self._unchecked(func, args, kwargs, [], "a new tensor, assumed to be the same on every rank")
         self.result.operators_checked += 1
         return value
 
     def _new(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Filled with a number: the same on every rank, whatever the tensor is that gave the dtype."""
+        """Type a tensor filled with a number as R; the tensor that gives its dtype does not matter."""
         with untyped():
             value: Tensor = func(*args, **kwargs)
         give(value, dict.fromkeys(self.axes, spmd.R), self.axes)
@@ -229,16 +228,16 @@ class _Operators(TorchFunctionMode):
         return value
 
     def _added(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor]) -> Any:
-        """``index_add`` to a pending sum: each rank adds what is pending too, or its own piece by its own indices."""
+        """Type ``index_add`` to a partial sum: each rank adds a partial sum, or its own shard by its own indices."""
         own, index, source = (kinds_of(operand, self.axes) for operand in operands)
         for axis, kind in own.items():
             added = index.get(axis), source.get(axis)
             if kind is spmd.P and added not in ((spmd.R, spmd.P), (spmd.I, spmd.P), (spmd.V, spmd.V)):
-                raise spmd.SpmdTypeError(f"index_add of {added[1]} by indices {added[0]} to a pending sum on {axis}")
+                raise spmd.SpmdTypeError(f"index_add of {added[1]} by indices {added[0]} to a partial sum on {axis}")
         return self._unchecked(func, args, kwargs, operands, "spmd_types does not know that it is linear")
 
     def _unchecked(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor], reason: str) -> Any:
-        """Run it, and give the result the type of its operands: V wins over R."""
+        """Run an operator without the checker, and give its result the type of its operands: P before V before I before R."""
         with untyped():
             value = func(*args, **kwargs)
         given = [kinds_of(operand, self.axes) for operand in operands]
@@ -269,15 +268,15 @@ def _name(func: Any) -> str:
 
 
 class _Stage:
-    """One stage: its parameters and inputs as the plan types them, run forward and backward."""
+    """Checks one stage: its parameters and inputs typed by the plan, run forward and backward."""
 
     def __init__(self, program: Manifest, package: str, stage: StageInterface, axes: Axes, result: CheckResult) -> None:
         self.program, self.package, self.stage, self.axes, self.result = program, package, stage, axes, result
 
     def check(self, received: Sequence[Kinds]) -> list[Kinds]:
-        """Check it; ``received`` are the types of what the stage before sends, the result those of what this one sends.
+        """Check the stage on values of the ``received`` types, and return the types of what it sends.
 
-        On meta tensors; on numbers where an operator can't do that (``grouped_mm``) and the stage is small.
+        It runs on meta tensors, or on numbers where an operator can't (``grouped_mm``) and the stage is small.
         """
         before = self.result.operators_checked, dict(self.result.unchecked), list(self.result.problems)
         declared = [self._declared(spec) for spec in self.stage.receives]
@@ -323,7 +322,7 @@ class _Stage:
         module = build_stage(self.package, self.stage, torch.device("meta"), True)
         return sum(parameter.numel() for parameter in module.parameters()) < SMALL
 
-    # ---- what the plan says ----
+    # ---- types in the plan ----
 
     def _everywhere(self) -> Kinds:
         return dict.fromkeys(self.axes, spmd.R)
@@ -339,7 +338,7 @@ class _Stage:
             if whole is not None and local_shape(whole, spec, self.program.mesh) != tuple(value.shape):
                 self._problem(f"{name} is {list(value.shape)}, which is not {spec} of {list(whole)}")
             with untyped():
-                value.detach().fill_(1)  # what it holds is undefined until weights are loaded
+                value.detach().fill_(1)  # undefined until weights are loaded
             give(value, {axis: _kind(kind) for axis, kind in spec.items()}, self.axes)
 
     def _value(self, spec: TensorInterface, kinds: Kinds, device: torch.device) -> Tensor:
@@ -347,7 +346,7 @@ class _Stage:
         return self._new(value, self._everywhere() | kinds)
 
     def _input(self, spec: InputInterface, device: torch.device) -> Tensor:
-        """A microbatch, as a rank is given it: its own rows, whole otherwise."""
+        """Return a microbatch of an input on a rank: its own rows, whole otherwise."""
         shape, kinds = list(spec.shape), self._everywhere()
         if spec.batch_dim is not None:
             shape[spec.batch_dim] = self.program.microbatch_size
@@ -355,11 +354,11 @@ class _Stage:
         return self._new(torch.ones(shape, dtype=spec.dtype, device=device), kinds)
 
     def _new(self, value: Tensor, kinds: Kinds) -> Tensor:
-        """``value`` without the type that the checker gave it when it was made."""
+        """Return a copy of ``value`` with these types, not those that the checker gave it when it was made."""
         with untyped():
             return give(value.detach().clone().requires_grad_(value.requires_grad), kinds, self.axes)
 
-    # ---- what comes out ----
+    # ---- results ----
 
     def _check_outputs(self, outputs: Sequence[Tensor], train: bool) -> None:
         file = f"{self.stage.file}: "
@@ -397,12 +396,15 @@ class _Stage:
 
     def _problem(self, text: str) -> None:
         shown = text.replace("PerMeshAxisLocalSpmdType.", "")
-        for axis, group in self.axes.items():  # its own names for axes outlive a mesh, so groups are given none
+        for (
+            axis,
+            group,
+        ) in self.axes.items():  # names given to spmd_types' axes would outlive the mesh, so they have none
             shown = shown.replace(repr(spmd.MeshAxis.of(group)), axis)
         self.result.problems.append(f"stage {self.stage.index}, {shown}")
 
     def _where(self, error: Exception) -> str:
-        """The innermost line of the emitted model code that the error passed through."""
+        """Return the innermost line of emitted model code that the error passed through."""
         lines = [
             (Path(frame.filename).name, frame.lineno or 0)
             for frame in traceback.extract_tb(error.__traceback__)
@@ -420,7 +422,7 @@ def _kind(kind: Type) -> Any:
 
 
 def _line(error: Exception) -> str:
-    """An error's message in one line: what is wrong, and with ``spmd_types`` the operator and the types of its operands."""
+    """Return an error's message in one line; errors of ``spmd_types`` have the operator and the types of its operands."""
     what = str(error.args[0]).splitlines()[0] if error.args and str(error.args[0]) else type(error).__name__
     where = " ".join((getattr(error, "context", None) or "").split())
     return f"{what} {where}".strip()

@@ -21,25 +21,25 @@ Kinds = dict[Any, Any]
 
 @contextlib.contextmanager
 def untyped() -> Iterator[None]:
-    """Where the checker does not look."""
+    """Run without the checker."""
     with spmd.no_typecheck(), torch._C.DisableTorchFunction():
         yield
 
 
 def kinds_of(value: Any, axes: Axes) -> Kinds:
-    """The type of ``value`` on each axis where it has one."""
+    """Return the type of ``value`` on each axis where it has one."""
     found = {axis: spmd.maybe_get_axis_local_type(value, group) for axis, group in axes.items()}
     return {axis: kind for axis, kind in found.items() if kind is not None}
 
 
 def give(value: Tensor, kinds: Kinds, axes: Axes) -> Tensor:
-    """``value``, of which the checker is told the types."""
+    """Tell the checker the types of ``value``, and return it."""
     spmd.assert_type(value, {axes[axis]: kind for axis, kind in kinds.items()})
     return value
 
 
 def _pending(x: Any, group: dist.ProcessGroup) -> Any:
-    """A sum of cut operands is V where no rule says P; to reduce it says that it is one."""
+    """Return the type to reduce from: V where no rule made a sum of sharded operands P, else P."""
     return spmd.V if spmd.maybe_get_axis_local_type(x, group) is spmd.V else spmd.P
 
 
@@ -71,7 +71,7 @@ def declare_collectives(module: ModuleType, axes: Axes) -> None:
     piece, losses_of = module._piece, module._vocab_losses
 
     def own_rank(axis: str) -> Any:
-        """A number that is another one on each rank."""
+        """Return the rank as a number that differs between ranks."""
         kinds: Kinds = {axes[name]: spmd.V if name == axis else spmd.R for name in axes}
         return spmd.Scalar(rank(axis), kinds) if spmd.is_type_checking() and axis in axes else rank(axis)
 
@@ -91,32 +91,30 @@ def declare_collectives(module: ModuleType, axes: Axes) -> None:
             return value
         if spmd.maybe_get_axis_local_type(weight, axes[axis]) is not spmd.V:
             raise spmd.SpmdTypeError(
-                f"vocab_embedding takes a table that is cut over {axis}, not {types_text(weight, axes)}"
+                f"vocab_embedding takes a table that is sharded over {axis}, not {types_text(weight, axes)}"
             )
         rules.reinterpret(value, axes[axis], src=spmd.V, dst=spmd.P, out=value)
         return value
 
     def vocab_losses(logits: Tensor, target: Tensor, axis: str, vocab: int) -> Tensor:
-        """One operator, as its docstring types it on the axis; on the others as ``F.cross_entropy`` is typed."""
+        """Type the loss by its docstring on ``axis``, and as ``F.cross_entropy`` on the others."""
         kinds = [kinds_of(operand, axes) for operand in (logits, target)]
         if axis in axes and not (kinds[0].get(axis) is spmd.V and kinds[1].get(axis) in (spmd.R, spmd.I)):
             raise spmd.SpmdTypeError(
-                f"vocab_cross_entropy takes logits that are cut over {axis} and labels that are not, "
+                f"vocab_cross_entropy takes logits that are sharded over {axis} and labels that are not, "
                 f"not {types_text(logits, axes)} and {types_text(target, axes)}"
             )
         own: Kinds = {axis: spmd.I} if axis in axes else {}
         with untyped():
             value: Tensor = losses_of(logits, target, axis, vocab)
-            whole = logits.detach().clone(), torch.zeros_like(target)  # any class that the piece has
+            whole = logits.detach().clone(), torch.zeros_like(target)  # any class that the shard has
         for operand, given in zip(whole, kinds):
             give(operand, given | dict.fromkeys(own, spmd.R), axes)
         return give(value, kinds_of(F.cross_entropy(*whole, reduction="none"), axes) | own, axes)
 
     def rank_ends(offs: Tensor, axis: str) -> Any:
         if axis in axes and kinds_of(offs, axes)[axis] not in (spmd.R, spmd.I):
-            raise spmd.SpmdTypeError(
-                f"rows are counted by what is not the same on every rank: {types_text(offs, axes)}"
-            )
+            raise spmd.SpmdTypeError(f"the offsets of rows are not the same on every rank: {types_text(offs, axes)}")
         with untyped():
             return ends(offs, axis)
 
@@ -145,7 +143,7 @@ def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes:
         with untyped():
             value = function(x, axis, *arguments, **options)
             value = value.view_as(value) if value is x else value
-            alias = x.view_as(x)  # a rule notes the dim on its operand, which may be cut in another dim by another axis
+            alias = x.view_as(x)  # a rule notes the dim on its operand, which another axis may shard in another dim
         kinds = kinds_of(x, axes)
         if kinds.get(axis) is spmd.I and not x.is_floating_point():  # without a gradient I is R
             kinds[axis] = spmd.R
@@ -158,5 +156,5 @@ def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes:
 
 
 def types_text(value: Tensor, axes: Axes) -> str:
-    """``V@tp, R@cp``"""
+    """Return the types of ``value``, as ``V@tp, R@cp``."""
     return ", ".join(f"{kind}@{axis}" for axis, kind in kinds_of(value, axes).items())

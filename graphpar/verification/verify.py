@@ -1,10 +1,9 @@
-"""Verifies programs: runs them and their references, compares, and decides in float64 where an error could be rounding.
+"""Verify programs: run them and their references, compare, and decide in float64 where an error could be rounding.
 
-    every program ──► reference, ranks, comparison in its own dtypes ──► clear ──────────────────────────► the outcome
-                                                                     └─► unclear ───► all of it in float64 ─┘
+    every program ──► reference, ranks, comparison in its own dtypes ──► clear ────────────────────────────► the outcome
+                                                                     └─► unclear ──► everything in float64 ──┘
 
-A fault shows in float64 as in float32; rounding does not. The text of the program is the same: see
-:mod:`graphpar.runtime.double`.
+A bug shows in float64 as in float32; rounding does not. The text of the program is the same (:mod:`graphpar.runtime.double`).
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from graphpar.verification.tolerances import PRECISIONS, precision
 
 STEPS = 4
 _ROUNDINGS, _ULPS = 100.0, 16.0
-"""By how many times the model's own rounding (and at least how many units in the last place) the first result may
-differ before the program counts as computing in fewer bits."""
+"""The first result may differ by so many times the model's own rounding, or so many units in the last place; above that the
+program computes in fewer bits."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,7 @@ class _Subject:
 def verify_parts(
     parts: Parts | str | Path, steps: int = STEPS, *, fp64: bool = False, timeout_s: float = 900.0
 ) -> Verification:
-    """Verify one program: in memory, or emitted to a folder.
-
-    Args:
-        fp64: decide in float64 in any case.
-    """
+    """Verify one program, in memory or emitted to a folder. See :func:`verify_all`."""
     (result,) = verify_all([parts], steps, fp64=fp64, timeout_s=timeout_s)
     return result
 
@@ -66,7 +61,17 @@ def verify_all(
     fp64: bool = False,
     timeout_s: float = 900.0,
 ) -> list[Verification]:
-    """Verify several programs, those of one world size in one launch. ``references`` saves running the same model again."""
+    """Verify several programs, those of one world size in one launch.
+
+    Args:
+        steps: of training, or batches of inference.
+        references: those of the programs where they are known, which saves running the models again.
+        fp64: decide in float64 in any case.
+        timeout_s: for each launch.
+
+    Raises:
+        GraphparError: fewer than one step is asked for, or a program's model is not known.
+    """
     if steps < 1:
         raise GraphparError(f"--steps is {steps}; at least one step is needed.")
     shared: dict[Any, Reference] = {}
@@ -88,7 +93,7 @@ def verify_all(
 
 
 def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
-    """Run the reference of ``parts``' model, to be shared by several plans of the same global batch."""
+    """Run the reference of ``parts``' model; it can be shared by several plans of the same global batch."""
     assert parts.program.source is not None
     coupled = bool(parts.program.couplings) and parts.plan.microbatches > 1
     return run_reference(
@@ -101,13 +106,13 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
     )
 
 
-# ---- what is verified ------------------------------------------------------------------------------------------
+# ---- programs and their references -----------------------------------------------------------------------------
 
 
 def _subject(
     program: Parts | str | Path, steps: int, known: Reference | None, shared: dict[Any, Reference]
 ) -> _Subject:
-    """The program with its reference: ``known``, one that another program of the same model had, or a new one."""
+    """Return the program with its reference: ``known``, one in ``shared`` for the same model and batch, or a new one."""
     if isinstance(program, Parts):
         folder, plan, source, inputs = program.folder, program.plan, program.program.source, program.program.inputs
         coupled = bool(program.program.couplings)
@@ -120,15 +125,11 @@ def _subject(
         return _Subject(folder, plan, known)
     if source is None:
         raise GraphparError(
-            "This program does not know its model; compile it from a model file, or verify gp.partition's result."
+            "This program has no record of its model; compile it from a model file, or verify gp.partition's result."
         )
     microbatched = coupled and plan.microbatches > 1
-    key = (
-        id(source),
-        plan.mode,
-        plan.global_batch,
-        (plan.microbatches, plan.microbatch_size) if microbatched else None,
-    )
+    sizes = (plan.microbatches, plan.microbatch_size) if microbatched else None
+    key = (id(source), plan.mode, plan.global_batch, sizes)
     if key not in shared:
         shared[key] = run_reference(source, plan, inputs, steps, microbatched=microbatched, counted=_counted(folder))
     return _Subject(folder, plan, shared[key])
@@ -150,7 +151,7 @@ def _interface(folder: Path) -> dict[str, Any]:
 
 
 def _counted(folder: Path) -> tuple[str, ...]:
-    """The inputs that the loss denominators depend on."""
+    """Return the inputs that the loss denominators depend on."""
     return tuple(_interface(folder).get("counts", {}).get("inputs", ()))
 
 
@@ -182,7 +183,7 @@ def _compared(
 
 
 def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
-    """Writes the job's files, and gives the folder of the program that it runs."""
+    """Write the job's files, and return the folder of the program that it runs."""
     job.mkdir()
     folder, reference = subject.folder.resolve(), subject.reference
     if double:
@@ -202,7 +203,7 @@ def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
 
 
 def _widened(folder: Path, copy: Path) -> Path:
-    """A copy of a program whose ``plan.json`` says float64 wherever tensors of fewer bits are given or sent; the text stays."""
+    """Copy a program, with float64 in its ``plan.json`` wherever tensors of fewer bits are given or sent; the text stays."""
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("weights", "checkpoint*"))
     names = {_name(narrow): _name(wide) for narrow, wide in WIDER.items()}
 
@@ -226,7 +227,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _in_doubt(outcome: Verification, always: bool) -> bool:
-    """Tell whether rounding may have caused an error, or hidden one. A missing or infinite value is not rounding."""
+    """Return whether rounding may have caused or hidden an error. A missing or infinite value is not rounding."""
     if outcome.problems or not outcome.finite or outcome.decided_in == "fp64":
         return False
     clear = {row.name: row.clear for row in PRECISIONS.values()}[outcome.decided_in]
@@ -234,7 +235,7 @@ def _in_doubt(outcome: Verification, always: bool) -> bool:
 
 
 def _decided(native: Verification, exact: Verification, reference: Reference, double: Reference) -> Verification:
-    """The verdict of the run in float64, where it could be made."""
+    """Return the verdict of the run in float64, where that was possible."""
     failed = [problem for problem in exact.problems if not exact.parallel_losses and not exact.worst]
     if failed:
         return _without_double(native, reference, f"the program: {failed[0]}")
@@ -251,16 +252,16 @@ def _decided(native: Verification, exact: Verification, reference: Reference, do
 
 
 def _largest(outcome: Verification) -> str:
-    """The largest error, with its tensor's name."""
+    """Return the largest error, with its tensor's name."""
     kind = max(outcome.max_error, key=lambda kind: outcome.max_error[kind])
     name = outcome.worst.get(kind)
     return f"{outcome.max_error[kind]:.1e} ({kind}{f' of {name}' if name else ''})"
 
 
 def _too_coarse(native: Verification, reference: Reference, double: Reference) -> str | None:
-    """Find a program that agrees in float64 but computes in fewer bits than the model: its first result shows it.
+    """Return a problem where a program agrees in float64 but computes in fewer bits than the model, by its first result.
 
-    A forward depends on rounding smoothly, unlike a backward through ReLU, so a model's own distance from float64 is a measure.
+    A forward depends on rounding smoothly, unlike a backward through ReLU, so the model's own error against float64 is the measure.
     """
     if reference.losses:
         what, off = "loss", abs(native.parallel_losses[0] - reference.losses[0]) / max(abs(reference.losses[0]), 1e-12)
@@ -282,7 +283,7 @@ def _too_coarse(native: Verification, reference: Reference, double: Reference) -
 
 
 def _without_double(native: Verification, reference: Reference, why: str) -> Verification:
-    """The verdict where float64 can't be run: by the least precise dtype that the model computes in."""
+    """Return the verdict where float64 can't be run: by the least precise dtype that the model computes in."""
     allowed = precision(reference.dtype).allowed
     native.tolerance = {kind: max(tolerance, allowed[kind]) for kind, tolerance in native.tolerance.items()}
     native.notes.append(f"an error could be rounding, and fp64 can't decide, since it can't be run ({why})")

@@ -323,7 +323,7 @@ def _rebuilt(program: Program, chosen: list[_Region], names: dict[str, str]) -> 
         for argument in region.inputs:
             emit(argument)
         done.add(region.call)
-        _call(program, graph, region, names[region.digest], blocks, env, keys)
+        _call(graph, region, names[region.digest], blocks, env, keys)
 
     for node in list(program.graph.nodes):
         emit(node)
@@ -332,7 +332,6 @@ def _rebuilt(program: Program, chosen: list[_Region], names: dict[str, str]) -> 
 
 
 def _call(
-    program: Program,
     graph: fx.Graph,
     region: _Region,
     name: str,

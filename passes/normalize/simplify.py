@@ -61,7 +61,7 @@ def _simplified(node: fx.Node) -> None:
 
 
 def _cast(node: fx.Node) -> None:
-    """``to(dtype)``, ``to(device, dtype)``, ``to(other)``: a plain cast, or nothing."""
+    """Make ``to(dtype)``, ``to(device, dtype)`` and ``to(other)`` a plain cast, or drop them."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     before, after = value_of(source), value_of(node)
@@ -99,7 +99,7 @@ def full_slice(node: fx.Node) -> None:
 
 
 def _full_slice_scatter(node: fx.Node) -> None:
-    """``x[:, :] = y`` is ``y``."""
+    """Replace ``x[:, :] = y`` by ``y``."""
     source, value = node.args[0], node.args[1]
     assert isinstance(source, fx.Node) and isinstance(value, fx.Node)
     before, written = value_of(source), value_of(value)
@@ -175,7 +175,7 @@ def _expand(node: fx.Node) -> None:
 
 
 def _infer_one_size(node: fx.Node) -> None:
-    """``view(x, [batch, 16, -1])`` becomes ``view(x, [-1, 16, 768])``: only the batch's size is inferred."""
+    """Turn ``view(x, [batch, 16, -1])`` into ``view(x, [-1, 16, 768])``: only the batch's size is inferred."""
     value = value_of(node)
     coefficients = batch_coefficients(node)
     moving = [dim for dim, coefficient in enumerate(coefficients) if coefficient is not None]

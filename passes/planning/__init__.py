@@ -1,1 +1,1 @@
-"""Meshes, schedules, microbatches, stages: what is searched, and what a user asks for."""
+"""The search for meshes, schedules, microbatches and stages, and the checks of what a user asks for."""

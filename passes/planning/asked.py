@@ -29,7 +29,8 @@ from graphpar.passes.planning.choose import (
 )
 from graphpar.passes.planning.planner import FREE_AXES
 from graphpar.passes.planning.planning import estimate_plan, search_plan
-from graphpar.schedules.registry import canonical_name, parse_table
+from graphpar.schedules.registry import canonical_name
+from graphpar.schedules.table import parse_table
 
 Splits = Sequence[str | Mapping[str, str]] | Mapping[str, Any] | Callable[[Program], Sequence[str]]
 

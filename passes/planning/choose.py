@@ -40,19 +40,17 @@ from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.split import positions_of, split
 from graphpar.runtime.plan_record import StageRecord
+from graphpar.schedules.order import check_deadlock
 from graphpar.schedules.registry import (
-    ActionTable,
     action_table,
     bubble_warning,
     canonical_name,
-    check_deadlock,
     check_legal,
     get_schedule,
     legal_microbatches,
-    parse_table,
     stage_ranks,
-    validate_table,
 )
+from graphpar.schedules.table import ActionTable, parse_table, validate_table
 
 CUSTOM = "custom"
 """The schedule name of a plan that runs the user's own table."""

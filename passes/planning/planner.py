@@ -355,7 +355,7 @@ class Planner:
     def _faster(
         self, chosen: Priced, fitting: Collection[Mesh], misfits: Sequence[Priced], hopeless: Sequence[Candidate]
     ) -> tuple[Priced, ...]:
-        """Return, of meshes on which nothing fits, the candidates nearest to fitting that would be faster than ``chosen``."""
+        """Return the candidates nearest to fitting, on meshes on which nothing fits, that would be faster than ``chosen``."""
         smallest: dict[Mesh, Candidate] = {}
         for candidate in sorted(hopeless, key=lambda candidate: (self._least_bytes(candidate), candidate.key)):
             if candidate.mesh not in fitting and candidate.bound < chosen.estimate.step_time_s:

@@ -34,7 +34,9 @@ from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.shard import Sharded, sharded_as
 from graphpar.passes.split import positions_of
-from graphpar.schedules.registry import ActionTable, action_table, canonical_name, order_of, parse_table
+from graphpar.schedules.order import order_of
+from graphpar.schedules.registry import action_table, canonical_name
+from graphpar.schedules.table import ActionTable, parse_table
 from graphpar.text import bytes_text
 
 GROWTH = (2, 4, 8, 16)

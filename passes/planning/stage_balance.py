@@ -65,6 +65,6 @@ class StageBalancer:
 
 
 def _runs(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``sums[j] - sums[i]`` for i < j, else infinite."""
+    """Return ``sums[j] - sums[i]`` for i < j, else infinity."""
     table = sums[None, :] - sums[:, None]
     return np.where(np.arange(len(sums))[None, :] > np.arange(len(sums))[:, None], table, np.inf)

@@ -184,7 +184,7 @@ class _Checker:
         choices = [choice for choice in found if claimed is None or choice.results[0] == tuple(claimed.values())]
         if found and not choices:
             said, given_by_rule = _text(tuple(claimed.values()) if claimed else ()), _text(found[0].results[0])
-            self.problems.append(f"{node.name} is said to be {said}, but its rule gives {given_by_rule}")
+            self.problems.append(f"{node.name} is annotated as {said}, but its rule gives {given_by_rule}")
         choice = (choices or found or operator.choices)[0]
         own = [axis for axis, rewrite in zip(self.axes, choice.rewrites) if rewrite == "own_experts"]
         counted = [operand.args[1] for operand in operands_of(node) if operator_name(operand) == "own_offsets"]

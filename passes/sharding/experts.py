@@ -52,8 +52,8 @@ def check_degree(experts: Experts, degree: int, program: str) -> None:
     """
     if not experts.counts:
         raise GraphparError(
-            f"Mesh ep={degree}: {program} has no experts to divide, that is no weight of three dims that a product takes an "
-            "expert at a time (grouped_mm, bmm, matmul or einsum); use tp, cp or dp_replicate."
+            f"Mesh ep={degree}: {program} has no experts to divide: no product (grouped_mm, bmm, matmul or einsum) applies a weight "
+            "of three dims one expert at a time; use tp, cp or dp_replicate."
         )
     for parameter, count in experts.counts.items():
         if count % degree:

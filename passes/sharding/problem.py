@@ -120,10 +120,10 @@ class _Builder:
         self.operators: dict[fx.Node, Operator] = {}
         self.counting: dict[tuple[fx.Graph, str], set[fx.Node]] = {}
         self.shards: list[dict[tuple[fx.Node, int], dict[Shard, None]]] = [{} for _ in self.axes]
-        self.alike = self._stored_alike()
+        self.stored_groups = self._stored_groups()
         self.links = [
             *self._boundaries(),
-            *(((first, 0), (other, 0)) for (first, *others), _ in self.alike for other in others),
+            *(((first, 0), (other, 0)) for (first, *others), _ in self.stored_groups for other in others),
         ]
 
     def scopes(self) -> list[tuple[str, fx.Graph, int]]:
@@ -153,11 +153,11 @@ class _Builder:
             list(self.operators.values()),
             values,
             self.differentiable,
-            [Stored(tuple(self.operators[node] for node in nodes), count) for nodes, count in self.alike],
+            [Stored(tuple(self.operators[node] for node in nodes), count) for nodes, count in self.stored_groups],
             self.operators,
         )
 
-    def _stored_alike(self) -> list[tuple[list[fx.Node], int]]:
+    def _stored_groups(self) -> list[tuple[list[fx.Node], int]]:
         """Return groups of nodes whose parameters must be stored in the same types, each with its number of distinct parameters."""
         readers: dict[str, list[fx.Node]] = {}  # by the first name of a parameter
         groups: dict[fx.Node, list[fx.Node]] = {}

@@ -129,7 +129,7 @@ class _Lowering:
         )
 
     def signature(self, block: Block) -> tuple[list[Types | None], list[Types]]:
-        """Return the types of a block's inputs (None for what is no tensor) and results."""
+        """Return the types of a block's inputs (None where an input is no tensor) and results."""
         if block.name not in self._signatures:
             inside = [self.decisions.get(node) for node in block.graph.nodes if node.op == "placeholder"]
             taken = [None if decision is None else decision.results[0] for decision in inside]
@@ -193,7 +193,7 @@ class _Scope:
     # ---- by kind of node ----
 
     def _keep(self, node: fx.Node) -> None:
-        """Copy inputs, parameters, and what is no tensor."""
+        """Copy inputs, parameters, and values that are no tensors."""
         copy = self.new.node_copy(node, lambda n: self.made[n])
         decision = self.decisions.get(node)
         self._record(node, copy, decision.results[0] if decision is not None else self.whole)

@@ -23,7 +23,9 @@ from benchmarks.published_sources import SOURCES, held_out
 from graphpar.cost_models.workload import Phase, Product
 from graphpar.ir.program import operator_name
 from graphpar.operators.transitions import TABLE
-from graphpar.schedules.registry import action_table, simulate, validate_table
+from graphpar.schedules.registry import action_table
+from graphpar.schedules.simulation import simulate
+from graphpar.schedules.table import validate_table
 
 FILE = Path(__file__).parents[1] / "data" / "published.jsonl"
 ROWS = {row["id"]: row for row in rows_of(FILE)}

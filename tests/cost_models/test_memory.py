@@ -35,7 +35,9 @@ from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import rank_at
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.stages import StageAdapter, bind_collectives, build_stage, emitted_package, keywords
-from graphpar.schedules.registry import action_table, parse_table, peak_in_flight
+from graphpar.schedules.registry import action_table
+from graphpar.schedules.simulation import peak_in_flight
+from graphpar.schedules.table import parse_table
 from tests.exact_memory import Activations, Passes, StageCost, activation_peak, rank_memory, saved_bytes
 from tests.programs import SMALL, example, norms_pinned
 from tests.rank_pool import RankPool

@@ -322,8 +322,8 @@ def test_stages_must_have_units_and_ranks() -> None:
     units, _, _ = _units(("gpt", "pp=1", ""))
     pricing = Pricing(units, Mesh(pp=2), Cluster.of(A100, 1, 2), dtype="fp32")
     for starts, message in (
-        ((0, 0), "unit of its own"),
-        ((1, 2), "unit of its own"),
+        ((0, 0), "at least one unit"),
+        ((1, 2), "at least one unit"),
         ((0, 1, 2), "don't divide evenly"),
     ):
         with pytest.raises(GraphparError, match=message):

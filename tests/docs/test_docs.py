@@ -38,15 +38,10 @@ from graphpar.cli.commands import COMMANDS, build_parser
 from graphpar.cli.main import main
 from graphpar.hardware.devices import DEVICES
 from graphpar.passes.table import STEPS
-from graphpar.schedules.registry import (
-    SCHEDULES,
-    action_table,
-    check_deadlock,
-    parse_table,
-    peak_in_flight,
-    simulate,
-    validate_table,
-)
+from graphpar.schedules.order import check_deadlock
+from graphpar.schedules.registry import SCHEDULES, action_table
+from graphpar.schedules.simulation import peak_in_flight, simulate
+from graphpar.schedules.table import parse_table, validate_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -15,18 +15,38 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphpar.errors import GraphparError
-from graphpar.schedules import registry as sched
-from graphpar.schedules.registry import Action, ActionTable, Cell, Pair, make_table
+from graphpar.schedules.order import check_deadlock
+from graphpar.schedules.registry import (
+    SCHEDULES,
+    action_table,
+    bubble_warning,
+    canonical_name,
+    check_legal,
+    legal_microbatches,
+    stage_ranks,
+)
+from graphpar.schedules.simulation import draw, simulate
+from graphpar.schedules.table import (
+    Action,
+    ActionTable,
+    Cell,
+    Pair,
+    format_table,
+    load_table,
+    make_table,
+    parse_table,
+    validate_table,
+)
 
-NAMES = list(sched.SCHEDULES)
-RUNNABLE = [name for name in NAMES if sched.SCHEDULES[name].torch_class is not None]
+NAMES = list(SCHEDULES)
+RUNNABLE = [name for name in NAMES if SCHEDULES[name].torch_class is not None]
 AUTOSPEC = mock.create_autospec
 GRID = [(pp, per_rank, count) for pp in range(1, 5) for per_rank in range(1, 4) for count in range(1, 11)]
 
 
 def legal(name: str, pp: int, per_rank: int, count: int) -> bool:
     try:
-        sched.check_legal(name, pp, per_rank, count)
+        check_legal(name, pp, per_rank, count)
     except GraphparError:
         return False
     return True
@@ -75,26 +95,26 @@ def test_the_module_imports_without_torch() -> None:
     ],
 )
 def test_names_are_found_in_any_spelling(given_name: str, expected: str) -> None:
-    assert sched.canonical_name(given_name) == expected
+    assert canonical_name(given_name) == expected
 
 
 @pytest.mark.parametrize("name", ["foo", "", "PipelineScheduleMulti", "PipelineScheduleSingle"])
 def test_an_unknown_name_lists_all(name: str) -> None:
     with pytest.raises(GraphparError) as error:
-        sched.canonical_name(name)
+        canonical_name(name)
     assert all(known in str(error.value) for known in NAMES)
 
 
 def test_an_unknown_name_proposes_the_nearest() -> None:
     with pytest.raises(GraphparError, match="Did you mean 'DualPipeV'"):
-        sched.canonical_name("dual_pipe")
+        canonical_name("dual_pipe")
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_names_and_classes_are_torchs(name: str) -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    assert get_schedule_class(name).__name__ == sched.SCHEDULES[name].torch_class
+    assert get_schedule_class(name).__name__ == SCHEDULES[name].torch_class
 
 
 # -------------------------------------------------------------------------------------------- legality
@@ -112,16 +132,16 @@ def test_legality_is_that_of_torchs_constructors(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_proposal_for_microbatches_is_legal(name: str) -> None:
-    row = sched.SCHEDULES[name]
+    row = SCHEDULES[name]
     for pp in range(1, 6):
         for count in range(1, 20):
             try:
-                sched.check_legal(name, pp, row.default_stages, count)
+                check_legal(name, pp, row.default_stages, count)
             except GraphparError as error:
                 proposed = re.search(r"Use (\d+)(?: or (\d+))? microbatches", str(error))
                 assert proposed is not None
                 for text in filter(None, proposed.groups()):
-                    sched.check_legal(name, pp, row.default_stages, int(text))
+                    check_legal(name, pp, row.default_stages, int(text))
 
 
 @pytest.mark.parametrize(
@@ -144,37 +164,37 @@ def test_the_proposal_for_microbatches_is_legal(name: str) -> None:
 )
 def test_an_illegal_choice_says_why_and_what_instead(arguments: tuple[str, int, int, int], message: str) -> None:
     with pytest.raises(GraphparError, match=message):
-        sched.check_legal(*arguments)
+        check_legal(*arguments)
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_legal_microbatches_cut_the_batch_evenly(name: str) -> None:
-    per_rank = sched.SCHEDULES[name].default_stages
+    per_rank = SCHEDULES[name].default_stages
 
-    counts = sched.legal_microbatches(name, 2, per_rank, batch=24)
+    counts = legal_microbatches(name, 2, per_rank, batch=24)
 
     assert counts == [c for c in range(1, 25) if 24 % c == 0 and torch_accepts(name, 2, per_rank, c)]
 
 
 def test_too_few_microbatches_to_fill_the_pipeline_is_a_warning() -> None:
-    assert sched.bubble_warning("gpipe", 4, 1, 4) is None
-    assert "3 microbatches for 4 stages" in (sched.bubble_warning("gpipe", 4, 1, 3) or "")
+    assert bubble_warning("gpipe", 4, 1, 4) is None
+    assert "3 microbatches for 4 stages" in (bubble_warning("gpipe", 4, 1, 3) or "")
 
 
 # ------------------------------------------------------------------------------------------- placement
 
 
 def test_placements() -> None:
-    assert sched.stage_ranks("Interleaved1F1B", 3, 2) == [0, 1, 2, 0, 1, 2]
-    assert sched.stage_ranks("ZBVZeroBubble", 4, 2) == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert stage_ranks("Interleaved1F1B", 3, 2) == [0, 1, 2, 0, 1, 2]
+    assert stage_ranks("ZBVZeroBubble", 4, 2) == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_run_where_stage_ranks_says(name: str) -> None:
     for pp, per_rank, count in legal_configurations(name):
-        table = sched.action_table(name, pp, per_rank, count)
+        table = action_table(name, pp, per_rank, count)
 
-        ranks = sched.stage_ranks(name, pp, per_rank)
+        ranks = stage_ranks(name, pp, per_rank)
 
         assert {action.stage: rank for rank, _, _, action in table.actions()} == dict(enumerate(ranks))
 
@@ -185,21 +205,21 @@ def test_stages_run_where_stage_ranks_says(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_legal_table_is_valid_and_does_not_deadlock(name: str) -> None:
     for pp, per_rank, count in legal_configurations(name):
-        table = sched.action_table(name, pp, per_rank, count)
+        table = action_table(name, pp, per_rank, count)
 
-        sched.validate_table(table, pp * per_rank, count)
-        sched.check_deadlock(table)
+        validate_table(table, pp * per_rank, count)
+        check_deadlock(table)
 
         assert (table.ranks, table.stages, table.microbatches) == (pp, pp * per_rank, count)
-        assert sched.parse_table(sched.format_table(table)) == table
+        assert parse_table(format_table(table)) == table
         split = any(action.kind == "W" for _, _, _, action in table.actions())
-        assert split == sched.SCHEDULES[name].splits_backward
+        assert split == SCHEDULES[name].splits_backward
 
 
 def test_tables_come_from_torch_as_it_is() -> None:
     """Without this module's shortcut around autospec, and outside its grid, so that no table was kept."""
     with mock.patch("unittest.mock.create_autospec", AUTOSPEC):
-        table = sched.action_table("DualPipeV", 3, 2, 13)
+        table = action_table("DualPipeV", 3, 2, 13)
     assert str(table).splitlines()[2].startswith("2F0,3F0,2F1,3F1,2F2,3F2,2F3,3B0,(3F3;2B0)OVERLAP_F_B,")
 
 
@@ -232,7 +252,7 @@ def test_single_stage_tables_are_what_torch_steps_through(name: str) -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     for pp, per_rank, count in legal_configurations(name):
-        table = sched.action_table(name, pp, per_rank, count)
+        table = action_table(name, pp, per_rank, count)
         for rank in range(pp):
             stage = StageThatRecords(rank, pp)
             schedule = get_schedule_class(name)(stage, count)
@@ -241,12 +261,12 @@ def test_single_stage_tables_are_what_torch_steps_through(name: str) -> None:
             assert stage.actions == [action for cell in table.rows[rank] if cell for action in cell.parts]
 
 
-@pytest.mark.parametrize("name", [name for name in RUNNABLE if sched.SCHEDULES[name].min_stages > 1])
+@pytest.mark.parametrize("name", [name for name in RUNNABLE if SCHEDULES[name].min_stages > 1])
 def test_torch_reads_our_text_as_its_own_table(name: str) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
     from torch.distributed.pipelining.schedules import _Action
 
-    text = sched.format_table(sched.action_table(name, 4, 2, 8))
+    text = format_table(action_table(name, 4, 2, 8))
 
     read = [[_Action.from_str(token) for token in line.split(",")] for line in text.splitlines()]
 
@@ -263,11 +283,11 @@ cells: st.SearchStrategy[Cell] = st.one_of(st.none(), actions, st.builds(Pair, s
 @given(st.lists(st.lists(cells, max_size=6), max_size=4).filter(lambda rows: bool(rows) and any(rows[-1])))
 def test_text_round_trip(rows: list[list[Cell]]) -> None:
     table = make_table(rows)
-    assert sched.parse_table(sched.format_table(table)) == table
+    assert parse_table(format_table(table)) == table
 
 
 def test_text_may_have_spaces_and_blank_lines_at_the_end() -> None:
-    assert sched.parse_table(" 0F0 , 0B0\r\n,1F0, (1F1; 1B0)OVERLAP_F_B,\r\n\r\n") == make_table(
+    assert parse_table(" 0F0 , 0B0\r\n,1F0, (1F1; 1B0)OVERLAP_F_B,\r\n\r\n") == make_table(
         [
             [Action(0, "F", 0), Action(0, "B", 0)],
             [None, Action(1, "F", 0), Pair((Action(1, "F", 1), Action(1, "B", 0)))],
@@ -292,30 +312,30 @@ def test_text_may_have_spaces_and_blank_lines_at_the_end() -> None:
 )
 def test_a_bad_token_is_named_with_rank_and_step(token: str, message: str) -> None:
     with pytest.raises(GraphparError, match=rf"rank 1, step 2: {re.escape(repr(token))} {message}"):
-        sched.parse_table(f"0F0,0B0\n1F0,,{token}\n")
+        parse_table(f"0F0,0B0\n1F0,,{token}\n")
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", ",,\n,\n"])
 def test_empty_text(text: str) -> None:
     with pytest.raises(GraphparError, match="schedule is empty"):
-        sched.parse_table(text)
+        parse_table(text)
 
 
 def test_load_table(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0B0\n")
-    assert sched.load_table(file).rows == ((Action(0, "F", 0), Action(0, "B", 0)),)
+    assert load_table(file).rows == ((Action(0, "F", 0), Action(0, "B", 0)),)
 
     with pytest.raises(GraphparError, match=r"mime\.csv doesn't exist\. Did you mean 'mine\.csv'"):
-        sched.load_table(tmp_path / "mime.csv")
+        load_table(tmp_path / "mime.csv")
     with pytest.raises(GraphparError, match="can't be read"):
-        sched.load_table(tmp_path)
+        load_table(tmp_path)
     file.write_text("0F0,0Q0\n")
     with pytest.raises(GraphparError, match=r"mine\.csv: rank 0, step 1: '0Q0'"):
-        sched.load_table(file)
+        load_table(file)
     file.write_bytes(b"\xff\xfe0")
     with pytest.raises(GraphparError, match="can't be read"):
-        sched.load_table(file)
+        load_table(file)
 
 
 # ------------------------------------------------------------------------------------------ validation
@@ -343,26 +363,26 @@ def test_each_broken_rule_has_its_own_error(rule: str) -> None:
     text, message = CORRUPTIONS[rule]
 
     with pytest.raises(GraphparError) as error:
-        sched.validate_table(sched.parse_table(text), stages=2, microbatches=2)
+        validate_table(parse_table(text), stages=2, microbatches=2)
 
     assert [name for name, (_, other) in CORRUPTIONS.items() if re.search(other, str(error.value))] == [rule], message
 
 
 def test_the_uncorrupted_table_is_valid() -> None:
-    sched.validate_table(sched.parse_table("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1F1,1B0,1B1"), stages=2, microbatches=2)
+    validate_table(parse_table("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1F1,1B0,1B1"), stages=2, microbatches=2)
 
 
 def test_an_error_inside_a_pair_names_the_pair_and_the_part() -> None:
-    table = sched.parse_table("0F0,(0F1;0B1)OVERLAP_F_B,(0F1;0B0)OVERLAP_F_B")
+    table = parse_table("0F0,(0F1;0B1)OVERLAP_F_B,(0F1;0B0)OVERLAP_F_B")
     with pytest.raises(GraphparError, match=r"step 2: \(0F1;0B0\)OVERLAP_F_B, in it 0F1 repeats 0F1"):
-        sched.validate_table(table, stages=1, microbatches=2)
+        validate_table(table, stages=1, microbatches=2)
 
 
 @st.composite
 def legal_tables(draw: st.DrawFn, least_ranks: int = 1) -> ActionTable:
     name = draw(st.sampled_from(NAMES))
     grid = [point for point in GRID if point[0] >= least_ranks and point[2] <= 8]
-    return sched.action_table(name, *draw(st.sampled_from(legal_configurations(name, grid))))
+    return action_table(name, *draw(st.sampled_from(legal_configurations(name, grid))))
 
 
 def corrupted(table: ActionTable, data: st.DataObject) -> ActionTable:
@@ -399,17 +419,17 @@ def corrupted(table: ActionTable, data: st.DataObject) -> ActionTable:
 def test_any_corruption_of_a_legal_table_is_refused(table: ActionTable, data: st.DataObject) -> None:
     bad = corrupted(table, data)
     with pytest.raises(GraphparError):
-        sched.validate_table(bad, table.stages, table.microbatches)
+        validate_table(bad, table.stages, table.microbatches)
 
 
 # -------------------------------------------------------------------------------------------- deadlock
 
 
 def test_a_circle_of_ranks_is_a_deadlock_and_says_who_waits_for_what() -> None:
-    table = sched.parse_table("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
-    sched.validate_table(table, stages=2, microbatches=2)
+    table = parse_table("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
+    validate_table(table, stages=2, microbatches=2)
     with pytest.raises(GraphparError) as error:
-        sched.check_deadlock(table)
+        check_deadlock(table)
     assert str(error.value).splitlines() == [
         "schedule deadlocks at",
         "  rank 0, step 1: 0B0 waits for 1B0, which rank 1 runs at step 2",
@@ -419,11 +439,11 @@ def test_a_circle_of_ranks_is_a_deadlock_and_says_who_waits_for_what() -> None:
 
 def test_waiting_for_what_no_rank_runs_or_for_oneself() -> None:
     with pytest.raises(GraphparError, match="rank 1, step 0: 1F1 waits for 0F1, which no rank runs"):
-        sched.check_deadlock(sched.parse_table("0F0\n1F1"))
+        check_deadlock(parse_table("0F0\n1F1"))
     with pytest.raises(GraphparError, match="rank 0, step 0: 1F0 waits for 0F0, which rank 0 runs at step 1"):
-        sched.check_deadlock(sched.parse_table("1F0,0F0,1B0,0B0"))
+        check_deadlock(parse_table("1F0,0F0,1B0,0B0"))
     with pytest.raises(GraphparError, match="waits for 0F0, which rank 0 runs at step 0 in the same pair"):
-        sched.check_deadlock(sched.parse_table("(0F0;1F0)OVERLAP_F_B"))
+        check_deadlock(parse_table("(0F0;1F0)OVERLAP_F_B"))
 
 
 def torch_deadlocks(table: ActionTable) -> bool:
@@ -441,7 +461,7 @@ def torch_deadlocks(table: ActionTable) -> bool:
 
 def deadlocks(table: ActionTable) -> bool:
     try:
-        sched.check_deadlock(table)
+        check_deadlock(table)
     except GraphparError as error:
         assert str(error).startswith("schedule deadlocks at")
         return True
@@ -465,7 +485,7 @@ def test_a_reordered_table_deadlocks_when_torch_cannot_place_its_transfers(
 ) -> None:
     reordered = swapped(table, swaps)
     try:
-        sched.validate_table(reordered, table.stages, table.microbatches)
+        validate_table(reordered, table.stages, table.microbatches)
     except GraphparError:
         return  # torch leaves a rank's own order to its validator
     assert deadlocks(reordered) == torch_deadlocks(reordered)
@@ -475,21 +495,21 @@ def test_a_reordered_table_deadlocks_when_torch_cannot_place_its_transfers(
 
 
 def test_drawing() -> None:
-    timeline = sched.simulate(sched.action_table("1F1B", 2, 1, 3), [1, 1], [2, 2])
-    assert sched.draw(timeline) == [
+    timeline = simulate(action_table("1F1B", 2, 1, 3), [1, 1], [2, 2])
+    assert draw(timeline) == [
         "rank 0  F0 F1 .. .. B0 -- F2 B1 -- .. B2 --",
         "rank 1  .. F0 B0 -- F1 B1 -- F2 B2 -- .. ..",
     ]
-    assert sched.draw(timeline, width=27) == [
+    assert draw(timeline, width=27) == [
         "rank 0  F0 F1 .. …  B2 --",
         "rank 1  .. F0 B0 …  .. ..",
     ]
 
 
 def test_drawing_several_stages_a_rank_names_them() -> None:
-    table = sched.parse_table("0F0,3F0,(0F1;3B0)OVERLAP_F_B,0B0,3F1,3B1,0B1\n1F0,2F0,1F1,2B0,1B0,2F1,2B1,1B1")
-    sched.validate_table(table, stages=4, microbatches=2)
-    line = sched.draw(sched.simulate(table, [1] * 4, [1] * 4))[0]
+    table = parse_table("0F0,3F0,(0F1;3B0)OVERLAP_F_B,0B0,3F1,3B1,0B1\n1F0,2F0,1F1,2B0,1B0,2F1,2B1,1B1")
+    validate_table(table, stages=4, microbatches=2)
+    line = draw(simulate(table, [1] * 4, [1] * 4))[0]
     assert re.sub(r"[. ]+", " ", line) == "rank 0 0F0 3F0 0F1 3B0 0B0 3F1 3B1 0B1"
 
 
@@ -497,13 +517,13 @@ def test_drawing_several_stages_a_rank_names_them() -> None:
 @given(legal_tables(), st.integers(30, 120), st.data())
 def test_drawings_fit_and_lose_nothing_but_the_middle(table: ActionTable, width: int, data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.floats(0, 10), min_size=table.stages, max_size=table.stages))
-    timeline = sched.simulate(table, costs, costs)
+    timeline = simulate(table, costs, costs)
 
-    lines = sched.draw(timeline, width)
+    lines = draw(timeline, width)
 
     assert len(lines) == table.ranks
     assert all(len(line) <= width for line in lines)
-    whole = sched.draw(timeline, 10**6)
+    whole = draw(timeline, 10**6)
     for rank, line in enumerate(whole):
         several = max(len({span.action.stage for span in row}) for row in timeline.spans) > 1
         names = [str(s.action) if several else str(s.action)[len(str(s.action.stage)) :] for s in timeline.spans[rank]]

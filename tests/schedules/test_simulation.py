@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ from hypothesis import strategies as st
 
 from graphpar.errors import GraphparError
 from graphpar.report.trace import chrome_trace
-from graphpar.schedules import registry as sched
-from graphpar.schedules.registry import Action, ActionTable, Timeline, Transfers
+from graphpar.schedules.order import order_of
+from graphpar.schedules.registry import action_order, action_table
+from graphpar.schedules.simulation import Timeline, Transfers, in_flight, peak_in_flight, simulate
+from graphpar.schedules.table import Action, ActionTable, parse_table, validate_table
 from graphpar.schedules.zero_bubble import StageCosts, automatic
 from tests.schedules.test_schedule import legal_tables, quick_stages
 
@@ -35,7 +36,7 @@ NAMES = {"1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zb-h1": "ZB-H1"
 def test_the_bubble_of_equal_stages(name: str, p: int, extra: int, forward: int, backward: int) -> None:
     """(p - 1) / (m + p - 1), whatever a forward and a backward cost (GPipe, arXiv 1811.06965, section 2.3)."""
     m = p + extra
-    timeline = sched.simulate(sched.action_table(name, p, 1, m), [forward] * p, [backward] * p)
+    timeline = simulate(action_table(name, p, 1, m), [forward] * p, [backward] * p)
     assert timeline.makespan == (m + p - 1) * (forward + backward)
     assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
 
@@ -43,23 +44,23 @@ def test_the_bubble_of_equal_stages(name: str, p: int, extra: int, forward: int,
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 8)])
 def test_interleaving_divides_the_bubble(p: int, v: int, m: int) -> None:
     """(p - 1) / v m of the work (Megatron-LM, arXiv 2104.04473, section 2.2)."""
-    timeline = sched.simulate(sched.action_table("Interleaved1F1B", p, v, m), [1] * p * v, [2] * p * v)
+    timeline = simulate(action_table("Interleaved1F1B", p, v, m), [1] * p * v, [2] * p * v)
     assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
 
 
 def test_activations_in_flight() -> None:
     p, m = 4, 8
-    assert sched.peak_in_flight(sched.action_table("GPipe", p, 1, m)) == (m,) * p
-    assert sched.peak_in_flight(sched.action_table("1F1B", p, 1, m)) == (4, 3, 2, 1)
-    assert sched.peak_in_flight(sched.action_table("1F1B", p, 1, m), sizes=[5, 1, 1, 7]) == (20, 3, 2, 7)
-    assert sched.peak_in_flight(sched.parse_table("0F0,0I0,0F1,0W0,0I1,0W1")) == (2,)
+    assert peak_in_flight(action_table("GPipe", p, 1, m)) == (m,) * p
+    assert peak_in_flight(action_table("1F1B", p, 1, m)) == (4, 3, 2, 1)
+    assert peak_in_flight(action_table("1F1B", p, 1, m), sizes=[5, 1, 1, 7]) == (20, 3, 2, 7)
+    assert peak_in_flight(parse_table("0F0,0I0,0F1,0W0,0I1,0W1")) == (2,)
 
 
 @given(p=st.integers(1, 6), extra=st.integers(0, 6), forward=st.integers(1, 9), backward=st.integers(1, 9))
 @QUICK
 def test_looped_bfs_divides_the_bubble_of_gpipe(p: int, extra: int, forward: int, backward: int) -> None:
     m = p + extra
-    timeline = sched.simulate(sched.action_table("LoopedBFS", p, 2, m), [forward] * 2 * p, [backward] * 2 * p)
+    timeline = simulate(action_table("LoopedBFS", p, 2, m), [forward] * 2 * p, [backward] * 2 * p)
     assert timeline.makespan == (2 * m + p - 1) * (forward + backward)
 
 
@@ -68,7 +69,7 @@ def test_looped_bfs_divides_the_bubble_of_gpipe(p: int, extra: int, forward: int
 def test_the_bubble_of_zb_h1(p: int, extra: int, unit: int) -> None:
     """(p - 1)(TF + TB - TW), in the memory of 1F1B (arXiv 2401.10241, table 1)."""
     m = p + extra
-    timeline = sched.simulate(sched.action_table("ZB-H1", p, 1, m), [unit] * p, [2 * unit] * p, [unit] * p)
+    timeline = simulate(action_table("ZB-H1", p, 1, m), [unit] * p, [2 * unit] * p, [unit] * p)
     assert timeline.makespan == 3 * m * unit + (p - 1) * unit
     assert timeline.peak_in_flight == (p,) * p
 
@@ -78,7 +79,7 @@ def test_the_bubble_of_zb_h1(p: int, extra: int, unit: int) -> None:
 def test_the_bubble_of_zb_h2(p: int, extra: int, unit: int) -> None:
     """(p - 1)(TF + TB - 2 TW): no rank idles between its first and its last action (arXiv 2401.10241, table 1)."""
     m = 2 * p + extra
-    timeline = sched.simulate(sched.action_table("ZB-H2", p, 1, m), [unit] * p, [2 * unit] * p, [unit] * p)
+    timeline = simulate(action_table("ZB-H2", p, 1, m), [unit] * p, [2 * unit] * p, [unit] * p)
     assert timeline.period == 3 * m * unit
     assert timeline.makespan == 3 * m * unit + (p - 1) * unit
     assert timeline.peak_in_flight == (2 * p - 1,) * p
@@ -87,8 +88,8 @@ def test_the_bubble_of_zb_h2(p: int, extra: int, unit: int) -> None:
 @given(p=st.integers(1, 6), m=st.integers(1, 9), forward=st.integers(1, 5), transfer=st.integers(0, 5))
 @QUICK
 def test_transfers_of_gpipe_lengthen_the_ramps_alone(p: int, m: int, forward: int, transfer: int) -> None:
-    timeline = sched.simulate(
-        sched.action_table("GPipe", p, 1, m), [forward] * p, [forward] * p, transfers=transfers(p, transfer, transfer)
+    timeline = simulate(
+        action_table("GPipe", p, 1, m), [forward] * p, [forward] * p, transfers=transfers(p, transfer, transfer)
     )
     assert timeline.makespan == 2 * ((m + p - 1) * forward + (p - 1) * transfer)
 
@@ -96,15 +97,15 @@ def test_transfers_of_gpipe_lengthen_the_ramps_alone(p: int, m: int, forward: in
 @pytest.mark.parametrize(("one_at_a_time", "makespan"), [(False, 1 + 9 + 3), (True, 1 + 3 * 9 + 1)])
 def test_a_link_of_one_transfer_at_a_time_makes_the_others_queue(one_at_a_time: bool, makespan: int) -> None:
     """Three forwards of one unit follow each other over a boundary of nine; backwards and their way are free."""
-    table = sched.parse_table("0F0,0F1,0F2\n1F0,1F1,1F2")
-    timeline = sched.simulate(table, [1, 1], [0, 0], transfers=Transfers([9], [0], one_at_a_time))
+    table = parse_table("0F0,0F1,0F2\n1F0,1F1,1F2")
+    timeline = simulate(table, [1, 1], [0, 0], transfers=Transfers([9], [0], one_at_a_time))
     assert timeline.makespan == makespan
     assert timeline.busy == (3, 3) and timeline.waiting[0] == 0
 
 
 def test_a_sender_that_waits_starts_its_next_action_later() -> None:
-    table = sched.parse_table("0F0,0F1\n1F0,1F1")
-    timeline = sched.simulate(table, [1, 1], [0, 0], transfers=Transfers([4], [0], sender_waits=True))
+    table = parse_table("0F0,0F1\n1F0,1F1")
+    timeline = simulate(table, [1, 1], [0, 0], transfers=Transfers([4], [0], sender_waits=True))
     assert [span.start for span in timeline.spans[0]] == [0, 5]
     assert timeline.makespan == 1 + 4 + 1 + 4 + 1
     assert timeline.waiting == (4, 4 + 4)  # while rank 0 computes its second forward, rank 1 idles or computes
@@ -113,9 +114,7 @@ def test_a_sender_that_waits_starts_its_next_action_later() -> None:
 
 def test_a_sender_that_waits_does_so_for_both_results_of_a_pair() -> None:
     text = "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1F1,1B0,(1F2;1B1)OVERLAP_F_B,1B2\n2F0,2B0,2F1,2B1,2F2,2B2"
-    timeline = sched.simulate(
-        sched.parse_table(text), [1] * 3, [1] * 3, transfers=Transfers([2, 7], [5, 2], sender_waits=True)
-    )
+    timeline = simulate(parse_table(text), [1] * 3, [1] * 3, transfers=Transfers([2, 7], [5, 2], sender_waits=True))
     pair_end = next(span.end for span in timeline.spans[1] if str(span.action) == "1B1")
     sent = [t for t in timeline.transfers if str(t.action) in ("1F2", "1B1")]
     assert [t.start for t in sent] == [pair_end] * 2 and {t.end - t.start for t in sent} == {7, 5}
@@ -123,8 +122,8 @@ def test_a_sender_that_waits_does_so_for_both_results_of_a_pair() -> None:
 
 
 def test_stages_on_one_rank_pass_for_free() -> None:
-    table = sched.action_table("ZBVZeroBubble", 1, 2, 3)
-    timeline = sched.simulate(table, [1, 1], [2, 2], transfers=Transfers([100], [100], True, True))
+    table = action_table("ZBVZeroBubble", 1, 2, 3)
+    timeline = simulate(table, [1, 1], [2, 2], transfers=Transfers([100], [100], True, True))
     assert timeline.makespan == 3 * 6 and timeline.bubble == 0 and timeline.transfers == ()
 
 
@@ -143,8 +142,8 @@ def test_published_bubble_rates(row: dict[str, Any]) -> None:
     forward, split, weight = (row[f"{part}_ms"] for part in ("forward", "input_backward", "weight_backward"))
     count = pp * per_rank
 
-    timeline = sched.simulate(
-        sched.action_table(name, pp, per_rank, m),
+    timeline = simulate(
+        action_table(name, pp, per_rank, m),
         [forward / per_rank] * count,
         [(split + weight) / per_rank] * count,
         [weight / per_rank] * count,
@@ -193,10 +192,10 @@ def test_automatic_schedules_are_legal_and_keep_their_limit(
 
     table = automatic(m, costs, limit, for_weight)
 
-    sched.validate_table(table, pp, m)
-    assert all(held.peak <= limit + 1e-6 for held in sched.in_flight(table, [1] * pp, [for_weight] * pp))
+    validate_table(table, pp, m)
+    assert all(held.peak <= limit + 1e-6 for held in in_flight(table, [1] * pp, [for_weight] * pp))
     if limit >= pp:
-        assert costs.simulated(table).period <= costs.simulated(sched.action_table("ZB-H1", pp, 1, m)).period
+        assert costs.simulated(table).period <= costs.simulated(action_table("ZB-H1", pp, 1, m)).period
 
 
 def test_automatic_schedules_refuse_what_cannot_be() -> None:
@@ -287,7 +286,7 @@ def drawn_transfers(data: st.DataObject, table: ActionTable) -> Transfers:
 
 
 def run(table: ActionTable, costs: dict[str, list[int]], moves: Transfers | None) -> Timeline:
-    return sched.simulate(table, costs["F"], costs["B"], costs["W"], input_backward=costs["I"], transfers=moves)
+    return simulate(table, costs["F"], costs["B"], costs["W"], input_backward=costs["I"], transfers=moves)
 
 
 @given(legal_tables(), st.data())
@@ -335,33 +334,6 @@ def test_longer_actions_and_transfers_never_shorten_a_step(table: ActionTable, d
     assert run(table, costs, None).makespan <= before
 
 
-@given(legal_tables(), st.data())
-@QUICK
-def test_costs_of_actions_agree_with_costs_of_stages(table: ActionTable, data: st.DataObject) -> None:
-    costs, moves = drawn_costs(data, table), drawn_transfers(data, table)
-    order = sched.order_of(table)
-
-    by_action = sched.simulate_actions(order, lambda action: costs[action.kind][action.stage], transfers=moves)
-
-    assert by_action == run(table, costs, moves)
-    alone = sched.simulate_actions(order, lambda action: costs[action.kind][action.stage], transfers=moves, spans=False)
-    assert (alone.spans, alone.transfers, alone.makespan) == ((), (), by_action.makespan)
-
-
-def test_a_cost_of_one_microbatch_alone() -> None:
-    timeline = sched.simulate_actions(
-        sched.action_table("GPipe", 1, 1, 3), lambda action: 1 + 10 * (action.microbatch == 2)
-    )
-    assert timeline.makespan == 2 * (1 + 1 + 11)
-    with pytest.raises(GraphparError, match="the cost of 0F0 is nan"):
-        sched.simulate_actions(sched.action_table("GPipe", 1, 1, 3), lambda action: math.nan)
-
-
-def test_ends_of_the_pipeline_cost_more() -> None:
-    assert sched.with_ends([1, 1, 1], first=2, last=5) == [3, 1, 6]
-    assert sched.with_ends([1], first=2, last=5) == [8]
-
-
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
@@ -373,12 +345,12 @@ def test_ends_of_the_pipeline_cost_more() -> None:
 )
 def test_bad_costs(costs: tuple[list[float], ...], message: str) -> None:
     with pytest.raises(GraphparError, match=message):
-        sched.simulate(sched.action_table("1F1B", 2, 1, 2), *costs)
+        simulate(action_table("1F1B", 2, 1, 2), *costs)
 
 
 def test_a_deadlock_is_refused_by_the_simulation_too() -> None:
     with pytest.raises(GraphparError, match="deadlocks"):
-        sched.simulate(sched.parse_table("0F0,0B0\n1B0,1F0"), [1, 1], [1, 1])
+        simulate(parse_table("0F0,0B0\n1B0,1F0"), [1, 1], [1, 1])
 
 
 @pytest.mark.parametrize(
@@ -390,37 +362,35 @@ def test_a_deadlock_is_refused_by_the_simulation_too() -> None:
 )
 def test_bad_transfers(moves: Transfers, message: str) -> None:
     with pytest.raises(GraphparError, match=message):
-        sched.simulate(sched.action_table("1F1B", 3, 1, 3), [1] * 3, [1] * 3, transfers=moves)
+        simulate(action_table("1F1B", 3, 1, 3), [1] * 3, [1] * 3, transfers=moves)
 
 
 def test_orders_of_named_schedules_are_kept() -> None:
-    order = sched.action_order("1f1b", 3, 1, 4)
-    assert order is sched.action_order("1F1B", 3, 1, 4)
-    assert sched.simulate(order, [1] * 3, [2] * 3) == sched.simulate(
-        sched.action_table("1F1B", 3, 1, 4), [1] * 3, [2] * 3
-    )
+    order = action_order("1f1b", 3, 1, 4)
+    assert order is action_order("1F1B", 3, 1, 4)
+    assert simulate(order, [1] * 3, [2] * 3) == simulate(action_table("1F1B", 3, 1, 4), [1] * 3, [2] * 3)
     with pytest.raises(GraphparError, match="as many microbatches as stages"):
-        sched.action_order("1F1B", 3, 1, 2)
+        action_order("1F1B", 3, 1, 2)
 
 
 def test_a_stage_on_two_ranks_is_refused() -> None:
     with pytest.raises(GraphparError, match="stage 0 is on ranks 0 and 1"):
-        sched.order_of(sched.parse_table("0F0\n0F1"))
+        order_of(parse_table("0F0\n0F1"))
 
 
 # --------------------------------------------------------------------------------------------- memory
 
 
 def test_memory_over_time() -> None:
-    table = sched.parse_table("0F0,0I0,0F1,0W0,0I1,0W1")
-    (memory,) = sched.in_flight(table, saved=[10], for_weight=[4])
+    table = parse_table("0F0,0I0,0F1,0W0,0I1,0W1")
+    (memory,) = in_flight(table, saved=[10], for_weight=[4])
     assert (memory.after, memory.peak, memory.at) == ((10, 4, 14, 10, 4, 0), 14, 2)
-    (memory,) = sched.in_flight(table, saved=[10], for_weight=[25])  # gradients that I keeps for W
+    (memory,) = in_flight(table, saved=[10], for_weight=[25])  # gradients that I keeps for W
     assert (memory.after, memory.peak, memory.at) == ((10, 25, 35, 10, 25, 0), 35, 2)
-    (memory,) = sched.in_flight(sched.parse_table("0F0,0F1,0B0,0B1"), saved=[7])
+    (memory,) = in_flight(parse_table("0F0,0F1,0B0,0B1"), saved=[7])
     assert memory.after == (7, 14, 7, 0)
     with pytest.raises(GraphparError, match="saved has 2 costs for 1 stages"):
-        sched.in_flight(table, saved=[1, 1])
+        in_flight(table, saved=[1, 1])
 
 
 @given(legal_tables(), st.data())
@@ -429,7 +399,7 @@ def test_memory_ends_empty_and_its_peak_is_of_an_action(table: ActionTable, data
     sizes = st.lists(st.integers(0, 10**12), min_size=table.stages, max_size=table.stages)
     saved = data.draw(sizes)
     kept = data.draw(st.one_of(st.just(saved), sizes))
-    for memory, peak in zip(sched.in_flight(table, saved, kept), sched.peak_in_flight(table, saved)):
+    for memory, peak in zip(in_flight(table, saved, kept), peak_in_flight(table, saved)):
         assert memory.after[-1] == 0
         assert memory.peak == max(memory.after) == memory.after[memory.at]
         assert min(memory.after) >= 0
@@ -470,11 +440,11 @@ def test_a_trace_has_the_fields_of_its_format(table: ActionTable, data: st.DataO
 
 
 def test_a_trace_without_a_unit_says_so() -> None:
-    timeline = sched.simulate(sched.action_table("1F1B", 2, 1, 2), [3, 3], [5, 5])
+    timeline = simulate(action_table("1F1B", 2, 1, 2), [3, 3], [5, 5])
     trace = chrome_trace(timeline, ["a", "b"])
     assert trace["otherData"]["times"] == "relative"
     assert max(event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X") == pytest.approx(1e6)
     with pytest.raises(GraphparError, match="1 names for the rows of 2 ranks"):
         chrome_trace(timeline, ["a"])
     with pytest.raises(GraphparError, match="spans=True"):
-        chrome_trace(sched.simulate(sched.action_table("1F1B", 2, 1, 2), [3, 3], [5, 5], spans=False))
+        chrome_trace(simulate(action_table("1F1B", 2, 1, 2), [3, 3], [5, 5], spans=False))

@@ -204,39 +204,39 @@ FAULTS = {
         [('all_reduce(x, "tp")', 'all_reduce(all_reduce(x, "tp"), "tp")')],
         "expects its input to be P on axis tp, but it is I",
     ),
-    "a slice of a pending sum": (
+    "a slice of a partial sum": (
         [('all_reduce(x, "tp")', 'shard(x, "tp", dim=1)')],
         "expects its input to be R on axis tp, but it is P",
     ),
-    "a bias that every rank adds to a pending sum": (
+    "a bias that every rank adds to a partial sum": (
         [("F.linear(x, self.down.weight)", "F.linear(x, self.down.weight, self.down.bias)")],
         "Found types: [P, I] In add(",
     ),
-    "a nonlinear function of a pending sum": (
+    "a nonlinear function of a partial sum": (
         [("F.linear(x, self.down.weight)", "F.linear(x, self.down.weight).tanh()")],
         "Partial type on axis tp cannot propagate through non-linear ops",
     ),
     "a table that is not cut": (
         [("vocab_embedding(ids, self.table.weight", "vocab_embedding(ids, self.gain.expand(4, 6)")],
-        "vocab_embedding takes a table that is cut over tp, not R@dp_replicate, R@tp",
+        "vocab_embedding takes a table that is sharded over tp, not R@dp_replicate, R@tp",
     ),
     "logits that are not cut": (
         [("self.head.weight)\n", 'self.head.weight)\n        logits = all_reduce_both(logits, "tp")\n')],
-        "vocab_cross_entropy takes logits that are cut over tp and labels that are not, "
+        "vocab_cross_entropy takes logits that are sharded over tp and labels that are not, "
         "not V@dp_replicate, R@tp and V@dp_replicate, R@tp",
     ),
-    "logits that are a pending sum": (
+    "logits that are a partial sum": (
         [("self.head.weight)\n", 'self.head.weight)\n        logits = first_only(all_reduce_both(logits, "tp"), "tp")\n')],
-        "vocab_cross_entropy takes logits that are cut over tp and labels that are not, not V@dp_replicate, P@tp and",
+        "vocab_cross_entropy takes logits that are sharded over tp and labels that are not, not V@dp_replicate, P@tp and",
     ),
-    "logits that are a pending sum over replicas": (
+    "logits that are a partial sum over replicas": (
         [("self.head.weight)\n", 'self.head.weight)\n        logits = all_reduce(logits, "dp_replicate")\n'
                                  '        logits = first_only(sum_gradient(logits, "dp_replicate"), "dp_replicate")\n')],
         "Partial type on axis dp_replicate",
     ),
     "labels that are cut": (
         [("target.flatten()", 'shard(target, "tp", dim=1).repeat(1, 2)[:, :5].flatten()')],
-        "vocab_cross_entropy takes logits that are cut over tp and labels that are not, "
+        "vocab_cross_entropy takes logits that are sharded over tp and labels that are not, "
         "not V@dp_replicate, V@tp and V@dp_replicate, V@tp",
     ),
     "a number that differs by rank": (
@@ -255,7 +255,7 @@ FAULTS = {
         [("return loss / valid_labels", 'return all_reduce(loss, "dp_replicate") / valid_labels')],
         "it returns loss as I on dp_replicate, but it must be a share of each replica",
     ),
-    "pieces that are added to a pending sum": (
+    "pieces that are added to a partial sum": (
         [("return loss / valid_labels",
           'loss = first_only(sum_gradient(loss, "tp"), "tp") + self.head.weight.square().sum(1)[0]\n'
           '        return all_reduce(loss + self.head.weight[0], "tp").sum()')],

@@ -162,7 +162,7 @@ _EXAMPLE = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize(
     ("allowed", "said"),
     [
-        (lambda x: True, "rows and values of its own"),
+        (lambda x: True, "different rows and values"),
         (lambda x: all(any(torch.equal(row, own) for own in _EXAMPLE) for row in x), "draws rows of the example"),
         (lambda x: torch.equal(x, _EXAMPLE), "all steps have the example's batch"),
     ],

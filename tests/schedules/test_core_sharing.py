@@ -18,7 +18,7 @@ from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning.choose import PlanConstraints, choose
 from graphpar.passes.planning.planning import estimate_plan
-from graphpar.schedules.core_sharing import Turns
+from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Transfers, simulate
 
@@ -36,7 +36,7 @@ def test_turns_are_between_the_bounds_of_every_greedy_scheduler(
     table, costs = action_table(name, ranks, depth, 8), (forward[:stages], backward[:stages])
     transfers = Transfers([transfer] * (stages - 1), [transfer] * (stages - 1))
     alone = simulate(table, *costs, transfers=transfers)
-    shared = simulate(table, *costs, transfers=transfers, turns=Turns(cores, 1, [1.0] * stages))
+    shared = simulate(table, *costs, transfers=transfers, cores=SharedCores(cores, 1, [1.0] * stages))
     work = 8 * sum(map(sum, costs))
     assert shared.makespan >= max(alone.makespan, work / cores) * (1 - 1e-9)
     assert shared.makespan <= (work / cores + alone.makespan) * (1 + 1e-9)
@@ -49,7 +49,7 @@ def test_turns_are_between_the_bounds_of_every_greedy_scheduler(
 
 def test_two_ranks_on_one_core_take_twice_as_long_while_both_compute() -> None:
     table = action_table("GPipe", 2, 1, 2)  # F0 F1 . B: the ranks overlap in one forward and one backward
-    timeline = simulate(table, [1.0, 1.0], [2.0, 2.0], turns=Turns(1, 1, [1.0, 1.0]))
+    timeline = simulate(table, [1.0, 1.0], [2.0, 2.0], cores=SharedCores(1, 1, [1.0, 1.0]))
     assert timeline.makespan == pytest.approx(12)
     assert timeline.spans[0][0].end == pytest.approx(1)
     assert timeline.spans[0][1].end == pytest.approx(3)  # beside the other rank's first forward
@@ -58,17 +58,17 @@ def test_two_ranks_on_one_core_take_twice_as_long_while_both_compute() -> None:
 def test_what_takes_no_core_is_not_shared() -> None:
     table = action_table("GPipe", 2, 1, 4)
     alone = simulate(table, [1.0, 1.0], [2.0, 2.0])
-    assert simulate(table, [1.0, 1.0], [2.0, 2.0], turns=Turns(1, 1, [0.0, 0.0])).makespan == pytest.approx(
+    assert simulate(table, [1.0, 1.0], [2.0, 2.0], cores=SharedCores(1, 1, [0.0, 0.0])).makespan == pytest.approx(
         alone.makespan
     )
-    half = simulate(table, [1.0, 1.0], [2.0, 2.0], turns=Turns(1, 1, [0.5, 0.5])).makespan
+    half = simulate(table, [1.0, 1.0], [2.0, 2.0], cores=SharedCores(1, 1, [0.5, 0.5])).makespan
     assert alone.makespan < half < 24
 
 
 def test_replicas_count_as_the_ranks_that_they_are() -> None:
     table = action_table("1F1B", 2, 1, 4)
-    one = simulate(table, [1.0, 2.0], [2.0, 3.0], turns=Turns(1, 1, [1.0, 1.0]))
-    two = simulate(table, [1.0, 2.0], [2.0, 3.0], turns=Turns(2, 2, [1.0, 1.0]))
+    one = simulate(table, [1.0, 2.0], [2.0, 3.0], cores=SharedCores(1, 1, [1.0, 1.0]))
+    two = simulate(table, [1.0, 2.0], [2.0, 3.0], cores=SharedCores(2, 2, [1.0, 1.0]))
     assert two.makespan == pytest.approx(one.makespan)
 
 
