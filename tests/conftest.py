@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from graphpar.cli.trace import export_file
@@ -15,6 +16,8 @@ from tests.rank_pool import RankPool
 os.environ.pop("COLUMNS", None)
 # As the commands do: compiling makes many objects that stay, so that looking for garbage often is a tenth of a test's time.
 gc.set_threshold(400_000, 20, 20)
+# Each worker of pytest and each rank has a core; threads that wait for one another's core only burn time.
+torch.set_num_threads(1)
 # A machine that others use too is slow now and then, which says nothing of a test.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
