@@ -1,4 +1,4 @@
-"""Sizes that follow the batch, as dims of tensors and as numbers, and sizes that only running tells."""
+"""Sizes that follow the batch, as dims of tensors and as numbers, and sizes that depend on values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def unknown_dims(node: fx.Node) -> list[int]:
 
 
 def is_unknown(size: Any) -> bool:
-    """Whether only running tells a size, or a number."""
+    """Whether a size, or a number, depends on values, so that it is known only when the program runs."""
     return isinstance(size, torch.SymInt | torch.SymFloat) and any(map(_of_values, size.node.expr.free_symbols))
 
 
@@ -49,12 +49,12 @@ def _of_values(symbol: Any) -> bool:
 
 
 def unknown_symbol(size: Any) -> str:
-    """Return the name of what only running tells."""
+    """Return the name of the unknown in a size that depends on values."""
     return next(str(symbol) for symbol in size.node.expr.free_symbols if _of_values(symbol))
 
 
 def unknown_coefficient(size: Any) -> int | None:
-    """Return ``c`` for a size that is ``c`` times what only running tells; None for any other."""
+    """Return ``c`` for a size that is ``c`` times an unknown; None for any other."""
     symbols = size.node.expr.free_symbols
     quotient = size.node.expr / next(iter(symbols))
     return int(quotient) if len(symbols) == 1 and quotient.is_Integer else None

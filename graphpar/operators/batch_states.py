@@ -1,7 +1,7 @@
 """How one value depends on the batch.
 
 Fixed      the same for every microbatch
-Rows       one slice an example: the batch lies along a dim, of size outer * batch * inner
+Rows       one slice an example: the batch is along a dim of size outer * batch * inner
 Additive   a sum over examples: the value for the global batch is the sum over microbatches
 Layout     where the groups of sorted rows begin
 Coupled    examples are mixed (BatchNorm in training, attention over the batch): splitting the batch would change it
