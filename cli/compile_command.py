@@ -74,6 +74,9 @@ def _add_pins(parser: Parser) -> None:
     group.add_argument(
         "--allow-batch-coupling", action="store_true", help="accept operators that mix examples, such as BatchNorm"
     )
+    group.add_argument(
+        "--zero", type=int, choices=range(4), help="which state ranks of dp_shard share: 2, 3 (default with dp_shard)"
+    )
 
 
 def _add_workload(parser: Parser) -> None:

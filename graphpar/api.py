@@ -112,6 +112,7 @@ def plan(
     table: str | None = None,
     shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
+    zero: int | None = None,
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Plan:
@@ -134,6 +135,8 @@ def plan(
         table: a custom schedule as CSV text, one row for each rank: ``0F0,0F1,0B0,0B1``.
         shard_plan: specs of parameters and of inputs and outputs of modules, by pattern; see :mod:`graphpar.annotations.patterns`.
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
+        zero: which state each rank of the mesh's ``dp_shard`` axis holds a shard of: 2 and 3 are parameters, gradients and optimizer
+            state; 3, the default, gathers parameters again for the backward.
         dtype: in which the model was built, where ``export`` was not given one.
         top: how many of the plans that were not taken are kept in ``plan.found``.
 
@@ -155,6 +158,7 @@ def plan(
         table=table,
         shard_plan=shard_plan,
         allow_batch_coupling=allow_batch_coupling,
+        zero=zero,
         dtype=dtype,
         top=top,
     )

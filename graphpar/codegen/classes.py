@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
-from graphpar.codegen.attributes import InitPrinter, build_tree, reference
+from graphpar.codegen.attributes import InitPrinter, Tree, build_tree, reference
 from graphpar.codegen.layout import WIDTH, commented, wrapped
 from graphpar.codegen.printer import GraphPrinter, Printed, describe_shape, describe_types
 from graphpar.codegen.stage_printer import StagePrinter
@@ -53,7 +53,7 @@ def stage_class(
         infos: its tensors outside of blocks.
         blocks: its block instances, path -> class.
     """
-    tree = build_tree(infos, blocks, list(program.module_classes))
+    tree = stage_tree(program, infos, blocks)
     init = InitPrinter(tree, program.module_classes, train=program.mode == "train")
     body = init.print(stage_ties(program, infos, blocks))
     printer = StagePrinter(stage.graph, tree, (*stage.inputs, *stage.counts))
@@ -64,6 +64,11 @@ def stage_class(
     lines += _init_lines(body)
     lines += _forward_lines(printed, stage.graph, keyword_after=len(received))
     return "\n".join(lines) + "\n", init.needs_parameters
+
+
+def stage_tree(program: Program, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]) -> Tree:
+    """Build the tree of a stage's modules."""
+    return build_tree(infos, blocks, list(program.module_classes))
 
 
 def helper_function(helper: Helper) -> str:

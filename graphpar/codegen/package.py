@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from graphpar.codegen.classes import block_class, counts_function, docstring, helper_function, stage_class
+from graphpar.codegen.classes import (
+    block_class,
+    counts_function,
+    docstring,
+    helper_function,
+    stage_class,
+    stage_tree,
+)
+from graphpar.codegen.fully_sharded import units_function, units_of
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
@@ -184,6 +192,9 @@ def _stage_file(
     last = stage.index == len(plan.stages) - 1
     if last and program.counts is not None:
         parts.insert(0, counts_function(program))
+    if plan.zero:
+        tree, units = stage_tree(program, infos, calls), units_of(program, stage, calls)
+        parts.append(units_function(tree, units, plan.zero, plan.mesh.dp_shard))
     names = set(exported)
     if needs_parameters and "parameters" not in exported:
         parts.insert(0, _PARAMETERS)
@@ -198,12 +209,15 @@ def _assembled(
     """A file: docstring, the imports that its text needs, and its parts."""
     text = "\n\n".join(parts)
     words = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", re.sub(r'"""[\s\S]*?"""', "", text)))
-    imports = ["import torch"] if "torch" in words else []
+    imports = ["from typing import Any\n"] if "Any" in words else []
+    imports += ["import torch"] if "torch" in words else []
     if "F" in words:
         imports.append("import torch.nn.functional as F")
     from_torch = [name for name in ("Tensor", "nn") if name in words]
     if from_torch:
         imports.append(f"from torch import {', '.join(from_torch)}")
+    if "fully_shard" in words:
+        imports.append("from torch.distributed.fsdp import fully_shard")
     local = []
     shared = sorted(name for name in blocks if name in words)
     if shared:
@@ -256,6 +270,7 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
         "shapes": {
             name: list(info.whole) for name, info in program.parameters.items() if info.whole not in (None, info.shape)
         },
+        "fully_sharded": [name for name, info in program.parameters.items() if plan.zero and info.shape],
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,
     }

@@ -86,7 +86,7 @@ class StagePrinter(GraphPrinter):
             return super().statement(node)
         name = self.names[node]
         start = self.expression(run.calls[0].args[run.carried]).text
-        loop_name = _singular(run.parent)
+        loop_name = loop_variable(run.parent)
         if loop_name in self.names.values() or loop_name == "stream":
             loop_name = f"each_{loop_name}"
         arguments: list[str] = []
@@ -127,8 +127,8 @@ class StagePrinter(GraphPrinter):
         return tree
 
 
-def _singular(path: str) -> str:
-    """Name one of ``model.layers``: ``layer``."""
+def loop_variable(path: str) -> str:
+    """Name the variable of a loop over ``model.layers``: ``layer``."""
     words = [part for part in path.split(".") if part and not part.isdigit()]
     name = words[-1] if words else "block"
     if name.endswith("ies"):

@@ -115,7 +115,7 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
     count, devices = len(stages), plan.mesh.size
     degrees = {axis: degree for axis, degree in plan.mesh.degrees().items() if degree > 1}
     mesh = f" ({' x '.join(f'{axis}={degree}' for axis, degree in degrees.items())})" if set(degrees) - {"pp"} else ""
-    replicas = " on each replica" if plan.mesh.dp_replicate > 1 else ""
+    replicas = " on each replica" if plan.mesh.replicas > 1 else ""
     what = f"{count} pipeline stage{'s' if count > 1 else ''}, {plan.schedule}" if count > 1 else "one stage"
     verb = "Train" if program.mode == "train" else "Run"
     size = plan.microbatch_size

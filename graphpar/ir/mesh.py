@@ -33,6 +33,11 @@ class Mesh:
         """The degrees of the axes over which operators are sharded, without those of one rank."""
         return {axis: degree for axis, degree in self.degrees().items() if AXIS[axis].compute and degree > 1}
 
+    @property
+    def replicas(self) -> int:
+        """How many ranks run the same stage on rows of their own."""
+        return math.prod(degree for axis, degree in self.degrees().items() if AXIS[axis].replicas)
+
     def degrees(self) -> dict[str, int]:
         """Return the degree of each axis, outermost first."""
         return {axis: int(getattr(self, axis)) for axis in AXES}

@@ -14,6 +14,7 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.sharding import Sharding
+from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import R, Type
 from graphpar.runtime.plan_record import PlanRecord, Record, StageRecord
@@ -79,14 +80,14 @@ class Plan:
     @property
     def microbatches(self) -> int:
         """How many microbatches each rank runs in a step."""
-        return self.global_batch // (self.microbatch_size * self.mesh.dp_replicate)
+        return self.global_batch // (self.microbatch_size * self.mesh.replicas)
 
     def parameters(self) -> dict[str, dict[str, str]]:
         """Return the types of parameters by name, on every axis of several ranks but pp. Not listed: R on dp_replicate, I elsewhere."""
         return {name: {axis: str(kind) for axis, kind in spec.items()} for name, spec in self._types().items()}
 
     def _types(self) -> dict[str, dict[str, Type]]:
-        replicated: dict[str, Type] = {"dp_replicate": R} if self.mesh.dp_replicate > 1 else {}
+        replicated: dict[str, Type] = {axis: R for axis in REPLICAS if self.mesh.degrees()[axis] > 1}
         return {name: {**replicated, **spec} for name, spec in self.sharding.parameters.items()}
 
     @property

@@ -74,3 +74,5 @@ AXIS = {axis.name: axis for axis in _RECORDS}
 AXES = tuple(AXIS)
 REPLICAS = tuple(name for name, axis in AXIS.items() if axis.replicas)
 """The axes whose ranks run the same code on different rows."""
+SHARDING_ORDER = (*(name for name in AXES if name not in REPLICAS), *REPLICAS)
+"""The order in which axes divide a tensor: what ranks store divides the shards that they compute with."""

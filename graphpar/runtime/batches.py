@@ -54,7 +54,7 @@ def _check_value(program: Manifest, spec: InputInterface, value: Tensor) -> None
 
 
 def own_rows(program: Manifest, name: str, value: Tensor, replica: int) -> Tensor:
-    """Select the rows of an input that replica ``replica`` (a coordinate on dp_replicate) computes."""
+    """Select the rows of an input that replica ``replica`` computes."""
     dim = program.input(name).batch_dim
     if dim is None or program.replicas == 1:
         return value

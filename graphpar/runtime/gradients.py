@@ -10,8 +10,8 @@ sequence parallelism), and over the copies of a parameter that several stages ho
 Then every rank that stores the parameter has the single-device gradient (its shard of it), with the same bits on all
 ranks of a group.
 
-Only groups that no forward or backward uses may start early, which are those over ``dp_replicate`` where no operator is
-placed on it. All-reduces of buckets start in one order on all ranks, and that of an incomplete bucket (a zero-bubble
+Only groups that no forward or backward uses may start early, which are those over axes of replicas where no operator is
+placed on them. All-reduces of buckets start in one order on all ranks, and that of an incomplete bucket (a zero-bubble
 schedule adds weights' gradients outside autograd, or a parameter was not used) starts when the step ends.
 """
 
@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.fully_sharded import like, local
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import R, Shard
 from graphpar.runtime.manifest import Manifest
@@ -47,17 +49,20 @@ class _Partial:
         total: Tensor | None = None
         for copy in self.copies:
             if copy.grad is not None:
-                total = copy.grad if total is None else total + copy.grad
+                total = local(copy.grad) if total is None else total + local(copy.grad)
                 copy.grad = None
         return total
 
     def give(self, total: Tensor | None) -> None:
         """Set every copy's gradient to ``total`` (if there is one), added to what was set aside."""
         for i, (copy, before) in enumerate(zip(self.copies, self.before)):
-            if total is None or before is None:
-                copy.grad = before if total is None else total if i == 0 else total.clone()
+            if total is None:
+                copy.grad = before
+            elif before is None:
+                copy.grad = like(copy, total if i == 0 else total.clone())
             else:
-                copy.grad = before.add_(total)
+                local(before).add_(total)
+                copy.grad = before
         self.before = []
 
 
@@ -95,7 +100,7 @@ class _Bucket:
         assert self.flat is not None
         if self.work is not None:
             self.work.wait()
-        shapes = [partial.copies[0].shape for partial in self.partials]
+        shapes = [local(partial.copies[0]).shape for partial in self.partials]
         return [piece.view(shape) for piece, shape in zip(self.flat.split([shape.numel() for shape in shapes]), shapes)]
 
 
@@ -115,12 +120,13 @@ class Gradients:
         sums: dict[Any, _Sum] = {}
         for name in _order(everyone):
             holders = tuple(at for at, counts in enumerate(everyone) if name in counts)
-            spec = program.spec(name)
+            spec = program.stored(name)
             axes = tuple(axis for axis, kind in spec.items() if kind == R)
             key = axes, holders if len(holders) > 1 else None
             elsewhere = key != ((), None)
             if key not in sums:
-                early = axes[:1] == ("dp_replicate",) and "dp_replicate" not in program.placed and key[1] is None
+                early = set(axes[:1]) <= set(REPLICAS) - set(program.placed) and key[1] is None and bool(axes)
+                early &= name not in program.fully_sharded  # FSDP2 adds those up when the backward is done
                 sums[key] = _Sum(groups.over(*key) if elsewhere else None, early)
             copies = held.get(name, [])
             if copies and (elsewhere or len(copies) > 1):
@@ -151,7 +157,7 @@ class Gradients:
             if total.group is None:
                 self._alone += trained
                 continue
-            for indices in buckets([partial.copies[0] for partial in trained]):
+            for indices in buckets([local(partial.copies[0]) for partial in trained]):
                 bucket = _Bucket(total.group, [trained[i] for i in indices], total.early)
                 self._buckets.append(bucket)
                 if total.early:
@@ -211,7 +217,7 @@ def _order(everyone: Sequence[Mapping[str, int]]) -> list[str]:
 
 
 def _or_zero(part: Tensor | None, partial: _Partial) -> Tensor:
-    return torch.zeros_like(partial.copies[0], requires_grad=False) if part is None else part
+    return torch.zeros_like(local(partial.copies[0]), requires_grad=False) if part is None else part
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphpar.runtime.axes import AXES
+from graphpar.runtime.axes import AXES, REPLICAS
 from graphpar.runtime.distributed import gather_objects, group_timeout
 from graphpar.runtime.layout import coordinates, rank_at
 
@@ -33,10 +33,20 @@ class Groups:
         self._made: dict[tuple[tuple[str, ...], tuple[int, ...] | None], dist.ProcessGroup | None] = {}
         self._owned: list[dist.ProcessGroup] = []
         self.axes = {axis: group for axis in AXES if (group := self._of_axis(axis)) is not None}
+        self.replicas = self.over([axis for axis in REPLICAS if self.degrees[axis] > 1])
+        """The ranks that run the same stages on other rows of the batch."""
 
     def __getitem__(self, axis: str) -> dist.ProcessGroup | None:
         """The group of one axis; ``None`` where its degree is 1."""
         return self.axes.get(axis)
+
+    @property
+    def replica(self) -> int:
+        """Which of the replicas this rank belongs to."""
+        index = 0
+        for axis in REPLICAS:
+            index = index * self.degrees[axis] + self.place[axis]
+        return index
 
     def rank_at(self, **changed: int) -> int:
         """Return the rank with this rank's coordinates except ``changed``."""

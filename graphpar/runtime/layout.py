@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphpar.runtime.axes import AXES
+from graphpar.runtime.axes import AXES, SHARDING_ORDER
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def local_size(size: int, shard: Shard, degree: int) -> int:
 def local_shape(shape: Sequence[int], spec: Mapping[str, Type], degrees: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of a rank's shard of a tensor of ``shape``."""
     sizes = list(shape)
-    for axis in AXES:
+    for axis in SHARDING_ORDER:
         kind = spec.get(axis)
         if isinstance(kind, Shard):
             sizes[kind.dim] = local_size(sizes[kind.dim], kind, degrees[axis])
@@ -154,8 +154,8 @@ def joined(pieces: Sequence[Tensor], shard: Shard, size: int) -> Tensor:
 def local_shard(
     tensor: Tensor, spec: Mapping[str, Type], degrees: Mapping[str, int], place: Mapping[str, int]
 ) -> Tensor:
-    """Return the shard of ``tensor`` at the mesh coordinates ``place``: outer axes divide first."""
-    for axis in AXES:
+    """Return the shard of ``tensor`` at the mesh coordinates ``place``; axes divide in ``SHARDING_ORDER``."""
+    for axis in SHARDING_ORDER:
         kind = spec.get(axis)
         if isinstance(kind, Shard):
             tensor = shard_of(tensor, kind, degrees[axis], place[axis])
@@ -181,7 +181,7 @@ def rank_at(place: Mapping[str, int], degrees: Mapping[str, int]) -> int:
 
 def shard_places(spec: Mapping[str, Type], degrees: Mapping[str, int]) -> list[dict[str, int]]:
     """List the coordinates of every shard of a tensor on the axes that shard it, in order: the last axis varies fastest."""
-    axes = [axis for axis in AXES if isinstance(spec.get(axis), Shard)]
+    axes = [axis for axis in SHARDING_ORDER if isinstance(spec.get(axis), Shard)]
     return [dict(zip(axes, at)) for at in itertools.product(*(range(degrees[axis]) for axis in axes))]
 
 
@@ -191,7 +191,7 @@ def joined_all(
     """Join the shards of a tensor of ``shape``, given in the order of ``shard_places``: the inverse of ``local_shard``."""
     before: list[tuple[Shard, int, int]] = []  # each sharding, its degree, and the size of its dim before it
     sizes = list(shape)
-    for axis in AXES:
+    for axis in SHARDING_ORDER:
         kind = spec.get(axis)
         if isinstance(kind, Shard):
             before.append((kind, degrees[axis], sizes[kind.dim]))

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from graphpar.runtime.axes import AXES, AXIS
+from graphpar.runtime.axes import AXES, AXIS, REPLICAS
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Type
 from graphpar.runtime.plan_record import PlanRecord, Record, StageRecord, types_of
@@ -98,6 +98,10 @@ class Manifest:
     """Whole shapes of the tensors that some axis shards, under every name of a tie."""
     placed: tuple[str, ...] = ()
     """The axes on which operators are placed, so that stages communicate over them."""
+    zero: int = 0
+    """How much of the state each rank of dp_shard holds a shard of: parameters, gradients and optimizer state from level 2."""
+    fully_sharded: frozenset[str] = frozenset()
+    """The parameters of which each rank of dp_shard holds a shard, under every name of a tie."""
     model_file: str | None = None
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
 
@@ -114,7 +118,7 @@ class Manifest:
     @property
     def replicas(self) -> int:
         """How many replicas of the pipeline there are, each with its own rows of the batch."""
-        return self.mesh.get("dp_replicate", 1)
+        return math.prod(self.mesh.get(axis, 1) for axis in REPLICAS)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -122,9 +126,13 @@ class Manifest:
         return tuple(axis for axis in AXES if AXIS[axis].typed and self.mesh.get(axis, 1) > 1)
 
     def spec(self, name: str) -> dict[str, Type]:
-        """Look up the type of a parameter or buffer on each of ``axes``."""
+        """Look up the type on each of ``axes`` in which a parameter or buffer is computed with."""
         listed = self.types.get(name, {})
         return {axis: listed.get(axis, R if AXIS[axis].replicas else I) for axis in self.axes}
+
+    def stored(self, name: str) -> dict[str, Type]:
+        """Look up the type on each of ``axes`` in which a parameter or buffer, its gradient and its optimizer state are stored."""
+        return {**self.spec(name), "dp_shard": Shard(0)} if name in self.fully_sharded else self.spec(name)
 
     def input(self, name: str) -> InputInterface:
         """Look up the input of this name."""
@@ -171,6 +179,8 @@ def load_manifest(folder: str | Path) -> Manifest:
         ties=ties,
         types=_under_every_name(record.parameters, ties),
         shapes=_under_every_name(shapes, ties),
+        zero=plan.optional("zero", int, 0),
+        fully_sharded=frozenset(_under_every_name(dict.fromkeys(interface.strings("fully_sharded"), True), ties)),
         placed=tuple(plan.optional("sharding", dict, {}).get("axes") or {}),
         model_file=plan.optional("model_file", (str, type(None)), None),
     )

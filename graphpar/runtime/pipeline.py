@@ -25,9 +25,10 @@ from graphpar.runtime.batches import agree_on_batch, check_batch, own_rows
 from graphpar.runtime.distributed import agree
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.forward import forward_only
+from graphpar.runtime.fully_sharded import fully_shard_stage, hold_new_memory, local
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.manifest import Manifest, load_manifest
+from graphpar.runtime.manifest import Manifest, StageInterface, load_manifest
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.replicas import check_replicas
 from graphpar.runtime.schedules import Schedule, build_schedule, keyword_names, microbatch
@@ -35,11 +36,12 @@ from graphpar.runtime.split_backward import guard, is_whole
 from graphpar.runtime.stages import (
     StageAdapter,
     bind_collectives,
-    build_stage,
     emitted_package,
+    empty_stage,
     example,
-    global_counts_function,
     keywords,
+    materialise,
+    stage_function,
 )
 from graphpar.runtime.weights import (
     check_local_shapes,
@@ -93,20 +95,30 @@ class Pipeline:
         bind_collectives(self.program, self._package, self.groups)
         train = self.program.mode == "train"
         self._interfaces = self.program.stages_of(self.groups.place["pp"])
-        self.stages = [build_stage(self._package, stage, self.device, train) for stage in self._interfaces]
+        self.stages = [self._build_stage(spec) for spec in self._interfaces]
         for stage in self.stages:
-            check_local_shapes(stage, self.program)
             load_constants(stage, self.program.folder / CONSTANTS, self.program, self.groups.place)
         self._adapters = [StageAdapter(stage, spec) for stage, spec in zip(self.stages, self._interfaces)]
         self._names = keyword_names(self.program, [spec.index for spec in self._interfaces])
         self.has_last_stage = self._interfaces[-1].index == len(self.program.stages) - 1
         self._count = (
-            global_counts_function(self._package, self.program.stages[-1])
+            stage_function(self._package, self.program.stages[-1], "global_counts")
             if any(spec.counts for spec in self._interfaces)
             else None
         )
         self._torch_stages: list[PipelineStage] = []
         self._schedule = self._build_schedule() if train and self.program.pp > 1 else None
+
+    def _build_stage(self, spec: StageInterface) -> nn.Module:
+        """A stage whose parameters have memory for what this rank stores of them, still without values."""
+        stage = empty_stage(self._package, spec, self.program.mode == "train")
+        check_local_shapes(stage, self.program)
+        if self.program.fully_sharded:
+            units = stage_function(self._package, spec, "fully_shard_units")
+            fully_shard_stage(stage, units, self.groups, self.device, self.program.zero)
+        materialise(stage, self.device)
+        hold_new_memory(stage)
+        return stage
 
     def _build_schedule(self) -> Schedule:
         stages = [
@@ -225,7 +237,7 @@ class Pipeline:
         self._gradients.take()
         loss = self._run_alone(values) if self._schedule is None else self._run_schedule(values)
         self._gradients.finish()
-        replicas = self.groups["dp_replicate"]
+        replicas = self.groups.replicas
         if loss is not None and replicas is not None:
             dist.all_reduce(loss, group=replicas)
         self.steps_done += 1
@@ -243,7 +255,7 @@ class Pipeline:
             if spec.role == "sample_keys" and spec.name not in given:
                 given[spec.name] = sample_keys(self.seed, step, spec.shape[0])
         wanted = set(self._names) | (set(self.program.count_inputs) if self._count is not None else set())
-        replica = self.groups.place["dp_replicate"]
+        replica = self.groups.replica
         values = {
             name: own_rows(self.program, name, value, replica).to(self.device, non_blocking=True)
             for name, value in given.items()
@@ -260,7 +272,7 @@ class Pipeline:
         with torch.no_grad():
             parts = [self._count(**microbatch(self.program, inputs, i)) for i in range(self.program.microbatches)]
             totals = [torch.stack(shares).sum(0) for shares in zip(*parts)]
-        replicas = self.groups["dp_replicate"]
+        replicas = self.groups.replicas
         for total in totals if replicas is not None else ():
             dist.all_reduce(total, group=replicas)
         return dict(zip(self.program.count_names, totals))
@@ -309,13 +321,13 @@ class Pipeline:
         for parameter in self._gradients.counted:
             if parameter.grad is not None:
                 precise = torch.promote_types(parameter.grad.dtype, torch.float32)
-                squares += torch.linalg.vector_norm(parameter.grad, dtype=precise) ** 2
+                squares += torch.linalg.vector_norm(local(parameter.grad), dtype=precise) ** 2
         dist.all_reduce(squares)
         norm = squares.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+                local(parameter.grad).mul_(scale.to(parameter.grad.dtype))
         return norm
 
     # Inference
@@ -349,11 +361,6 @@ def _check_ranks(program: Manifest) -> None:
             f"the program runs on {expected} rank{'s' if expected > 1 else ''} ({degrees or 'one device'}), "
             f"but {found} {'were' if found > 1 else 'was'} started. "
             f"Start it with: torchrun --nproc-per-node {expected} {program.folder.name}/train.py"
-        )
-    if program.mesh.get("dp_shard", 1) > 1:
-        raise RuntimeProgramError(
-            f"the plan has dp_shard={program.mesh['dp_shard']}; this runtime shards no data parallelism yet. "
-            "Use dp_replicate."
         )
     old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
     silent = [tensor.name for stage in program.stages for tensor in stage.sends if not tensor.requires_grad]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from graphpar.runtime.distributed import gather_tensors
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.fully_sharded import local
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import Shard
 from graphpar.runtime.manifest import Manifest
@@ -29,7 +30,7 @@ def check_replicas(stages: Sequence[nn.Module], program: Manifest, groups: Group
     if not program.axes:
         return
     held = {
-        (i, name): tensor.detach()
+        (i, name): local(tensor.detach())
         for i, stage in enumerate(stages)
         for name, tensor in [
             *stage.named_parameters(remove_duplicate=False),
@@ -59,7 +60,7 @@ def check_replicas(stages: Sequence[nn.Module], program: Manifest, groups: Group
 
 
 def _is_equal_on(program: Manifest, name: str, axis: str) -> bool:
-    return not isinstance(program.spec(name)[axis], Shard)
+    return not isinstance(program.stored(name)[axis], Shard)
 
 
 def checksum(tensor: Tensor) -> Tensor:

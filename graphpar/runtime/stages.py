@@ -74,16 +74,22 @@ def bind_collectives(program: Manifest, package: str, groups: Groups) -> None:
 
 def build_stage(package: str, stage: StageInterface, device: torch.device, train: bool) -> nn.Module:
     """Build a stage's module on ``device`` with undefined values; tied names stay one parameter."""
+    module = empty_stage(package, stage, train)
+    materialise(module, device)
+    return module
+
+
+def empty_stage(package: str, stage: StageInterface, train: bool) -> nn.Module:
+    """Build a stage's module without memory for its parameters and buffers."""
     found = getattr(stage_module(package, stage), stage.class_name, None)
     if found is None:
         raise RuntimeProgramError(f"{stage.file} has no class {stage.class_name}")
     with torch.device("meta"):
         module: nn.Module = found()
-    _materialise(module, device)
     return module.train(train)
 
 
-def _materialise(module: nn.Module, device: torch.device) -> None:
+def materialise(module: nn.Module, device: torch.device) -> None:
     """Give every parameter and buffer memory on ``device``.
 
     ``nn.Module.to_empty`` would do, but it makes two parameters of one that has two names.
@@ -102,12 +108,15 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
             slots.update({name: empty(tensor) for name, tensor in slots.items() if tensor is not None})
 
 
-def global_counts_function(package: str, stage: StageInterface) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the emitted function that computes a microbatch's share of the loss denominators."""
-    found = getattr(stage_module(package, stage), "global_counts", None)
+def stage_function(package: str, stage: StageInterface, name: str) -> Callable[..., Any]:
+    """Return a function of a stage's file.
+
+    ``global_counts`` computes a microbatch's share of the loss denominators, ``fully_shard_units`` calls FSDP2.
+    """
+    found = getattr(stage_module(package, stage), name, None)
     if found is None:
-        raise RuntimeProgramError(f"{stage.file} has no function global_counts, but plan.json names counts")
-    function: Callable[..., tuple[Tensor, ...]] = found
+        raise RuntimeProgramError(f"{stage.file} has no function {name}, but plan.json says that it is used")
+    function: Callable[..., Any] = found
     return function
 
 

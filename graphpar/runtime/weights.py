@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from graphpar.runtime.errors import RuntimeProgramError, near_match
+from graphpar.runtime.fully_sharded import local, padded
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import Shard, joined_all, local_shape, local_shard, rank_at, shard_places
 from graphpar.runtime.manifest import Manifest
@@ -187,10 +188,10 @@ def load_constants(module: nn.Module, path: Path, program: Manifest, place: Mapp
         _copy(wanted, {name: name for name in wanted}, file, program, place)
 
 
-def whole_shape(program: Manifest, name: str, local: Tensor) -> tuple[int, ...]:
+def whole_shape(program: Manifest, name: str, tensor: Tensor) -> tuple[int, ...]:
     """Return the shape that a stage's tensor has in the weight file."""
     sharded = any(isinstance(kind, Shard) for kind in program.spec(name).values())
-    return program.shapes[name] if sharded else tuple(local.shape)
+    return program.shapes[name] if sharded else tuple(tensor.shape)
 
 
 def check_local_shapes(module: nn.Module, program: Manifest) -> None:
@@ -227,7 +228,11 @@ def _copy(
         raise RuntimeProgramError(f"{file.path} has values of other shapes: {_listed(wrong)}")
     with torch.no_grad():
         for name, target in targets.items():
-            target.copy_(local_shard(file[keys[name]], program.spec(name), program.mesh, place))
+            part = local(target)
+            shard = local_shard(file[keys[name]], program.stored(name), program.mesh, place)
+            part.copy_(
+                shard if part.shape == shard.shape else shard.narrow(0, 0, part.shape[0])
+            )  # FSDP2 stores no padding
 
 
 def save_weights(state: Mapping[str, Tensor], path: str | Path, program: Manifest, groups: Groups) -> None:
@@ -237,7 +242,7 @@ def save_weights(state: Mapping[str, Tensor], path: str | Path, program: Manifes
     is stored under every name of its tie, as ``nn.Module.state_dict`` does. The file appears at ``path`` only when it
     is complete.
     """
-    described = {name: (tuple(t.shape), t.dtype, whole_shape(program, name, t)) for name, t in state.items()}
+    described = {name: (tuple(padded(t).shape), t.dtype, whole_shape(program, name, t)) for name, t in state.items()}
     everyone = groups.gather("pp", described)
     owners: dict[str, int] = {}
     for stage, names in enumerate(everyone):
@@ -246,15 +251,16 @@ def save_weights(state: Mapping[str, Tensor], path: str | Path, program: Manifes
     union: dict[str, Tensor] = {}
     for name, stage in owners.items():
         shape, dtype, whole = everyone[stage][name]
-        spec = program.spec(name)
+        spec = program.stored(name)
         ranks = [rank_at({**at, "pp": stage}, groups.degrees) for at in shard_places(spec, groups.degrees)]
         if groups.rank == 0:
             pieces = [
-                (state[name].detach() if rank == 0 else _received(shape, dtype, rank, state)).cpu() for rank in ranks
+                (padded(state[name].detach()) if rank == 0 else _received(shape, dtype, rank, state)).cpu()
+                for rank in ranks
             ]
             union[name] = joined_all(pieces, whole, spec, groups.degrees).clone(memory_format=torch.contiguous_format)
         elif groups.rank in ranks:
-            dist.send(state[name].detach().contiguous(), dst=0)
+            dist.send(padded(state[name].detach()).contiguous(), dst=0)
     if groups.rank == 0:
         for group in program.ties:
             value = next((union[name] for name in group if name in union), None)

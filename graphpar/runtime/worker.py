@@ -31,6 +31,7 @@ from torch import Tensor
 from graphpar.runtime.distributed import Ranks, lost_peer, start
 from graphpar.runtime.double import in_double
 from graphpar.runtime.errors import AgreedError, LaunchError, root_cause
+from graphpar.runtime.fully_sharded import padded
 from graphpar.runtime.launch import torchrun
 from graphpar.runtime.pipeline import Pipeline
 from graphpar.runtime.weights import WeightFile, write_tensors
@@ -214,7 +215,7 @@ def _keep_gradients(pipeline: Pipeline, step: int | str, results: _Results) -> s
     for stage in pipeline.stages:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             if parameter.grad is not None:
-                tensors[f"grad/{step}/{name}"] = parameter.grad
+                tensors[f"grad/{step}/{name}"] = padded(parameter.grad)
             elif parameter.requires_grad:
                 missing.add(name)
     results.keep(f"gradients_{step}", tensors)
@@ -225,7 +226,9 @@ def _state(pipeline: Pipeline) -> dict[str, Tensor]:
     """The stages' parameters and buffers, under every name."""
     tensors: dict[str, Tensor] = {}
     for stage in pipeline.stages:
-        tensors.update({f"param/{name}": value for name, value in stage.named_parameters(remove_duplicate=False)})
+        tensors.update(
+            {f"param/{name}": padded(value) for name, value in stage.named_parameters(remove_duplicate=False)}
+        )
         tensors.update({f"buffer/{name}": value for name, value in stage.named_buffers(remove_duplicate=False)})
     return tensors
 

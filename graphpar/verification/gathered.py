@@ -38,7 +38,7 @@ class GatheredTensors:
 
         A missing shard, a wrong shape, or padding that is not zero is added to ``problems``.
         """
-        spec = self.program.spec(name) if self.program is not None else {}
+        spec = self.program.stored(name) if self.program is not None else {}
         places = shard_places(spec, self.degrees)
         local = local_shape(shape, spec, self.degrees)
         sharded = dict.fromkeys((axis for place in places for axis in place), 0)

@@ -129,7 +129,7 @@ class _Setting:
         dims = {entry.batch_dim for entry in self.inputs if entry.batch_dim is not None}
         pieces = self.plan.microbatches if self.microbatched else 1
         wide = nullcontext() if self.shown is None else in_double(self.shown)
-        with wide, Substituted(keys, pieces, self.plan.mesh.dp_replicate, self.plan.global_batch, dims) as substituted:
+        with wide, Substituted(keys, pieces, self.plan.mesh.replicas, self.plan.global_batch, dims) as substituted:
             yield substituted
 
 

@@ -7,7 +7,7 @@
 where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its rules, not ours.
 
 Assumed: the functions of ``collectives.py`` do what their docstrings say (tests compare them with whole tensors); the runtime reduces
-the gradients of R parameters; a loss that varies over dp_replicate is a share of a sum.
+the gradients of R parameters; a loss that varies over replicas is a share of a sum.
 
 Not seen: V has no dim. A shard of the wrong dim shows only as a wrong shape, so a wrong shard of the batch, or of other ``parts``,
 passes; and so does a partial sum that is taken for a shard, except after a linear operator, a product with a matrix or a convolution:
@@ -40,12 +40,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from graphpar.errors import GraphparError
+from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.layout import Shard, Type, local_shape, rank_at
 from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, TensorInterface, load_manifest
 from graphpar.runtime.stages import build_stage, emitted_package
 from graphpar.verification.typed_collectives import Axes, Kinds, declare_collectives, give, kinds_of, untyped
 
-DATA = "dp_replicate"
 SMALL = 1 << 26
 """The most parameters of a stage that may be run on numbers."""
 
@@ -190,7 +190,7 @@ class _Operators(TorchFunctionMode):
         value: Tensor = self._typed(func, (x, weight, *rest), options)
         for axis in self.axes if summed else ():
             sharded = all(kinds_of(operand, self.axes).get(axis) is spmd.V for operand in (x, weight))
-            if sharded and (axis != DATA or axis in self.placed):
+            if sharded and (axis not in REPLICAS or axis in self.placed):
                 spmd.mutate_type(value, self.axes[axis], src=spmd.V, dst=spmd.P)
         return value
 
@@ -350,7 +350,7 @@ class _Stage:
         shape, kinds = list(spec.shape), self._everywhere()
         if spec.batch_dim is not None:
             shape[spec.batch_dim] = self.program.microbatch_size
-            kinds |= {DATA: spmd.V} if DATA in self.axes else {}
+            kinds |= {axis: spmd.V for axis in REPLICAS if axis in self.axes}
         return self._new(torch.ones(shape, dtype=spec.dtype, device=device), kinds)
 
     def _new(self, value: Tensor, kinds: Kinds) -> Tensor:
@@ -364,7 +364,7 @@ class _Stage:
         file = f"{self.stage.file}: "
         for spec, value in zip(self.program.outputs, outputs):
             for axis, kind in kinds_of(value, self.axes).items():
-                if axis == DATA:
+                if axis in REPLICAS:
                     fits = kind in (spmd.V, spmd.P) if train else kind is not spmd.P
                     wanted = "a share of each replica" if train else "rows of each replica"
                 else:
@@ -374,8 +374,9 @@ class _Stage:
                     self._problem(f"{file}it returns {spec.name} as {kind} on {axis}, but it must be {wanted}")
         if train and self.result.ok:
             (loss,) = outputs
-            if kinds_of(loss, self.axes).get(DATA) is spmd.V:
-                rules.reinterpret(loss, self.axes[DATA], src=spmd.V, dst=spmd.P, out=loss)
+            for axis in REPLICAS:
+                if kinds_of(loss, self.axes).get(axis) is spmd.V:
+                    rules.reinterpret(loss, self.axes[axis], src=spmd.V, dst=spmd.P, out=loss)
             if loss.requires_grad:
                 loss.backward()
 

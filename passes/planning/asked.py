@@ -24,6 +24,7 @@ from graphpar.passes.planning.choose import (
     check_degrees,
     check_microbatch_size,
     check_pipelined,
+    check_zero,
     checked_table,
     choose,
 )
@@ -80,6 +81,7 @@ def ask(
     table: str | None = None,
     shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
+    zero: int | None = None,
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Asked:
@@ -117,6 +119,7 @@ def ask(
         stages=None if stages is None else tuple(tuple(paths) for paths in stages),
         table=table,
         allow_batch_coupling=allow_batch_coupling,
+        zero=zero,
         dtype=dtype or "",
         layers_per_stage=layers_per_stage,
         edge_layers=edge_layers,
@@ -161,16 +164,20 @@ def check_batch(asked: Asked, batch: int) -> None:
         GraphparError: it does not.
     """
     rows = batch if asked.pins.global_batch is None else asked.pins.global_batch
-    replicas = asked.mesh.get("dp_replicate", 1)
-    check_degrees(Mesh(**asked.mesh), rows)
+    mesh = Mesh(**asked.mesh)
+    check_degrees(mesh, rows)
     if asked.pins.microbatch_size is not None:
-        check_microbatch_size(asked.pins.microbatch_size, rows, replicas)
+        check_microbatch_size(asked.pins.microbatch_size, rows, mesh.replicas)
 
 
 def _check(asked: Asked) -> None:
     """Check the arguments against each other."""
     pins = asked.pins
     check_degrees(Mesh(**asked.mesh), pins.global_batch)
+    if pins.zero is not None and pins.zero not in range(4):
+        raise GraphparError(f"zero is {pins.zero!r}; it must be 0, 1, 2 or 3.")
+    if "dp_shard" in asked.mesh or pins.zero is not None:
+        check_zero(Mesh(**asked.mesh), pins.zero)
     if asked.complete:
         mesh = Mesh.resolve(asked.mesh, asked.devices)
         if pins.schedule is not None:

@@ -39,6 +39,7 @@ from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.split import positions_of, split
+from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.plan_record import StageRecord
 from graphpar.schedules.order import check_deadlock
 from graphpar.schedules.registry import (
@@ -67,6 +68,7 @@ class PlanConstraints:
     stages: tuple[tuple[str, ...], ...] | None = None  # module paths of each stage
     table: str | None = None  # the user's own schedule table, as CSV text
     allow_batch_coupling: bool = False
+    zero: int | None = None
     dtype: str = "fp32"
     layers_per_stage: int | None = None
     edge_layers: tuple[int, int] | None = None  # how many layers the modules before and after the layers count as
@@ -129,7 +131,7 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
     plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins, cells)
     if mesh.pp == 1 or pins.cluster is not None:  # on a cluster the prediction shows the bubble
         return plan
-    rows = 1 if coupling_reason(program, pins) is not None else batch // mesh.dp_replicate  # that can be split
+    rows = 1 if coupling_reason(program, pins) is not None else batch // mesh.replicas  # that can be split
     warning = bubble_warning(schedule, mesh.pp, per_rank, microbatches, rows)
     return plan if warning is None else replace(plan, warnings=(*plan.warnings, warning))
 
@@ -152,15 +154,54 @@ def check_degrees(mesh: Mesh, batch: int | None) -> None:
     Raises:
         GraphparError: they can't.
     """
-    if mesh.dp_shard > 1:
+    if batch is not None and batch % mesh.replicas:
+        shown = " x ".join(f"{axis}={mesh.degrees()[axis]}" for axis in REPLICAS if mesh.degrees()[axis] > 1)
         raise GraphparError(
-            f"Mesh dp_shard={mesh.dp_shard}: sharding optimizer state over dp_shard comes in a later version."
-        )
-    if batch is not None and batch % mesh.dp_replicate:
-        raise GraphparError(
-            f"A global batch of {batch} does not divide over dp_replicate={mesh.dp_replicate}; each replica takes as many rows. "
+            f"A global batch of {batch} does not divide over {shown}; each replica takes as many rows. "
             f"Degrees that do: {', '.join(_divisors(batch))}."
         )
+
+
+def check_zero(mesh: Mesh, level: int | None, mode: str = "train") -> None:
+    """Check that the state can be sharded over dp_shard as ``level`` says; None is level 3 where there is such an axis.
+
+    Raises:
+        GraphparError: it can't.
+    """
+    if mesh.dp_shard == 1:
+        if level:
+            raise GraphparError(
+                f"zero={level} shards state over dp_shard, which has one rank; give mesh dp_shard=2 or more."
+            )
+        return
+    shown = f"dp_shard={mesh.dp_shard}"
+    if level == 0:
+        raise GraphparError(
+            f"Mesh {shown} with zero=0 shards nothing; use dp_replicate={mesh.dp_shard}, or zero=2 or 3."
+        )
+    if level == 1:
+        raise GraphparError(f"Mesh {shown} with zero=1 comes in a later version; use zero=2 or 3, or dp_replicate.")
+    if mesh.pp > 1:
+        raise GraphparError(f"Mesh pp={mesh.pp} with {shown}: sharded state under a pipeline comes in a later version.")
+    if mode != "train":
+        raise GraphparError(f"Mesh {shown} shards what training stores; for inference use tp, or dp_replicate.")
+
+
+def zero_level(program: Program, mesh: Mesh, level: int | None) -> int:
+    """Return the ZeRO level of a plan: as pinned, else 3 where there is a dp_shard axis.
+
+    Raises:
+        GraphparError: as :func:`check_zero`, or examples depend on each other.
+    """
+    check_zero(mesh, level, program.mode)
+    if mesh.dp_shard == 1:
+        return 0
+    if program.couplings or program.unsplittable is not None:
+        raise GraphparError(
+            f"Mesh dp_shard={mesh.dp_shard}: {program.unsplittable or coupled_text(program.couplings)}, and sharded state for such a "
+            "model comes in a later version; use dp_replicate."
+        )
+    return 3 if level is None else level
 
 
 def check_pipelined(schedule: str, mesh: Mesh) -> None:
@@ -237,7 +278,7 @@ def _plan(
     actions: tuple[tuple[str, ...], ...] | None = None,
 ) -> Plan:
     stages = split(program, positions_of(program, split_points))
-    size = batch // (microbatches * mesh.dp_replicate)
+    size = batch // (microbatches * mesh.replicas)
     coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
     found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
     return Plan(
@@ -251,6 +292,7 @@ def _plan(
         stages=tuple(StageRecord(stage.index, ranks[stage.index], stage.modules) for stage in stages),
         dtype=pins.dtype,
         actions=actions,
+        zero=zero_level(program, mesh, pins.zero),
         allow_batch_coupling=pins.allow_batch_coupling,
         sharding=found.sharding,
         cluster=pins.cluster,
@@ -314,13 +356,13 @@ def _stages_per_rank(schedule: str, mesh: Mesh, split_points: Sequence[SplitAt] 
 
 def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, batch: int, pins: PlanConstraints) -> int:
     """Return the number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be split."""
-    rows = batch // mesh.dp_replicate
+    rows = batch // mesh.replicas
     reason = coupling_reason(program, pins)
-    if mesh.dp_replicate > 1 and program.unsplittable is not None and not program.couplings:  # the trace is of all rows
-        raise GraphparError(_refusal(program, batch, mesh.dp_replicate, program.unsplittable))
+    if mesh.replicas > 1 and program.unsplittable is not None and not program.couplings:  # the trace is of all rows
+        raise GraphparError(_refusal(program, batch, mesh.replicas, program.unsplittable))
     if pins.microbatch_size is not None:
         size = pins.microbatch_size
-        check_microbatch_size(size, batch, mesh.dp_replicate)
+        check_microbatch_size(size, batch, mesh.replicas)
         if reason is not None and rows // size > 1:
             raise GraphparError(_refusal(program, batch, rows // size, reason))
         return rows // size
@@ -334,8 +376,8 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
     if not legal:
         raise GraphparError(
             f"Schedule {schedule} over {mesh.pp} ranks with {per_rank} stages each has no legal number of microbatches that divides "
-            f"the {rows} rows of {'a replica' if mesh.dp_replicate > 1 else 'the global batch'}; use --batch with a multiple of "
-            f"{mesh.pp * per_rank * mesh.dp_replicate}."
+            f"the {rows} rows of {'a replica' if mesh.replicas > 1 else 'the global batch'}; use --batch with a multiple of "
+            f"{mesh.pp * per_rank * mesh.replicas}."
         )
     wanted = 2 * mesh.pp * per_rank
     enough = [count for count in legal if count >= wanted]
@@ -365,7 +407,7 @@ def _with_table(
     """Make a plan that runs the user's own schedule table."""
     assert pins.table is not None
     table = checked_table(pins.table, mesh.pp)
-    microbatches, rows = table.microbatches, batch // mesh.dp_replicate
+    microbatches, rows = table.microbatches, batch // mesh.replicas
     if rows % microbatches:
         raise GraphparError(
             f"The schedule table has {microbatches} microbatches, which don't divide the global batch of {rows}."

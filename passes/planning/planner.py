@@ -95,9 +95,9 @@ class Planner:
     def candidates(self) -> Iterator[Candidate]:
         """Yield every legal candidate; those whose mesh can't divide the model or the batch are left out."""
         for mesh in self.meshes():
-            if self.batch % (mesh.dp_replicate * mesh.dp_shard):
+            if self.batch % mesh.replicas or (mesh.dp_shard > 1 and mesh.pp > 1):
                 continue
-            rows = self.batch // (mesh.dp_replicate * mesh.dp_shard)
+            rows = self.batch // mesh.replicas
             for schedule, depth, split_points in self._schedules(mesh):
                 counts = legal_microbatches(schedule, mesh.pp, depth, rows) if mesh.pp > 1 else _divisors(rows)
                 for count in counts:

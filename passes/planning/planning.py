@@ -99,7 +99,9 @@ def planner_for(
         split_points=split_points_for if _has_split_points(program, pins) else None,
         one_microbatch=reason is not None,
     )
-    return Planner(program, cluster, batch, solved, pinned, wishes, dtype=dominant_dtype(program), shown=top)
+    shards = pinned.get("dp_shard", 1)
+    execution = Execution(zero=(3 if shards > 1 else 0) if pins.zero is None else pins.zero)
+    return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dominant_dtype(program), shown=top)
 
 
 def _has_split_points(program: Program, pins: PlanConstraints) -> bool:

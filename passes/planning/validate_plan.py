@@ -20,6 +20,7 @@ from graphpar.passes.planning.choose import (
     check_degrees,
     check_microbatch_size,
     check_pipelined,
+    check_zero,
     choose,
 )
 from graphpar.passes.sharding.keys import by_node, keys_of
@@ -54,6 +55,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         split_points=given.split_points,
         table=custom,
         allow_batch_coupling=given.allow_batch_coupling,
+        zero=given.zero,
         dtype=given.dtype,
         cluster=given.cluster,
     )
@@ -80,11 +82,11 @@ def check_alone(plan: Plan) -> None:
     Raises:
         GraphparError: it asks for something unsupported, or contradicts itself.
     """
-    for name, value, nothing in (("zero", plan.zero, 0), ("recompute", plan.recompute, "none")):
-        if value != nothing:
-            raise GraphparError(
-                f"The plan's {name} is {value!r}, which emitted programs don't do in this version; it must be {nothing!r}."
-            )
+    if plan.recompute != "none":
+        raise GraphparError(
+            f"The plan's recompute is {plan.recompute!r}, which emitted programs don't do in this version; it must be 'none'."
+        )
+    check_zero(plan.mesh, plan.zero, plan.mode)
     check_degrees(plan.mesh, plan.global_batch)
     if plan.cluster is not None and plan.cluster.size != plan.mesh.size:
         raise GraphparError(
@@ -101,7 +103,7 @@ def check_alone(plan: Plan) -> None:
         check_pipelined(plan.schedule, plan.mesh)
         if get_schedule(plan.schedule).lead is not None and plan.mesh.pp > 1:
             raise GraphparError(f"The plan's actions is None, but {plan.schedule} runs as a table of them. Plan again.")
-    check_microbatch_size(plan.microbatch_size, plan.global_batch, plan.mesh.dp_replicate)
+    check_microbatch_size(plan.microbatch_size, plan.global_batch, plan.mesh.replicas)
 
 
 def check_model(program: Program, plan: Plan) -> None:
