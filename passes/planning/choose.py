@@ -201,7 +201,23 @@ def zero_level(program: Program, mesh: Mesh, level: int | None) -> int:
             f"Mesh dp_shard={mesh.dp_shard}: {program.unsplittable or coupled_text(program.couplings)}, and sharded state for such a "
             "model comes in a later version; use dp_replicate."
         )
+    _check_dtypes(program)
     return 3 if level is None else level
+
+
+def _check_dtypes(program: Program) -> None:
+    """Check that the parameters that are gathered together have one dtype, as FSDP2 wants it."""
+    paths = {path for block in program.blocks.values() for path in block.instances}
+    seen: dict[str, tuple[str, Any]] = {}
+    for name, info in program.parameters.items():
+        unit = next((path for path in paths if name.startswith(f"{path}.")), "")
+        first, dtype = seen.setdefault(unit, (name, info.dtype)) if info.shape else (name, info.dtype)
+        if dtype != info.dtype:
+            where = f"module {unit!r}" if unit else "the modules outside of repeated blocks"
+            raise GraphparError(
+                f"The parameters of {where} are gathered together over dp_shard, so they need one dtype, but {first!r} is {dtype} and "
+                f"{name!r} is {info.dtype}; convert one, or use dp_replicate."
+            )
 
 
 def check_pipelined(schedule: str, mesh: Mesh) -> None:
