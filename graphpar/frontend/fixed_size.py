@@ -83,7 +83,9 @@ def _mark_numbers(node: fx.Node, twin: fx.Node, size: int, other_size: int, outs
         if not outside or factor == 0 or here != factor * size or there != factor * other_size:
             return f"{node.target} takes the number {here} for a batch of {size} and {there} for {other_size}"
         numbers[place] = factor
-    for (name, here), (_, there) in zip(integer_arguments(node), integer_arguments(twin)):
+    made_of_none = not any(isinstance(argument.meta.get("val"), Tensor) for argument in node.all_input_nodes)
+    pairs = [] if made_of_none else zip(integer_arguments(node), integer_arguments(twin))  # its shape shows the batch
+    for (name, here), (_, there) in pairs:
         if isinstance(here, int) and isinstance(there, int) and here != there:
             return f"{node.target} takes {name}={here} for a batch of {size} and {there} for {other_size}"
     if numbers:
