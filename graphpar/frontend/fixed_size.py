@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from graphpar.ir.batch_sizes import scalar_arguments
+from graphpar.ir.batch_sizes import integer_arguments, is_unknown, scalar_arguments
 
 NUMBERS = "batch_numbers"  # node metadata: {argument: c} for numbers that are c * batch
 TWIN = "twin"  # node metadata: the node's value in the other trace, from which those of new nodes follow
@@ -62,7 +62,10 @@ def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
 
 def coefficients_of(value: Tensor, moved: Tensor, size: int, other_size: int) -> list[int | None]:
     """For each dim: ``c`` where its size is ``c`` times the batch, 0 where it is fixed, None where it is neither."""
-    return [_coefficient(int(a), int(b), size, other_size) for a, b in zip(value.shape, moved.shape)]
+    return [
+        0 if is_unknown(a) or is_unknown(b) else _coefficient(int(a), int(b), size, other_size)
+        for a, b in zip(value.shape, moved.shape)
+    ]
 
 
 def _coefficient(here: int, there: int, size: int, other_size: int) -> int | None:
@@ -80,6 +83,11 @@ def _mark_numbers(node: fx.Node, twin: fx.Node, size: int, other_size: int, outs
         if not outside or factor == 0 or here != factor * size or there != factor * other_size:
             return f"{node.target} takes the number {here} for a batch of {size} and {there} for {other_size}"
         numbers[place] = factor
+    made_of_none = not any(isinstance(argument.meta.get("val"), Tensor) for argument in node.all_input_nodes)
+    pairs = [] if made_of_none else zip(integer_arguments(node), integer_arguments(twin))  # its shape shows the batch
+    for (name, here), (_, there) in pairs:
+        if isinstance(here, int) and isinstance(there, int) and here != there:
+            return f"{node.target} takes {name}={here} for a batch of {size} and {there} for {other_size}"
     if numbers:
         node.meta[NUMBERS] = numbers
     return None

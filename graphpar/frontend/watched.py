@@ -110,13 +110,18 @@ class DataAsDetached(FunctionMode):
         """Call ``function``, or detach instead of taking ``.data``.
 
         Raises:
-            GraphparError: it assigns to ``.data``, or writes to memory whose ``.data`` was taken.
+            GraphparError: it assigns to ``.data``, writes to memory whose ``.data`` was taken, or registers a hook on a gradient.
         """
         name = getattr(function, "__name__", "")
         if name == "__set__" and function == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise GraphparError(
                 f"The model assigns to a tensor's .data{_at(stack_line())}, which a trace can't follow. Compute a new tensor, or write "
                 "to a buffer (self.count.copy_(value))."
+            )
+        if name in ("register_hook", "register_post_accumulate_grad_hook"):
+            raise GraphparError(
+                f"The model registers a hook on a tensor's gradient{_at(stack_line())}, which a trace can't follow. Write it as a "
+                "torch.autograd.Function, whose backward changes the gradient."
             )
         if name == "__get__" and function == Tensor.data.__get__:  # type: ignore[attr-defined]
             self.taken.setdefault(memory_of(args[0]), (args[0], stack_line()))

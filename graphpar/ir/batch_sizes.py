@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from graphpar.ir.program import batch_coefficients, operator_name, value_of
+from graphpar.ir.program import batch_coefficients, is_of_torch, operator_name, value_of
 
 # ---- dims ------------------------------------------------------------------------------------------------------
 
@@ -86,11 +86,49 @@ def size_factor(node: fx.Node) -> int | None:
     return int(quotient) if quotient.is_Integer else None
 
 
+def multiple_of_batch(number: Any) -> int | None:
+    """Return ``c`` where a symbolic number is ``c`` times the batch; None for any other, such as ``batch - 1``."""
+    symbols = number.node.expr.free_symbols if isinstance(number, torch.SymInt) and not is_unknown(number) else ()
+    if len(symbols) != 1:
+        return None
+    quotient = number.node.expr / next(iter(symbols))
+    return int(quotient) if quotient.is_Integer else None
+
+
 def number_arguments(node: fx.Node) -> Iterator[tuple[int | str, fx.Node]]:
     """Yield the numbers that enter ``node``'s result as values, and not as sizes: (position or keyword, node)."""
     for place, type_name, argument in scalar_arguments(node):
         if isinstance(argument, fx.Node) and is_size(argument) and type_name != "size":
             yield place, argument
+
+
+_SIZES = ("size", "shape", "sizes", "split_size", "split_sizes", "output_size", "repeats")
+_PLACES = ("start", "end", "length")
+
+
+def integer_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """Yield (name, argument) of the whole numbers that a torch operator takes, in lists or alone, if it uses them as values.
+
+    Sizes of results follow the batch by themselves, and so do places in a dim that follows it.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or operator_name(node) in ("arange", "sym_size"):
+        return
+    source = node.args[0] if node.args else None
+    for position, described in enumerate(node.target._schema.arguments):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(described.name)
+        if "int" not in str(described.type) or (described.name in _SIZES and is_of_torch(node.target)):
+            continue
+        if described.name in _PLACES and isinstance(source, fx.Node):
+            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+            if isinstance(dim, int) and _follows(source, dim):
+                continue
+        for item in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(item, fx.Node | int) and not isinstance(item, bool):
+                yield described.name, item
+
+
+def _follows(source: fx.Node, dim: int) -> bool:
+    return batch_coefficients(source)[dim] is not None or is_unknown(value_of(source).shape[dim])
 
 
 def scalar_arguments(node: fx.Node) -> Iterator[tuple[int | str, str, Any]]:

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from graphpar.ir.batch_sizes import (
     batch_dims_of,
+    integer_arguments,
     is_size,
     is_unknown,
     number_arguments,
@@ -126,6 +127,9 @@ class Analysis:
             return self._item(node)
         moving = any(not isinstance(s, Fixed) and isinstance(value_of(a), Tensor | tuple | list) for a, s in operands)
         numbers = [argument for _, argument in number_arguments(node) if size_factor(argument) != 0]
+        integers = [item for _, item in integer_arguments(node) if isinstance(item, fx.Node) and is_size(item)]
+        if any(size_factor(item) != 0 for item in integers):
+            return Coupled(f"{operator_name(node)} uses the batch size as a number", node)
         if numbers or not moving:
             return self._sized(node, numbers, moving, pure)
         return self._moving(node, pure)
@@ -347,6 +351,8 @@ def _type(state: State) -> Type:
 
 def _result(node: fx.Node, kind: Type, sizes: Sequence[int] | None, rows: Sequence[Rows], pure: bool) -> State:
     """The state of one result of type ``kind``; ``sizes`` is None where nobody uses it."""
+    if kind is P and not _adds_up(node):
+        return Coupled(f"{operator_name(node)} gives a type in which sums are not added up", node)
     if not isinstance(kind, Shard):
         return Additive(pure) if kind is P else Fixed(pure)
     if sizes is None:
@@ -356,8 +362,11 @@ def _result(node: fx.Node, kind: Type, sizes: Sequence[int] | None, rows: Sequen
         return Coupled(f"{operator_name(node)} mixes examples", node)
     whole = sizes[kind.dim] // _EXAMPLES
     inner = kind.parts[0] // _EXAMPLES if kind.parts else whole
+    first = rows[0]
+    if first.order is not None and first.chosen is None and (whole, inner) != (first.outer * first.inner, first.inner):
+        return Coupled(f"{operator_name(node)} divides sorted rows, which are no longer those of one example", node)
     number, divided = batch_rows.numbering(node, rows)
-    return replace(rows[0], dim=kind.dim, outer=whole // inner, inner=inner, pure=pure, kind=number, divided=divided)
+    return replace(first, dim=kind.dim, outer=whole // inner, inner=inner, pure=pure, kind=number, divided=divided)
 
 
 # ---- sizes of a batch of as many examples as the axis has ranks ------------------------------------------------
@@ -411,6 +420,16 @@ def _rounds(node: fx.Node, operand: fx.Node) -> bool:
     before = value_of(operand).dtype
     whole = not (before.is_floating_point or before.is_complex)
     return torch.bool in results or (not whole and any(not (d.is_floating_point or d.is_complex) for d in results))
+
+
+def _adds_up(node: fx.Node) -> bool:
+    """Whether the results are of types in which parts of a sum add up to it: small integers wrap, truth values are no sums."""
+    exact = (torch.int32, torch.int64)
+    return all(_is_smooth(part) or part.dtype in exact for part in _parts(node) if isinstance(part, Tensor))
+
+
+def _is_smooth(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _gives_dtype_only(node: fx.Node) -> bool:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, fx
 
 from graphpar.ir.batch_sizes import batch_dims_of, result_coefficients
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators.batch_states import Additive, Coupled, Fixed, Layout, Rows, State, choice_of
-from graphpar.operators.placement import literal
+from graphpar.operators.placement import literal, operands_of
+from graphpar.operators.table import record_of
 
 States = Mapping[fx.Node, State]
 Found = State | Sequence[State] | None
@@ -35,12 +37,16 @@ def numbering(node: fx.Node, rows: Sequence[Rows]) -> tuple[str, int]:
         return "values", 1
     first, name = numbers[0], operator_name(node)
     floors = name == "floor_divide" or (name == "div" and node.kwargs.get("rounding_mode") == "floor")
-    if len(rows) > 1 or (name == "div" and not floors):
+    value = value_of(node)
+    wraps = isinstance(value, Tensor) and value.dtype not in (torch.int32, torch.int64)
+    if len(rows) > 1 or wraps or (name == "div" and not floors):
         return "something else", 1
     if not floors:
         return first.kind, first.divided
     divisor = node.args[1]
-    return (first.kind, first.divided * divisor) if isinstance(divisor, int) else ("something else", 1)
+    if isinstance(divisor, int) and first.kind in ("position", "sorted"):
+        return first.kind, first.divided * divisor
+    return "something else", 1
 
 
 # ---- sorting and choosing --------------------------------------------------------------------------------------
@@ -63,24 +69,30 @@ def _counts(node: fx.Node, states: States, pure: bool) -> Found:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     state = states[source]
-    if isinstance(state, Rows) and state.order is not None and state.chosen is None:
+    if not isinstance(state, Rows) or state.kind != "values":
+        return Coupled(f"{operator_name(node)} mixes examples", node)
+    if state.order is not None and state.chosen is None:
         return Layout(state.order, pure)
     bounds = [*node.args, 0, 0][2:4]
-    counted = isinstance(state, Rows) and operator_name(node) == "histc" and bounds[0] != bounds[1]
+    counted = operator_name(node) == "histc" and bounds[0] != bounds[1]
     return Additive(pure) if counted else None
 
 
 def grouped(node: fx.Node, states: Sequence[State], pure: bool) -> State:
-    """Return the state of an operator on where groups of sorted rows begin, alone or with those rows."""
-    orders = {state.order for state in states if isinstance(state, Layout | Rows)}
+    """Return the state of an operator on the sizes of groups of sorted rows, or where they end, alone or with those rows.
+
+    Sizes add up to ends by ``cumsum``, in any type of whole numbers; nothing else is known to make ends of them.
+    """
+    (first, *others) = [state for state in states if isinstance(state, Layout)]
     rows = [state for state in states if isinstance(state, Rows)]
-    if len(orders) == 1 and None not in orders:
-        (order,) = orders
-        assert order is not None
-        if not rows:
-            return Layout(order, pure)
-        if "grouped_mm" in operator_name(node) and rows[0].dim == 0:
-            return replace(rows[0], pure=pure)
+    name, record = operator_name(node), record_of(node)
+    alike = not others and all(state.order == first.order for state in rows)
+    if alike and not rows and (record.same_value or (name == "cumsum" and not first.ends)):
+        whole = value_of(node).dtype in (torch.int32, torch.int64)
+        if whole or (record.same_value and value_of(node).dtype == value_of(operands_of(node)[0]).dtype):
+            return Layout(first.order, pure, first.ends or name == "cumsum")
+    if alike and first.ends and len(rows) == 1 and "grouped_mm" in name and rows[0].dim == 0:
+        return replace(rows[0], pure=pure)
     return Coupled(f"{operator_name(node)} mixes rows of different groups", node)
 
 
@@ -132,7 +144,8 @@ def _is_mask(node: Any) -> TypeGuard[fx.Node]:
 def _masked(node: fx.Node, state: Rows, mask: fx.Node, states: States, pure: bool) -> State:
     """x[mask]: the rows (or parts of rows) that a boolean mask of each example's own chooses, in the batch's order."""
     by = states[mask]
-    if isinstance(by, Rows) and (by.layout, by.dim) == (state.layout, state.dim) and state.dim < value_of(mask).ndim:
+    own = isinstance(by, Rows) and by.kind == "values" and (by.layout, by.dim) == (state.layout, state.dim)
+    if own and state.dim < value_of(mask).ndim:
         return Rows(0, pure=pure, order=choice_of(mask), chosen=mask)
     return Coupled("index picks rows of the batch", node)
 
@@ -152,6 +165,7 @@ def _index_put(node: fx.Node, states: States, pure: bool) -> Found:
     if len(indices) == 1 and isinstance(first, Rows) and isinstance(what, Rows) and first.kind == "sorted":
         plain = first.divided == what.divided == 1 and (first.outer, first.inner) == (what.outer, what.inner)
         if what.kind == "position":
+            plain &= not literal(node, "accumulate")
             return replace(first, kind="inverse", pure=pure) if plain else mixes
     mask = indices[0] if len(indices) == 1 and _is_mask(indices[0]) else None
     if not numbered and mask is None:
@@ -168,7 +182,8 @@ def _index_put(node: fx.Node, states: States, pure: bool) -> Found:
         isinstance(s, Fixed) or (isinstance(s, Rows) and s.kind == "values" and s.layout == state.layout)
         for s in others
     )
-    return replace(state, pure=pure) if numbers and plain else mixes
+    places = {value_of(i).ndim - s.dim for i, s in zip(indices, map(states.get, indices)) if isinstance(s, Rows)}
+    return replace(state, pure=pure) if numbers and plain and len(places) == 1 else mixes
 
 
 def _fits(node: fx.Node, state: Rows, what: State, states: States) -> bool:
@@ -220,11 +235,11 @@ def _embedding_bag(node: fx.Node, states: States, pure: bool) -> Found:
     bags = isinstance(begins, Rows) and isinstance(rows, Rows) and (rows.outer, rows.order) == (1, None)
     if bags and isinstance(table, Fixed):
         assert isinstance(begins, Rows) and isinstance(rows, Rows)
-        counted = begins.kind == "begins" or (begins.kind == "position" and begins.inner == 1)
+        counted = begins.kind == "begins" or (begins.kind == "position" and begins.inner == begins.divided == 1)
         weighted = not isinstance(each, fx.Node) or (
             isinstance(own, Rows) and own.kind == "values" and own.layout == rows.layout
         )
-        if counted and weighted and begins.divided == rows.inner:
+        if counted and weighted and begins.divided == rows.inner and rows.kind == "values":
             return [Rows(0, pure=pure)] * len(value_of(node))
     return Coupled("embedding_bag takes offsets that count over the indices of all examples", node)
 

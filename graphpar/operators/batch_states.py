@@ -3,7 +3,7 @@
 Fixed      the same for every microbatch
 Rows       one slice an example: the batch is along a dim of size outer * batch * inner
 Additive   a sum over examples: the value for the global batch is the sum over microbatches
-Layout     where the groups of sorted rows begin
+Layout     the sizes of groups of sorted rows, or where they end
 Coupled    examples are mixed (BatchNorm in training, attention over the batch): splitting the batch would change it
 """
 
@@ -73,10 +73,11 @@ class Coupled:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the groups of sorted rows begin (expert counts and offsets)."""
+    """The sizes of groups of sorted rows (how many each expert has), or where they end (``ends``)."""
 
     order: str
     pure: bool = True
+    ends: bool = False
 
 
 State = Fixed | Rows | Additive | Coupled | Layout
@@ -93,7 +94,11 @@ def choice_of(mask: fx.Node) -> str:
 def _row_major(node: fx.Node) -> fx.Node:
     """The value that ``node`` shows in another shape, element by element in the same order."""
     source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or not isinstance(value_of(source), Tensor):
+    if (
+        not isinstance(source, fx.Node)
+        or not isinstance(value_of(source), Tensor)
+        or not isinstance(value_of(node), Tensor)
+    ):
         return node
     same = value_of(source).dtype == value_of(node).dtype
     kinds = (Kind.RESHAPE, Kind.ALIAS, Kind.COPY)

@@ -142,11 +142,14 @@ class _Shares:
         state = self.analysis.states[source]
         assert isinstance(state, Rows)
         if len(node.args) > 1:
-            total = self._new(_aten.sum.dim_IntList, node.args, dict(node.kwargs), node)
+            total = self._new(_aten.sum.dim_IntList, (self._wide(source), *node.args[1:]), dict(node.kwargs), node)
         else:
             total = self._new(_aten.sum.default, (self._wide(source),), dict(node.kwargs), node)
         count = self._rows(elements(source) // elements(node))
-        return self._put(node, self._quotient(total, count, node))
+        mean = self._quotient(total, count, node)
+        if len(node.args) > 1 and value_of(mean).dtype != value_of(node).dtype:
+            mean = self._new(_aten.to.dtype, (mean, value_of(node).dtype), {}, node)
+        return self._put(node, mean)
 
     def _quotient(self, total: fx.Node, count: fx.Node, like: fx.Node) -> fx.Node:
         """Return ``total / count``; it is known before the step where ``total`` is."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.emitted import random_streams
+from graphpar.ir.batch_sizes import multiple_of_batch
 from graphpar.ir.program import (
     Block,
     Program,
@@ -424,7 +425,7 @@ def _block_graph(region: _Region, keys: fx.Node | None) -> tuple[fx.Graph, list[
 
 def local_size(graph: fx.Graph, tensors: list[fx.Node], size: Any) -> fx.Node | None:
     """Add a node that computes ``size`` (a multiple of the batch) from a dim of one of ``tensors``; None where none has it."""
-    wanted = size_coefficient(size)
+    wanted = multiple_of_batch(size)
     for tensor in tensors:
         value = value_of(tensor)
         if wanted is None or not isinstance(value, Tensor):

@@ -143,3 +143,19 @@ def test_cumulative_averages_are_refused_by_module() -> None:
 def test_gradients_inside_the_model_are_refused_with_their_line(gradient: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(gp.GraphparError, match=r"computes gradients in its forward \(test_rowwise.py:\d+\)"):
         gp.export(lambda: Applied(gradient), (X,), loss_fn=lambda o: o.mean())
+
+
+def test_hooks_on_gradients_are_refused_with_their_line() -> None:
+    def hooked(o: Tensor) -> Tensor:
+        o.register_hook(lambda gradient: gradient / gradient.norm())
+        return o
+
+    with pytest.raises(gp.GraphparError, match=r"registers a hook on a tensor's gradient \(test_rowwise.py:\d+\)"):
+        gp.export(lambda: Applied(hooked), (X,), loss_fn=lambda o: o.mean())
+
+
+def test_a_mean_in_half_precision_is_summed_in_single() -> None:
+    program = gp.export(Applied(lambda o: (o * 3e4).half().mean((0, 1))), (X,), loss_fn=lambda o: o.float())
+    loss = run(program, Case(Applied(lambda o: (o * 3e4).half().mean((0, 1))), (X,), {}, lambda o: o.float())).loss
+
+    assert loss.isfinite()

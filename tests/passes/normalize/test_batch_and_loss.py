@@ -47,6 +47,7 @@ Y, YS = torch.randint(0, 5, (6,), generator=_draw), torch.randint(0, 5, (6, 4), 
 YS[0, 1:], YS[1], YS[4, 2] = -100, -100, -100  # the second row has no valid label at all
 M = (torch.rand(6, 4, generator=_draw) > 0.4).float()
 M[1] = 0.0
+TABLE = torch.randn(40, 5, generator=_draw)
 V, W = torch.rand(6, generator=_draw), torch.rand(5, generator=_draw) + 0.5
 CUTS = ([1, 5], [2, 2, 2])
 
@@ -115,6 +116,12 @@ EXACT: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...]]] = {
         X, lambda o, t: (lambda a, b: (a * b.flip(1)).mean())(*torch.cat([torch.cat([o, t]), torch.cat([t, o])]).chunk(2)), (T,),
     ),
     "repeated, then one of the copies": (X, lambda o, t: (o.repeat(3, 1)[o.size(0) : 2 * o.size(0)] * t).mean(), (T,)),
+    "chosen rows over len": (X, lambda o, v: o[v > 0.4].sum() / len(o), (V,)),
+    "covariance": (X, lambda o: o.sum() * (o.shape[0] - 1), ()),
+    "rows in order, and back": (
+        X, lambda o, t, v: (lambda s: (o[s].tanh()[torch.empty_like(s).index_put((s,), torch.arange(o.size(0)))] * t).mean())(
+            v.argsort()), (T, V),
+    ),
     "one truth of all labels": (XS, lambda o, y: ce(o, y) * (y != -100).sum().bool(), (YS,)),
     "no term with examples": (X, lambda o, t: o.sum() * 0 + 1.0, (T,)),
 }  # fmt: skip
@@ -142,6 +149,34 @@ MIXING: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...], str]] = {
     "root of a mean": (X, lambda o, t: F.mse_loss(o, t).sqrt(), (T,), "sqrt"),
     "ratio of model sums": (X, lambda o, t: (o * t).sum() / o.detach().abs().sum(), (T,), "div"),
     "one truth of all examples": (X, lambda o: o.mean() * (o > 5).sum().bool(), (), "to"),
+    "sorted numbers of several examples in rows": (XS, lambda o: o.flatten().sort()[0].view(-1, 5).square().amax(1).sum(), (), "sorted"),
+    "sorted rows of two columns": (X, lambda o: torch.cat([o[:, 0], o[:, 1]]).sort()[0].view(2, -1)[0].mean(), (), "sorted"),
+    "row of a table by the batch size": (X, lambda o: (TABLE[o.shape[0]] * o).sum(), (), "takes "),
+    "part of a table from the batch size": (X, lambda o: (TABLE.narrow(0, o.shape[0], 3).sum(0) * o).sum(), (), "takes "),
+    "slice of a table from the batch size": (X, lambda o: (TABLE[o.shape[0] : o.shape[0] + 3].sum(0) * o).sum(), (), "takes "),
+    "columns shifted by the batch size": (X, lambda o, t: (o.roll(o.shape[0], 1) * t).sum(), (T,), "number"),
+    "a column by the batch size": (X, lambda o: o[:, o.shape[0] - 5].sum(), (), "takes "),
+    "a column by len": (X, lambda o: o[:, len(o) - 6].sum(), (), "batch of"),
+    "smallest by the batch size": (X, lambda o, t: (o * t.kthvalue(o.shape[0] - 4, 1)[0][:, None]).sum(), (T,), "takes "),
+    "columns of all rows written": (
+        X, lambda o, y: o.index_put((torch.arange(o.size(0))[:, None], y), torch.zeros(())).sum(), (Y,), "writes to rows",
+    ),
+    "mask of row numbers": (X, lambda o: o.index_put((torch.arange(o.size(0)).bool(),), torch.zeros(())).sum(), (), "rows"),
+    "bags of row numbers": (X, lambda o: (F.embedding_bag(torch.arange(o.size(0))[:, None], TABLE) * o).mean(), (), "offsets"),
+    "bags that begin at half the row numbers": (
+        X, lambda o, y: (F.embedding_bag(torch.stack([y, y], 1).view(-1), TABLE, torch.arange(o.size(0)) // 2) * o).mean(), (Y,), "",
+    ),
+    "histogram of row numbers": (X, lambda o: o.mean() * torch.histc(torch.arange(o.size(0)).float(), 4, 0, 8)[0], (), "histc"),
+    "sum in truth values": (X, lambda o, t: o.sum() / ((t > 0).sum(0, dtype=torch.bool).float().sum() + 1), (T,), ""),
+    "inverse that is added up": (
+        X, lambda o, v: (lambda s: o[s][torch.full((o.size(0),), -1).index_put((s,), torch.arange(o.size(0)), accumulate=True)])(
+            v.argsort()).mean(), (V,), "",
+    ),
+    "row numbers in few bits": (X, lambda o: o[torch.arange(o.size(0)).to(torch.int8).long()].mean(), (), "rows"),
+    "rows of two orders": (X, lambda o, v: (o[v.argsort()] * o[(-v).argsort()]).sum(), (V,), "mul"),
+    "numbers and columns of other rows": (
+        X, lambda o, y: o[torch.arange(o.size(0))[:, None], torch.stack([y, y]).T.flip(0)].mean(), (Y,), "",
+    ),
     "truth of a count": (X, lambda o: o.mean() * (o > 5).sum().logical_not(), (), "logical_not"),
     "copies of different length": (X, lambda o, t: torch.cat([o, t.repeat_interleave(2, 0)]).square().mean(), (T,), "cat"),
     "a copy of each against all in turn": (X, lambda o, t: (o.repeat(2, 1) * t.repeat_interleave(2, 0)).mean(), (T,), "mul"),
