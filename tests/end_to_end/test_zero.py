@@ -207,7 +207,6 @@ FAULTS = {
         "(layer, **options)",
         "(layer, **options)\n        layer.register_full_backward_pre_hook(lambda _, g: tuple(x / 2 for x in g))",
     ),
-    "a layer that each rank has whole": "        pass\n",
 }
 
 
