@@ -24,7 +24,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Input, ModelSource
 from graphpar.parts import Parts
 from graphpar.runtime.double import WIDER
-from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.worker import run_jobs
 from graphpar.verification.comparison import Verification, compare, relative_error
 from graphpar.verification.reference import MOMENTUM, SEED, Reference, run_reference
@@ -102,7 +102,7 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
         parts.program.inputs,
         steps,
         microbatched=coupled,
-        counted=_counted(parts.folder),
+        counted=load_manifest(parts.folder).count_inputs,
     )
 
 
@@ -116,11 +116,13 @@ def _subject(
     if isinstance(program, Parts):
         folder, plan, source, inputs = program.folder, program.plan, program.program.source, program.program.inputs
         coupled = bool(program.program.couplings)
+        counted = load_manifest(folder).count_inputs
     else:
         folder = Path(program)
-        plan = Plan.load(folder)
-        source = None if known is not None else _source_of_folder(folder, plan)
-        inputs, coupled = _inputs_of_folder(folder), plan.allow_batch_coupling
+        manifest, plan = load_manifest(folder), Plan.load(folder)
+        source = None if known is not None else _source_of(folder, manifest, plan)
+        inputs = tuple(Input(i.name, i.shape, i.dtype, i.batch_dim, i.role) for i in manifest.inputs)
+        coupled, counted = plan.allow_batch_coupling, manifest.count_inputs
     if known is not None:
         return _Subject(folder, plan, known)
     if source is None:
@@ -131,35 +133,17 @@ def _subject(
     sizes = (plan.microbatches, plan.microbatch_size) if microbatched else None
     key = (id(source), plan.mode, plan.global_batch, sizes)
     if key not in shared:
-        shared[key] = run_reference(source, plan, inputs, steps, microbatched=microbatched, counted=_counted(folder))
+        shared[key] = run_reference(source, plan, inputs, steps, microbatched=microbatched, counted=counted)
     return _Subject(folder, plan, shared[key])
 
 
-def _source_of_folder(folder: Path, plan: Plan) -> ModelSource:
-    record = json.loads((folder / "plan.json").read_text())
-    if not record.get("model_file"):
+def _source_of(folder: Path, program: Manifest, plan: Plan) -> ModelSource:
+    if not program.model_file:
         raise GraphparError(
             f"{folder} was not compiled from a model file; verify it from Python with gp.verify(parts)."
         )
-    file = load_model_file(find_model_file(folder, record["model_file"]))
+    file = load_model_file(find_model_file(folder, program.model_file))
     return ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.dtype)
-
-
-def _interface(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "plan.json").read_text())["interface"]
-    return found
-
-
-def _counted(folder: Path) -> tuple[str, ...]:
-    """Return the inputs that the loss denominators depend on."""
-    return tuple(_interface(folder).get("counts", {}).get("inputs", ()))
-
-
-def _inputs_of_folder(folder: Path) -> tuple[Input, ...]:
-    return tuple(
-        Input(entry["name"], tuple(entry["shape"]), getattr(torch, entry["dtype"]), entry["batch_dim"], entry["role"])
-        for entry in _interface(folder)["inputs"]
-    )
 
 
 # ---- running ---------------------------------------------------------------------------------------------------
