@@ -15,7 +15,7 @@ from graphpar.ir.mesh import Mesh
 from graphpar.ir.sharding import Sharding
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import R, Type
-from graphpar.runtime.plan_record import PlanRecord, Record, StageRecord, read_object
+from graphpar.runtime.plan_record import VERSION, PlanRecord, Record, StageRecord, read_object
 from graphpar.text import plural, seconds_text
 
 if TYPE_CHECKING:
@@ -135,9 +135,11 @@ class Plan:
             raise GraphparError(f"Plan.from_json takes the dictionary that plan.to_json() returns, and got {what}.")
         try:
             plan = Record(dict(data), where)
+            if data.get("version") == VERSION:
+                plan.only(FIELDS)
             record = PlanRecord.read(plan)
             cluster = plan.optional("cluster", dict, None)
-            return Plan(
+            read = Plan(
                 model=plan.get("model", str),
                 mode=record.mode,
                 dtype=_dtype(plan),
@@ -158,6 +160,8 @@ class Plan:
                 else Sharding(),
                 cluster=None if cluster is None else _cluster(cluster, where),
             )
+            _check_same(read, record)
+            return read
         except RuntimeProgramError as error:
             raise GraphparError(f"{error}".removesuffix(".") + ".") from error
 
@@ -194,6 +198,32 @@ class Plan:
         return as_text(self)
 
 
+def _check_same(plan: Plan, record: PlanRecord) -> None:
+    """Check what a plan's record says of it besides its decisions.
+
+    Raises:
+        GraphparError: it is not what follows from these.
+    """
+    ranks = plan.microbatch_size * plan.mesh.dp_replicate
+    if ranks > 0 and plan.global_batch % ranks == 0 and record.microbatches != plan.microbatches:
+        replicas = f" on each of {plan.mesh.dp_replicate} replicas" if plan.mesh.dp_replicate > 1 else ""
+        raise GraphparError(
+            f"The plan contradicts itself: microbatches is {record.microbatches}, but a global batch of {plan.global_batch} in "
+            f"microbatches of {plan.microbatch_size}{replicas} gives {plan.microbatches}."
+        )
+    types = plan._types()
+    for name, stored in record.parameters.items():
+        if stored != types[name]:
+            raise GraphparError(
+                f"The plan contradicts itself: {name} is stored as {_spec_text(stored)}, but on the axes of its mesh and sharding "
+                f"that is {_spec_text(types[name])}."
+            )
+
+
+def _spec_text(spec: Mapping[str, Type]) -> str:
+    return ", ".join(f"{kind}@{axis}" for axis, kind in spec.items()) or "nothing"
+
+
 def _dtype(plan: Record) -> str:
     dtype: str = plan.optional("dtype", str, "fp32")
     if dtype not in DTYPES:
@@ -213,6 +243,11 @@ def _split_point(entry: Record) -> SplitAt:
     if where not in [point.value for point in SplitPoint]:
         raise GraphparError(f"{entry.where}: where is {where!r}; it must be 'beginning' or 'end'.")
     return SplitAt(entry.get("path", str), SplitPoint(where))
+
+
+_SMALLEST = Plan("", "train", Mesh(), "GPipe", 1, 1, (), ())
+FIELDS = (*_SMALLEST.to_json(), "interface", "model_file", "report")
+"""The fields of ``plan.json``: those of a plan, and what an emitted program has besides."""
 
 
 def split_points_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> tuple[SplitAt, ...]:

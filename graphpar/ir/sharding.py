@@ -113,6 +113,7 @@ class Sharding:
             GraphparError: a decision can't be read; the message names its operator.
             RuntimeProgramError: a field is missing or of a wrong type.
         """
+        data.only((*Sharding().to_json(), "discovered"))
         degrees = degrees_of(data, "axes")
         scopes = data.record("decisions")
         decisions: dict[str, dict[str, Decision]] = {}

@@ -142,6 +142,14 @@ class Record:
         """Return a field, or ``default`` where it is missing or null."""
         return self.get(key, kind) if self._values.get(key) is not None else default
 
+    def only(self, known: Iterable[str]) -> None:
+        """Refuse a field that is not ``known``."""
+        names = list(known)
+        unknown = next((name for name in self._values if name not in names), None)
+        if unknown is not None:
+            hint = near_match(unknown, names) or f" The fields are {', '.join(names)}."
+            raise RuntimeProgramError(f"{self.where}: there is no field {unknown!r}.{hint}")
+
     def record(self, key: str) -> Record:
         """Return an object."""
         return Record(self.get(key, dict), f"{self.where}, {key}")

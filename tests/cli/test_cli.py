@@ -577,6 +577,16 @@ def test_a_plan_that_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "does not divide into microbatches of 3" in edited(microbatch_size=3)
     assert "recompute is 'full', which emitted programs don't do" in edited(recompute="full")
     assert "The plan is for 'GPT'" in edited(model="GPT")
+    for wrong in (-1, 2):
+        assert f"The plan contradicts itself: microbatches is {wrong}, but a global batch of" in edited(
+            microbatches=wrong
+        )
+    assert "parameters has body.0.upp.weight, which the model does not have. Did you mean 'body.0.up.weight'" in edited(
+        parameters={"body.0.upp.weight": {}}
+    )
+    stored = edited(parameters={"body.0.up.weight": {"tp": "S(0)"}})
+    assert "The plan contradicts itself: body.0.up.weight is stored as S(0)@tp, but" in stored
+    assert "there is no field 'shedule'. Did you mean 'schedule'?" in edited(shedule="GPipe")
     assert "plan.json, mesh: there is no mesh axis 'zz'" in edited(mesh={"pp": 2, "zz": 1})
     path.write_text(json.dumps(plan))
     assert "--devices is decided by the plan" in message(
