@@ -235,7 +235,7 @@ def _read(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
 def _missing(name: str, module: ModuleType, shown: str) -> str:
     own = [key for key, value in vars(module).items() if not key.startswith("_") and _defined_in(module, value)]
     listing = f"It has {', '.join(own)}." if own else "It defines nothing."
-    return f"{shown} has no {name!r}: {MEANING[name]}. {listing}{near_match(name, own)}"
+    return f"{shown} has no {name!r}: {MEANING[name]}. {listing}{near_match(name, [other for other in own if other not in NAMES])}"
 
 
 def _defined_in(module: ModuleType, value: Any) -> bool:
