@@ -55,11 +55,13 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
     from graphpar.cli.plan_file import read_program, reading_report
     from graphpar.runtime.errors import LaunchError
     from graphpar.runtime.launch import torchrun
+    from graphpar.runtime.stages import check_files
 
     script = folder / "train.py"
     if not script.is_file():
         raise GraphparError(f"{folder} has no train.py; compile the model again.")
     program, plan = read_program(folder)
+    check_files(program)
     devices = program.world_size
     with reading_report(folder / "plan.json"):
         predicted = prediction(plan, devices)

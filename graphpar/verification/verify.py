@@ -25,6 +25,7 @@ from graphpar.ir.program import Input, ModelSource
 from graphpar.parts import Parts
 from graphpar.runtime.double import WIDER
 from graphpar.runtime.manifest import Manifest, load_manifest
+from graphpar.runtime.stages import check_files
 from graphpar.runtime.worker import run_jobs
 from graphpar.verification.comparison import Verification, compare, relative_error
 from graphpar.verification.reference import MOMENTUM, SEED, Reference, run_reference
@@ -120,6 +121,7 @@ def _subject(
     else:
         folder = Path(program)
         manifest, plan = load_manifest(folder), Plan.load(folder)
+        check_files(manifest)
         source = None if known is not None else _source_of(folder, manifest, plan)
         inputs = tuple(Input(i.name, i.shape, i.dtype, i.batch_dim, i.role) for i in manifest.inputs)
         coupled, counted = plan.allow_batch_coupling, manifest.count_inputs

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 import graphpar as gp
 from graphpar.cli import compile_work, run_command
@@ -437,6 +439,8 @@ def test_explain_a_module_of_a_cut_program(folder: Path, capsys: pytest.CaptureF
         ("model = int\ndef example_inputs(): return 1 / 0\n", "line 2: def example_inputs(): return 1 / 0"),
         ("import torch\nexample_inputs = (torch.ones(2),)\ndef model():\n    return 1 / 0\n", "line 4: return 1 / 0"),
         ("model = int\nexample_inputs = ()\nsplit_points = 3\n", "split_points is of type int"),
+        ("model = int\nexample_targets = ()\n", "It has example_targets.\n"),
+        ("model = int\nexample_input = ()\n", "Did you mean 'example_input'?"),
     ],
 )
 def test_a_broken_model_file(text: str, expected: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -652,6 +656,34 @@ def test_every_damaged_field_is_refused_by_its_name(folder: Path, capsys: pytest
         file.write_text(json.dumps(copy))
         with pytest.raises(gp.GraphparError, match=r"plan\.json"):
             read_program("out")
+
+
+def test_a_damaged_program_says_which_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(capsys, HEAD_FIRST, "--mesh", "pp=2", "-o", "out")
+    blocks, stage = folder / "out" / "blocks.py", folder / "out" / "stage_1.py"
+    text, code = blocks.read_text(), stage.read_text()
+    commands = ("run", "verify", "check")
+    blocks.unlink()
+    for command in commands:
+        said = message(capsys, command, "out")
+        assert "has no blocks.py, which stage_0.py, line " in said and "graphpar_program" not in said
+    blocks.write_text(text.replace("class Block(", "class Blocks("))
+    for command in commands:
+        assert re.search(r"stage_0.py, line \d+: blocks.py has no Block;", message(capsys, command, "out"))
+    blocks.write_text(text)
+    stage.write_text(code + "\ndef broken(:\n")
+    line = len(code.splitlines()) + 2
+    for command in commands:
+        assert f"stage_1.py, line {line}: invalid syntax: def broken(:" in message(capsys, command, "out")
+
+
+def test_weights_of_another_model_are_refused_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(capsys, HEAD_FIRST, "--mesh", "pp=2,dp_replicate=2", "-o", "out")
+    file = folder / "out" / "weights" / "model.safetensors"
+    save_file({"other.weight": torch.ones(2)}, str(file))
+    assert main(["run", "out", "--steps", "1"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.count("has no value for") == 1 and "rank" not in said
 
 
 def test_a_folder_that_is_no_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
