@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from graphpar.runtime.double import WIDER
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.stages import check_files
 from graphpar.runtime.worker import run_jobs
+from graphpar.text import plural
 from graphpar.verification.comparison import Verification, compare, relative_error
 from graphpar.verification.reference import MOMENTUM, SEED, Reference, run_reference
 from graphpar.verification.tolerances import PRECISIONS, precision
@@ -47,10 +48,15 @@ class _Subject:
 
 
 def verify_parts(
-    parts: Parts | str | Path, steps: int = STEPS, *, fp64: bool = False, timeout_s: float = 900.0
+    parts: Parts | str | Path,
+    steps: int = STEPS,
+    *,
+    fp64: bool = False,
+    timeout_s: float = 900.0,
+    on_phase: Callable[[str], None] | None = None,
 ) -> Verification:
     """Verify one program, in memory or emitted to a folder. See :func:`verify_all`."""
-    (result,) = verify_all([parts], steps, fp64=fp64, timeout_s=timeout_s)
+    (result,) = verify_all([parts], steps, fp64=fp64, timeout_s=timeout_s, on_phase=on_phase)
     return result
 
 
@@ -61,6 +67,7 @@ def verify_all(
     references: Sequence[Reference | None] | None = None,
     fp64: bool = False,
     timeout_s: float = 900.0,
+    on_phase: Callable[[str], None] | None = None,
 ) -> list[Verification]:
     """Verify several programs, those of one world size in one launch.
 
@@ -69,18 +76,24 @@ def verify_all(
         references: those of the programs where they are known, which saves running the models again.
         fp64: decide in float64 in any case.
         timeout_s: for each launch.
+        on_phase: called with what comes next, as each phase begins.
 
     Raises:
         GraphparError: fewer than one step is asked for, or a program's model is not known.
     """
     if steps < 1:
         raise GraphparError(f"--steps is {steps}; at least one step is needed.")
+    begin = on_phase or (lambda text: None)
     shared: dict[Any, Reference] = {}
+    begin(f"running the model as it is: {plural(steps, 'step')}")
     known = references or [None] * len(programs)
     subjects = [_subject(program, steps, given, shared) for program, given in zip(programs, known, strict=True)]
+    begin(f"running the program: {plural(steps, 'step')} on {_processes(subjects)}")
     outcomes = _compared(subjects, steps, timeout_s)
     doubtful = [index for index, outcome in enumerate(outcomes) if _in_doubt(outcome, fp64)]
     again: list[_Subject] = []
+    if doubtful:
+        begin("running the model again in float64, to tell rounding from an error")
     for index in list(doubtful):
         subject = subjects[index]
         try:
@@ -88,9 +101,15 @@ def verify_all(
         except Exception as error:  # the user's own code may not run in float64
             outcomes[index] = _without_double(outcomes[index], subject.reference, f"the model: {error}")
             doubtful.remove(index)
+    if again:
+        begin(f"running the program again in float64 on {_processes(again)}")
     for index, subject, exact in zip(doubtful, again, _compared(again, steps, timeout_s, double=True)):
         outcomes[index] = _decided(outcomes[index], exact, subjects[index].reference, subject.reference)
     return outcomes
+
+
+def _processes(subjects: Sequence[_Subject]) -> str:
+    return plural(max((subject.plan.mesh.size for subject in subjects), default=0), "process", "processes")
 
 
 def reference_for(parts: Parts, steps: int = STEPS) -> Reference:

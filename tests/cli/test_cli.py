@@ -23,6 +23,7 @@ import graphpar as gp
 from graphpar.cli import compile_work, run_command
 from graphpar.cli.commands import build_parser
 from graphpar.cli.main import main
+from graphpar.cli.output import phases
 from graphpar.cli.plan_file import read_program
 from graphpar.codegen.saving import edited_files
 from graphpar.passes.table import STEPS
@@ -799,6 +800,18 @@ def test_verify_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert printed.rstrip().endswith(verdict) and "a.b" in printed
         assert main(["verify", "out", "--json"]) == code
         assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
+
+
+def test_phases_are_lines_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with phases() as phase:
+        phase("one")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with phases() as phase:
+        phase("two")
+    assert "0 s] two" in capsys.readouterr().err
 
 
 def test_verify_says_how_it_was_decided_and_what_inference_was_compared_on(capsys: pytest.CaptureFixture[str]) -> None:
