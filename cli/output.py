@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,25 @@ def progress(text: str) -> Iterator[None]:
 
     with Console(stderr=True).status(text):
         yield
+
+
+@contextlib.contextmanager
+def phases() -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints a line as each phase of the block begins; nothing where standard error is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    began = time.monotonic()
+    with console.status("") as status:
+
+        def phase(text: str) -> None:
+            console.print(f"[{time.monotonic() - began:5.0f} s] {text}", markup=False)
+            status.update(text)
+
+        yield phase
 
 
 @contextlib.contextmanager

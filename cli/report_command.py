@@ -26,13 +26,22 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     """Print the report, or write it as a page (``--html``) or as a timeline (``--trace``)."""
-    from graphpar.cli.plan_file import read_record
-    from graphpar.report.report import html, render, trace, with_alone
+    from graphpar.cli.plan_file import read_plan, read_record, reading_report
 
     path, record = read_record(options.out)
     data = record.get("report")
     if data is None:
         return _plan_only(path, record, options.html or options.trace)
+    read_plan(path, record)
+    with reading_report(path):
+        return _shown(options, path, data)
+
+
+def _shown(options: argparse.Namespace, path: Path, data: dict[str, Any]) -> Result:
+    """Print the report of ``path``, with what lies beside it, or write it."""
+    from graphpar.cli.plan_file import read_record, reading_report
+    from graphpar.report.report import html, render, trace, with_alone
+
     search = path.parent / "search.json"
     if path.name == "plan.json" and search.is_file():
         data = data | {"search": read_record(search)[1]}
@@ -48,7 +57,12 @@ def run(options: argparse.Namespace) -> Result:
         write_text(options.trace, json.dumps(trace(data), allow_nan=False))
         return Result(data, lambda console: console.out(f"Wrote {options.trace}", highlight=False))
     out = str(path.parent) if path.name == "plan.json" else None
-    return Result(data, lambda console: render(data, console, out))
+
+    def show(console: Console) -> None:
+        with reading_report(path):
+            render(data, console, out)
+
+    return Result(data, show)
 
 
 def _plan_only(path: Path, record: dict[str, Any], file: str | None) -> Result:

@@ -25,6 +25,8 @@ from graphpar.text import bytes_text, plural, seconds_text
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from graphpar.runtime.manifest import Manifest
+
 STEP = "step "
 """How the lines of ``train.py`` about a step begin."""
 
@@ -50,16 +52,20 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
     Each line that a rank prints goes to standard output at once; the line of a step also has its prediction, if that was for
     devices of this machine's kind.
     """
+    from graphpar.cli.plan_file import read_program, reading_report
     from graphpar.runtime.errors import LaunchError
     from graphpar.runtime.launch import torchrun
+    from graphpar.runtime.stages import check_files
 
     script = folder / "train.py"
     if not script.is_file():
         raise GraphparError(f"{folder} has no train.py; compile the model again.")
-    plan = json.loads((folder / "plan.json").read_text())
-    prepare(folder, plan)
-    devices = math.prod(plan["mesh"].values())
-    predicted = prediction(plan, devices)
+    program, plan = read_program(folder)
+    check_files(program)
+    devices = program.world_size
+    with reading_report(folder / "plan.json"):
+        predicted = prediction(plan, devices)
+    prepare(folder, program, plan.get("dtype", "fp32"))
 
     def echo(line: str) -> None:
         beside = f", predicted {predicted['step_time_s']:.3f} s" if predicted and predicted["here"] else ""
@@ -144,10 +150,10 @@ def _memory_text(plan: Mapping[str, Any]) -> str:
 # ---- weights and a batch ---------------------------------------------------------------------------------------
 
 
-def prepare(folder: Path, plan: dict[str, Any]) -> None:
+def prepare(folder: Path, program: Manifest, dtype: str = "fp32") -> None:
     """Write ``weights/`` and ``batch.safetensors`` from the model file, where they are missing."""
+    named = program.model_file
     weights, batch = folder / "weights", folder / "batch.safetensors"
-    named = plan.get("model_file")
     if weights.is_dir() and (batch.is_file() or not named):
         return
     from safetensors.torch import save_file
@@ -166,11 +172,11 @@ def prepare(folder: Path, plan: dict[str, Any]) -> None:
             return
         raise
     if not batch.is_file():
-        save_file(example_batch(file, plan["interface"]["inputs"]), str(batch))
+        save_file(example_batch(file, program.inputs), str(batch))
         record(folder, ["batch.safetensors"])
     if not weights.is_dir():
         with tempfile.TemporaryDirectory(prefix=".weights.", dir=folder) as scratch, progress("building the weights"):
-            state = untied(initial_weights(file, DTYPES[plan.get("dtype", "fp32")]))
+            state = untied(initial_weights(file, DTYPES[dtype]))
             inner = Path(scratch) / "weights"
             inner.mkdir()
             save_file(state, str(inner / "model.safetensors"))

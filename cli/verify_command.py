@@ -8,7 +8,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.arguments import Commands, add_json, add_program, count
-from graphpar.cli.output import CHECK_FAILED, DONE, Result, program_folder, progress
+from graphpar.cli.output import CHECK_FAILED, DONE, Result, phases, program_folder
 from graphpar.text import plural
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> Result:
     from graphpar.verification import verify_parts
 
     folder = program_folder(options.out)
-    with progress(f"running {options.steps} steps, partitioned and not"):
-        result = verify_parts(folder, steps=options.steps, fp64=options.fp64)
+    with phases() as phase:
+        result = verify_parts(folder, steps=options.steps, fp64=options.fp64, on_phase=phase)
     data: dict[str, Any] = result.to_json()
     return Result(data, lambda console: show(data, console), DONE if result.ok else CHECK_FAILED)
 

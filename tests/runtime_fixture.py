@@ -289,6 +289,7 @@ def emit(
     folder.mkdir(parents=True)
     plan = {
         "version": 2,
+        "parameters": {},
         "mesh": {"pp": max(ranks) + 1, "dp_replicate": replicas, "dp_shard": 1, "cp": 1, "ep": 1, "tp": 1},
         "schedule": schedule,
         "microbatches": MICROBATCHES // replicas,

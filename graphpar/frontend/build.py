@@ -19,9 +19,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graphpar.errors import GraphparError
 from graphpar.frontend.deferred import Tape
 from graphpar.frontend.watched import OffMeta, is_on_meta, off_meta
+from graphpar.ir.plan import DTYPES as NAMES
 
 ModelLike = nn.Module | Callable[[], nn.Module]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = dict(zip(NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 """The dtypes in which a factory may build the model, by their names in plans."""
 
 

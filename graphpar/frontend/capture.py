@@ -202,13 +202,13 @@ def named_outputs(output: Any) -> list[tuple[str, Tensor]]:
     named = []
     for key, value in items:
         leaves = tree_flatten(value)[0]
-        if any(not isinstance(leaf, Tensor | int | float | bool | type(None)) for leaf in leaves):
-            kinds = {type(leaf).__name__ for leaf in leaves}
-            raise GraphparError(
-                f"The model's output {key!r} holds {', '.join(sorted(kinds))}; register it with torch.utils._pytree, "
-                "or return tensors in tuples, lists, dicts or dataclasses."
-            )
         for name, leaf in zip(leaf_paths(key, value), leaves):
+            if not isinstance(leaf, Tensor | int | float | bool | type(None)):
+                kind = type(leaf).__name__
+                raise GraphparError(
+                    f"The model's output {name!r} is of type {kind}, which is neither a tensor nor a number; return tensors in "
+                    f"tuples, lists, dicts or dataclasses, or register {kind} with torch.utils._pytree if it is a container."
+                )
             if isinstance(leaf, Tensor):
                 named.append((name, leaf))
     return named

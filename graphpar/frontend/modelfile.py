@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.build import ModelLike, default_dtype, needed_arguments, unwrapped
+from graphpar.runtime.manifest import InputInterface
 
 NAMES = (
     "model",
@@ -234,7 +235,7 @@ def _read(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
 def _missing(name: str, module: ModuleType, shown: str) -> str:
     own = [key for key, value in vars(module).items() if not key.startswith("_") and _defined_in(module, value)]
     listing = f"It has {', '.join(own)}." if own else "It defines nothing."
-    return f"{shown} has no {name!r}: {MEANING[name]}. {listing}{near_match(name, own)}"
+    return f"{shown} has no {name!r}: {MEANING[name]}. {listing}{near_match(name, [other for other in own if other not in NAMES])}"
 
 
 def _defined_in(module: ModuleType, value: Any) -> bool:
@@ -313,32 +314,31 @@ def initial_weights(file: ModelFile, dtype: torch.dtype | None = None, seed: int
     return state
 
 
-def example_batch(file: ModelFile, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+def example_batch(file: ModelFile, inputs: Sequence[InputInterface]) -> dict[str, Tensor]:
     """Make a global batch of the example's rows, repeated or shortened to its size.
 
     Args:
-        inputs: the ``inputs`` of a plan's ``interface``: names, shapes and batch dims in the order of the example's
-            tensors.
+        inputs: those of a plan: names, shapes and batch dims in the order of the example's tensors.
     """
     leaves = [leaf for leaf in tree_leaves((file.args, file.kwargs, file.targets)) if isinstance(leaf, Tensor)]
-    wanted = [entry for entry in inputs if entry["role"] in ("input", "target")]
+    wanted = [entry for entry in inputs if entry.role in ("input", "target")]
     if len(leaves) != len(wanted):
         raise GraphparError(
             f"{file.path} has {len(leaves)} example tensors, but the plan was made for {len(wanted)} "
-            f"({', '.join(entry['name'] for entry in wanted)}). Compile the model again."
+            f"({', '.join(entry.name for entry in wanted)}). Compile the model again."
         )
-    return {entry["name"]: _resized(leaf, entry) for leaf, entry in zip(leaves, wanted)}
+    return {entry.name: _resized(leaf, entry) for leaf, entry in zip(leaves, wanted)}
 
 
-def _resized(leaf: Tensor, entry: Mapping[str, Any]) -> Tensor:
-    dim, shape = entry["batch_dim"], list(entry["shape"])
+def _resized(leaf: Tensor, entry: InputInterface) -> Tensor:
+    dim, shape = entry.batch_dim, list(entry.shape)
     value = leaf.detach()
     if dim is not None and value.shape[dim] != shape[dim]:
         rows = torch.arange(shape[dim]) % value.shape[dim]
         value = value.index_select(dim, rows)
     if list(value.shape) != shape:
         raise GraphparError(
-            f"The example's {entry['name']} has shape {list(leaf.shape)}, but the plan was made for {shape}. "
+            f"The example's {entry.name} has shape {list(leaf.shape)}, but the plan was made for {shape}. "
             "Compile the model again."
         )
     return value.contiguous().clone()

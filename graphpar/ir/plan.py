@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,13 +16,17 @@ from graphpar.ir.sharding import Sharding
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import R, Type
-from graphpar.runtime.plan_record import PlanRecord, Record, StageRecord
+from graphpar.runtime.plan_record import VERSION, PlanRecord, Record, StageRecord, read_object
 from graphpar.text import plural, seconds_text
 
 if TYPE_CHECKING:
     from graphpar.cost_models.estimates import Alone, Estimate
     from graphpar.passes.planning.candidates import SearchResult
     from graphpar.passes.sharding.shard import Sharded
+
+
+DTYPES = ("fp32", "bf16", "fp16")
+"""The dtypes in which a model may be built."""
 
 
 class SplitPoint(Enum):
@@ -122,8 +125,8 @@ class Plan:
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Plan:
-        """Read the dictionary that :meth:`to_json` returned.
+    def from_json(data: Mapping[str, Any], where: str = "This plan") -> Plan:
+        """Read the dictionary that :meth:`to_json` returned; ``where`` names it in errors.
 
         Raises:
             GraphparError: it is no such dictionary, is of another version, or lacks a field.
@@ -132,31 +135,36 @@ class Plan:
             what = "text: parse it with json.loads first" if isinstance(data, str) else f"a {type(data).__name__}"
             raise GraphparError(f"Plan.from_json takes the dictionary that plan.to_json() returns, and got {what}.")
         try:
-            record = PlanRecord.read(Record(dict(data), "This plan"))
-            cluster = data.get("cluster")
-            return Plan(
-                model=data["model"],
+            plan = Record(dict(data), where)
+            if data.get("version") == VERSION:
+                plan.only(FIELDS)
+            record = PlanRecord.read(plan)
+            cluster = plan.optional("cluster", dict, None)
+            read = Plan(
+                model=plan.get("model", str),
                 mode=record.mode,
-                dtype=data.get("dtype", "fp32"),
+                dtype=_dtype(plan),
                 mesh=Mesh(**record.mesh),
                 schedule=record.schedule,
                 global_batch=record.global_batch,
                 microbatch_size=record.microbatch_size,
-                split_points=tuple(SplitAt(entry["path"], SplitPoint(entry["where"])) for entry in data["split"]),
+                split_points=tuple(_split_point(entry) for entry in plan.records("split")),
                 stages=record.stages,
                 actions=None
                 if record.actions is None
                 else tuple(tuple(cell or "" for cell in row) for row in record.actions),
-                zero=data.get("zero", 0),
-                recompute=data.get("recompute", "none"),
-                allow_batch_coupling=data.get("allow_batch_coupling", False),
-                sharding=Sharding.from_json(data["sharding"], record.parameters) if "sharding" in data else Sharding(),
-                cluster=None if cluster is None else Cluster.from_json(cluster),
+                zero=plan.optional("zero", int, 0),
+                recompute=plan.optional("recompute", str, "none"),
+                allow_batch_coupling=plan.optional("allow_batch_coupling", bool, False),
+                sharding=Sharding.from_json(plan.record("sharding"), record.parameters)
+                if plan.has("sharding")
+                else Sharding(),
+                cluster=None if cluster is None else _cluster(cluster, where),
             )
+            _check_same(read, record)
+            return read
         except RuntimeProgramError as error:
-            raise GraphparError(f"{error}") from error
-        except KeyError as error:
-            raise GraphparError(f"The plan lacks the field {error.args[0]!r}.") from error
+            raise GraphparError(f"{error}".removesuffix(".") + ".") from error
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -171,10 +179,9 @@ class Plan:
         if not file.exists():
             raise GraphparError(f"There is no plan at {file}.")
         try:
-            data = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise GraphparError(f"{file} is not JSON: {error}.") from error
-        return Plan.from_json(data)
+            return Plan.from_json(read_object(file), str(file))
+        except ValueError as error:
+            raise GraphparError(f"{error}" if str(file) in str(error) else f"{file}: {error}") from error
 
     def __repr__(self) -> str:
         degrees = ", ".join(f"{axis}={degree}" for axis, degree in self.mesh.degrees().items() if degree > 1)
@@ -190,6 +197,58 @@ class Plan:
 
     def __str__(self) -> str:
         return as_text(self)
+
+
+def _check_same(plan: Plan, record: PlanRecord) -> None:
+    """Check what a plan's record says of it besides its decisions.
+
+    Raises:
+        GraphparError: it is not what follows from these.
+    """
+    ranks = plan.microbatch_size * plan.mesh.dp_replicate
+    if ranks > 0 and plan.global_batch % ranks == 0 and record.microbatches != plan.microbatches:
+        replicas = f" on each of {plan.mesh.dp_replicate} replicas" if plan.mesh.dp_replicate > 1 else ""
+        raise GraphparError(
+            f"The plan contradicts itself: microbatches is {record.microbatches}, but a global batch of {plan.global_batch} in "
+            f"microbatches of {plan.microbatch_size}{replicas} gives {plan.microbatches}."
+        )
+    types = plan._types()
+    for name, stored in record.parameters.items():
+        if stored != types[name]:
+            raise GraphparError(
+                f"The plan contradicts itself: {name} is stored as {_spec_text(stored)}, but on the axes of its mesh and sharding "
+                f"that is {_spec_text(types[name])}."
+            )
+
+
+def _spec_text(spec: Mapping[str, Type]) -> str:
+    return ", ".join(f"{kind}@{axis}" for axis, kind in spec.items()) or "nothing"
+
+
+def _dtype(plan: Record) -> str:
+    dtype: str = plan.optional("dtype", str, "fp32")
+    if dtype not in DTYPES:
+        raise GraphparError(f"{plan.where}: dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
+    return dtype
+
+
+def _cluster(data: Mapping[str, Any], where: str) -> Cluster:
+    try:
+        return Cluster.from_json(data)
+    except GraphparError as error:
+        raise GraphparError(f"{where}, cluster: {error}") from None
+
+
+def _split_point(entry: Record) -> SplitAt:
+    where = entry.get("where", str)
+    if where not in [point.value for point in SplitPoint]:
+        raise GraphparError(f"{entry.where}: where is {where!r}; it must be 'beginning' or 'end'.")
+    return SplitAt(entry.get("path", str), SplitPoint(where))
+
+
+_SMALLEST = Plan("", "train", Mesh(), "GPipe", 1, 1, (), ())
+FIELDS = (*_SMALLEST.to_json(), "interface", "model_file", "report")
+"""The fields of ``plan.json``: those of a plan, and what an emitted program has besides."""
 
 
 def split_points_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> tuple[SplitAt, ...]:

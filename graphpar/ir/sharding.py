@@ -14,6 +14,7 @@ from typing import Any
 
 from graphpar.errors import GraphparError
 from graphpar.runtime.layout import Type, parse_type
+from graphpar.runtime.plan_record import Record, degrees_of
 
 Types = tuple[Type, ...]
 """The types of one tensor, one an axis of the sharding."""
@@ -50,7 +51,7 @@ class Decision:
                 for side in (left, right)
             ]
         except ValueError as error:
-            raise GraphparError(f"The plan's sharding has a decision that can't be read, {text!r}: {error}.") from error
+            raise GraphparError(f"a decision that can't be read, {text!r}: {error}.") from error
         names = tuple(rewrites.split("|")) if rewrites else ("",) * axes
         return Decision(sides[0], sides[1], names)
 
@@ -105,20 +106,39 @@ class Sharding:
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any], parameters: Mapping[str, Mapping[str, Type]]) -> Sharding:
-        """Read what :meth:`to_json` returned, with the types of ``parameters``."""
-        degrees = {axis: int(degree) for axis, degree in data["axes"].items()}
+    def from_json(data: Record, parameters: Mapping[str, Mapping[str, Type]]) -> Sharding:
+        """Read what :meth:`to_json` returned, with the types of ``parameters``.
+
+        Raises:
+            GraphparError: a decision can't be read; the message names its operator.
+            RuntimeProgramError: a field is missing or of a wrong type.
+        """
+        data.only((*Sharding().to_json(), "discovered"))
+        degrees = degrees_of(data, "axes")
+        scopes = data.record("decisions")
+        decisions: dict[str, dict[str, Decision]] = {}
+        for scope in scopes.names():
+            rows = decisions[scope] = {}
+            for name, text in scopes.values(scope, str).items():
+                try:
+                    rows[name] = Decision.from_json(text, len(degrees))
+                except GraphparError as error:
+                    place = f"{scope}: {name}" if scope else name
+                    raise GraphparError(f"The plan's sharding has for {place} {error}") from None
         return Sharding(
             degrees,
-            {
-                scope: {name: Decision.from_json(text, len(degrees)) for name, text in rows.items()}
-                for scope, rows in data["decisions"].items()
-            },
+            decisions,
             {name: {axis: kind for axis, kind in spec.items() if axis in degrees} for name, spec in parameters.items()},
-            dict(data.get("variants", {})),
-            tuple(Point(path, kind, position) for path, kind, position in data.get("points", [])),
-            dict(data.get("cost", {})),
-            float(data.get("gap", 0.0)),
-            tuple(data.get("undivided", ())),
-            {operator: tuple(rules) for operator, rules in data.get("discovered", {}).items()},
+            data.values("variants", str) if data.has("variants") else {},
+            tuple(_point(data, row) for row in data.items("points", list)) if data.has("points") else (),
+            data.values("cost", float) if data.has("cost") else {},
+            float(data.get("gap", float)) if data.has("gap") else 0.0,
+            data.strings("undivided"),
+            data.listings("discovered", str) if data.has("discovered") else {},
         )
+
+
+def _point(data: Record, row: list[Any]) -> Point:
+    if [type(value) for value in row] != [str, str, int]:
+        raise GraphparError(f"{data.where}: points has {row!r}; a point is a module, input or output, and a number.")
+    return Point(*row)

@@ -110,9 +110,11 @@ def with_alone(data: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict
     step, single = data["predicted"]["step_time_s"], alone["step_time_s"]
     slower = []
     if alone["fits"] and step >= single:
+        times = f"{step / single:.3g}"
+        longer = "as long as one" if times == "1" else f"{times} times as long as one"
         slower = [
-            f"{plural(data['devices'], 'device')} take {step / single:.3g} times as long as one, which takes {seconds_text(single)} a "
-            "step: use fewer devices, or a larger batch."
+            f"{plural(data['devices'], 'device')} take {longer}, which takes {seconds_text(single)} a step: "
+            "use fewer devices, or a larger batch."
         ]
     return {**data, "alone": dict(alone), "warnings": [*slower, *data.get("warnings", ())]}
 

@@ -10,6 +10,7 @@ Reading a report needs no torch.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +109,9 @@ def trace(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def next_commands(out: str, mode: str) -> list[str]:
     """List the commands to run next on an emitted folder."""
-    verify = [f"graphpar verify {out}"] if mode == "train" else []
-    return [f"graphpar run {out} --steps 3", *verify, f"graphpar report {out} --html report.html"]
+    folder = shlex.quote(out)
+    verify = [f"graphpar verify {folder}"] if mode == "train" else []
+    return [f"graphpar run {folder} --steps 3", *verify, f"graphpar report {folder} --html report.html"]
 
 
 def _header(data: Mapping[str, Any]) -> str:

@@ -125,6 +125,7 @@ def fail(error: Exception) -> None:
     if path:
         extra = {"py_callstack": frames + raised, "frames": frames, "timestamp": str(int(time.time()))}
         own = {"rank": str(rank), "time_ns": str(time.time_ns()), "secondary": str(secondary), "user": str(user)}
+        own["agreed"] = str(isinstance(cause, AgreedError))
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": {**extra, **own}}}))
     if LAUNCHED not in os.environ and not (isinstance(cause, AgreedError) and rank != 0):
         sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in (frames + raised).splitlines()))
@@ -196,7 +197,13 @@ def agree(error: Exception | None) -> None:
     if len(set(messages)) == 1:
         text = str(messages[0])
     else:
-        shown = [f"rank {rank}: {message}" for rank, message in list(failed.items())[:SHOWN]]
-        rest = len(failed) - len(shown)
-        text = "; ".join(shown) + (f"; and {rest} more ranks" if rest else "")
+        ranks_of: dict[str, list[int]] = {}
+        for rank, message in failed.items():
+            ranks_of.setdefault(message, []).append(rank)
+        parts = [
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {message}"
+            for message, ranks in list(ranks_of.items())[:SHOWN]
+        ]
+        rest = sum(len(ranks) for ranks in list(ranks_of.values())[SHOWN:])
+        text = "; ".join(parts) + (f"; and {rest} more rank{'s' if rest > 1 else ''}" if rest else "")
     raise AgreedError(text) from error

@@ -67,6 +67,12 @@ class _Failure:
     time_ns: int
     secondary: bool
     user: bool
+    agreed: bool  # every rank has the same error, so that none need be named
+
+    @property
+    def error(self) -> LaunchError:
+        """What the launch raises where this is the first cause."""
+        return LaunchError(self.message, None if self.agreed else self.rank, self.trace, self.user)
 
 
 def torchrun(
@@ -210,6 +216,7 @@ def _failures(folder: Path) -> list[_Failure]:
                     time_ns=int(extra.get("time_ns", int(extra["timestamp"]) * 10**9)),
                     secondary=extra.get("secondary") == "True",
                     user=extra.get("user") == "True",
+                    agreed=extra.get("agreed") == "True",
                 )
             )
         except (ValueError, KeyError, TypeError):
@@ -223,12 +230,12 @@ def _error(
     """The first cause that is known: a rank's own error, how a rank ended, a lost peer, the time, torchrun itself."""
     first = failures[0] if failures else None
     if first is not None and not first.secondary:
-        return LaunchError(first.message, first.rank, first.trace, first.user)
+        return first.error
     ended = ROOT_CAUSE.search(own.partition("Root Cause")[2])
     if in_time and ended is not None and (first is None or first.rank != int(ended[1])):
         return _ended(int(ended[1]), int(ended[2]), printed)
     if in_time and first is not None:
-        return LaunchError(first.message, first.rank, first.trace, first.user)
+        return first.error
     if not in_time:
         details = printed.untold(printed.stderr.splitlines())
         return LaunchError(f"the launch did not finish within {timeout_s:g} s and was ended", details=details)

@@ -8,7 +8,6 @@ batch. A stage's ``rank`` is its coordinate on the pp axis.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import torch
 from graphpar.runtime.axes import AXES, AXIS, REPLICAS
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Type
-from graphpar.runtime.plan_record import PlanRecord, Record, StageRecord, types_of
+from graphpar.runtime.plan_record import PlanRecord, Record, StageRecord, degrees_of, read_object, types_of
 
 T = TypeVar("T")
 ROLES = ("input", "target", "sample_keys")
@@ -150,18 +149,14 @@ def load_manifest(folder: str | Path) -> Manifest:
         RuntimeProgramError: there is no such file, or it is not a plan of this version.
     """
     path = Path(folder) / "plan.json"
-    try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise RuntimeProgramError(f"{folder} is not an emitted folder: it has no plan.json") from None
-    except json.JSONDecodeError as error:
-        raise RuntimeProgramError(f"{path} is not valid JSON: {error}") from None
-    plan = Record(values, str(path))
+    if not path.is_file():
+        raise RuntimeProgramError(f"{folder} is not an emitted folder: it has no plan.json")
+    plan = Record(read_object(path), str(path))
     record = PlanRecord.read(plan)
     interface = plan.record("interface")
     counts = interface.record("counts")
-    ties = tuple(tuple(group) for group in interface.optional("ties", list, []))
-    shapes = {name: tuple(shape) for name, shape in interface.optional("shapes", dict, {}).items()}
+    ties = interface.lists("ties", str) if interface.has("ties") else ()
+    shapes = interface.listings("shapes", int) if interface.has("shapes") else {}
     manifest = Manifest(
         folder=Path(folder).resolve(),
         mode=record.mode,
@@ -181,7 +176,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         shapes=_under_every_name(shapes, ties),
         zero=plan.optional("zero", int, 0),
         fully_sharded=frozenset(_under_every_name(dict.fromkeys(interface.strings("fully_sharded"), True), ties)),
-        placed=tuple(plan.optional("sharding", dict, {}).get("axes") or {}),
+        placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
     )
     _check(manifest, str(path))
@@ -250,19 +245,21 @@ def _check(plan: Manifest, where: str) -> None:
             f"{plan.microbatches} microbatches of {plan.microbatch_size}{replicas} are not a global batch "
             f"of {plan.global_batch}"
         )
+    if plan.zero not in (0, 2, 3) or bool(plan.zero) != (plan.mesh.get("dp_shard", 1) > 1):
+        broken.append(f"zero is {plan.zero}, but dp_shard has {plan.mesh.get('dp_shard', 1)} ranks")
     if used - known:
         broken.append(f"stages use the inputs {sorted(used - known)}, which the program does not have")
     if [stage.index for stage in plan.stages] != list(range(len(plan.stages))):
         broken.append("the stages are not numbered 0, 1, 2, ...")
     if {stage.rank for stage in plan.stages} != set(range(plan.pp)):
         broken.append(f"the stages are not placed on each of the {plan.pp} pipeline ranks")
-    if set(plan.mesh) - set(AXES):
-        broken.append(f"the mesh has the axes {sorted(set(plan.mesh) - set(AXES))}; there are {', '.join(AXES)}")
     for spec in plan.inputs:
         if spec.role not in ROLES:
             broken.append(f"the role of input {spec.name!r} is {spec.role!r}, not one of {', '.join(ROLES)}")
         pieces = plan.microbatches * plan.replicas
-        if spec.batch_dim is not None and spec.shape[spec.batch_dim] % pieces:
+        if spec.batch_dim is not None and not 0 <= spec.batch_dim < len(spec.shape):
+            broken.append(f"input {spec.name!r} has the shape {list(spec.shape)}, so no dim {spec.batch_dim}")
+        elif spec.batch_dim is not None and pieces and spec.shape[spec.batch_dim] % pieces:
             broken.append(
                 f"input {spec.name!r} has size {spec.shape[spec.batch_dim]} along dim {spec.batch_dim}, "
                 f"which {pieces} microbatches do not divide"
@@ -270,6 +267,9 @@ def _check(plan: Manifest, where: str) -> None:
     for before, after in zip(plan.stages, plan.stages[1:]):
         if before.sends != after.receives:
             broken.append(f"stage {after.index} does not receive what stage {before.index} sends")
+    for name, value in (("microbatches", plan.microbatches), ("microbatch_size", plan.microbatch_size)):
+        if value < 1:
+            broken.append(f"{name} is {value}; it must be at least 1")
     broken += _broken_types(plan)
     if broken:
         raise RuntimeProgramError(f"{where} is broken: " + "; ".join(broken))

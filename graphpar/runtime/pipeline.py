@@ -186,10 +186,13 @@ class Pipeline:
             source = self.program.folder / WEIGHTS if path is None else Path(path)
             if path is None and not source.exists():
                 raise RuntimeProgramError(no_weights(self.program))
+            held = [name for names in everyone for name in names]
+            check_names(source, held, self.program, strict=False)
+        with _agreed():
             for stage in self.stages:
                 load_weights(stage, source, self.program, self.groups.place)
             if strict:
-                check_names(source, (name for names in everyone for name in names), self.program)
+                check_names(source, held, self.program)
         with _agreed():
             check_replicas(self.stages, self.program, self.groups)
 

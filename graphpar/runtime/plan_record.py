@@ -7,18 +7,25 @@ The planner adds split points and placements, code generation the interfaces of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.axes import AXES
+from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.layout import Type, parse_type
 
 VERSION = 2
 """The version of ``plan.json``. Since 2, placements are keyed by module path, operator and occurrence
 (:mod:`graphpar.passes.sharding.keys`)."""
+
+
+_SHOWN = 60
+"""How many characters of a value an error shows."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +76,18 @@ class PlanRecord:
         Raises:
             RuntimeProgramError: it is of another version, or a field is missing or of a wrong type.
         """
-        version = plan.get("version", (int, type(None))) if plan.has("version") else None
+        if not plan.has("version"):
+            raise RuntimeProgramError(
+                f"{plan.where}: the field 'version' is missing; it is no plan, or a damaged one. Compile the model again."
+            )
+        version = plan.get("version", int)
         if version != VERSION:
             raise RuntimeProgramError(
                 f"{plan.where} has version {version!r}; this graphpar reads version {VERSION}. Compile the model again."
             )
-        table: dict[str, Sequence[str | None]] | None = plan.optional("actions", dict, None)
         return PlanRecord(
             mode=plan.get("mode", str),
-            mesh={axis: int(degree) for axis, degree in plan.get("mesh", dict).items()},
+            mesh=degrees_of(plan, "mesh"),
             schedule=plan.get("schedule", str),
             microbatches=plan.get("microbatches", int),
             microbatch_size=plan.get("microbatch_size", int),
@@ -86,9 +96,24 @@ class PlanRecord:
                 StageRecord(each.get("index", int), each.get("rank", int), each.strings("modules"))
                 for each in plan.records("stages")
             ),
-            parameters=types_of(plan.optional("parameters", dict, {}), plan.where),
-            actions=None if table is None else tuple(tuple(table[rank]) for rank in sorted(table, key=int)),
+            parameters=types_of(plan.get("parameters", dict), plan.where),
+            actions=_actions(plan),
         )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object, such as ``plan.json``.
+
+    Raises:
+        RuntimeProgramError: it holds something else, or is no JSON.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RuntimeProgramError(f"{path} is not JSON: {error}; compile the model again") from None
+    if not isinstance(found, dict):
+        raise RuntimeProgramError(f"{path} holds no plan: it is {_NAMES[type(found)]}, not an object")
+    return found
 
 
 class Record:
@@ -109,13 +134,21 @@ class Record:
         if key not in self._values:
             raise RuntimeProgramError(f"{self.where}: the field {key!r} is missing")
         value = self._values[key]
-        if not isinstance(value, kind):
-            raise RuntimeProgramError(f"{self.where}: the field {key!r} is {value!r}, which is of the wrong type")
+        if not _is(value, kind):
+            raise RuntimeProgramError(f"{self.where}: the field {key!r} is {_short(value)}; it must be {_named(kind)}")
         return value
 
     def optional(self, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
         """Return a field, or ``default`` where it is missing or null."""
         return self.get(key, kind) if self._values.get(key) is not None else default
+
+    def only(self, known: Iterable[str]) -> None:
+        """Refuse a field that is not ``known``."""
+        names = list(known)
+        unknown = next((name for name in self._values if name not in names), None)
+        if unknown is not None:
+            hint = near_match(unknown, names) or f" The fields are {', '.join(names)}."
+            raise RuntimeProgramError(f"{self.where}: there is no field {unknown!r}.{hint}")
 
     def record(self, key: str) -> Record:
         """Return an object."""
@@ -127,7 +160,36 @@ class Record:
 
     def strings(self, key: str) -> tuple[str, ...]:
         """Return a list of strings, empty where it is missing."""
-        return tuple(str(item) for item in self.optional(key, list, []))
+        return self.items(key, str) if self._values.get(key) is not None else ()
+
+    def items(self, key: str, kind: type | tuple[type, ...]) -> tuple[Any, ...]:
+        """Return a list whose items are of the type ``kind``."""
+        return self._items(key, self.get(key, list), kind)
+
+    def lists(self, key: str, kind: type | tuple[type, ...]) -> tuple[tuple[Any, ...], ...]:
+        """Return a list of lists, whose items are of the type ``kind``."""
+        return tuple(self._items(f"{key}[{place}]", inner, kind) for place, inner in enumerate(self.items(key, list)))
+
+    def listings(self, key: str, kind: type | tuple[type, ...]) -> dict[str, tuple[Any, ...]]:
+        """Return an object of lists, whose items are of the type ``kind``."""
+        return {name: self._items(f"{key}.{name}", inner, kind) for name, inner in self.values(key, list).items()}
+
+    def values(self, key: str, kind: type | tuple[type, ...]) -> dict[str, Any]:
+        """Return an object whose values are of the type ``kind``."""
+        record = self.record(key)
+        return {name: record.get(name, kind) for name in record.names()}
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the fields."""
+        return tuple(self._values)
+
+    def _items(self, key: str, found: list[Any], kind: type | tuple[type, ...]) -> tuple[Any, ...]:
+        for place, item in enumerate(found):
+            if not _is(item, kind):
+                raise RuntimeProgramError(
+                    f"{self.where}: the field '{key}[{place}]' is {_short(item)}; it must be {_named(kind)}"
+                )
+        return tuple(found)
 
     def dtype(self) -> torch.dtype:
         """Return the torch dtype that the field ``dtype`` names."""
@@ -138,7 +200,78 @@ class Record:
 
     def shape(self) -> tuple[int, ...]:
         """Return the field ``shape``."""
-        return tuple(int(size) for size in self.get("shape", list))
+        return self.items("shape", int)
+
+
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+"""What JSON calls a value of a type."""
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Return whether ``value`` is of the type; true and false are no numbers."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def _named(kind: type | tuple[type, ...]) -> str:
+    return " or ".join(_NAMES[each] for each in (kind if isinstance(kind, tuple) else (kind,)))
+
+
+def _short(value: Any) -> str:
+    """Return how ``value`` is written in the file; of a list or object, only what it is."""
+    if isinstance(value, dict | list):
+        return _NAMES[type(value)]
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def check_axes(names: Iterable[str], where: str) -> None:
+    """Check that there are mesh axes of these names.
+
+    Raises:
+        RuntimeProgramError: there is none of some name; the message names the nearest.
+    """
+    for axis in names:
+        if axis not in AXES:
+            raise RuntimeProgramError(
+                f"{where}: there is no mesh axis {axis!r}; the axes are {', '.join(AXES)}.{near_match(axis, AXES)}"
+            )
+
+
+def degrees_of(plan: Record, key: str) -> dict[str, int]:
+    """Read the degrees of mesh axes.
+
+    Raises:
+        RuntimeProgramError: there is no such axis, or a degree is no whole number from 1.
+    """
+    degrees: dict[str, int] = plan.values(key, int)
+    where = f"{plan.where}, {key}"
+    check_axes(degrees, where)
+    for axis, degree in degrees.items():
+        if degree < 1:
+            raise RuntimeProgramError(f"{where}: the degree of {axis} is {degree}; it must be at least 1")
+    return degrees
+
+
+def _actions(plan: Record) -> tuple[tuple[str | None, ...], ...] | None:
+    """Read the table of a schedule: the cells of rank "0", "1", ..."""
+    if plan.optional("actions", dict, None) is None:
+        return None
+    rows = plan.listings("actions", (str, type(None)))
+    ranks = [str(rank) for rank in range(len(rows))]
+    if set(rows) != set(ranks):
+        raise RuntimeProgramError(
+            f"{plan.where}, actions: it has rows for the ranks {', '.join(map(repr, rows))}; they must be {', '.join(ranks)}"
+        )
+    return tuple(rows[rank] for rank in ranks)
 
 
 def types_of(listed: Mapping[str, Mapping[str, str]], where: str) -> dict[str, dict[str, Type]]:
@@ -149,8 +282,13 @@ def types_of(listed: Mapping[str, Mapping[str, str]], where: str) -> dict[str, d
     """
     found: dict[str, dict[str, Type]] = {}
     for name, spec in listed.items():
+        about = f"{where}, types of {name}"
+        texts = Record(spec, about)
+        check_axes(texts.names(), about)
         try:
-            found[name] = {axis: parse_type(text) for axis, text in spec.items()}
+            found[name] = {axis: parse_type(texts.get(axis, str)) for axis in texts.names()}
+        except RuntimeProgramError:
+            raise
         except ValueError as error:
-            raise RuntimeProgramError(f"{where}, types of {name}: {error}") from None
+            raise RuntimeProgramError(f"{about}: {error}") from None
     return found

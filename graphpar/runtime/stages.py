@@ -6,14 +6,16 @@ StageAdapter(module): torch hands it every keyword input of the rank; it passes 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,7 @@ def emitted_package(program: Manifest) -> str:
     init = program.folder / "__init__.py"
     if not init.is_file():
         raise RuntimeProgramError(f"{program.folder} is not an emitted folder: it has no __init__.py")
+    check_files(program)
     spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[str(program.folder)])
     assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
@@ -46,6 +49,67 @@ def emitted_package(program: Manifest) -> str:
     with _no_bytecode():
         spec.loader.exec_module(package)
     return name
+
+
+def check_files(program: Manifest) -> None:
+    """Check that the stages' files, and those that they import from the folder, are there and are Python.
+
+    Raises:
+        RuntimeProgramError: one is missing, lacks a name, or can't be parsed; the message names the file and the line.
+    """
+    folder = program.folder
+    modules: dict[str, ast.Module] = {}
+    pending = [(stage.file, f"stage {stage.index}") for stage in program.stages]
+    while pending:
+        file, user = pending.pop(0)
+        if file in modules:
+            continue
+        if (folder / file.removesuffix(".py") / "__init__.py").is_file():
+            continue
+        if not (folder / file).is_file():
+            raise RuntimeProgramError(f"{folder} has no {file}, which {user} needs; compile the model again")
+        modules[file] = _parsed(folder / file)
+        pending += [
+            (f"{node.module}.py", f"{file}, line {node.lineno},") for node in modules[file].body if _from_folder(node)
+        ]
+    for file, module in modules.items():
+        for node in module.body:
+            if _from_folder(node) and (source := modules.get(f"{node.module}.py")) is not None:
+                defined = {"*", *_defined(source)}
+                lacking = [alias.name for alias in node.names if alias.name not in defined]
+                if lacking and "__getattr__" not in defined:
+                    raise RuntimeProgramError(
+                        f"{folder / file}, line {node.lineno}: {node.module}.py has no {', '.join(lacking)}; compile the model again"
+                    )
+
+
+def _from_folder(node: ast.stmt) -> TypeGuard[ast.ImportFrom]:
+    return isinstance(node, ast.ImportFrom) and node.level == 1 and (node.module or "").isidentifier()
+
+
+def _parsed(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError) as error:
+        line = error.lineno if isinstance(error, SyntaxError) else None
+        text = (error.text or "").strip() if isinstance(error, SyntaxError) else ""
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise RuntimeProgramError(
+            f"{file}{f', line {line}' if line else ''}: {message}{f': {text}' if text else ''}; mend it, or compile the model again"
+        ) from None
+
+
+def _defined(module: ast.Module) -> set[str]:
+    """Return the names that a module defines anywhere."""
+    found: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
 
 
 def stage_module(package: str, stage: StageInterface) -> ModuleType:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -116,7 +117,8 @@ def no_weights(program: Manifest) -> str:
         return f"{message}, or save the program with weights: parts.save(folder, weights=model.state_dict())"
     named = program.folder / program.model_file
     model = _short(named) if program.model_file.endswith(".py") else program.model_file
-    return f"{message}, or write the initial ones first: graphpar compile {model} --plan {folder} --weights -o {folder}"
+    command = ["graphpar", "compile", model, "--plan", folder, "--weights", "-o", folder]
+    return f"{message}, or write the initial ones first: {shlex.join(command)}"
 
 
 def _short(path: Path) -> str:
@@ -135,16 +137,24 @@ def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: b for name, b in module.named_buffers(remove_duplicate=False) if name not in persistent}
 
 
-def check_names(path: str | Path, names: Iterable[str], program: Manifest) -> None:
-    """Check that ``path`` has no tensors but those that some stage holds (``names``, of all stages), under any name of a tie.
+def check_names(path: str | Path, names: Iterable[str], program: Manifest, *, strict: bool = True) -> None:
+    """Check that ``path`` has the tensors that stages hold (``names``, of all stages), under any name of a tie, and, if
+    ``strict``, no others.
 
     Raises:
-        RuntimeProgramError: it has others: they would be of another model, or under names that this one does not know.
+        RuntimeProgramError: it lacks some or has others: they would be of another model, or under names that this one does
+            not know.
     """
     tied = names_by_tie(program.ties)
-    known = {other for name in names for other in (name, *tied.get(name, ()))}
+    wanted = {name: (name, *tied.get(name, ())) for name in names}
+    known = {other for others in wanted.values() for other in others}
     with WeightFile(path) as file:
         unknown = [name for name in file if name not in known]
+        missing = [name for name, others in wanted.items() if not any(other in file for other in others)]
+    if missing:
+        raise RuntimeProgramError(f"{path} has no value for {_listed(missing)}.{near_match(missing[0], unknown)}")
+    if not strict:
+        return
     if unknown:
         hint = near_match(unknown[0], known)
         raise RuntimeProgramError(

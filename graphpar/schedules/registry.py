@@ -116,7 +116,7 @@ def canonical_name(name: str) -> str:
     for known in SCHEDULES:  # as it is written, not folded
         closest = closest.replace(repr(_fold(known)), repr(known))
     listing = ", ".join(SCHEDULES)
-    raise GraphparError(f"unknown schedule {name!r}; the schedules are {listing}.{closest}")
+    raise GraphparError(f"There is no schedule {name!r}; the schedules are {listing}.{closest}")
 
 
 def get_schedule(name: str) -> Schedule:

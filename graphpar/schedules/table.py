@@ -189,7 +189,7 @@ def load_table(path: str | Path) -> ActionTable:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise GraphparError(f"schedule file {path} doesn't exist.{near_match(path.name, siblings)}") from None
+        raise GraphparError(f"Schedule file {path} doesn't exist.{near_match(path.name, siblings)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise GraphparError(f"schedule file {path} can't be read: {error}") from None
     try:

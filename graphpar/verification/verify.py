@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Input, ModelSource
 from graphpar.parts import Parts
 from graphpar.runtime.double import WIDER
-from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.manifest import Manifest, load_manifest
+from graphpar.runtime.stages import check_files
 from graphpar.runtime.worker import run_jobs
+from graphpar.text import plural
 from graphpar.verification.comparison import Verification, compare, relative_error
 from graphpar.verification.reference import MOMENTUM, SEED, Reference, run_reference
 from graphpar.verification.tolerances import PRECISIONS, precision
@@ -46,10 +48,15 @@ class _Subject:
 
 
 def verify_parts(
-    parts: Parts | str | Path, steps: int = STEPS, *, fp64: bool = False, timeout_s: float = 900.0
+    parts: Parts | str | Path,
+    steps: int = STEPS,
+    *,
+    fp64: bool = False,
+    timeout_s: float = 900.0,
+    on_phase: Callable[[str], None] | None = None,
 ) -> Verification:
     """Verify one program, in memory or emitted to a folder. See :func:`verify_all`."""
-    (result,) = verify_all([parts], steps, fp64=fp64, timeout_s=timeout_s)
+    (result,) = verify_all([parts], steps, fp64=fp64, timeout_s=timeout_s, on_phase=on_phase)
     return result
 
 
@@ -60,6 +67,7 @@ def verify_all(
     references: Sequence[Reference | None] | None = None,
     fp64: bool = False,
     timeout_s: float = 900.0,
+    on_phase: Callable[[str], None] | None = None,
 ) -> list[Verification]:
     """Verify several programs, those of one world size in one launch.
 
@@ -68,18 +76,24 @@ def verify_all(
         references: those of the programs where they are known, which saves running the models again.
         fp64: decide in float64 in any case.
         timeout_s: for each launch.
+        on_phase: called with what comes next, as each phase begins.
 
     Raises:
         GraphparError: fewer than one step is asked for, or a program's model is not known.
     """
     if steps < 1:
         raise GraphparError(f"--steps is {steps}; at least one step is needed.")
+    begin = on_phase or (lambda text: None)
     shared: dict[Any, Reference] = {}
+    begin(f"running the model as it is: {plural(steps, 'step')}")
     known = references or [None] * len(programs)
     subjects = [_subject(program, steps, given, shared) for program, given in zip(programs, known, strict=True)]
+    begin(f"running the program: {plural(steps, 'step')} on {_processes(subjects)}")
     outcomes = _compared(subjects, steps, timeout_s)
     doubtful = [index for index, outcome in enumerate(outcomes) if _in_doubt(outcome, fp64)]
     again: list[_Subject] = []
+    if doubtful:
+        begin("running the model again in float64, to tell rounding from an error")
     for index in list(doubtful):
         subject = subjects[index]
         try:
@@ -87,9 +101,15 @@ def verify_all(
         except Exception as error:  # the user's own code may not run in float64
             outcomes[index] = _without_double(outcomes[index], subject.reference, f"the model: {error}")
             doubtful.remove(index)
+    if again:
+        begin(f"running the program again in float64 on {_processes(again)}")
     for index, subject, exact in zip(doubtful, again, _compared(again, steps, timeout_s, double=True)):
         outcomes[index] = _decided(outcomes[index], exact, subjects[index].reference, subject.reference)
     return outcomes
+
+
+def _processes(subjects: Sequence[_Subject]) -> str:
+    return plural(max((subject.plan.mesh.size for subject in subjects), default=0), "process", "processes")
 
 
 def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
@@ -102,7 +122,7 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
         parts.program.inputs,
         steps,
         microbatched=coupled,
-        counted=_counted(parts.folder),
+        counted=load_manifest(parts.folder).count_inputs,
     )
 
 
@@ -116,11 +136,14 @@ def _subject(
     if isinstance(program, Parts):
         folder, plan, source, inputs = program.folder, program.plan, program.program.source, program.program.inputs
         coupled = bool(program.program.couplings)
+        counted = load_manifest(folder).count_inputs
     else:
         folder = Path(program)
-        plan = Plan.load(folder)
-        source = None if known is not None else _source_of_folder(folder, plan)
-        inputs, coupled = _inputs_of_folder(folder), plan.allow_batch_coupling
+        manifest, plan = load_manifest(folder), Plan.load(folder)
+        check_files(manifest)
+        source = None if known is not None else _source_of(folder, manifest, plan)
+        inputs = tuple(Input(i.name, i.shape, i.dtype, i.batch_dim, i.role) for i in manifest.inputs)
+        coupled, counted = plan.allow_batch_coupling, manifest.count_inputs
     if known is not None:
         return _Subject(folder, plan, known)
     if source is None:
@@ -131,35 +154,17 @@ def _subject(
     sizes = (plan.microbatches, plan.microbatch_size) if microbatched else None
     key = (id(source), plan.mode, plan.global_batch, sizes)
     if key not in shared:
-        shared[key] = run_reference(source, plan, inputs, steps, microbatched=microbatched, counted=_counted(folder))
+        shared[key] = run_reference(source, plan, inputs, steps, microbatched=microbatched, counted=counted)
     return _Subject(folder, plan, shared[key])
 
 
-def _source_of_folder(folder: Path, plan: Plan) -> ModelSource:
-    record = json.loads((folder / "plan.json").read_text())
-    if not record.get("model_file"):
+def _source_of(folder: Path, program: Manifest, plan: Plan) -> ModelSource:
+    if not program.model_file:
         raise GraphparError(
             f"{folder} was not compiled from a model file; verify it from Python with gp.verify(parts)."
         )
-    file = load_model_file(find_model_file(folder, record["model_file"]))
+    file = load_model_file(find_model_file(folder, program.model_file))
     return ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.dtype)
-
-
-def _interface(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "plan.json").read_text())["interface"]
-    return found
-
-
-def _counted(folder: Path) -> tuple[str, ...]:
-    """Return the inputs that the loss denominators depend on."""
-    return tuple(_interface(folder).get("counts", {}).get("inputs", ()))
-
-
-def _inputs_of_folder(folder: Path) -> tuple[Input, ...]:
-    return tuple(
-        Input(entry["name"], tuple(entry["shape"]), getattr(torch, entry["dtype"]), entry["batch_dim"], entry["role"])
-        for entry in _interface(folder)["inputs"]
-    )
 
 
 # ---- running ---------------------------------------------------------------------------------------------------

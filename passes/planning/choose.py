@@ -52,6 +52,7 @@ from graphpar.schedules.registry import (
     stage_ranks,
 )
 from graphpar.schedules.table import ActionTable, parse_table, validate_table
+from graphpar.text import plural
 
 CUSTOM = "custom"
 """The schedule name of a plan that runs the user's own table."""
@@ -119,7 +120,7 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
     per_rank = _stages_per_rank(schedule, mesh, split_points)
     count = mesh.pp * per_rank if mesh.pp > 1 else len(split_points or ()) + 1
     if mesh.pp == 1 and count > 1:
-        raise GraphparError(f"{len(split_points or ())} split points give {count} stages, but the mesh has pp=1.")
+        raise GraphparError(f"{_given_points(split_points or ())} {count} stages, but the mesh has pp=1.")
     chosen = split_points if split_points is not None else balanced_split_points(program, count)
     microbatches = _microbatches(program, schedule, mesh, per_rank, batch, pins)
     if mesh.pp > 1:
@@ -358,14 +359,18 @@ def solve(
     return found
 
 
+def _given_points(points: Sequence[SplitAt]) -> str:
+    return f"{plural(len(points), 'split point')} {'gives' if len(points) == 1 else 'give'}"
+
+
 def _stages_per_rank(schedule: str, mesh: Mesh, split_points: Sequence[SplitAt] | None) -> int:
     if split_points is None or mesh.pp == 1:
         return get_schedule(schedule).default_stages if mesh.pp > 1 else 1
     count = len(split_points) + 1
     if count % mesh.pp:
         raise GraphparError(
-            f"{len(split_points)} split points give {count} stages, which pp={mesh.pp} ranks can't hold evenly; give "
-            f"{mesh.pp - 1} split points for one stage a rank, or {2 * mesh.pp - 1} for two."
+            f"{_given_points(split_points)} {plural(count, 'stage')}, which pp={mesh.pp} ranks can't hold evenly; give "
+            f"{plural(mesh.pp - 1, 'split point')} for one stage a rank, or {2 * mesh.pp - 1} for two."
         )
     return count // mesh.pp
 
@@ -439,7 +444,7 @@ def _with_table(
     stages = table.stages
     if split_points is not None and len(split_points) + 1 != stages:
         raise GraphparError(
-            f"The schedule table has {stages} stages, but the split points give {len(split_points) + 1}."
+            f"The schedule table has {plural(stages, 'stage')}, but the split points give {len(split_points) + 1}."
         )
     ranks = [0] * stages
     for rank, _, _, action in table.actions():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from graphpar.errors import GraphparError
+from graphpar.errors import GraphparError, near_match
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Decision, Sharding
@@ -117,6 +117,7 @@ def check_model(program: Program, plan: Plan) -> None:
     planned = {name for stage in plan.stages for name in stage.modules}
     there = {name for stage in split(program, []) for name in stage.modules}
     if plan.model == program.name and planned == there:
+        _check_parameters(program, plan)
         return
     differences = [
         f"{what} {_names(names, planned & there)}"
@@ -133,6 +134,16 @@ def check_model(program: Program, plan: Plan) -> None:
         f"The plan {names}: {'; '.join(differences) or 'their modules have the same names'}. The program has "
         f"{len(program.parameters)} parameters and {blocks}."
     )
+
+
+def _check_parameters(program: Program, plan: Plan) -> None:
+    known = {**program.parameters, **program.buffers, **dict.fromkeys(name for tie in program.ties for name in tie)}
+    unknown = [name for name in plan.sharding.parameters if name not in known]
+    if unknown:
+        raise GraphparError(
+            f"The plan contradicts itself, or the model has changed: parameters has {listed(unknown, _NAMED)}, which the model "
+            f"does not have.{near_match(unknown[0], known)}"
+        )
 
 
 def _names(names: Collection[str], others: Collection[str]) -> str:

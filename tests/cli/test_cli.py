@@ -9,18 +9,22 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 import graphpar as gp
 from graphpar.cli import compile_work, run_command
 from graphpar.cli.commands import build_parser
 from graphpar.cli.main import main
+from graphpar.cli.output import phases
+from graphpar.cli.plan_file import read_program
 from graphpar.codegen.saving import edited_files
 from graphpar.passes.table import STEPS
 from graphpar.runtime.launch import LaunchResult
@@ -436,6 +440,8 @@ def test_explain_a_module_of_a_cut_program(folder: Path, capsys: pytest.CaptureF
         ("model = int\ndef example_inputs(): return 1 / 0\n", "line 2: def example_inputs(): return 1 / 0"),
         ("import torch\nexample_inputs = (torch.ones(2),)\ndef model():\n    return 1 / 0\n", "line 4: return 1 / 0"),
         ("model = int\nexample_inputs = ()\nsplit_points = 3\n", "split_points is of type int"),
+        ("model = int\nexample_targets = ()\n", "It has example_targets.\n"),
+        ("model = int\nexample_input = ()\n", "Did you mean 'example_input'?"),
     ],
 )
 def test_a_broken_model_file(text: str, expected: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -576,13 +582,109 @@ def test_a_plan_that_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "does not divide into microbatches of 3" in edited(microbatch_size=3)
     assert "recompute is 'full', which emitted programs don't do" in edited(recompute="full")
     assert "The plan is for 'GPT'" in edited(model="GPT")
-    assert "not a valid plan" in edited(mesh={"pp": 2, "zz": 1})
+    for wrong in (-1, 2):
+        assert f"The plan contradicts itself: microbatches is {wrong}, but a global batch of" in edited(
+            microbatches=wrong
+        )
+    assert "parameters has body.0.upp.weight, which the model does not have. Did you mean 'body.0.up.weight'" in edited(
+        parameters={"body.0.upp.weight": {}}
+    )
+    stored = edited(parameters={"body.0.up.weight": {"tp": "S(0)"}})
+    assert "The plan contradicts itself: body.0.up.weight is stored as S(0)@tp, but" in stored
+    assert "there is no field 'shedule'. Did you mean 'schedule'?" in edited(shedule="GPipe")
+    assert "plan.json, mesh: there is no mesh axis 'zz'" in edited(mesh={"pp": 2, "zz": 1})
     path.write_text(json.dumps(plan))
     assert "--devices is decided by the plan" in message(
         capsys, "compile", HEAD_FIRST, "--plan", "plan.json", "--devices", "4"
     )
     path.write_text("{")
     assert "is not JSON" in message(capsys, "report", "plan.json")
+
+
+def test_a_damaged_plan_is_one_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whichever command reads it, and before a process is started."""
+    compiled(capsys, HEAD_FIRST, "--mesh", "pp=2,tp=2", "--schedule", "zbv", "-o", "out")
+    file = folder / "out" / "plan.json"
+    plan = json.loads(file.read_text())
+    compile_it = ("compile", HEAD_FIRST, "--no-emit", "--plan")
+
+    def edited(change: Callable[[dict[str, Any]], None], *command: str) -> str:
+        copy = json.loads(json.dumps(plan))
+        change(copy)
+        file.write_text(json.dumps(copy))
+        return message(capsys, *command, "out")
+
+    for command in ("run", "verify", "check", "report"):
+        file.write_text("{")
+        assert "plan.json is not JSON" in message(capsys, command, "out")
+        assert "mesh: the field 'pp' is \"two\"; it must be a whole number" in edited(
+            lambda copy: copy["mesh"].update(pp="two"), command
+        )
+        assert "the field 'mesh' is missing" in edited(lambda copy: copy.pop("mesh"), command)
+    for command in ("run", "verify", "check"):
+        assert "the field 'interface' is missing" in edited(lambda copy: copy.pop("interface"), command)
+    assert "no mesh axis 'ppp'" in edited(lambda copy: copy["mesh"].update(ppp=2), *compile_it)
+    assert "'parameters' is missing" in edited(lambda copy: copy.pop("parameters"), *compile_it)
+    assert "'version' is missing" in edited(lambda copy: copy.pop("version"), *compile_it)
+    assert "'actions' is a list; it must be an object" in edited(lambda copy: copy.update(actions=[]), *compile_it)
+    assert "rows for the ranks 'x'" in edited(lambda copy: copy.update(actions={"x": []}), *compile_it)
+    assert "actions.0[1]' is 3" in edited(lambda copy: copy.update(actions={"0": ["0F0", 3]}), *compile_it)
+    unreadable = {"/relu#0": "R -> X"}
+    wrong = edited(lambda copy: copy["sharding"]["decisions"]["Block"].update(unreadable), *compile_it)
+    assert "for Block: /relu#0 a decision that can't be read, 'R -> X'" in wrong
+    assert "can't be read: it lacks 'mesh'" in edited(lambda copy: copy["report"].pop("mesh"), "report")
+
+
+def test_every_damaged_field_is_refused_by_its_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(capsys, HEAD_FIRST, "--mesh", "pp=2,tp=2", "-o", "out")
+    file = folder / "out" / "plan.json"
+    plan = json.loads(file.read_text())
+    del plan["report"], plan["interface"]["random"]  # the runtime reads neither
+
+    def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        """The first fields of each object and list."""
+        inner = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+        for key, item in inner if len(path) == 0 else inner[:3]:
+            yield (*path, key)
+            yield from places(item, (*path, key))
+
+    for *outer, key in places(plan):
+        copy = json.loads(json.dumps(plan))
+        holder = copy
+        for name in outer:
+            holder = holder[name]
+        holder[key] = [[True]]
+        file.write_text(json.dumps(copy))
+        with pytest.raises(gp.GraphparError, match=r"plan\.json"):
+            read_program("out")
+
+
+def test_a_damaged_program_says_which_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(capsys, HEAD_FIRST, "--mesh", "pp=2", "-o", "out")
+    blocks, stage = folder / "out" / "blocks.py", folder / "out" / "stage_1.py"
+    text, code = blocks.read_text(), stage.read_text()
+    commands = ("run", "verify", "check")
+    blocks.unlink()
+    for command in commands:
+        said = message(capsys, command, "out")
+        assert "has no blocks.py, which stage_0.py, line " in said and "graphpar_program" not in said
+    blocks.write_text(text.replace("class Block(", "class Blocks("))
+    for command in commands:
+        assert re.search(r"stage_0.py, line \d+: blocks.py has no Block;", message(capsys, command, "out"))
+    blocks.write_text(text)
+    stage.write_text(code + "\ndef broken(:\n")
+    line = len(code.splitlines()) + 2
+    for command in commands:
+        assert f"stage_1.py, line {line}: invalid syntax: def broken(:" in message(capsys, command, "out")
+
+
+def test_weights_of_another_model_are_refused_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(capsys, HEAD_FIRST, "--mesh", "pp=2,dp_replicate=2", "-o", "out")
+    file = folder / "out" / "weights" / "model.safetensors"
+    save_file({"other.weight": torch.ones(2)}, str(file))
+    assert main(["run", "out", "--steps", "1"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.count("has no value for") == 1 and "rank" not in said
 
 
 def test_a_folder_that_is_no_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -698,6 +800,18 @@ def test_verify_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert printed.rstrip().endswith(verdict) and "a.b" in printed
         assert main(["verify", "out", "--json"]) == code
         assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
+
+
+def test_phases_are_lines_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with phases() as phase:
+        phase("one")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with phases() as phase:
+        phase("two")
+    assert "0 s] two" in capsys.readouterr().err
 
 
 def test_verify_says_how_it_was_decided_and_what_inference_was_compared_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -304,6 +304,14 @@ def test_frozen_and_unused_parameters() -> None:
     assert not program.parameters["a.weight"].requires_grad and "unused.weight" in program.parameters
 
 
+def test_an_output_that_is_no_tensor_is_named() -> None:
+    model = Around(lambda _, h: {"logits": h, "aux": (h, ["router"])})
+    with pytest.raises(
+        gp.GraphparError, match="output 'aux_1_0' is of type str, which is neither a tensor nor a number"
+    ):
+        gp.export(model, (X,), mode="infer")
+
+
 def test_parameters_that_share_memory_without_being_one() -> None:
     model = Two()
     model.b.weight = nn.Parameter(model.a.weight.data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,17 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.passes.compilation import priced
 from graphpar.passes.planning.planning import on_one_device
-from graphpar.report.report import compile_json, html, plan_text, render, report_data, timeline_of, trace, with_alone
+from graphpar.report.report import (
+    compile_json,
+    html,
+    next_commands,
+    plan_text,
+    render,
+    report_data,
+    timeline_of,
+    trace,
+    with_alone,
+)
 from graphpar.report.stages import stage_table
 from graphpar.schedules.registry import bubble_warning
 from graphpar.text import (
@@ -458,3 +469,9 @@ def test_only_microbatches_that_may_be_are_advised() -> None:
     assert "; use 3 (--microbatch-size 1)" in (bubble_warning("gpipe", 4, 1, 1, rows=3) or "")
     for rows in (1, None):
         assert "use" not in (bubble_warning("gpipe", 4, 1, 1, rows=rows) or "use")
+
+
+def test_the_next_commands_can_be_pasted() -> None:
+    commands = next_commands("my programs/out", "train")
+    assert len(commands) == 3
+    assert all("my programs/out" in shlex.split(line) for line in commands)

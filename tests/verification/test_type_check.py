@@ -378,7 +378,7 @@ def _mutants(text: str) -> Iterator[tuple[str, str]]:
             if name in OTHER_GRADIENT:
                 other = OTHER_GRADIENT[name]
                 swapped = f"{text[:begin]}{other}{text[begin + len(name) :]}"
-                swapped = swapped.replace("from .collectives import", f"from .collectives import {other},", 1)
+                swapped = swapped.replace("from .coll", f"from .collectives import {other}\nfrom .coll", 1)
                 yield f"{other} for {name} in line {node.lineno}", swapped
 
 

@@ -213,7 +213,8 @@ def test_pins_are_kept() -> None:
         ({"mesh": {"tp": 3}}, "4 devices don't divide by the mesh's tp=3"),
         ({"mesh": {"pp": 2, "dp_replicate": 1, "tp": 1}}, "Invalid mesh"),
         ({"microbatch_size": 3}, "3"),
-        ({"schedule": "1F2B"}, "unknown schedule"),
+        ({"schedule": "1F2B"}, "There is no schedule '1F2B'"),
+        ({"mesh": {"pp": 4}, "split": ["blocks.2"]}, "^1 split point gives 2 stages"),
         ({"split": ["blocks.99"]}, "blocks.99"),
     ],
 )
