@@ -35,10 +35,9 @@ def elementwise(node: fx.Node) -> Rule | None:
     operands = [aligned(sizes_of(operand), result, labels) for operand in operands_of(node)]
     if name in ("type_as", "to") and len(operands) > 1:  # the second gives its dtype alone
         operands[1] = tuple(f"like{dim}" for dim in range(len(sizes_of(operands_of(node)[1]))))
-    if name in ("prelu", "_prelu_kernel") and len(result) > 1:  # one slope a channel
-        operands[1] = (
-            labels[1:2] if len(operands[1]) == 1 and sizes_of(operands_of(node)[1])[0] == result[1] else ("1",)
-        )
+    slopes = operands[1] if name in ("prelu", "_prelu_kernel") else ()
+    if len(slopes) == 1 and len(result) > 1:  # one slope a channel
+        operands[1] = labels[1:2] if sizes_of(operands_of(node)[1])[0] == result[1] else ("1",)
     fixed = frozenset(label for factors in operands for label in factors if label.startswith("like"))
     tame = info.tame or (name == "div" and len(operands) == 1)
     padded = frozenset(labels) if tame else frozenset()
