@@ -137,7 +137,12 @@ def check_model(program: Program, plan: Plan) -> None:
 
 
 def _check_parameters(program: Program, plan: Plan) -> None:
-    known = {**program.parameters, **program.buffers, **dict.fromkeys(name for tie in program.ties for name in tie)}
+    known = {
+        **program.parameters,
+        **program.buffers,
+        **program.constants,
+        **dict.fromkeys(name for tie in program.ties for name in tie),
+    }
     unknown = [name for name in plan.sharding.parameters if name not in known]
     if unknown:
         raise GraphparError(

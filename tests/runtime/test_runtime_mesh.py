@@ -324,7 +324,13 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
         gather=lambda _, value: [value],
         over=lambda *_: group,
     )
-    manifest = SimpleNamespace(microbatches=microbatches, ties=(), placed=(), spec=lambda _: {"dp_replicate": R})
+    manifest = SimpleNamespace(
+        microbatches=microbatches,
+        ties=(),
+        placed=(),
+        fully_sharded=frozenset(),
+        stored=lambda _: {"dp_replicate": R},
+    )
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for width in (2, 3, 4)))
     by_hand = torch.nn.Parameter(torch.ones(5))
     model.register_parameter("by_hand", by_hand)

@@ -37,7 +37,7 @@ NAMED = [
     ({"mesh": ["tp", 2]}, "it must be degrees of axes"),
     ({"mesh": {"tp": 2.0}}, "tp has degree 2.0; it must be a whole number"),
     ({"mesh": {"tp": 0}}, "tp has degree 0"),
-    ({"mesh": {"dp_shard": 2}}, "dp_shard=2: sharding optimizer state"),
+    ({"mesh": {"dp_shard": 2}, "zero": 1}, "dp_shard=2 with zero=1 comes in a later version"),
     ({"devices": 6, "mesh": "pp=4"}, "6 devices don't divide by the mesh's pp=4"),
     ({"devices": 4, "mesh": {"pp": 2, "tp": 1, "dp_replicate": 1}}, "= 2 != 4 devices"),
     ({"devices": 2, "schedule": "1f2b"}, "Did you mean '1F1B'?"),
@@ -134,7 +134,7 @@ def test_what_comes_first_is_named() -> None:
 # ---- plans that were edited ------------------------------------------------------------------------------------
 
 EDITS = [
-    ({"zero": 3}, "zero is 3, which emitted programs don't do"),
+    ({"zero": 3}, "zero=3 shards state over dp_shard, which has one rank"),
     ({"recompute": "full"}, "recompute is 'full'"),
     ({"microbatch_size": 3}, "does not divide into microbatches of 3"),
     ({"schedule": "ZB-H1"}, "actions is "),
