@@ -177,6 +177,13 @@ MIXING: dict[str, tuple[Tensor, Loss, tuple[Tensor, ...], str]] = {
     "numbers and columns of other rows": (
         X, lambda o, y: o[torch.arange(o.size(0))[:, None], torch.stack([y, y]).T.flip(0)].mean(), (Y,), "",
     ),
+    "bags of rows of the batch": (X, lambda o, y: F.embedding_bag(y[:, None].clamp(max=3), o).mean(), (Y,), "embedding_bag"),
+    "bags of other lengths": (
+        X, lambda o, y: (F.embedding_bag(y.clamp(min=0).flatten(), TABLE, torch.arange(0, 2 * o.size(0), 2)) * o).mean(), (YS,), "offsets",
+    ),
+    "numbers of rows as columns": (
+        X, lambda o: o[torch.arange(o.size(0)), torch.arange(o.size(0)) // 2].mean(), (), "picks rows",
+    ),
     "truth of a count": (X, lambda o: o.mean() * (o > 5).sum().logical_not(), (), "logical_not"),
     "copies of different length": (X, lambda o, t: torch.cat([o, t.repeat_interleave(2, 0)]).square().mean(), (T,), "cat"),
     "a copy of each against all in turn": (X, lambda o, t: (o.repeat(2, 1) * t.repeat_interleave(2, 0)).mean(), (T,), "mul"),
