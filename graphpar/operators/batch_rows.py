@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from graphpar.ir.batch_sizes import batch_dims_of, result_coefficients
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators.batch_states import Additive, Coupled, Fixed, Layout, Rows, State, choice_of
-from graphpar.operators.placement import literal, operands_of
+from graphpar.operators.placement import literal
 from graphpar.operators.table import record_of
 
 States = Mapping[fx.Node, State]
@@ -81,16 +81,15 @@ def _counts(node: fx.Node, states: States, pure: bool) -> Found:
 def grouped(node: fx.Node, states: Sequence[State], pure: bool) -> State:
     """Return the state of an operator on the sizes of groups of sorted rows, or where they end, alone or with those rows.
 
-    Sizes add up to ends by ``cumsum``, in any type of whole numbers; nothing else is known to make ends of them.
+    Sizes add up to ends by ``cumsum``; nothing else is known to make ends of them.
     """
     (first, *others) = [state for state in states if isinstance(state, Layout)]
     rows = [state for state in states if isinstance(state, Rows)]
     name, record = operator_name(node), record_of(node)
     alike = not others and all(state.order == first.order for state in rows)
-    if alike and not rows and (record.same_value or (name == "cumsum" and not first.ends)):
-        whole = value_of(node).dtype in (torch.int32, torch.int64)
-        if whole or (record.same_value and value_of(node).dtype == value_of(operands_of(node)[0]).dtype):
-            return Layout(first.order, pure, first.ends or name == "cumsum")
+    counts = value_of(node).dtype in (torch.int32, torch.int64, torch.float32, torch.float64)  # others wrap or round
+    if alike and not rows and counts and (record.same_value or (name == "cumsum" and not first.ends)):
+        return Layout(first.order, pure, first.ends or name == "cumsum")
     if alike and first.ends and len(rows) == 1 and "grouped_mm" in name and rows[0].dim == 0:
         return replace(rows[0], pure=pure)
     return Coupled(f"{operator_name(node)} mixes rows of different groups", node)
