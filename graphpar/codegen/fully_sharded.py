@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from graphpar.codegen.attributes import Tree, reference
+from graphpar.codegen.classes import docstring
 from graphpar.codegen.stage_printer import loop_variable
 from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
@@ -41,10 +42,8 @@ def units_function(tree: Tree, units: Sequence[str], level: int, degree: int) ->
         "its forward and again for its backward" if level == 3 else "its forward, and kept until its backward is done"
     )
     what = "Each block is a unit, the rest of the stage another" if units else "The stage is one unit"
-    lines = [
-        f"def {NAME}(stage: nn.Module, **options: Any) -> None:",
-        f'    """ZeRO-{level} over dp_shard={degree} (FSDP2). {what}; a unit is gathered for {when}."""',
-    ]
+    summary = f"ZeRO-{level} over dp_shard={degree} (FSDP2). {what}; a unit is gathered for {when}."
+    lines = [f"def {NAME}(stage: nn.Module, **options: Any) -> None:", *docstring(summary)]
     for parent, names in _by_parent(units).items():
         container = _at(tree, parent)
         text = _of_stage(reference(tree, parent)) if parent else "stage"
