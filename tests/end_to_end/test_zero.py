@@ -158,7 +158,7 @@ def test_a_rank_holds_its_shard(ran: tuple[int, Any]) -> None:
 
 
 def test_collectives_of_a_step(ran: tuple[int, Any]) -> None:
-    """2 M N all-gathers at level 3 (the outermost unit is kept for the backward), 1 + N at level 2 and M N reduce-scatters."""
+    """M (2 N - 1) all-gathers at level 3 (the unit around the blocks is kept for the backward), M N at level 2; M N reduce-scatters."""
     level, (reports, _) = ran
     gathered = {3: MICROBATCHES * (2 * UNITS - 1), 2: MICROBATCHES * UNITS}[level]
     for report in reports:
