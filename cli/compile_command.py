@@ -75,7 +75,15 @@ def _add_pins(parser: Parser) -> None:
         "--allow-batch-coupling", action="store_true", help="accept operators that mix examples, such as BatchNorm"
     )
     group.add_argument(
-        "--zero", type=int, choices=range(4), help="which state ranks of dp_shard share: 2, 3 (default with dp_shard)"
+        "--zero",
+        type=int,
+        choices=range(4),
+        help="which state ranks of dp_shard share: 1 optimizer state, 2 and 3 (default with dp_shard) all of it",
+    )
+    group.add_argument(
+        "--zero1-by",
+        choices=("contiguous", "longest", "flat"),
+        help="how ZeRO-1 divides it: whole parameters in runs (default) or the largest first, or equal slices",
     )
 
 

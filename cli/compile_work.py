@@ -264,6 +264,7 @@ def _wanted(options: argparse.Namespace) -> dict[str, Any]:
         "shard_plan": None if options.shard_plan is None else load_shard_plan(options.shard_plan),
         "allow_batch_coupling": options.allow_batch_coupling,
         "zero": options.zero,
+        "zero1_by": options.zero1_by,
         "dtype": options.dtype,
         "top": options.top,
     }

@@ -113,6 +113,7 @@ def plan(
     shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
     zero: int | None = None,
+    zero1_by: str | None = None,
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Plan:
@@ -135,8 +136,10 @@ def plan(
         table: a custom schedule as CSV text, one row for each rank: ``0F0,0F1,0B0,0B1``.
         shard_plan: specs of parameters and of inputs and outputs of modules, by pattern; see :mod:`graphpar.annotations.patterns`.
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
-        zero: which state each rank of the mesh's ``dp_shard`` axis holds a shard of: 2 and 3 are parameters, gradients and optimizer
-            state; 3, the default, gathers parameters again for the backward.
+        zero: which state each rank of the mesh's ``dp_shard`` axis holds a shard of: 1 is the optimizer's, 2 and 3 are parameters,
+            gradients and optimizer state; 3, the default, gathers parameters again for the backward.
+        zero1_by: how ZeRO-1 divides the optimizer's work: whole parameters in contiguous runs (``"contiguous"``), or the largest first
+            (``"longest"``), or equal slices (``"flat"``).
         dtype: in which the model was built, where ``export`` was not given one.
         top: how many of the plans that were not taken are kept in ``plan.found``.
 
@@ -159,6 +162,7 @@ def plan(
         shard_plan=shard_plan,
         allow_batch_coupling=allow_batch_coupling,
         zero=zero,
+        zero1_by=zero1_by,
         dtype=dtype,
         top=top,
     )

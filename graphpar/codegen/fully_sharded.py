@@ -1,13 +1,16 @@
-"""Print the function that shards a stage's state with FSDP2: which modules are its units.
+"""Print the function that names the units of a stage whose state is sharded over dp_shard.
 
-for layer in stage.model.layers.values():
-    fully_shard(layer, **options)
-fully_shard(stage, **options)
+ZeRO-2 and 3                                         ZeRO-1
+
+for layer in stage.model.layers.values():            return [
+    fully_shard(layer, **options)                        *stage.model.layers.values(),
+fully_shard(stage, **options)                            stage,
+                                                     ]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from graphpar.codegen.attributes import Tree, reference
 from graphpar.codegen.classes import docstring
@@ -16,6 +19,7 @@ from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
 
 NAME = "fully_shard_units"
+OPTIMIZER_UNITS = "optimizer_units"
 
 
 def units_of(program: Program, stage: Stage, blocks: Mapping[str, str]) -> list[str]:
@@ -44,16 +48,33 @@ def units_function(tree: Tree, units: Sequence[str], level: int, degree: int) ->
     what = "Each block is a unit, the rest of the stage another" if units else "The stage is one unit"
     summary = f"ZeRO-{level} over dp_shard={degree} (FSDP2). {what}; a unit is gathered for {when}."
     lines = [f"def {NAME}(stage: nn.Module, **options: Any) -> None:", *docstring(summary)]
-    for parent, names in _by_parent(units).items():
-        container = _at(tree, parent)
-        text = _of_stage(reference(tree, parent)) if parent else "stage"
-        if len(names) > 1 and container.keyed() and list(container.children) == names:
-            variable = loop_variable(parent)
+    for text, variable in _modules(tree, units):
+        if variable:
             lines += [f"    for {variable} in {text}.values():", f"        fully_shard({variable}, **options)"]
         else:
-            paths = [f"{parent}.{name}" if parent else name for name in names]
-            lines += [f"    fully_shard({_of_stage(reference(tree, path))}, **options)" for path in paths]
+            lines.append(f"    fully_shard({text}, **options)")
     return "\n".join([*lines, "    fully_shard(stage, **options)"]) + "\n"
+
+
+def optimizer_units_function(tree: Tree, units: Sequence[str], degree: int) -> str:
+    """Print the function that returns the units of ZeRO-1; ``tree`` is the stage's."""
+    what = "Each block is a unit, the rest of the stage another" if units else "The stage is one unit"
+    summary = f"ZeRO-1 over dp_shard={degree}. {what}: its gradients are summed together, and it waits for its new values when it is entered."
+    lines = [f"def {OPTIMIZER_UNITS}(stage: nn.Module) -> list[nn.Module]:", *docstring(summary), "    return ["]
+    for text, loop in _modules(tree, units):
+        lines.append(f"        *{text}.values()," if loop else f"        {text},")
+    return "\n".join([*lines, "        stage,", "    ]"]) + "\n"
+
+
+def _modules(tree: Tree, units: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield how the function refers to its units: one, or all children of a container, then with the variable of a loop over them."""
+    for parent, names in _by_parent(units).items():
+        container = _at(tree, parent)
+        if len(names) > 1 and container.keyed() and list(container.children) == names:
+            yield (_of_stage(reference(tree, parent)) if parent else "stage"), loop_variable(parent)
+        else:
+            for name in names:
+                yield _of_stage(reference(tree, f"{parent}.{name}" if parent else name)), None
 
 
 def _by_parent(units: Sequence[str]) -> dict[str, list[str]]:

@@ -27,12 +27,13 @@ from graphpar.codegen.classes import (
     stage_class,
     stage_tree,
 )
-from graphpar.codegen.fully_sharded import units_function, units_of
+from graphpar.codegen.fully_sharded import optimizer_units_function, units_function, units_of
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
 from graphpar.codegen.train_script import train_script
 from graphpar.emitted import collectives, random_streams
+from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
 from graphpar.ir.stage import Boundary, Stage
@@ -194,7 +195,12 @@ def _stage_file(
         parts.insert(0, counts_function(program))
     if plan.zero:
         tree, units = stage_tree(program, infos, calls), units_of(program, stage, calls)
-        parts.append(units_function(tree, units, plan.zero, plan.mesh.dp_shard))
+        degree = plan.mesh.dp_shard
+        parts.append(
+            optimizer_units_function(tree, units, degree)
+            if plan.zero == 1
+            else units_function(tree, units, plan.zero, degree)
+        )
     names = set(exported)
     if needs_parameters and "parameters" not in exported:
         parts.insert(0, _PARAMETERS)
@@ -270,10 +276,21 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
         "shapes": {
             name: list(info.whole) for name, info in program.parameters.items() if info.whole not in (None, info.shape)
         },
-        "fully_sharded": [name for name, info in program.parameters.items() if plan.zero and info.shape],
+        "fully_sharded": [name for name, info in program.parameters.items() if plan.zero > 1 and info.shape],
+        **({"owners": owners_of(program, plan, stages)} if plan.zero == 1 else {}),
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,
     }
+
+
+def owners_of(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
+    """Return which rank of dp_shard updates each parameter at ZeRO level 1."""
+    held: list[list[str]] = [[] for _ in range(plan.mesh.pp)]
+    for stage, infos, instances in zip(stages, *stage_contents(program, stages)):
+        inside = tuple(f"{path}." for path in instances)
+        names = [name for name in program.parameters if name in infos or name.startswith(inside)]
+        held[plan.stages[stage.index].rank] += names
+    return owners(program, held, plan.mesh.dp_shard, plan.zero1_by)
 
 
 def _described(name: str, shape: Sequence[int], dtype: torch.dtype, **more: Any) -> dict[str, Any]:

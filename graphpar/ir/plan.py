@@ -13,7 +13,7 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.sharding import Sharding
-from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.axes import REPLICAS, ZERO1_BY
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import R, Type
 from graphpar.runtime.plan_record import VERSION, PlanRecord, Record, StageRecord, read_object
@@ -70,6 +70,7 @@ class Plan:
     dtype: str = "fp32"
     actions: tuple[tuple[str, ...], ...] | None = None
     zero: int = 0
+    zero1_by: str = ZERO1_BY[0]
     recompute: str = "none"
     allow_batch_coupling: bool = False
     sharding: Sharding = field(default_factory=Sharding)
@@ -118,6 +119,7 @@ class Plan:
             "dtype": self.dtype,
             "cluster": None if self.cluster is None else self.cluster.to_json(),
             "zero": self.zero,
+            "zero1_by": self.zero1_by,
             "recompute": self.recompute,
             "allow_batch_coupling": self.allow_batch_coupling,
             "split": [{"path": point.path, "where": point.where.value} for point in self.split_points],
@@ -154,6 +156,7 @@ class Plan:
                 if record.actions is None
                 else tuple(tuple(cell or "" for cell in row) for row in record.actions),
                 zero=plan.optional("zero", int, 0),
+                zero1_by=plan.optional("zero1_by", str, ZERO1_BY[0]),
                 recompute=plan.optional("recompute", str, "none"),
                 allow_batch_coupling=plan.optional("allow_batch_coupling", bool, False),
                 sharding=Sharding.from_json(plan.record("sharding"), record.parameters)

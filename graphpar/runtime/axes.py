@@ -76,3 +76,5 @@ REPLICAS = tuple(name for name, axis in AXIS.items() if axis.replicas)
 """The axes whose ranks run the same code on different rows."""
 SHARDING_ORDER = (*(name for name in AXES if name not in REPLICAS), *REPLICAS)
 """The order in which axes divide a tensor: what ranks store divides the shards that they compute with."""
+ZERO1_BY = ("contiguous", "longest", "flat")
+"""How ZeRO-1 divides the optimizer's work over dp_shard: runs of whole parameters, the largest first, or equal slices."""

@@ -174,6 +174,23 @@ def gather_tensors(value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return [piece.view(value.dtype).view(value.shape) for piece in gathered]
 
 
+def all_gather_flat(whole: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start to gather every rank's 1-D ``own`` into ``whole``, in the order of the ranks."""
+    work: dist.Work = _named("all_gather_single", "all_gather_into_tensor")(whole, own, group=group, async_op=True)
+    return work
+
+
+def reduce_scatter_flat(own: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start to sum every rank's 1-D ``whole`` into equal pieces, this rank's into ``own``."""
+    work: dist.Work = _named("reduce_scatter_single", "reduce_scatter_tensor")(own, whole, group=group, async_op=True)
+    return work
+
+
+def _named(new: str, old: str) -> Any:
+    """Return a collective of torch 2.13, or its name before."""
+    return getattr(dist, new if hasattr(dist, new) else old)
+
+
 def group_timeout(device: torch.device) -> timedelta | None:
     """Return the default group's timeout, for new groups: torch's default would be half an hour."""
     backend = dist.distributed_c10d._get_default_group()._get_backend(device)

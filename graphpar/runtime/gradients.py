@@ -7,6 +7,9 @@ sequence parallelism), and over the copies of a parameter that several stages ho
     in the last backward all-reduces over replicas start, a flat bucket at a time, as soon as its gradients are complete
     after a step         finish(): start those of the other buckets, wait for all, add what was set aside
 
+With optimizer shards (ZeRO level 1) gradients are first summed over dp_shard, a unit at a time, to the ranks whose pieces they
+are (:mod:`graphpar.runtime.optimizer_shards`); over other axes and stages the pieces' gradients are summed then, as above.
+
 Then every rank that stores the parameter has the single-device gradient (its shard of it), with the same bits on all
 ranks of a group.
 
@@ -17,8 +20,9 @@ schedule adds weights' gradients outside autograd, or a parameter was not used) 
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +35,8 @@ from graphpar.runtime.fully_sharded import like, local
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import R, Shard
 from graphpar.runtime.manifest import Manifest
-from graphpar.runtime.weights import names_by_tie
+from graphpar.runtime.optimizer_shards import OptimizerShards, Unit, pieces_of
+from graphpar.runtime.weights import parameters_by_name
 
 BUCKET_BYTES = 25 * 2**20
 """The largest bucket of one all-reduce; a larger parameter has one alone."""
@@ -41,14 +46,14 @@ BUCKET_BYTES = 25 * 2**20
 class _Partial:
     """A parameter whose gradient must be summed: over ranks, over several copies on this rank, or both."""
 
-    copies: list[nn.Parameter]
+    copies: Sequence[nn.Parameter]
     before: list[Tensor | None] = field(default_factory=list)
 
     def take_part(self) -> Tensor | None:
         """Remove the gradients of this rank's copies and return their sum; ``None`` when no copy has one."""
         total: Tensor | None = None
         for copy in self.copies:
-            if copy.grad is not None:
+            if copy.grad is not None and copy.requires_grad:
                 total = local(copy.grad) if total is None else total + local(copy.grad)
                 copy.grad = None
         return total
@@ -89,19 +94,50 @@ class _Bucket:
     work: dist.Work | None = None
 
     def send(self) -> None:
-        """Start the all-reduce. Always of a copy: two gradients may share memory."""
-        parts = [partial.take_part() for partial in self.partials]
-        self.present = [part is not None for part in parts]
-        self.flat = torch.cat([_or_zero(part, partial).reshape(-1) for part, partial in zip(parts, self.partials)])
+        """Start the all-reduce."""
+        self.flat = self._taken()
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
-    def received(self) -> list[Tensor]:
-        """Return the sums, in the shapes of the parameters."""
+    def _taken(self) -> Tensor:
+        """Remove this rank's gradients and return them in one tensor. Always a copy: two gradients may share memory."""
+        parts = [partial.take_part() for partial in self.partials]
+        self.present = [part is not None for part in parts]
+        return torch.cat([_or_zero(part, partial).reshape(-1) for part, partial in zip(parts, self.partials)])
+
+    def give(self, wanted: Iterator[bool]) -> None:
+        """Wait for the sums, and set the gradients that are ``wanted``."""
         assert self.flat is not None
         if self.work is not None:
             self.work.wait()
         shapes = [local(partial.copies[0]).shape for partial in self.partials]
-        return [piece.view(shape) for piece, shape in zip(self.flat.split([shape.numel() for shape in shapes]), shapes)]
+        for partial, gradient in zip(self.partials, pieces_of(self.flat, shapes)):
+            partial.give(gradient if next(wanted) else None)
+
+
+@dataclass(eq=False)
+class _UnitBucket(_Bucket):
+    """The gradients of a unit of optimizer shards: each rank gets the sums that belong to its pieces."""
+
+    unit: Unit | None = None
+    works: list[dist.Work] = field(default_factory=list)
+
+    def send(self) -> None:
+        """Start to sum them to the ranks of the pieces."""
+        assert self.unit is not None
+        flat = self._taken()
+        padding = self.unit.flat.numel() - flat.numel()
+        self.works, self.flat = self.unit.reduce(torch.cat([flat, flat.new_zeros(padding)]) if padding else flat)
+
+    def give(self, wanted: Iterator[bool]) -> None:
+        """Wait for the sums, and set the gradients of this rank's pieces that are ``wanted``."""
+        assert self.unit is not None and self.flat is not None
+        for work in self.works:
+            work.wait()
+        own = self.flat.clone()  # the rest of the unit's gradients is freed
+        for name, is_wanted in zip(self.unit.names, list(itertools.islice(wanted, len(self.unit.names)))):
+            if is_wanted and name in self.unit.pieces:
+                piece = self.unit.pieces[name]
+                piece.grad = own[slice(*self.unit.places[name])].view(piece.shape)
 
 
 class Gradients:
@@ -110,7 +146,14 @@ class Gradients:
     ``requires_grad`` may be changed between steps, but alike on all ranks.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], program: Manifest, groups: Groups, device: torch.device) -> None:
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        program: Manifest,
+        groups: Groups,
+        device: torch.device,
+        shards: OptimizerShards | None = None,
+    ) -> None:
         self.device = device
         self.microbatches = program.microbatches
         held = parameters_by_name(stages, program.ties)
@@ -122,28 +165,38 @@ class Gradients:
             holders = tuple(at for at, counts in enumerate(everyone) if name in counts)
             spec = program.stored(name)
             axes = tuple(axis for axis, kind in spec.items() if kind == R)
+            copies = held.get(name, [])
+            if shards is not None:  # the ranks of dp_shard have summed to the piece's own
+                axes = tuple(axis for axis in axes if axis != "dp_shard")
+                copies = [shards.pieces[name]] if name in shards.pieces else []
             key = axes, holders if len(holders) > 1 else None
             elsewhere = key != ((), None)
             if key not in sums:
                 early = set(axes[:1]) <= set(REPLICAS) - set(program.placed) and key[1] is None and bool(axes)
-                early &= name not in program.fully_sharded  # FSDP2 adds those up when the backward is done
+                early &= not program.zero  # else summed over dp_shard first
                 sums[key] = _Sum(groups.over(*key) if elsewhere else None, early)
-            copies = held.get(name, [])
-            if copies and (elsewhere or len(copies) > 1):
+            if copies and (elsewhere or len(copies) > 1 or shards is not None):
                 sums[key].partials.append(_Partial(copies))
             replicated = [axis for axis, kind in spec.items() if not isinstance(kind, Shard)]
-            if groups.place["pp"] == holders[0] and all(groups.place[axis] == 0 for axis in replicated):
+            if shards is not None:
+                replicated.remove("dp_shard")
+            if copies and groups.place["pp"] == holders[0] and all(groups.place[axis] == 0 for axis in replicated):
                 self.counted.append(copies[0])
+        self._shards = shards
+        self._early_units = shards is not None and "dp_shard" not in program.placed
         self._sums = sorted(sums.values(), key=lambda total: not total.early)
         self._alone: list[_Partial] = []
+        self._of_units: list[_Bucket] = []
         self._buckets: list[_Bucket] = []
         self._sent = 0
         self._to_come: dict[nn.Parameter, tuple[int, _Bucket]] = {}
         arrived = weakref.WeakMethod(self._arrived)  # a parameter must not keep process groups alive
-        for total in self._sums:
-            for parameter in (copy for partial in total.partials if total.early for copy in partial.copies):
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(lambda p: call(p) if (call := arrived()) else None)
+        watched = [copy for total in self._sums if total.early for partial in total.partials for copy in partial.copies]
+        if shards is not None and self._early_units:
+            watched += [copy for unit in shards.units for copies in unit.copies for copy in copies]
+        for parameter in watched:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: call(p) if (call := arrived()) else None)
 
     def take(self) -> None:
         """Set aside the gradients accumulated so far, so that only those of this step are summed."""
@@ -158,11 +211,17 @@ class Gradients:
                 self._alone += trained
                 continue
             for indices in buckets([local(partial.copies[0]) for partial in trained]):
-                bucket = _Bucket(total.group, [trained[i] for i in indices], total.early)
-                self._buckets.append(bucket)
-                if total.early:
-                    bucket.incomplete = {copy for partial in bucket.partials for copy in partial.copies}
-                    self._to_come |= dict.fromkeys(bucket.incomplete, (self.microbatches, bucket))
+                self._buckets.append(_Bucket(total.group, [trained[i] for i in indices], total.early))
+        self._of_units = [
+            _UnitBucket(group, [_Partial(copies) for copies in unit.copies], self._early_units, unit=unit)
+            for unit in (reversed(self._shards.units) if self._shards is not None else ())
+            if (group := unit.groups["dp_shard"]) is not None
+        ]
+        for bucket in [*self._of_units, *self._buckets]:
+            if bucket.early:
+                copies = [copy for partial in bucket.partials for copy in partial.copies]
+                bucket.incomplete = {copy for copy in copies if copy.requires_grad}
+                self._to_come |= dict.fromkeys(bucket.incomplete, (self.microbatches, bucket))
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         """A microbatch's gradient of this parameter has been added up."""
@@ -173,16 +232,10 @@ class Gradients:
         self._to_come[parameter] = count - 1, bucket
         if count == 1:
             bucket.incomplete.discard(parameter)
-            while self._sent < len(self._buckets) and self._may_go(self._buckets[self._sent]):
-                self._send_next()
-
-    @staticmethod
-    def _may_go(bucket: _Bucket) -> bool:
-        return bucket.early and not bucket.incomplete
-
-    def _send_next(self) -> None:
-        self._buckets[self._sent].send()
-        self._sent += 1
+            queue = [*self._of_units, *self._buckets]
+            while self._sent < len(queue) and queue[self._sent].early and not queue[self._sent].incomplete:
+                queue[self._sent].send()
+                self._sent += 1
 
     def finish(self) -> None:
         """Sum the gradients of this step, and add what was set aside; a collective call.
@@ -190,12 +243,18 @@ class Gradients:
         A parameter that got a gradient on some ranks only counts as zero on the others.
         """
         self._to_come = {}
-        while self._sent < len(self._buckets):
-            self._send_next()
+        self._complete(self._of_units, self._sent)
         for partial in self._alone:
             partial.give(partial.take_part())
+        self._complete(self._buckets, max(0, self._sent - len(self._of_units)))
+        self._of_units, self._buckets, self._sent = [], [], 0
+
+    def _complete(self, buckets: Sequence[_Bucket], sent: int) -> None:
+        """Start what is left of ``buckets``, of which ``sent`` are under way, and wait for all."""
+        for bucket in buckets[sent:]:
+            bucket.send()
         flags: dict[dist.ProcessGroup, list[bool]] = {}
-        for bucket in self._buckets:
+        for bucket in buckets:
             flags.setdefault(bucket.group, []).extend(bucket.present)
         anywhere: dict[dist.ProcessGroup, Tensor] = {}
         for group, present in flags.items():
@@ -203,10 +262,8 @@ class Gradients:
             dist.all_reduce(anywhere[group], op=dist.ReduceOp.MAX, group=group)
         # Read once, after everything has been started: reading waits for the device.
         wanted = dict(zip(anywhere, [iter(tensor.tolist()) for tensor in anywhere.values()]))
-        for bucket in self._buckets:
-            for partial, gradient in zip(bucket.partials, bucket.received()):
-                partial.give(gradient if next(wanted[bucket.group]) else None)
-        self._buckets = []
+        for bucket in buckets:
+            bucket.give(wanted[bucket.group])
 
 
 def _order(everyone: Sequence[Mapping[str, int]]) -> list[str]:
@@ -232,15 +289,3 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
         filling.setdefault(tensor.dtype, []).append(i)
         sizes[tensor.dtype] = size + (sizes[tensor.dtype] if len(filling[tensor.dtype]) > 1 else 0)
     return closed + list(filling.values())
-
-
-def parameters_by_name(stages: Sequence[nn.Module], ties: Sequence[Sequence[str]]) -> Mapping[str, list[nn.Parameter]]:
-    """Collect the distinct parameter objects of these stages, by the first name of their tie (or their own)."""
-    tied = names_by_tie(ties)
-    held: dict[str, list[nn.Parameter]] = {}
-    for stage in stages:
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            copies = held.setdefault(tied.get(name, (name,))[0], [])
-            if not any(parameter is copy for copy in copies):
-                copies.append(parameter)
-    return held

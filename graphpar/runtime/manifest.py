@@ -98,7 +98,9 @@ class Manifest:
     placed: tuple[str, ...] = ()
     """The axes on which operators are placed, so that stages communicate over them."""
     zero: int = 0
-    """How much of the state each rank of dp_shard holds a shard of: parameters, gradients and optimizer state from level 2."""
+    """How much of the state each rank of dp_shard holds a shard of: optimizer state at level 1, parameters and gradients too from 2."""
+    owners: Mapping[str, int] = field(default_factory=dict)
+    """At level 1, which rank of dp_shard updates a parameter, under every name of a tie; empty where each updates a slice of all."""
     fully_sharded: frozenset[str] = frozenset()
     """The parameters of which each rank of dp_shard holds a shard, under every name of a tie."""
     model_file: str | None = None
@@ -176,6 +178,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         shapes=_under_every_name(shapes, ties),
         zero=plan.optional("zero", int, 0),
         fully_sharded=frozenset(_under_every_name(dict.fromkeys(interface.strings("fully_sharded"), True), ties)),
+        owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
     )
@@ -245,8 +248,15 @@ def _check(plan: Manifest, where: str) -> None:
             f"{plan.microbatches} microbatches of {plan.microbatch_size}{replicas} are not a global batch "
             f"of {plan.global_batch}"
         )
-    if plan.zero not in (0, 2, 3) or bool(plan.zero) != (plan.mesh.get("dp_shard", 1) > 1):
+    if plan.zero not in range(4) or bool(plan.zero) != (plan.mesh.get("dp_shard", 1) > 1):
         broken.append(f"zero is {plan.zero}, but dp_shard has {plan.mesh.get('dp_shard', 1)} ranks")
+    strange = next(
+        ((name, rank) for name, rank in plan.owners.items() if not 0 <= rank < plan.mesh.get("dp_shard", 1)), None
+    )
+    if strange is not None:
+        broken.append(
+            f"{strange[0]!r} is updated by rank {strange[1]} of dp_shard, which has {plan.mesh.get('dp_shard', 1)} ranks"
+        )
     if used - known:
         broken.append(f"stages use the inputs {sorted(used - known)}, which the program does not have")
     if [stage.index for stage in plan.stages] != list(range(len(plan.stages))):

@@ -29,6 +29,7 @@ from graphpar.runtime.fully_sharded import fully_shard_stage, hold_new_memory, l
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface, load_manifest
+from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.replicas import check_replicas
 from graphpar.runtime.schedules import Schedule, build_schedule, keyword_names, microbatch
@@ -80,10 +81,14 @@ class Pipeline:
             self.program = load_manifest(folder)
             _check_ranks(self.program)
         self.groups = Groups(self.program.mesh, self.device)
+        self._shards: OptimizerShards | None = None
         try:
             with _agreed():
                 self._build()
-            self._gradients = Gradients(self.stages, self.program, self.groups, self.device)
+            if self.program.zero == 1:
+                with _agreed():
+                    self._shards = self._optimizer_shards()
+            self._gradients = Gradients(self.stages, self.program, self.groups, self.device, self._shards)
         except AgreedError:
             self.groups.close()
             raise
@@ -119,6 +124,11 @@ class Pipeline:
         materialise(stage, self.device)
         hold_new_memory(stage)
         return stage
+
+    def _optimizer_shards(self) -> OptimizerShards:
+        functions = [stage_function(self._package, spec, "optimizer_units") for spec in self._interfaces]
+        modules = [function(stage) for function, stage in zip(functions, self.stages)]
+        return OptimizerShards(self.stages, modules, self.program, self.groups)
 
     def _build_schedule(self) -> Schedule:
         stages = [
@@ -188,6 +198,7 @@ class Pipeline:
                 raise RuntimeProgramError(no_weights(self.program))
             held = [name for names in everyone for name in names]
             check_names(source, held, self.program, strict=False)
+        self.synchronize()
         with _agreed():
             for stage in self.stages:
                 load_weights(stage, source, self.program, self.groups.place)
@@ -204,16 +215,35 @@ class Pipeline:
         save_weights(self.state_dict(), path, self.program, self.groups)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and persistent buffers (its shards of them), by the user's names."""
+        """Return this rank's parameters and persistent buffers (its shards of them), by the user's names.
+
+        At ZeRO level 1 a collective call: see :meth:`synchronize`.
+        """
+        self.synchronize()
         return {name: value for stage in self.stages for name, value in stage.state_dict().items()}
 
+    def synchronize(self) -> None:
+        """Wait until the parameters of this rank have the values that other ranks' optimizers gave them (ZeRO level 1).
+
+        A collective call there: values may still have to be sent. Elsewhere there is nothing to wait for.
+        """
+        if self._shards is not None:
+            self._shards.settle()
+            self._shards.wait()
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters with the user's names; each copy of a shared parameter once."""
+        """Yield the parameters that this rank updates, with the user's names; each copy of a shared parameter once.
+
+        At ZeRO level 1 these are the rank's own (or 1-D slices of parameters); one empty parameter where it has none.
+        """
+        if self._shards is not None:
+            yield from self._shards.parameters()
+            return
         for stage in self.stages:
             yield from stage.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield this rank's parameters, as an optimizer takes them."""
+        """Yield the parameters that this rank updates, as an optimizer takes them."""
         return (parameter for _, parameter in self.named_parameters())
 
     # Training
@@ -237,9 +267,13 @@ class Pipeline:
         if self.program.mode != "train":
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
         values = self._prepare(batch, self.steps_done if step is None else step)
+        if self._shards is not None:
+            self._shards.begin_step()
         self._gradients.take()
         loss = self._run_alone(values) if self._schedule is None else self._run_schedule(values)
         self._gradients.finish()
+        if self._shards is not None:
+            self._shards.end_step()
         replicas = self.groups.replicas
         if loss is not None and replicas is not None:
             dist.all_reduce(loss, group=replicas)
@@ -308,9 +342,21 @@ class Pipeline:
         return shared
 
     def zero_grad(self) -> None:
-        """Set the gradients of this rank's parameters to ``None``."""
+        """Set the gradients of this rank's parameters to ``None``; at ZeRO level 1 also start to send their new values.
+
+        Call it on all ranks after ``optimizer.step()``.
+        """
         for parameter in self.parameters():
             parameter.grad = None
+        if self._shards is not None:
+            self._shards.send()
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of this rank's stages, also where other ranks hold them (ZeRO level 1); a collective call there."""
+        if self._shards is not None:
+            return self._shards.whole_gradients()
+        named = (pair for stage in self.stages for pair in stage.named_parameters(remove_duplicate=False))
+        return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``.
@@ -340,6 +386,7 @@ class Pipeline:
 
         They are those of the whole global batch. For a program that was emitted for training this is the loss.
         """
+        self.synchronize()
         values = self._prepare(batch, self.steps_done if step is None else step)
         with torch.no_grad():
             return forward_only(self.program, self._adapters, values, self.groups)

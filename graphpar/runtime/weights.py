@@ -131,6 +131,18 @@ def names_by_tie(ties: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in ties for name in group}
 
 
+def parameters_by_name(stages: Sequence[nn.Module], ties: Sequence[Sequence[str]]) -> Mapping[str, list[nn.Parameter]]:
+    """Collect the distinct parameter objects of these stages, by the first name of their tie (or their own)."""
+    tied = names_by_tie(ties)
+    held: dict[str, list[nn.Parameter]] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            copies = held.setdefault(tied.get(name, (name,))[0], [])
+            if not any(parameter is copy for copy in copies):
+                copies.append(parameter)
+    return held
+
+
 def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that ``state_dict`` leaves out, by full name."""
     persistent = module.state_dict(keep_vars=True).keys()

@@ -209,22 +209,21 @@ def _train(pipeline: Pipeline, job: dict[str, Any], results: _Results) -> None:
 
 
 def _keep_gradients(pipeline: Pipeline, step: int | str, results: _Results) -> set[str]:
-    """Write this rank's gradients, under every name, and return the names of those missing."""
-    tensors: dict[str, Tensor] = {}
-    missing: set[str] = set()
-    for stage in pipeline.stages:
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            if parameter.grad is not None:
-                tensors[f"grad/{step}/{name}"] = padded(parameter.grad)
-            elif parameter.requires_grad:
-                missing.add(name)
-    results.keep(f"gradients_{step}", tensors)
-    return missing
+    """Write the gradients of this rank's stages, under every name, and return the names of those missing."""
+    gradients = pipeline.whole_gradients()
+    results.keep(f"gradients_{step}", {f"grad/{step}/{name}": padded(gradient) for name, gradient in gradients.items()})
+    return {
+        name
+        for stage in pipeline.stages
+        for name, parameter in stage.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and name not in gradients
+    }
 
 
 def _state(pipeline: Pipeline) -> dict[str, Tensor]:
     """The stages' parameters and buffers, under every name."""
     tensors: dict[str, Tensor] = {}
+    pipeline.synchronize()
     for stage in pipeline.stages:
         tensors.update(
             {f"param/{name}": padded(value) for name, value in stage.named_parameters(remove_duplicate=False)}

@@ -30,6 +30,7 @@ from graphpar.passes.planning.choose import (
 )
 from graphpar.passes.planning.planner import FREE_AXES
 from graphpar.passes.planning.planning import estimate_plan, search_plan
+from graphpar.runtime.axes import ZERO1_BY
 from graphpar.schedules.registry import canonical_name
 from graphpar.schedules.table import parse_table
 
@@ -82,6 +83,7 @@ def ask(
     shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
     zero: int | None = None,
+    zero1_by: str | None = None,
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Asked:
@@ -120,6 +122,7 @@ def ask(
         table=table,
         allow_batch_coupling=allow_batch_coupling,
         zero=zero,
+        zero1_by=zero1_by,
         dtype=dtype or "",
         layers_per_stage=layers_per_stage,
         edge_layers=edge_layers,
@@ -176,6 +179,12 @@ def _check(asked: Asked) -> None:
     check_degrees(Mesh(**asked.mesh), pins.global_batch)
     if pins.zero is not None and pins.zero not in range(4):
         raise GraphparError(f"zero is {pins.zero!r}; it must be 0, 1, 2 or 3.")
+    if pins.zero1_by is not None:
+        if pins.zero1_by not in ZERO1_BY:
+            hint = near_match(str(pins.zero1_by), ZERO1_BY)
+            raise GraphparError(f"zero1_by is {pins.zero1_by!r}; it must be one of {', '.join(ZERO1_BY)}.{hint}")
+        if pins.zero != 1:
+            raise GraphparError(f"zero1_by={pins.zero1_by} says how ZeRO-1 divides the state; give zero=1 with it.")
     if "dp_shard" in asked.mesh or pins.zero is not None:
         check_zero(Mesh(**asked.mesh), pins.zero)
     if asked.complete:

@@ -39,7 +39,7 @@ from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.split import positions_of, split
-from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.axes import REPLICAS, ZERO1_BY
 from graphpar.runtime.plan_record import StageRecord
 from graphpar.schedules.order import check_deadlock
 from graphpar.schedules.registry import (
@@ -70,6 +70,7 @@ class PlanConstraints:
     table: str | None = None  # the user's own schedule table, as CSV text
     allow_batch_coupling: bool = False
     zero: int | None = None
+    zero1_by: str | None = None
     dtype: str = "fp32"
     layers_per_stage: int | None = None
     edge_layers: tuple[int, int] | None = None  # how many layers the modules before and after the layers count as
@@ -178,11 +179,9 @@ def check_zero(mesh: Mesh, level: int | None, mode: str = "train") -> None:
     shown = f"dp_shard={mesh.dp_shard}"
     if level == 0:
         raise GraphparError(
-            f"Mesh {shown} with zero=0 shards nothing; use dp_replicate={mesh.dp_shard}, or zero=2 or 3."
+            f"Mesh {shown} with zero=0 shards nothing; use dp_replicate={mesh.dp_shard}, or zero=1, 2 or 3."
         )
-    if level == 1:
-        raise GraphparError(f"Mesh {shown} with zero=1 comes in a later version; use zero=2 or 3, or dp_replicate.")
-    if mesh.pp > 1:
+    if mesh.pp > 1 and level != 1:
         raise GraphparError(f"Mesh pp={mesh.pp} with {shown}: sharded state under a pipeline comes in a later version.")
     if mode != "train":
         raise GraphparError(f"Mesh {shown} shards what training stores; for inference use tp, or dp_replicate.")
@@ -202,7 +201,8 @@ def zero_level(program: Program, mesh: Mesh, level: int | None) -> int:
             f"Mesh dp_shard={mesh.dp_shard}: {program.unsplittable or coupled_text(program.couplings)}, and sharded state for such a "
             "model comes in a later version; use dp_replicate."
         )
-    _check_dtypes(program)
+    if level != 1:
+        _check_dtypes(program)
     return 3 if level is None else level
 
 
@@ -310,6 +310,7 @@ def _plan(
         dtype=pins.dtype,
         actions=actions,
         zero=zero_level(program, mesh, pins.zero),
+        zero1_by=pins.zero1_by or ZERO1_BY[0],
         allow_batch_coupling=pins.allow_batch_coupling,
         sharding=found.sharding,
         cluster=pins.cluster,

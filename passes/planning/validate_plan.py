@@ -56,6 +56,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         table=custom,
         allow_batch_coupling=given.allow_batch_coupling,
         zero=given.zero,
+        zero1_by=given.zero1_by,
         dtype=given.dtype,
         cluster=given.cluster,
     )
