@@ -31,7 +31,7 @@ from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.random_streams import sample_keys
-from graphpar.runtime.replicas import check_replicas
+from graphpar.runtime.replicas import check_program, check_replicas
 from graphpar.runtime.schedules import Schedule, build_schedule, keyword_names, microbatch
 from graphpar.runtime.split_backward import guard, is_whole
 from graphpar.runtime.stages import (
@@ -80,6 +80,8 @@ class Pipeline:
         with _agreed():
             self.program = load_manifest(folder)
             _check_ranks(self.program)
+        with _agreed():
+            check_program(self.program)
         self.groups = Groups(self.program.mesh, self.device)
         self._shards: OptimizerShards | None = None
         try:

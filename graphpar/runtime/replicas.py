@@ -1,17 +1,18 @@
-"""Checks, once weights are loaded, that ranks which must have equal tensors do.
+"""Checks that all ranks run one program, and, once weights are loaded, that those which must have equal tensors do.
 
-A node with another weight file would go on training silently: its gradients are summed with all others', while its weights stay
-different.
+A node with another copy of the program, or another weight file, would go on training silently: its gradients are summed with all
+others', while its weights stay different.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from graphpar.runtime.distributed import gather_tensors
+from graphpar.runtime.distributed import gather_objects, gather_tensors
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.fully_sharded import local
 from graphpar.runtime.groups import Groups
@@ -19,6 +20,23 @@ from graphpar.runtime.layout import Shard
 from graphpar.runtime.manifest import Manifest
 
 _CHUNK = 1 << 22
+
+
+def check_program(program: Manifest) -> None:
+    """Check that the files of the program are the same on all ranks; a collective call.
+
+    Raises:
+        RuntimeProgramError: a file differs, or some rank lacks it; the message names it and two ranks.
+    """
+    files = [program.folder / "plan.json", *sorted(program.folder.glob("*.py"))]
+    own = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    everyone = gather_objects(own)
+    for rank, theirs in enumerate(everyone):
+        name = next((name for name in everyone[0] | theirs if everyone[0].get(name) != theirs.get(name)), None)
+        if name is not None:
+            raise RuntimeProgramError(
+                f"ranks 0 and {rank} run different programs: their {name} differs. Give every node the same folder."
+            )
 
 
 def check_replicas(stages: Sequence[nn.Module], program: Manifest, groups: Groups) -> None:
