@@ -6,6 +6,8 @@
     tensor                   against Megatron-style layers with the sequence sharded between them (benchmarks.megatron)
     tensor, whole sequence   against the same with all-reduces
     tensor                   against torch's DTensor and parallelize_module (benchmarks.dtensor)
+    zero 0, 1, 3             against DDP, ZeroRedundancyOptimizer and FSDP2 (benchmarks.data_parallel)
+    zero 1, slow network     against the same program that waits for new values before it goes on; they arrive 100 ms late
 
 The tensor rows pin the inputs of the norms, so that both sides communicate alike whatever the search prefers.
 
@@ -27,6 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import graphpar as gp
-from benchmarks import dtensor, gpt, megatron
+from benchmarks import data_parallel, dtensor, gpt, megatron
 from graphpar.runtime import Pipeline, Ranks, start
 from graphpar.runtime.launch import torchrun
 
@@ -85,13 +88,26 @@ def _pipeline(schedule: str) -> Case:
     return Case(f"pipeline {schedule}", "PipelineStage", schedule, pins)
 
 
+_ZERO1 = {"mesh": {"dp_shard": DEVICES}, "zero": 1, "microbatch_size": BATCH // DEVICES}
 _TENSOR = {"mesh": {"tp": DEVICES}, "shard_plan": CUT_SEQUENCE}
 CASES = (
     *map(_pipeline, SCHEDULES),
     Case("tensor", "Megatron", "tensor", _TENSOR),
     Case("tensor, whole sequence", "Megatron all-reduce", "tensor", {**_TENSOR, "shard_plan": WHOLE_SEQUENCE}),
     Case("tensor", "DTensor", "tensor", _TENSOR),
+    Case("zero 0", "DDP", "data", {"mesh": {"dp_replicate": DEVICES}, "microbatch_size": BATCH // DEVICES}),
+    Case("zero 3", "FSDP2", "data", {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}),
+    Case("zero 1", "ZeroRedundancyOptimizer", "data", _ZERO1),
+    Case("zero 1, slow network", "not overlapped", "slow", _ZERO1),
 )
+
+
+SLOW, LATE_S = CASES[-1], 0.1
+_BY_TORCH = {
+    "DDP": data_parallel.ddp,
+    "FSDP2": data_parallel.fsdp2,
+    "ZeroRedundancyOptimizer": data_parallel.zero_redundancy,
+}
 
 
 @dataclass(frozen=True)
@@ -239,6 +255,12 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
             step = _dtensor_step(weights, batch, ranks)
         elif name.startswith("Megatron"):
             step = _megatron_step(name == "Megatron", weights, batch)
+        elif name in _BY_TORCH:
+            step = partial(_BY_TORCH[name](weights, ranks.device, LEARNING_RATE), batch)
+        elif name in (SLOW.name, SLOW.against):
+            step = _emitted_step(
+                folder / SLOW.name, folder / "weights.safetensors", batch, ranks, LATE_S, name == SLOW.against
+            )
         else:
             step = _emitted_step(folder / name, folder / "weights.safetensors", batch, ranks)
         contestants[name] = _Contestant(step)
@@ -259,18 +281,40 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
         (folder / "steps.json").write_text(json.dumps(record))
 
 
-def _emitted_step(folder: Path, weights: Path, batch: dict[str, Tensor], ranks: Ranks) -> Step:
+def _emitted_step(
+    folder: Path, weights: Path, batch: dict[str, Tensor], ranks: Ranks, late_s: float = 0.0, waits: bool = False
+) -> Step:
     pipeline = Pipeline(folder, ranks.device)
     pipeline.load_weights(weights)
+    if late_s and pipeline._shards is not None:
+        for unit in pipeline._shards.units:
+            unit.gather = partial(_late, unit.gather, late_s)  # type: ignore[method-assign]
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=LEARNING_RATE)
 
     def step() -> Tensor | None:
         loss = pipeline.step(batch)
         optimizer.step()
         pipeline.zero_grad()
+        if waits:
+            pipeline.synchronize()
         return loss
 
     return step
+
+
+class _Late:
+    """A collective whose result arrives some seconds after it was started."""
+
+    def __init__(self, work: dist.Work, late_s: float) -> None:
+        self.work, self.arrives = work, time.monotonic() + late_s
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.arrives - time.monotonic()))
+        self.work.wait()
+
+
+def _late(gather: Callable[[Tensor], list[dist.Work]], late_s: float, flat: Tensor) -> list[Any]:
+    return [_Late(work, late_s) for work in gather(flat)]
 
 
 def _megatron_step(sequence: bool, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> Step:

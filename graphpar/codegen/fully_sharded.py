@@ -59,7 +59,8 @@ def units_function(tree: Tree, units: Sequence[str], level: int, degree: int) ->
 def optimizer_units_function(tree: Tree, units: Sequence[str], degree: int) -> str:
     """Print the function that returns the units of ZeRO-1; ``tree`` is the stage's."""
     what = "Each block is a unit, the rest of the stage another" if units else "The stage is one unit"
-    summary = f"ZeRO-1 over dp_shard={degree}. {what}: its gradients are summed together, and it waits for its new values when it is entered."
+    how = "its gradients are summed together, and it waits for its new values when it is entered"
+    summary = f"ZeRO-1 over dp_shard={degree}. {what}: {how}."
     lines = [f"def {OPTIMIZER_UNITS}(stage: nn.Module) -> list[nn.Module]:", *docstring(summary), "    return ["]
     for text, loop in _modules(tree, units):
         lines.append(f"        *{text}.values()," if loop else f"        {text},")

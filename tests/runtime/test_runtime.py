@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from graphpar.runtime import LaunchError, Pipeline, RuntimeProgramError, load_manifest, sample_keys
+from graphpar.runtime import LaunchError, Pipeline, RuntimeProgramError, load_manifest, replicas, sample_keys
 from graphpar.runtime.launch import torchrun
 from graphpar.runtime.schedules import NAMES
 from graphpar.runtime.worker import JobResult, run_jobs
@@ -299,3 +299,18 @@ def test_sample_keys_depend_on_seed_step_and_example_alone() -> None:
     assert len(set(keys.tolist() + sample_keys(3, 6, 64).tolist() + sample_keys(4, 5, 64).tolist())) == 3 * 64
     bits = torch.stack([(sample_keys(0, 0, 4096) >> bit) & 1 for bit in range(64)]).float().mean(1)
     assert (bits - 0.5).abs().max() < 0.05
+
+
+def test_ranks_with_another_copy_of_the_program_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = load_manifest(fixture.emit(tmp_path / "program", stages=2, ranks=[0, 1], schedule="GPipe"))
+    everyone = []
+
+    def gathered(own: dict[str, str]) -> list[dict[str, str]]:
+        everyone.append(own)
+        return everyone
+
+    monkeypatch.setattr(replicas, "gather_objects", gathered)
+    replicas.check_program(program)
+    (program.folder / "stage_1.py").write_text("# changed on this node\n")
+    with pytest.raises(RuntimeProgramError, match=r"ranks 0 and 1 run different programs: their stage_1.py differs"):
+        replicas.check_program(program)

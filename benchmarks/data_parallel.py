@@ -1,0 +1,76 @@
+"""The benchmark's GPT on data-parallel ranks with torch's own tools: DDP, FSDP2, ZeroRedundancyOptimizer.
+
+    stepper = ddp(weights, ranks)
+    loss = stepper(batch)          # forward and backward of this rank's rows, an optimizer's step; the loss of the whole batch
+
+Losses are sums over the labels of all ranks, over their number, as the emitted programs compute them. Ranks average gradients, so that
+the loss is multiplied by the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from benchmarks import gpt
+
+Stepper = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+def ddp(weights: Mapping[str, Tensor], device: torch.device, lr: float) -> Stepper:
+    """Replicas with DDP, AdamW on each."""
+    model = DistributedDataParallel(_model(weights).to(device))
+    return _stepper(model, torch.optim.AdamW(model.parameters(), lr=lr))
+
+
+def zero_redundancy(weights: Mapping[str, Tensor], device: torch.device, lr: float) -> Stepper:
+    """Replicas with DDP, whose optimizer state is sharded by torch's ZeroRedundancyOptimizer."""
+    model = DistributedDataParallel(_model(weights).to(device))
+    return _stepper(model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=lr))  # type: ignore[no-untyped-call]
+
+
+def fsdp2(weights: Mapping[str, Tensor], device: torch.device, lr: float) -> Stepper:
+    """All state sharded by ``fully_shard`` on each block and the root."""
+    model = _model(weights).to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return _stepper(model, torch.optim.AdamW(model.parameters(), lr=lr))
+
+
+def _model(weights: Mapping[str, Tensor]) -> gpt.GPT:
+    model = gpt.GPT()
+    model.load_state_dict(weights)
+    return model
+
+
+def _stepper(model: nn.Module, optimizer: Optimizer) -> Stepper:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def step(batch: Mapping[str, Tensor]) -> Tensor:
+        ids, labels = (batch[name].chunk(ranks)[rank] for name in ("ids", "labels"))
+        valid = (labels != gpt.IGNORED).sum()
+        dist.all_reduce(valid)
+        logits = model(ids)
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=gpt.IGNORED, reduction="sum")
+        loss = total / valid
+        (loss * ranks).backward()  # type: ignore[no-untyped-call]
+        shown = loss.detach().clone()
+        dist.all_reduce(shown)
+        optimizer.step()
+        optimizer.zero_grad()
+        return shown
+
+    return step
