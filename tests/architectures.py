@@ -187,6 +187,11 @@ def _contrastive(output: Any) -> Tensor:
     return F.cross_entropy(logits, torch.arange(logits.shape[0]))
 
 
+def build(name: str) -> nn.Module:
+    """Make the model."""
+    return _example(name)[0]()
+
+
 def program_of(name: str) -> gp.Program:
     """``name``, traced with its loss."""
     model, kwargs, loss_fn, targets = _example(name)

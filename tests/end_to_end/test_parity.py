@@ -1,0 +1,39 @@
+"""Training with sharded state gives the numbers of one device: a sample of the parity matrix, and all of it (slow)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests import parity
+from tests.rank_pool import RankPool
+
+
+def _exact(errors: dict[parity.Combination, float]) -> None:
+    wrong = {str(each): error for each, error in errors.items() if not error <= parity.TOLERANCE[each.dtype]}
+    assert not wrong
+
+
+def test_a_sample(pool: RankPool) -> None:
+    seed = random.randrange(1_000_000)
+    print(f"seed {seed}")  # pytest shows it where the test fails
+    _exact(parity.run(pool, parity.chosen(seed, 6)))
+
+
+def test_the_matrix_meets_every_choice_with_every_level() -> None:
+    every = list(parity.combinations())
+
+    assert len(every) >= 60 and len(set(every)) == len(every)
+    for level in parity.LEVELS:
+        of_level = [each for each in every if each.level == level]
+        assert {each.model for each in of_level} == set(parity.MODELS)
+        assert {each.schedule for each in of_level} >= set(parity.SCHEDULES)
+        assert {each.accumulated for each in of_level} == {1, 3}
+        assert {each.clipped for each in of_level} == {True, False}
+    assert {each.prefetch for each in every if each.level == "3"} == {None, "pre", "post", "none"}
+
+
+@pytest.mark.slow
+def test_all(pool: RankPool) -> None:
+    _exact(parity.run(pool, list(parity.combinations())))

@@ -1,0 +1,355 @@
+"""The parity matrix: training with sharded state against training on one device, by an eager loop that knows nothing of graphpar.
+
+    python -m tests.parity [--docs]      run all combinations; --docs: write the table into docs/parity.md
+
+A combination is a model, a ZeRO level, a mesh, a schedule, a prefetch mode, a number of accumulated batches, and whether gradients are
+clipped. Each trains three steps of SGD with momentum, with other rows on every rank, in every batch and step; losses, norms of the
+gradients and the parameters afterwards are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import graphpar as gp
+from tests import architectures
+from tests.rank_pool import RankPool
+
+LR, MOMENTUM, STEPS, MAX_NORM = 0.1, 0.9, 3, 0.5
+ROWS, TOKENS, WORDS, WIDTH, IGNORED = 8, 12, 64, 32, -100
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A transformer layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (part(h).unflatten(-1, (4, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Four layers; ``kind`` is tied (head and embedding), frozen (a layer and the positions), or shared (a layer used twice)."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.tokens, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        if kind == "tied":
+            self.head.weight = self.tokens.weight
+        if kind == "frozen":
+            for parameter in [*self.positions.parameters(), *self.layers[1].parameters(), self.layers[2].up.weight]:
+                parameter.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions.weight
+        for layer in self.layers:
+            x = layer(x)
+        if self.kind == "shared":
+            x = self.layers[3](x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Mixture(nn.Module):
+    """Mixtral, with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = architectures.build("mixtral")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(ids).logits
+        return logits
+
+
+def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the labels that are not ignored, of which each row has another number."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def build(kind: str) -> nn.Module:
+    """Make a model with its initial values."""
+    return Mixture() if kind == "moe" else Transformer(kind)
+
+
+def batch_of(number: int) -> dict[str, Tensor]:
+    """Make a global batch."""
+    generator = torch.Generator().manual_seed(1000 + number)
+    ids, labels = (torch.randint(3, WORDS, (ROWS, TOKENS), generator=generator) for _ in range(2))
+    lengths = torch.randint(2, TOKENS + 1, (ROWS,), generator=generator)
+    return {"ids": ids, "labels": labels.masked_fill(torch.arange(TOKENS) >= lengths[:, None], IGNORED)}
+
+
+# ---- combinations ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What is trained how. ``level``: 0, 1 (whole parameters), "1 flat", 2 or 3."""
+
+    model: str
+    level: str
+    mesh: tuple[tuple[str, int], ...]
+    schedule: str | None = None
+    prefetch: str | None = None
+    accumulated: int = 1
+    clipped: bool = False
+    dtype: str = "fp32"
+
+    @property
+    def devices(self) -> int:
+        return math.prod(degree for _, degree in self.mesh)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The arguments of ``gp.plan``."""
+        replicas = math.prod(degree for axis, degree in self.mesh if axis.startswith("dp_"))
+        pins: dict[str, Any] = {"mesh": dict(self.mesh), "microbatch_size": min(2, ROWS // replicas)}
+        if dict(self.mesh).get("pp", 1) > 1:
+            pins["microbatch_size"] = 1
+            pins["schedule"] = self.schedule
+        if self.level != "0":
+            pins["zero"] = int(self.level[0])
+        if self.level.endswith("flat"):
+            pins["zero1_by"] = "flat"
+        if self.prefetch is not None:
+            pins["prefetch"] = self.prefetch
+        if self.dtype != "fp32":
+            pins["dtype"] = self.dtype
+        return pins
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{axis}={degree}" for axis, degree in self.mesh)
+        more = [self.schedule, self.prefetch and f"prefetch {self.prefetch}"]
+        more += [f"{self.accumulated} accumulated" if self.accumulated > 1 else None, "clip" if self.clipped else None]
+        more += [self.dtype if self.dtype != "fp32" else None]
+        return ", ".join([self.model, f"zero {self.level}", mesh, *filter(None, more)])
+
+
+LEVELS = ("0", "1", "1 flat", "2", "3")
+MODELS = ("tied", "frozen", "shared", "moe")
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+DATA = ({"": 2}, {"": 4}, {"dp_replicate": 2, "": 2})  # the last: four replicas whose state is sharded over two
+WITH: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"ep": 2}, {"tp": 2, "pp": 2})
+
+
+def combinations() -> Iterator[Combination]:
+    """Yield the matrix: every level with every mesh, where the other choices take turns so that each meets each level."""
+    number = 0
+    for level in LEVELS:
+        axis = "dp_replicate" if level == "0" else "dp_shard"
+        for others in WITH:
+            for data in DATA:
+                if level == "0" and len(data) > 1:
+                    continue
+                mesh = {axis if name == "" else name: degree for name, degree in data.items()} | others
+                if math.prod(mesh.values()) > 8:
+                    continue
+                number += 1
+                yield Combination(
+                    model="moe" if "ep" in others else MODELS[number % 3] if "cp" in others else MODELS[number % 4],
+                    level=level,
+                    mesh=tuple(mesh.items()),
+                    schedule=SCHEDULES[number % len(SCHEDULES)] if "pp" in others else None,
+                    prefetch=("pre", "post", "none")[number % 3] if level == "3" and "pp" not in others else None,
+                    accumulated=(1, 3)[number % 2],
+                    clipped=number % 3 == 0,
+                )
+        for schedule in SCHEDULES:
+            number += 1
+            yield Combination(
+                MODELS[number % 4],
+                level,
+                ((axis, 2), ("pp", 2)),
+                schedule,
+                accumulated=(3, 1)[number % 2],
+                clipped=True,
+            )
+
+
+def chosen(seed: int, count: int) -> list[Combination]:
+    """Draw some combinations of at most four ranks."""
+    few = [each for each in combinations() if each.devices <= 4]
+    order = torch.randperm(len(few), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [few[i] for i in order[:count]]
+
+
+# ---- one device ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses of all batches, norms of all steps, and the parameters afterwards."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+
+
+@functools.cache
+def eager(model: str, accumulated: int, clipped: bool) -> Trained:
+    """Train on one device."""
+    module = build(model)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=LR, momentum=MOMENTUM)
+    losses, norms = [], []
+    for step in range(STEPS):
+        for part in range(accumulated):
+            batch = batch_of(step * accumulated + part)
+            loss = loss_fn(module(batch["ids"]), batch["labels"])
+            loss.backward()
+            losses.append(loss.item())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, MAX_NORM if clipped else math.inf)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, norms, {name: value.detach() for name, value in module.state_dict().items()})
+
+
+# ---- on ranks --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def program_of(model: str, dtype: str) -> gp.Program:
+    """Export a model, at a global batch of other values than those that are trained on."""
+    batch = batch_of(-1)
+    options = {} if dtype == "fp32" else {"dtype": dtype}
+    return gp.export(build(model), (batch["ids"],), loss_fn=loss_fn, targets=(batch["labels"],), **options)
+
+
+def run(pool: RankPool, wanted: Sequence[Combination], timeout_s: float = 1200) -> dict[Combination, float]:
+    """Train every combination on local ranks; return the largest relative error of each, infinite where it did not run.
+
+    Raises:
+        GraphparError: one can't be compiled.
+    """
+    errors: dict[Combination, float] = {}
+    with tempfile.TemporaryDirectory(prefix="graphpar_parity_") as scratch:
+        root = Path(scratch)
+        for number in range(max(each.accumulated for each in wanted) * STEPS):
+            save_file(batch_of(number), root / f"batch_{number}.safetensors")
+        jobs: dict[int, list[dict[str, Any]]] = {}
+        for number, each in enumerate(wanted):
+            program = program_of(each.model, each.dtype)
+            folder = gp.partition(program, gp.plan(program, **each.asked)).save(root / str(number))
+            save_file(
+                {name: value.clone() for name, value in build(each.model).state_dict().items()},
+                folder / "initial.safetensors",
+            )
+            jobs.setdefault(each.devices, []).append(
+                {"program": str(folder), "batches": str(root), "accumulated": each.accumulated, "clipped": each.clipped}
+            )
+        for devices, listed in jobs.items():
+            (root / f"jobs_{devices}.json").write_text(json.dumps(listed))
+            pool.torchrun(Path(__file__), [str(root / f"jobs_{devices}.json")], nproc=devices, timeout_s=timeout_s)
+        for number, each in enumerate(wanted):
+            errors[each] = _error(root / str(number), each)
+    return errors
+
+
+def _error(folder: Path, each: Combination) -> float:
+    if not (folder / "trained.json").is_file():
+        return math.inf
+    expected, found = (
+        eager(each.model, each.accumulated, each.clipped),
+        json.loads((folder / "trained.json").read_text()),
+    )
+    pairs = [*zip(found["losses"], expected.losses, strict=True), *zip(found["norms"], expected.norms, strict=True)]
+    errors = [abs(ours - theirs) / abs(theirs) for ours, theirs in pairs]
+    saved = load_file(folder / "trained.safetensors")
+    for name, value in expected.parameters.items():
+        errors.append(float((saved[name] - value).abs().max() / value.abs().max().clamp(min=1e-3)))
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+
+def main_of_a_rank(jobs: Path) -> None:
+    """Train the programs of a file, one after the other, as the emitted train.py does."""
+    from graphpar.runtime import Pipeline, start
+
+    with start(120.0) as ranks:
+        for job in json.loads(jobs.read_text()):
+            folder, accumulated = Path(job["program"]), job["accumulated"]
+            losses, norms = [], []
+            with Pipeline(folder, ranks.device) as pipeline:
+                pipeline.load_weights(folder / "initial.safetensors")
+                optimizer = torch.optim.SGD(pipeline.parameters(), lr=LR, momentum=MOMENTUM)
+                for step in range(STEPS):
+                    for part in range(accumulated):
+                        number = step * accumulated + part
+                        batch = load_file(Path(job["batches"]) / f"batch_{number}.safetensors")
+                        last = part == accumulated - 1
+                        loss = pipeline.step(
+                            batch, step=number, broadcast_loss=True, **({} if last else {"accumulate": True})
+                        )
+                        assert loss is not None
+                        losses.append(loss.item())
+                    norms.append(float(pipeline.clip_grad_norm_(MAX_NORM if job["clipped"] else math.inf)))
+                    optimizer.step()
+                    pipeline.zero_grad()
+                    pipeline.assert_idle()
+                pipeline.save_weights(folder / "trained.safetensors")
+            if ranks.rank == 0:
+                (folder / "trained.json").write_text(json.dumps({"losses": losses, "norms": norms}))
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def table(errors: Mapping[Combination, float]) -> str:
+    """Write the results as a table of Markdown."""
+    lines = [
+        "| model | ZeRO | mesh | schedule | prefetch | batches a step | clip | largest error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for each, error in errors.items():
+        mesh = " x ".join(f"{axis}={degree}" for axis, degree in each.mesh)
+        cells = [each.model, each.level, mesh, each.schedule or "", each.prefetch or "", str(each.accumulated)]
+        lines.append(f"| {' | '.join([*cells, 'yes' if each.clipped else '', f'{error:.0e}'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the matrix and print its table."""
+    parser = argparse.ArgumentParser(prog="tests.parity", description=__doc__.split("\n")[0])
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/parity.md")
+    parser.add_argument("jobs", nargs="?", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.jobs is not None:
+        main_of_a_rank(options.jobs)
+        return 0
+    errors = run(RankPool(), list(combinations()))
+    print(table(errors))
+    return int(any(error > TOLERANCE[each.dtype] for each, error in errors.items()))
+
+
+if __name__ == "__main__" and main():
+    sys.exit(1)
