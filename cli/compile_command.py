@@ -85,6 +85,17 @@ def _add_pins(parser: Parser) -> None:
         choices=("contiguous", "longest", "flat"),
         help="how ZeRO-1 divides it: whole parameters in runs (default) or the largest first, or equal slices",
     )
+    group.add_argument(
+        "--reshard",
+        type=_reshard,
+        metavar="WHEN",
+        help="when gathered parameters are freed: default, always, never, or N: after a forward, down to shards over N ranks",
+    )
+
+
+def _reshard(text: str) -> str | int:
+    """Read a policy's name, or a number of ranks."""
+    return int(text) if text.isdigit() else text
 
 
 def _add_workload(parser: Parser) -> None:

@@ -21,6 +21,7 @@ class Execution:
         gradient_bytes: of an element in which gradients are summed over microbatches and ranks; None: as the parameter.
         zero: shard optimizer state and main copies (from 1), gradients (from 2) and parameters (3) over ``shards`` ranks.
         shards: the ranks of dp_shard.
+        reshard: when gathered parameters are freed, see :func:`graphpar.passes.planning.choose.check_reshard`.
         recompute: ``full`` keeps a unit's input only and runs its forward again before its backward; ``selective`` recomputes
             attention scores, where they are kept at all.
         fused: each chain of elementwise operators and normalisations is one kernel; else each operator reads and writes memory.
@@ -38,6 +39,7 @@ class Execution:
     gradient_bytes: int | None = None
     zero: int = 0
     shards: int = 1
+    reshard: str | int = "default"
     recompute: str = "none"
     fused: bool = False
     overlap_gradients: bool = True
@@ -58,6 +60,11 @@ class Execution:
             raise GraphparError(f"recompute is {self.recompute!r}; it must be one of {', '.join(RECOMPUTE)}.")
         if not 0 <= self.overlap_tp <= 1:
             raise GraphparError(f"overlap_tp is {self.overlap_tp!r}; it is a share, from 0 to 1.")
+
+    @property
+    def kept_for_step(self) -> bool:
+        """Whether a pipeline's stages keep gathered parameters from their first action to their last."""
+        return self.reshard in ("default", "never")
 
     def divided(self, nbytes: int, level: int) -> int:
         """Return a rank's share of ``nbytes`` that are sharded from ZeRO ``level`` on."""

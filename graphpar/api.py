@@ -114,6 +114,7 @@ def plan(
     allow_batch_coupling: bool = False,
     zero: int | None = None,
     zero1_by: str | None = None,
+    reshard: str | int | None = None,
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Plan:
@@ -140,6 +141,8 @@ def plan(
             gradients and optimizer state; 3, the default, gathers parameters again for the backward.
         zero1_by: how ZeRO-1 divides the optimizer's work: whole parameters in contiguous runs (``"contiguous"``), or the largest first
             (``"longest"``), or equal slices (``"flat"``).
+        reshard: when gathered parameters are freed: ``"default"`` (after each forward and backward; under a pipeline once a step),
+            ``"always"``, ``"never"`` between forward and backward, or a number: after a forward down to shards over so many ranks.
         dtype: in which the model was built, where ``export`` was not given one.
         top: how many of the plans that were not taken are kept in ``plan.found``.
 
@@ -163,6 +166,7 @@ def plan(
         allow_batch_coupling=allow_batch_coupling,
         zero=zero,
         zero1_by=zero1_by,
+        reshard=reshard,
         dtype=dtype,
         top=top,
     )

@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 from graphpar.runtime import Pipeline, start
 from graphpar.runtime.fully_sharded import local
 
-_WIRE = {
+WIRE = {
     "all-gather": ("all_gather_single", "all_gather_into_tensor"),  # as torch 2.13 calls it, and before
     "reduce-scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
 }
 
 
-def _counted(counts: Counter[str], kind: str, name: str) -> Any:
+def counted(counts: Counter[str], kind: str, name: str) -> Any:
+    """Return the function of torch.distributed of this name, which counts its calls under ``kind``."""
     original = getattr(dist, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -62,9 +63,9 @@ def main() -> None:
         stored = {name: list(local(value).shape) for name, value in half.named_parameters()}
         half.close()
         again, rest = _trained(program, out / "half.safetensors", range(2, 4), batch, ranks.device)
-        for kind, names in _WIRE.items():
+        for kind, names in WIRE.items():
             name = next(name for name in names if hasattr(dist, name))
-            setattr(dist, name, _counted(counts, kind, name))
+            setattr(dist, name, counted(counts, kind, name))
         again.step(batch, step=4)
         gradients = sum(local(p.grad).numel() for p in again.parameters() if p.grad is not None)
         report = {

@@ -50,7 +50,9 @@ class Plan:
 
     Attributes:
         split_points: where stages begin, after the first.
-        actions: the user's schedule table, one tuple of cells for each rank.
+        actions: the schedule's table, one tuple of cells for each rank, where torch's class of the schedule does not run it: the user's
+            own, and with sharded state.
+        reshard: when gathered parameters are freed, see :func:`~graphpar.passes.planning.choose.check_reshard`.
         sharding: how every operator is sharded.
         cluster: the hardware that it was decided for; None where only a mesh is known.
         predicted: time and memory of a step on ``cluster``. This and the following are not part of the plan's data.
@@ -71,6 +73,7 @@ class Plan:
     actions: tuple[tuple[str, ...], ...] | None = None
     zero: int = 0
     zero1_by: str = ZERO1_BY[0]
+    reshard: str | int = "default"
     recompute: str = "none"
     allow_batch_coupling: bool = False
     sharding: Sharding = field(default_factory=Sharding)
@@ -120,6 +123,7 @@ class Plan:
             "cluster": None if self.cluster is None else self.cluster.to_json(),
             "zero": self.zero,
             "zero1_by": self.zero1_by,
+            "reshard": self.reshard,
             "recompute": self.recompute,
             "allow_batch_coupling": self.allow_batch_coupling,
             "split": [{"path": point.path, "where": point.where.value} for point in self.split_points],
@@ -157,6 +161,7 @@ class Plan:
                 else tuple(tuple(cell or "" for cell in row) for row in record.actions),
                 zero=plan.optional("zero", int, 0),
                 zero1_by=plan.optional("zero1_by", str, ZERO1_BY[0]),
+                reshard=plan.optional("reshard", (str, int), "default"),
                 recompute=plan.optional("recompute", str, "none"),
                 allow_batch_coupling=plan.optional("allow_batch_coupling", bool, False),
                 sharding=Sharding.from_json(plan.record("sharding"), record.parameters)

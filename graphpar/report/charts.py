@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphpar.schedules.simulation import CLOSINGS, Segment, Span, Timeline
-from graphpar.schedules.table import KINDS
+from graphpar.schedules.table import KINDS, STATE
 from graphpar.text import bytes_text, seconds_text
 
-COLORS = {"F": "#3b82c4", "B": "#e08a3c", "I": "#c9a227", "W": "#5a9e6f", "gradients": "#a05195", "optimizer": "#7f8c9a",
-          "parameters": "#6b6ecf", "collectives": "#1c2733"}  # fmt: skip
+COLORS = {"F": "#3b82c4", "B": "#e08a3c", "I": "#c9a227", "W": "#5a9e6f", "UNSHARD": "#6b6ecf", "REDUCE_GRAD": "#a05195",
+          "gradients": "#a05195", "optimizer": "#7f8c9a", "parameters": "#6b6ecf", "collectives": "#1c2733"}  # fmt: skip
 """Colors of actions by kind, of the end of the step, and of collectives inside of actions."""
 PARTS = {
     "parameters": "#3b82c4",
@@ -51,7 +51,7 @@ def timeline_svg(
         top = rank * (height + gap)
         shapes.append(_name(names[rank], top + height - 7))
         if count <= LABELLED:
-            shapes += [_box(span, left, top, scale, height, several) for span in row]
+            shapes += [_box(span, left, top, scale, height, several) for span in row if span.drawn]
         else:
             shapes += _paths(row, left, top, scale, height)
         closing = timeline.closing[rank] if timeline.closing else ()
@@ -94,11 +94,12 @@ def _box(span: Span, left: float, top: int, scale: float, height: int, several: 
     """Draw an action; the share of collectives is a strip below its end."""
     x, wide = left + span.start * scale, max((span.end - span.start) * scale - 1, 0.5)
     action = span.action
-    label = f"{action.stage}{action.kind}{action.microbatch}" if several else f"{action.kind}{action.microbatch}"
+    label = action.label(several)
     text = ""
     if wide > 6.5 * len(label) + 2:
         text = f'<text x="{x + wide / 2:.1f}" y="{top + height - 7}" text-anchor="middle" fill="#fff">{label}</text>'
-    tip = f"stage {action.stage}, {KINDS[action.kind][1]} of microbatch {action.microbatch}"
+    tip = f"stage {action.stage}, {KINDS[action.kind][1]}"
+    tip += "" if action.kind in STATE else f" of microbatch {action.microbatch}"
     strip = ""
     if span.collectives:
         tip += "".join(f"; {axis} collectives {seconds_text(taken)}" for axis, taken in span.collectives)
@@ -129,7 +130,7 @@ def _closing(segment: Segment, left: float, top: int, scale: float, height: int)
 def _paths(row: Sequence[Span], left: float, top: int, scale: float, height: int) -> list[str]:
     """Draw one shape for each kind of action of a rank, and one for the collectives in them."""
     outlines: dict[str, list[str]] = {}
-    for span in row:
+    for span in (span for span in row if span.drawn):
         x, wide = left + span.start * scale, (span.end - span.start) * scale
         outlines.setdefault(span.action.kind, []).append(f"M{x:.1f} {top}h{max(wide - 0.4, 0.4):.1f}v{height}H{x:.1f}z")
         if span.collectives:

@@ -235,7 +235,7 @@ def _schedule(data: Mapping[str, Any]) -> str:
 
 def _key(timeline: Timeline, inside: bool) -> str:
     """Explain the colors of the timeline."""
-    kinds = {span.action.kind for row in timeline.spans for span in row} | {
+    kinds: set[str] = {span.action.kind for row in timeline.spans for span in row if span.drawn} | {
         part.kind for row in timeline.closing for part in row
     }
     words = {kind: name for kind, (_, name) in KINDS.items()} | {kind: name for kind, (_, name) in CLOSINGS.items()}

@@ -13,7 +13,7 @@ from typing import Any
 
 from graphpar.errors import GraphparError
 from graphpar.schedules.simulation import CLOSINGS, Segment, Span, Timeline
-from graphpar.schedules.table import KINDS
+from graphpar.schedules.table import KINDS, STATE
 
 
 def chrome_trace(timeline: Timeline, names: Sequence[str] | None = None, scale: float | None = None) -> dict[str, Any]:
@@ -59,7 +59,8 @@ def _slice(rank: int, name: str, category: str, start: float, seconds: float) ->
 def _action(span: Span, rank: int, factor: float) -> dict[str, Any]:
     action, seconds = span.action, (span.end - span.start) * factor
     event = _slice(rank, str(action), KINDS[action.kind][1], span.start * factor, seconds)
-    return event | {"args": {"stage": action.stage, "microbatch": action.microbatch, "step": span.step}}
+    whose = {} if action.kind in STATE else {"microbatch": action.microbatch}
+    return event | {"args": {"stage": action.stage, **whose, "step": span.step}}
 
 
 def _collectives(span: Span, rank: int, factor: float) -> Iterator[dict[str, Any]]:
@@ -82,7 +83,7 @@ def _arrows(timeline: Timeline, factor: float) -> list[dict[str, Any]]:
         (span.action.stage, span.action.kind == "F", span.action.microbatch): span.start
         for row in timeline.spans
         for span in row
-        if span.action.kind != "W"
+        if span.action.kind in ("F", "B", "I")
     }
     events = []
     for number, sent in enumerate(timeline.transfers):

@@ -3,13 +3,20 @@
     stage_0.py: fully_shard_units(stage, ...)   each block is a unit: gathered for its forward and its backward, then freed
     gradients                                   reduce-scattered once a microbatch, summed, never divided
 
+    under a pipeline, actions of its table      UNSHARD gathers all units of a stage, REDUCE_GRAD reduce-scatters the gradients of
+                                                all microbatches, RESHARD frees the units: each once a step
+
+FSDP2's own hooks would gather and reduce in every microbatch, and at wrong times where a backward is split. So a stage that
+the table gathers has none. (With a policy that frees parameters after each forward it keeps them, and the table only reduces.)
+
 The parameters of such a stage are DTensors over dp_shard. What a rank computes with on the other axes (its tp shard) is
 the whole of such a DTensor; this module is where local tensors are taken out and put back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,38 +25,110 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from graphpar.runtime.groups import Groups
+from graphpar.runtime.manifest import Manifest
 
 AXIS = "dp_shard"
 
 
 def fully_shard_stage(
-    stage: nn.Module, units: Callable[..., None], groups: Groups, device: torch.device, level: int
+    stage: nn.Module, units: Callable[..., None], groups: Groups, device: torch.device, program: Manifest
 ) -> None:
     """Shard the parameters of ``stage``, still without memory, over dp_shard.
 
     Args:
         units: the emitted function that calls ``fully_shard`` on each unit.
-        level: 2 keeps gathered parameters until the backward is done, 3 gathers them again for it.
     """
     group = groups[AXIS]
     assert group is not None
     units(
         stage,
         mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,)),
-        reshard_after_forward=None if level == 3 else False,
+        reshard_after_forward=reshard_after_forward(program),
         ignored_params={parameter for parameter in stage.parameters() if parameter.ndim == 0},
     )
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # each replica returns its share of the loss
-            module.set_force_sum_reduction_for_comms(True)
+    for module in _units(stage):
+        module.set_gradient_divide_factor(1.0)  # each replica returns its share of the loss
+        module.set_force_sum_reduction_for_comms(True)
+        if program.gathers_by_table:
+            state = module._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+
+
+def reshard_after_forward(program: Manifest) -> bool | int | None:
+    """Return what FSDP2 is told: whether units are freed after their forward (None: all but the unit around the others)."""
+    if isinstance(program.reshard, int) or program.reshard == "always":
+        return program.reshard if isinstance(program.reshard, int) else True
+    return None if program.reshard == "default" and program.zero == 3 and program.pp == 1 else False
+
+
+def gather(stage: nn.Module) -> None:
+    """Gather the parameters of all units of ``stage``; a collective call."""
+    _root(stage)._lazy_init()
+    for pending in [module.unshard(async_op=True) for module in _units(stage)]:
+        assert pending is not None
+        pending.wait()
+
+
+def free(stage: nn.Module) -> None:
+    """Free what is gathered of ``stage``, which keeps its gradients that are not reduced yet."""
+    for module in _units(stage):
+        module.reshard()
+
+
+def reduce_gradients(stage: nn.Module) -> None:
+    """Reduce-scatter the gradients that ``stage`` has added up, a unit at a time, into those of its shards; a collective call."""
+    for module in _units(stage):
+        module.set_requires_gradient_sync(True, recurse=False)
+        module.set_reshard_after_backward(False, recurse=False)
+    _root(stage)._root_post_backward_final_callback()
+
+
+def begin_microbatch(stage: nn.Module, *, reduces: bool, frees: bool) -> None:
+    """Say what the units of ``stage`` do at the end of the next backward."""
+    for module in _units(stage):
+        module.set_requires_gradient_sync(reduces, recurse=False)
+        module.set_reshard_after_backward(frees, recurse=False)
+
+
+def add_up(stage: nn.Module) -> None:
+    """Add the gradients of a microbatch to those before it, in the dtype in which they are reduced."""
+    for parameter in _parameters(stage):
+        if hasattr(parameter, "_unsharded_param"):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def drop_gradients(stage: nn.Module) -> None:
+    """Drop the gradients that were added up and not reduced."""
+    for parameter in _parameters(stage):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def _units(stage: nn.Module) -> list[FSDPModule]:
+    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+
+
+def _root(stage: nn.Module) -> Any:
+    assert isinstance(stage, FSDPModule)
+    return stage._get_fsdp_state()
+
+
+def _parameters(stage: nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's records of the parameters; torch before 2.12 has one group of them a unit."""
+    for module in _units(stage):
+        state: Any = module._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in groups:
+            yield from group.fsdp_params if group is not None else ()
 
 
 def hold_new_memory(stage: nn.Module) -> None:
     """Let FSDP2 take over parameters that were replaced by others on a device."""
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module._apply(lambda tensor: tensor)
+    for module in _units(stage):
+        module._apply(lambda tensor: tensor)
 
 
 def local(tensor: Tensor) -> Tensor:

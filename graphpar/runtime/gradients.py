@@ -6,6 +6,7 @@ sequence parallelism), and over the copies of a parameter that several stages ho
     before a step        take(): set aside what earlier steps accumulated
     in the last backward all-reduces over replicas start, a flat bucket at a time, as soon as its gradients are complete
     after a step         finish(): start those of the other buckets, wait for all, add what was set aside
+    accumulating steps   take(accumulate=True), once for all of them: nothing is summed until a step that is finished
 
 With optimizer shards (ZeRO level 1) gradients are first summed over dp_shard, a unit at a time, to the ranks whose pieces they
 are (:mod:`graphpar.runtime.optimizer_shards`); over other axes and stages the pieces' gradients are summed then, as above.
@@ -29,8 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.fully_sharded import like, local
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import R, Shard
@@ -185,6 +189,9 @@ class Gradients:
         self._shards = shards
         self._early_units = shards is not None and "dp_shard" not in program.placed
         self._sums = sorted(sums.values(), key=lambda total: not total.early)
+        self._held = {copy for copies in held.values() for copy in copies}
+        self._held |= set(shards.pieces.values()) if shards is not None else set()
+        self._refusal: RemovableHandle | None = None  # while there are gradients that are not reduced
         self._alone: list[_Partial] = []
         self._of_units: list[_Bucket] = []
         self._buckets: list[_Bucket] = []
@@ -198,15 +205,25 @@ class Gradients:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: call(p) if (call := arrived()) else None)
 
-    def take(self) -> None:
-        """Set aside the gradients accumulated so far, so that only those of this step are summed."""
+    def take(self, accumulate: bool = False) -> None:
+        """Set aside the gradients accumulated so far, so that only those of this step are summed.
+
+        Those of steps before that were not finished, with ``accumulate``, are summed with this step's.
+        """
         self._alone, self._buckets, self._sent, self._to_come = [], [], 0, {}
         for total in self._sums:
-            trained = [partial for partial in total.partials if any(copy.requires_grad for copy in partial.copies)]
+            trained = [
+                partial
+                for partial in total.partials
+                if partial.before or any(copy.requires_grad for copy in partial.copies)
+            ]
             for partial in trained:
-                partial.before = [copy.grad for copy in partial.copies]
-                for copy in partial.copies:
-                    copy.grad = None
+                if not partial.before:
+                    partial.before = [copy.grad for copy in partial.copies]
+                    for copy in partial.copies:
+                        copy.grad = None
+            if accumulate:
+                continue
             if total.group is None:
                 self._alone += trained
                 continue
@@ -214,7 +231,7 @@ class Gradients:
                 self._buckets.append(_Bucket(total.group, [trained[i] for i in indices], total.early))
         self._of_units = [
             _UnitBucket(group, [_Partial(copies) for copies in unit.copies], self._early_units, unit=unit)
-            for unit in (reversed(self._shards.units) if self._shards is not None else ())
+            for unit in (reversed(self._shards.units) if self._shards is not None and not accumulate else ())
             if (group := unit.groups["dp_shard"]) is not None
         ]
         for bucket in [*self._of_units, *self._buckets]:
@@ -222,6 +239,40 @@ class Gradients:
                 copies = [copy for partial in bucket.partials for copy in partial.copies]
                 bucket.incomplete = {copy for copy in copies if copy.requires_grad}
                 self._to_come |= dict.fromkeys(bucket.incomplete, (self.microbatches, bucket))
+        if accumulate and self._refusal is None:
+            self._refusal = register_optimizer_step_pre_hook(self._refuse)
+
+    def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse a step of an optimizer of ours while gradients are not reduced: each rank would make another."""
+        updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if not updated.isdisjoint(self._held):
+            self.check_reduced("the optimizer's step")
+
+    def check_reduced(self, what: str) -> None:
+        """Check that no step has left gradients that are still to be reduced.
+
+        Raises:
+            RuntimeProgramError: one has.
+        """
+        if self._refusal is not None:
+            raise RuntimeProgramError(
+                f"{what} needs reduced gradients, but those of the last steps, with accumulate=True, stay on their ranks until a "
+                "step without it; call pipeline.step(batch) once more, or pipeline.zero_grad() to drop them"
+            )
+
+    def drop(self) -> None:
+        """Forget what was set aside: the gradients of steps that were not finished are dropped."""
+        for partial in (partial for total in self._sums for partial in total.partials):
+            partial.before = []
+        if self._refusal is not None:
+            for parameter in self._held:
+                parameter.grad = None
+        self._reduced()
+
+    def _reduced(self) -> None:
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         """A microbatch's gradient of this parameter has been added up."""
@@ -248,6 +299,7 @@ class Gradients:
             partial.give(partial.take_part())
         self._complete(self._buckets, max(0, self._sent - len(self._of_units)))
         self._of_units, self._buckets, self._sent = [], [], 0
+        self._reduced()
 
     def _complete(self, buckets: Sequence[_Bucket], sent: int) -> None:
         """Start what is left of ``buckets``, of which ``sent`` are under way, and wait for all."""

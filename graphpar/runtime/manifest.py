@@ -101,6 +101,9 @@ class Manifest:
     """How much of the state each rank of dp_shard holds a shard of: optimizer state at level 1, parameters and gradients too from 2."""
     owners: Mapping[str, int] = field(default_factory=dict)
     """At level 1, which rank of dp_shard updates a parameter, under every name of a tie; empty where each updates a slice of all."""
+    reshard: str | int = "default"
+    """When gathered parameters are freed: "default", "always" (after each forward and backward), "never" (in between), or after the
+    forward down to shards over so many ranks."""
     fully_sharded: frozenset[str] = frozenset()
     """The parameters of which each rank of dp_shard holds a shard, under every name of a tie."""
     model_file: str | None = None
@@ -115,6 +118,11 @@ class Manifest:
     def pp(self) -> int:
         """How many pipeline ranks hold the stages."""
         return self.mesh.get("pp", 1)
+
+    @property
+    def gathers_by_table(self) -> bool:
+        """Whether the table of a pipeline says when a stage's parameters are gathered, once a step."""
+        return bool(self.fully_sharded) and self.pp > 1 and self.reshard in ("default", "never")
 
     @property
     def replicas(self) -> int:
@@ -177,6 +185,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         types=_under_every_name(record.parameters, ties),
         shapes=_under_every_name(shapes, ties),
         zero=plan.optional("zero", int, 0),
+        reshard=plan.optional("reshard", (str, int), "default"),
         fully_sharded=frozenset(_under_every_name(dict.fromkeys(interface.strings("fully_sharded"), True), ties)),
         owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
@@ -257,6 +266,10 @@ def _check(plan: Manifest, where: str) -> None:
         broken.append(
             f"{strange[0]!r} is updated by rank {strange[1]} of dp_shard, which has {plan.mesh.get('dp_shard', 1)} ranks"
         )
+    if plan.reshard not in ("default", "always", "never") and not isinstance(plan.reshard, int):
+        broken.append(f"reshard is {plan.reshard!r}, not default, always, never or a number of ranks")
+    if plan.fully_sharded and plan.pp > 1 and plan.actions is None:
+        broken.append("state is sharded under a pipeline, but no actions say when it is reduced")
     if used - known:
         broken.append(f"stages use the inputs {sorted(used - known)}, which the program does not have")
     if [stage.index for stage in plan.stages] != list(range(len(plan.stages))):

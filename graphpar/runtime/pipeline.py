@@ -25,14 +25,22 @@ from graphpar.runtime.batches import agree_on_batch, check_batch, own_rows
 from graphpar.runtime.distributed import agree
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.forward import forward_only
-from graphpar.runtime.fully_sharded import fully_shard_stage, hold_new_memory, local
+from graphpar.runtime.fully_sharded import (
+    begin_microbatch,
+    drop_gradients,
+    free,
+    fully_shard_stage,
+    gather,
+    hold_new_memory,
+    local,
+)
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.replicas import check_program, check_replicas
-from graphpar.runtime.schedules import Schedule, build_schedule, keyword_names, microbatch
+from graphpar.runtime.schedules import Schedule, ShardedStage, build_schedule, keyword_names, microbatch
 from graphpar.runtime.split_backward import guard, is_whole
 from graphpar.runtime.stages import (
     StageAdapter,
@@ -122,7 +130,7 @@ class Pipeline:
         check_local_shapes(stage, self.program)
         if self.program.fully_sharded:
             units = stage_function(self._package, spec, "fully_shard_units")
-            fully_shard_stage(stage, units, self.groups, self.device, self.program.zero)
+            fully_shard_stage(stage, units, self.groups, self.device, self.program)
         materialise(stage, self.device)
         hold_new_memory(stage)
         return stage
@@ -133,8 +141,9 @@ class Pipeline:
         return OptimizerShards(self.stages, modules, self.program, self.groups)
 
     def _build_schedule(self) -> Schedule:
+        kind = ShardedStage if self.program.fully_sharded else PipelineStage
         stages = [
-            PipelineStage(
+            kind(
                 adapter,
                 spec.index,
                 len(self.program.stages),
@@ -179,6 +188,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Destroy the process groups that this program created; a collective call."""
+        self._gradients.drop()
         self.groups.close()
 
     # Weights
@@ -251,7 +261,12 @@ class Pipeline:
     # Training
 
     def step(
-        self, batch: Mapping[str, Tensor], *, step: int | None = None, broadcast_loss: bool = False
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        step: int | None = None,
+        broadcast_loss: bool = False,
+        accumulate: bool = False,
     ) -> Tensor | None:
         """Run forward and backward over the whole global batch; gradients are added to ``.grad``.
 
@@ -259,6 +274,8 @@ class Pipeline:
             batch: all inputs and targets by name, whole, the same on every rank.
             step: number of the step, for the random streams; by default steps are counted.
             broadcast_loss: return the loss on every rank.
+            accumulate: keep the gradients where they are computed, without reducing them over ranks, for the next step without it,
+                which reduces the sum of all. Until then no optimizer may step and no norm is known. It is the same on all ranks.
 
         Returns:
             The loss of the global batch on the ranks that have the last stage, ``None`` elsewhere.
@@ -271,9 +288,11 @@ class Pipeline:
         values = self._prepare(batch, self.steps_done if step is None else step)
         if self._shards is not None:
             self._shards.begin_step()
-        self._gradients.take()
-        loss = self._run_alone(values) if self._schedule is None else self._run_schedule(values)
-        self._gradients.finish()
+        self._gradients.take(accumulate)
+        loss = (self._run_alone if self._schedule is None else self._run_schedule)(values, accumulate)
+        self._free()
+        if not accumulate:
+            self._gradients.finish()
         if self._shards is not None:
             self._shards.end_step()
         replicas = self.groups.replicas
@@ -316,25 +335,36 @@ class Pipeline:
             dist.all_reduce(total, group=replicas)
         return dict(zip(self.program.count_names, totals))
 
-    def _run_alone(self, values: Mapping[str, Tensor]) -> Tensor:
+    def _run_alone(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor:
         """All microbatches one after the other, with nothing to send."""
         counts = {name: values[name] for name in self._names if name in self.program.count_names}
         inputs = {name: values[name] for name in self._names if name not in counts}
         losses: list[Tensor] = []
+        last = self.program.microbatches - 1
         for i in range(self.program.microbatches):
+            if self.program.fully_sharded:
+                begin_microbatch(self.stages[0], reduces=not accumulate, frees=self.program.zero == 3 or i == last)
             loss: Tensor = self._adapters[0](**keywords({**microbatch(self.program, inputs, i), **counts}))
             if loss.requires_grad:
                 loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    def _run_schedule(self, values: Mapping[str, Tensor]) -> Tensor | None:
+    def _run_schedule(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
         """torch's schedule. It wants a target that it can split; the targets are keyword inputs here."""
         assert self._schedule is not None
+        for stage in self._torch_stages:
+            if isinstance(stage, ShardedStage):
+                stage.begin(reduces=not accumulate)
         losses: list[Tensor] = []
         target = torch.zeros(self.program.microbatches, device=self.device)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **keywords(values))
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last_stage else None
+
+    def _free(self) -> None:
+        """Free what FSDP2 still holds gathered, such as a unit without a backward: it would not see the optimizer's step."""
+        for stage in self.stages if self.program.fully_sharded else ():
+            free(stage)
 
     def _broadcast(self, value: Tensor | None) -> Tensor:
         spec = self.program.outputs[0]
@@ -344,17 +374,25 @@ class Pipeline:
         return shared
 
     def zero_grad(self) -> None:
-        """Set the gradients of this rank's parameters to ``None``; at ZeRO level 1 also start to send their new values.
+        """Set the gradients of this rank's parameters to ``None``, and drop those that steps with ``accumulate`` have left.
 
-        Call it on all ranks after ``optimizer.step()``.
+        At ZeRO level 1 also start to send the parameters' new values. Call it on all ranks after ``optimizer.step()``.
         """
+        self._gradients.drop()
+        for stage in self.stages if self.program.fully_sharded else ():
+            drop_gradients(stage)
         for parameter in self.parameters():
             parameter.grad = None
         if self._shards is not None:
             self._shards.send()
 
     def whole_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of this rank's stages, also where other ranks hold them (ZeRO level 1); a collective call there."""
+        """Return the gradients of this rank's stages, also where other ranks hold them (ZeRO level 1); a collective call there.
+
+        Raises:
+            RuntimeProgramError: the last step was one with ``accumulate``.
+        """
+        self._gradients.check_reduced("whole_gradients")
         if self._shards is not None:
             return self._shards.whole_gradients()
         named = (pair for stage in self.stages for pair in stage.named_parameters(remove_duplicate=False))
@@ -367,7 +405,11 @@ class Pipeline:
 
         Returns:
             The norm before.
+
+        Raises:
+            RuntimeProgramError: the last step was one with ``accumulate``.
         """
+        self._gradients.check_reduced("clip_grad_norm_")
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in self._gradients.counted:
             if parameter.grad is not None:
@@ -391,7 +433,11 @@ class Pipeline:
         self.synchronize()
         values = self._prepare(batch, self.steps_done if step is None else step)
         with torch.no_grad():
-            return forward_only(self.program, self._adapters, values, self.groups)
+            for stage in self.stages if self.program.gathers_by_table else ():
+                gather(stage)
+            outputs = forward_only(self.program, self._adapters, values, self.groups)
+        self._free()
+        return outputs
 
 
 @contextmanager

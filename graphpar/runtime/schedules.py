@@ -3,28 +3,31 @@
 GPipe, 1F1B                                     one stage a rank
 Interleaved1F1B, LoopedBFS, InterleavedZeroBubble   stage i on rank i mod pp
 ZBVZeroBubble, DualPipeV                        two stages a rank, stage i on ranks 0 .. pp-1, pp-1 .. 0
-"actions" in the plan                           any placement
+"actions" in the plan                           any placement; with state that is sharded, these also gather and reduce
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
+    _add_send_recv,
+    _ComputationType,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
 
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.fully_sharded import add_up, begin_microbatch, free, gather, reduce_gradients
 from graphpar.runtime.manifest import Manifest
-from graphpar.runtime.stages import KEYWORD
+from graphpar.runtime.stages import KEYWORD, StageAdapter
 
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
@@ -70,10 +73,65 @@ def _by_name(program: Manifest, stages: list[PipelineStage]) -> Schedule:
 def _from_actions(program: Manifest, stages: list[PipelineStage]) -> Schedule:
     assert program.actions is not None
     schedule = _PipelineScheduleRuntime(stages, program.microbatches, loss_fn=share_of_loss, scale_grads=False)
+    rows = {rank: [_Action.from_str(text) if text else None for text in row] for rank, row in program.actions.items()}
     schedule._prepare_schedule_with_comms(
-        {rank: [_Action.from_str(text) if text else None for text in row] for rank, row in program.actions.items()}
+        {rank: [cell for cell in row if cell is None or not _is_of_state(cell)] for rank, row in rows.items()}
     )
+    if program.fully_sharded:  # torch has put its own actions on state where it likes them
+        schedule.pipeline_order_with_comms = _add_send_recv(
+            {rank: [cell for cell in row if cell is not None] for rank, row in rows.items()},
+            stage_to_rank=schedule.stage_index_to_group_rank.__getitem__,
+            num_stages=len(program.stages),
+        )
+        _act_on_state(schedule, stages)
     return schedule
+
+
+def _is_of_state(cell: _Action) -> bool:
+    return cell.microbatch_index is None and cell.sub_actions is None
+
+
+def _act_on_state(schedule: Schedule, stages: list[PipelineStage]) -> None:
+    """Let the actions on state do what :class:`ShardedStage` says, where torch would do nothing: our stages are no FSDP modules."""
+    own = {stage.stage_index: stage for stage in stages if isinstance(stage, ShardedStage)}
+    for kind, act in (
+        (_ComputationType.UNSHARD, ShardedStage.gather),
+        (_ComputationType.RESHARD, ShardedStage.free),
+        (_ComputationType.REDUCE_GRAD, ShardedStage.reduce),
+    ):
+        schedule.register_custom_function(kind, lambda action, _, act=act: act(own[action.stage_index]))
+
+
+class ShardedStage(PipelineStage):
+    """A stage whose state is sharded over dp_shard."""
+
+    @property
+    def _emitted(self) -> nn.Module:
+        return cast(StageAdapter, self.submod).stage
+
+    def begin(self, *, reduces: bool) -> None:
+        """Begin a step; ``reduces``: whether its gradients are reduced at its end."""
+        self.reduces = reduces
+        begin_microbatch(self._emitted, reduces=False, frees=True)
+
+    def gather(self) -> None:
+        """Run UNSHARD."""
+        gather(self._emitted)
+
+    def free(self) -> None:
+        """Run RESHARD."""
+        free(self._emitted)
+
+    def reduce(self) -> None:
+        """Run REDUCE_GRAD."""
+        if self.reduces:
+            reduce_gradients(self._emitted)
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward, or a half of it; torch calls this for each."""
+        found = super().backward_maybe_with_nosync(*args, **kwargs)
+        add_up(self._emitted)
+        return found
 
 
 def _check_placement(program: Manifest, schedule: Schedule) -> None:

@@ -22,14 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.errors import GraphparError
-from graphpar.schedules.table import Action, ActionTable, Pair
+from graphpar.schedules.table import COMPUTATIONS, STATE, Action, ActionTable, Pair
 
 # What an action sends to other stages: an activation ("F") or the gradient of its stage's input ("B", from B or I).
 _Result: TypeAlias = tuple[int, Literal["F", "B"], int]
 
 Nodes: TypeAlias = NDArray[np.int64]
 
-KIND_ORDER = "FBIW"  # an action's price is number kind * stages + stage
+KIND_ORDER = (*COMPUTATIONS, *STATE)  # an action's price is number kind * stages + stage
+_SENDING = ("F", "B", "I")
 START = 0  # the node that has always ended
 
 
@@ -161,7 +162,7 @@ class _Builder:
             need = START
         end, transfers = self.last[rank], list[int]()
         for action in cell.parts:
-            if action.kind != "W":
+            if action.kind in _SENDING:
                 self._leave(action, rank, end, transfers, woken)
         if len(transfers) == 1:
             self.last_sent[rank] = transfers[0]
@@ -229,13 +230,15 @@ def needs_of(cell: Action | Pair, last_stage: int) -> list[_Result]:
     inside: list[_Result] = []
     for action in cell.parts:
         outside += [n for n in _needs(action, last_stage) if not (n in inside and n[0] == action.stage)]
-        if action.kind != "W":
+        if action.kind in _SENDING:
             inside.append((action.stage, "F" if action.kind == "F" else "B", action.microbatch))
     return outside
 
 
 def _needs(action: Action, last_stage: int) -> list[_Result]:
     stage, microbatch = action.stage, action.microbatch
+    if action.kind in STATE:
+        return []
     if action.kind == "F":
         return [(stage - 1, "F", microbatch)] if stage > 0 else []
     if action.kind == "W":
@@ -248,7 +251,7 @@ def _deadlock(table: ActionTable, builder: _Builder) -> str:
     maker: dict[_Result, tuple[int, int, Action]] = {
         (action.stage, "F" if action.kind == "F" else "B", action.microbatch): (rank, step, action)
         for rank, step, _, action in table.actions()
-        if action.kind != "W"
+        if action.kind in _SENDING
     }
     stuck = []
     for rank, (row, step) in enumerate(zip(table.rows, builder.step_of)):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from graphpar.errors import GraphparError
 from graphpar.schedules.core_sharing import SharedCores, ends_on_shared_cores
 from graphpar.schedules.order import KIND_ORDER, Order, order_of
-from graphpar.schedules.table import Action, ActionTable
+from graphpar.schedules.table import COMPUTATIONS, STATE, Action, ActionTable, Kind
 
 Array: TypeAlias = NDArray[Any]
 
@@ -56,6 +56,11 @@ class Span:
     start: float
     end: float
     collectives: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def drawn(self) -> bool:
+        """Whether it is drawn: an action on state is, where it takes time."""
+        return self.action.kind not in STATE or self.end > self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,8 @@ def simulate(
     weight: Sequence[float] | None = None,
     *,
     input_backward: Sequence[float] | None = None,
+    gather: Sequence[float] | None = None,
+    reduce: Sequence[float] | None = None,
     transfers: Transfers | None = None,
     cores: SharedCores | None = None,
     spans: bool = True,
@@ -126,7 +133,8 @@ def simulate(
     """Simulate the table with these costs per stage; transfers are free unless given.
 
     ``backward`` is the whole backward, the cost of ``B``. ``weight`` is the cost of ``W`` (half of the backward, when
-    not given), ``input_backward`` that of ``I`` (the backward minus ``weight``). Any unit of time. With ``cores`` an
+    not given), ``input_backward`` that of ``I`` (the backward minus ``weight``), ``gather`` that of ``UNSHARD`` and ``reduce`` that
+    of ``REDUCE_GRAD`` (nothing). Any unit of time. With ``cores`` an
     action takes longer where ranks outnumber cores. Without ``spans`` only the sums are computed, which is faster.
 
     Raises:
@@ -134,7 +142,11 @@ def simulate(
     """
     order = table if isinstance(table, Order) else order_of(table)
     weight = [cost / 2 for cost in backward] if weight is None else weight
-    costs: dict[str, Sequence[float]] = {"forward": forward, "backward": backward, "weight": weight}
+    free = [0.0] * order.stages
+    gather, reduce = gather or free, reduce or free
+    costs: dict[str, Sequence[float]] = {
+        "forward": forward, "backward": backward, "weight": weight, "gather": gather, "reduce": reduce,
+    }  # fmt: skip
     if input_backward is not None:
         costs["input backward"] = input_backward
     for name, values in costs.items():
@@ -147,7 +159,9 @@ def simulate(
                     "which holds both the weight and the input part"
                 )
         input_backward = [whole - part for whole, part in zip(backward, weight)]
-    prices = {"F": forward, "B": backward, "I": input_backward, "W": weight}
+    prices: dict[Kind, Sequence[float]] = {
+        "F": forward, "B": backward, "I": input_backward, "W": weight, "UNSHARD": gather, "RESHARD": free, "REDUCE_GRAD": reduce,
+    }  # fmt: skip
     price = np.zeros(order.gate_price + 1)
     price[: order.first_transfer_price] = [cost for kind in KIND_ORDER for cost in prices[kind]]
     return _timeline(order, price[order.price], transfers, spans, cores)
@@ -178,7 +192,8 @@ def _timeline(
     if cores is None:
         ends = _ends(durations, before, needs)
     else:
-        on_core = np.append(np.tile(cores.shares, len(KIND_ORDER)), np.zeros(2 * order.stages + 1))
+        on_core = np.zeros(order.gate_price + 1)
+        on_core[: len(COMPUTATIONS) * order.stages] = np.tile(cores.shares, len(COMPUTATIONS))
         shares = np.where(is_transfer, 0.0, on_core[order.price])
         ends = ends_on_shared_cores(durations.tolist(), shares.tolist(), before.tolist(), needs.tolist(), cores)
 
@@ -274,6 +289,7 @@ def in_flight(
     for name, values in (("saved", whole), ("for_weight", kept)):
         _check_costs(name, values, order.stages)
     changes = np.array([*whole, *(-s for s in whole), *(k - s for k, s in zip(kept, whole)), *(-k for k in kept)])
+    changes = np.append(changes, np.zeros(len(STATE) * order.stages, dtype=changes.dtype))
     memories = []
     for nodes in order.actions_of:
         after = np.cumsum(changes[order.price[nodes]])
@@ -308,7 +324,7 @@ def draw(timeline: Timeline, width: int = 100, names: Sequence[str] | None = Non
     """Draw one line for each rank, time from left to right: ``rank 0  F0 F1 .. .. B0 -- B1 -- G O --``.
 
     ``..`` is idle, ``--`` the rest of a longer action; after the actions ``G`` is the all-reduce of gradients, ``O``
-    the optimizer's step, ``A`` the all-gather of parameters. Columns are as long as the shortest action, or a quarter
+    the optimizer's step, ``A`` the all-gather of parameters. ``U`` and ``R`` gather and reduce sharded state. Columns are as long as the shortest action, or a quarter
     of the longest if that is more, so that times are approximate and the order is exact; what follows the actions has
     four at most. Of columns in which all ranks wait, one after the other, the first alone is drawn. The stage is named
     where a rank has more than one. Wider than ``width``, the middle is left out (``…``), at the same time on every
@@ -365,10 +381,9 @@ def _without_long_waits(lines: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _columns(row: Sequence[Span], quantum: float, several: bool) -> list[str]:
     columns: list[str] = []
-    for span in row:
+    for span in (span for span in row if span.drawn):
         start = max(len(columns), math.floor(span.start / quantum + 0.5))
         columns += [".."] * (start - len(columns))
-        action = span.action
-        columns.append(str(action) if several else f"{action.kind}{action.microbatch}")
+        columns.append(span.action.label(several))
         columns += ["--"] * (math.floor(span.end / quantum + 0.5) - len(columns))
     return columns

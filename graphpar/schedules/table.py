@@ -5,12 +5,14 @@
     2 ranks, 2 microbatches, 1F1B             as text, which torch's runtime loads
       rank 0   F0 F1 .. .. B0 -- B1 --        0F0,0F1,0B0,0B1
       rank 1   .. F0 B0 -- F1 B1 --           1F0,1B0,1F1,1B1
+      with sharded state                      0UNSHARD,0F0,0F1,0B0,0B1,0REDUCE_GRAD,0RESHARD
 
 An action is stage, kind, microbatch: ``2F0`` is stage 2's forward of microbatch 0. The kinds are ``F`` forward,
 ``B`` full backward, ``I`` backward for the input alone, and ``W`` backward for the weights alone (``I`` then ``W``
 stand for one ``B``). ``(0F3;3B1)OVERLAP_F_B`` is a pair that the runtime may interleave. An empty cell is idle time
-in a drawing: each rank runs its actions in order, as soon as what they need has arrived. Communication isn't written:
-it follows from the order.
+in a drawing: each rank runs its actions in order, as soon as what they need has arrived. Sends and receives aren't
+written: they follow from the order. What a stage does with state that is sharded over dp_shard is: ``UNSHARD`` gathers its
+parameters, ``RESHARD`` frees them, ``REDUCE_GRAD`` reduce-scatters the gradients of all microbatches.
 
 Ranks, steps, stages and microbatches count from 0 throughout.
 """
@@ -27,22 +29,32 @@ from typing import Literal, TypeAlias
 
 from graphpar.errors import GraphparError, near_match
 
-Kind = Literal["F", "B", "I", "W"]
+Kind = Literal["F", "B", "I", "W", "UNSHARD", "RESHARD", "REDUCE_GRAD"]
 
 KINDS: dict[str, tuple[Kind, str]] = {
     "F": ("F", "forward"),
     "B": ("B", "full backward"),
     "I": ("I", "input backward"),
     "W": ("W", "weight backward"),
+    "UNSHARD": ("UNSHARD", "gather of parameters"),
+    "RESHARD": ("RESHARD", "release of parameters"),
+    "REDUCE_GRAD": ("REDUCE_GRAD", "reduction of gradients"),
 }
-_ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+COMPUTATIONS: tuple[Kind, ...] = ("F", "B", "I", "W")
+STATE: tuple[Kind, ...] = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+"""The kinds that are of a stage's state and of no microbatch."""
+LETTERS: dict[Kind, str] = {"UNSHARD": "U", "RESHARD": "-", "REDUCE_GRAD": "R"}
+"""How these are written in drawings; the others are letters."""
+WHOLE = -1
+"""The microbatch of an action that is of none."""
+_ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})|([0-9]{1,9})(UNSHARD|RESHARD|REDUCE_GRAD)")
 _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One computation of one stage on one microbatch."""
+    """One computation of one stage on one microbatch, or a collective on the stage's state (microbatch :data:`WHOLE`)."""
 
     stage: int
     kind: Kind
@@ -53,8 +65,13 @@ class Action:
         """The action alone, as a pair has two."""
         return (self,)
 
+    def label(self, several: bool) -> str:
+        """Return its name in a drawing, with the stage where a rank has ``several``."""
+        text = LETTERS.get(self.kind, self.kind) if self.microbatch == WHOLE else f"{self.kind}{self.microbatch}"
+        return f"{self.stage}{text}" if several else text
+
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
+        return f"{self.stage}{self.kind}{'' if self.microbatch == WHOLE else self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +173,10 @@ def parse_cell(token: str, rank: int, step: int) -> Cell:
     if pair is None:
         return _parse_action(token, token, rank, step)
     parts = tuple(_parse_action(part.strip(), token, rank, step) for part in pair[1].split(";"))
-    if len(parts) != 2:
+    if len(parts) != 2 or any(part.kind in STATE for part in parts):
         raise GraphparError(
             f"rank {rank}, step {step}: {token!r} overlaps {len(parts)} action(s); "
-            "it must be two, as (0F3;3B1)OVERLAP_F_B"
+            "it must be two computations, as (0F3;3B1)OVERLAP_F_B"
         )
     return Pair(parts)
 
@@ -167,7 +184,9 @@ def parse_cell(token: str, rank: int, step: int) -> Cell:
 def _parse_action(text: str, token: str, rank: int, step: int) -> Action:
     match = _ACTION.fullmatch(text)
     if match is not None:
-        stage, kind, microbatch = match.groups()
+        stage, kind, microbatch, whose, state = match.groups()
+        if state is not None:
+            return Action(int(whose), KINDS[state][0], WHOLE)
         return Action(int(stage), KINDS[kind][0], int(microbatch))
     if _COMMUNICATION.fullmatch(text):
         raise GraphparError(
@@ -217,19 +236,23 @@ def validate_table(table: ActionTable, stages: int, microbatches: int) -> None:
         where = f"rank {rank}, step {step}: {cell}" + ("" if cell == action else f", in it {action}")
         if not 0 <= stage < stages:
             raise GraphparError(f"{where} names stage {stage}; the last stage of the program is {stages - 1}")
-        if not 0 <= microbatch < microbatches:
+        if action.kind not in STATE and not 0 <= microbatch < microbatches:
             raise GraphparError(f"{where} names microbatch {microbatch}; the last of them is {microbatches - 1}")
         if rank_of.setdefault(stage, rank) != rank:
             raise GraphparError(f"{where} runs stage {stage}, which is on rank {rank_of[stage]}; a stage has one rank")
+        if action.kind in STATE:
+            continue
         if action in seen:
             raise GraphparError(f"{where} repeats {action}; a stage runs each action once")
         _check_local_order(action, seen, where)
         seen.add(action)
     _check_complete(table, stages, microbatches, rank_of, seen)
+    if has_state_actions(table):
+        _check_state(table)
 
 
 def _check_local_order(action: Action, seen: set[Action], where: str) -> None:
-    forward, full, split, weight = (Action(action.stage, kind, action.microbatch) for kind, _ in KINDS.values())
+    forward, full, split, weight = (Action(action.stage, kind, action.microbatch) for kind in COMPUTATIONS)
     clashing = {"B": (split, weight), "I": (full,), "W": (full,)}.get(action.kind, ())
     for other in clashing:
         if other in seen:
@@ -251,7 +274,7 @@ def _check_complete(
     for stage in range(stages):
         if stage not in rank_of:
             raise GraphparError(f"stage {stage} is on no rank; the program has stages 0 to {stages - 1}")
-        done = {kind: [Action(stage, kind, m) in seen for m in range(microbatches)] for kind, _ in KINDS.values()}
+        done = {kind: [Action(stage, kind, m) in seen for m in range(microbatches)] for kind in COMPUTATIONS}
         where = f"rank {rank_of[stage]}, stage {stage}"
         if not all(done["F"]):
             missing = Action(stage, "F", done["F"].index(False))
@@ -269,3 +292,69 @@ def _check_complete(
                 f"{where}: {sum(done['I'])} input backwards but {sum(done['W'])} weight backwards; "
                 f"{Action(stage, 'W', microbatch)} is missing, and with it a part of the weight gradient"
             )
+
+
+# ------------------------------------------------------------------------------------------ sharded state
+
+
+def has_state_actions(table: ActionTable) -> bool:
+    """Tell whether the table says when state is gathered and reduced."""
+    return any(action.kind in STATE for _, _, _, action in table.actions())
+
+
+def with_state_actions(table: ActionTable, *, gathers: bool) -> ActionTable:
+    """Add when each stage reduces its gradients: once, after its last weight gradient.
+
+    With ``gathers`` its parameters are gathered before its first action and freed after the reduction; else the stage gathers
+    them itself, for each forward and each backward.
+    """
+    return make_table([_row_with_state(row, gathers) for row in table.rows])
+
+
+def _row_with_state(row: Sequence[Cell], gathers: bool) -> list[Cell]:
+    last = {action.stage: step for step, cell in enumerate(row) for action in (cell.parts if cell is not None else ())}
+    found: list[Cell] = []
+    gathered: set[int] = set()
+    for step, cell in enumerate(row):
+        stages = dict.fromkeys(action.stage for action in (cell.parts if cell is not None else ()))
+        found += [Action(stage, "UNSHARD", WHOLE) for stage in stages if gathers and stage not in gathered]
+        gathered |= set(stages)
+        found.append(cell)
+        for stage in (stage for stage in stages if last[stage] == step):
+            found.append(Action(stage, "REDUCE_GRAD", WHOLE))
+            found += [Action(stage, "RESHARD", WHOLE)] if gathers else []
+    return found
+
+
+def _check_state(table: ActionTable) -> None:
+    """Check that stages compute while their parameters are gathered, and reduce once, after their last weight gradient."""
+    gathers = any(action.kind == "UNSHARD" for _, _, _, action in table.actions())
+    last = {action.stage: (step, action) for _, step, _, action in table.actions() if action.kind in ("B", "W")}
+    gathered: set[int] = set()
+    reduced: set[int] = set()
+    for rank, step, cell, action in table.actions():
+        where, stage = f"rank {rank}, step {step}: {cell}", action.stage
+        if action.kind == "UNSHARD":
+            if stage in gathered:
+                raise GraphparError(f"{where} gathers the parameters of stage {stage}, which are gathered already")
+            gathered.add(stage)
+        elif gathers and stage not in gathered:
+            raise GraphparError(f"{where} needs the parameters of stage {stage}, which no {stage}UNSHARD before it gathers")
+        elif action.kind == "RESHARD":
+            if not gathers:
+                raise GraphparError(f"{where} frees parameters that no {stage}UNSHARD gathers")
+            gathered.remove(stage)
+        elif action.kind == "REDUCE_GRAD":
+            if step < last[stage][0]:
+                raise GraphparError(
+                    f"{where} reduces the gradients of stage {stage} before {last[stage][1]} at step {last[stage][0]}, its last "
+                    "weight gradient, which would be lost"
+                )
+            if stage in reduced:
+                raise GraphparError(f"{where} reduces the gradients of stage {stage} a second time")
+            reduced.add(stage)
+    for stage in range(table.stages):
+        if stage not in reduced:
+            raise GraphparError(f"stage {stage} has no {stage}REDUCE_GRAD, so its gradients stay on their ranks")
+        if stage in gathered:
+            raise GraphparError(f"stage {stage} has no {stage}RESHARD after its last {stage}UNSHARD")

@@ -24,9 +24,11 @@ from graphpar.passes.planning.choose import (
     check_degrees,
     check_microbatch_size,
     check_pipelined,
+    check_reshard,
     check_zero,
     checked_table,
     choose,
+    level_of,
 )
 from graphpar.passes.planning.planner import FREE_AXES
 from graphpar.passes.planning.planning import estimate_plan, search_plan
@@ -84,6 +86,7 @@ def ask(
     allow_batch_coupling: bool = False,
     zero: int | None = None,
     zero1_by: str | None = None,
+    reshard: str | int | None = None,
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Asked:
@@ -123,6 +126,7 @@ def ask(
         allow_batch_coupling=allow_batch_coupling,
         zero=zero,
         zero1_by=zero1_by,
+        reshard=reshard,
         dtype=dtype or "",
         layers_per_stage=layers_per_stage,
         edge_layers=edge_layers,
@@ -187,6 +191,9 @@ def _check(asked: Asked) -> None:
             raise GraphparError(f"zero1_by={pins.zero1_by} says how ZeRO-1 divides the state; give zero=1 with it.")
     if "dp_shard" in asked.mesh or pins.zero is not None:
         check_zero(Mesh(**asked.mesh), pins.zero)
+    if pins.reshard is not None:
+        mesh = Mesh(**asked.mesh)
+        check_reshard(mesh, level_of(mesh.dp_shard, pins.zero), pins.reshard)
     if asked.complete:
         mesh = Mesh.resolve(asked.mesh, asked.devices)
         if pins.schedule is not None:

@@ -51,7 +51,7 @@ from graphpar.schedules.registry import (
     legal_microbatches,
     stage_ranks,
 )
-from graphpar.schedules.table import ActionTable, parse_table, validate_table
+from graphpar.schedules.table import ActionTable, has_state_actions, parse_table, validate_table, with_state_actions
 from graphpar.text import plural
 
 CUSTOM = "custom"
@@ -71,6 +71,7 @@ class PlanConstraints:
     allow_batch_coupling: bool = False
     zero: int | None = None
     zero1_by: str | None = None
+    reshard: str | int | None = None
     dtype: str = "fp32"
     layers_per_stage: int | None = None
     edge_layers: tuple[int, int] | None = None  # how many layers the modules before and after the layers count as
@@ -128,8 +129,9 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
         check_legal(schedule, mesh.pp, per_rank, microbatches)
     ranks = stage_ranks(schedule, mesh.pp, per_rank) if mesh.pp > 1 else [0]
     cells = None
-    if get_schedule(schedule).lead is not None and mesh.pp > 1:  # torch's runtime takes it as a table
-        cells = _cells(action_table(schedule, mesh.pp, per_rank, microbatches))
+    gathers = level_of(mesh.dp_shard, pins.zero) >= 2
+    if mesh.pp > 1 and (get_schedule(schedule).lead is not None or gathers):  # torch's runtime takes it as a table
+        cells = _cells(_with_state(action_table(schedule, mesh.pp, per_rank, microbatches), mesh, pins))
     plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins, cells)
     if mesh.pp == 1 or pins.cluster is not None:  # on a cluster the prediction shows the bubble
         return plan
@@ -181,8 +183,6 @@ def check_zero(mesh: Mesh, level: int | None, mode: str = "train") -> None:
         raise GraphparError(
             f"Mesh {shown} with zero=0 shards nothing; use dp_replicate={mesh.dp_shard}, or zero=1, 2 or 3."
         )
-    if mesh.pp > 1 and level != 1:
-        raise GraphparError(f"Mesh pp={mesh.pp} with {shown}: sharded state under a pipeline comes in a later version.")
     if mode != "train":
         raise GraphparError(f"Mesh {shown} shards what training stores; for inference use tp, or dp_replicate.")
 
@@ -203,7 +203,78 @@ def zero_level(program: Program, mesh: Mesh, level: int | None) -> int:
         )
     if level != 1:
         _check_dtypes(program)
-    return 3 if level is None else level
+    return level_of(mesh.dp_shard, level)
+
+
+def level_of(shards: int, level: int | None) -> int:
+    """Return the ZeRO level over ``shards`` ranks of dp_shard: as pinned, else 3 where there are several."""
+    return (3 if shards > 1 else 0) if level is None else level
+
+
+RESHARD = ("default", "always", "never")
+
+
+def check_reshard(mesh: Mesh, zero: int, reshard: str | int) -> None:
+    """Check that gathered parameters can be freed as ``reshard`` says.
+
+    ``default`` is after each forward and backward, and under a pipeline once a step; ``always`` and ``never`` (in between) say so; a
+    number frees them after a forward down to shards over so many neighbouring ranks.
+
+    Raises:
+        GraphparError: they can't.
+    """
+    if reshard == "default":
+        return
+    if isinstance(reshard, bool) or (not isinstance(reshard, int) and reshard not in RESHARD):
+        raise GraphparError(f"reshard is {reshard!r}; it must be one of {', '.join(RESHARD)}, or a number of ranks.")
+    if mesh.dp_shard == 1 or zero < 2:
+        raise GraphparError(
+            f"reshard={reshard} says when gathered parameters are freed, but with dp_shard={mesh.dp_shard} and zero={zero} they are whole "
+            "on every rank; give mesh dp_shard=2 or more and zero=3."
+        )
+    if zero < 3 and reshard != "never":
+        raise GraphparError(
+            f"reshard={reshard} frees gathered parameters after a forward, but zero={zero} keeps them for the step; use zero=3."
+        )
+    others = {axis: degree for axis, degree in mesh.degrees().items() if degree > 1 and axis != "dp_shard"}
+    if isinstance(reshard, int) and others:  # each unit would make its groups on the ranks of one shard group alone, and hang
+        raise GraphparError(
+            f"reshard={reshard} on a mesh with {', '.join(f'{axis}={degree}' for axis, degree in others.items())} beside dp_shard comes in a "
+            "later version; use reshard=always."
+        )
+    if isinstance(reshard, int) and (not 1 < reshard < mesh.dp_shard or mesh.dp_shard % reshard):
+        between = [str(number) for number in range(2, mesh.dp_shard) if mesh.dp_shard % number == 0]
+        raise GraphparError(
+            f"reshard={reshard} must be a divisor of dp_shard={mesh.dp_shard} between 1 and {mesh.dp_shard}"
+            f"{': ' + ', '.join(between) if between else ', of which there is none'}."
+        )
+
+
+def _with_state(table: ActionTable, mesh: Mesh, pins: PlanConstraints) -> ActionTable:
+    """Return ``table`` with the gathers and reductions of sharded state, unless it says itself when they are.
+
+    Raises:
+        GraphparError: its backwards are split, and parameters are to be freed after each; or it has actions on state that is not sharded.
+    """
+    gathers = pins.reshard in (None, "default", "never")
+    split_at = next((action for _, _, _, action in table.actions() if action.kind == "I"), None)
+    if level_of(mesh.dp_shard, pins.zero) < 2:
+        if has_state_actions(table):
+            raise GraphparError("The schedule table gathers or reduces state, but the mesh shards none; give dp_shard=2 or more.")
+        return table
+    if not gathers and split_at is not None:
+        raise GraphparError(
+            f"reshard={pins.reshard} frees a stage's parameters after each backward, but this schedule splits backwards in two, as {split_at}; "
+            "use a schedule that does not, such as 1F1B or Interleaved1F1B, or reshard=default."
+        )
+    if not has_state_actions(table):
+        return with_state_actions(table, gathers=gathers)
+    if any(action.kind == "UNSHARD" for _, _, _, action in table.actions()) != gathers:
+        raise GraphparError(
+            f"The schedule table {'has no' if gathers else 'has'} UNSHARD actions, but with reshard={pins.reshard or 'default'} "
+            f"{'it says when parameters are gathered' if gathers else 'stages gather their parameters themselves'}."
+        )
+    return table
 
 
 def _check_dtypes(program: Program) -> None:
@@ -294,6 +365,7 @@ def _plan(
     pins: PlanConstraints,
     actions: tuple[tuple[str, ...], ...] | None = None,
 ) -> Plan:
+    check_reshard(mesh, level_of(mesh.dp_shard, pins.zero), pins.reshard or "default")
     stages = split(program, positions_of(program, split_points))
     size = batch // (microbatches * mesh.replicas)
     coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
@@ -311,6 +383,7 @@ def _plan(
         actions=actions,
         zero=zero_level(program, mesh, pins.zero),
         zero1_by=pins.zero1_by or ZERO1_BY[0],
+        reshard=pins.reshard or "default",
         allow_batch_coupling=pins.allow_batch_coupling,
         sharding=found.sharding,
         cluster=pins.cluster,
@@ -451,7 +524,8 @@ def _with_table(
     for rank, _, _, action in table.actions():
         ranks[action.stage] = rank
     chosen = split_points if split_points is not None else balanced_split_points(program, stages)
-    plan = _plan(program, mesh, "GPipe", batch, microbatches, chosen, ranks, pins, _cells(table))
+    cells = _cells(_with_state(table, mesh, pins))
+    plan = _plan(program, mesh, "GPipe", batch, microbatches, chosen, ranks, pins, cells)
     return replace(plan, schedule=CUSTOM)
 
 

@@ -95,7 +95,7 @@ class Planner:
     def candidates(self) -> Iterator[Candidate]:
         """Yield every legal candidate; those whose mesh can't divide the model or the batch are left out."""
         for mesh in self.meshes():
-            if self.batch % mesh.replicas or (mesh.dp_shard > 1 and mesh.pp > 1):
+            if self.batch % mesh.replicas:
                 continue
             rows = self.batch // mesh.replicas
             for schedule, depth, split_points in self._schedules(mesh):
@@ -120,6 +120,8 @@ class Planner:
             if (wished is None and row.torch_class is None) or wished not in (None, row.name):
                 continue
             if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
+                continue
+            if row.splits_backward and mesh.dp_shard > 1 and not self.execution.kept_for_step:
                 continue
             if self.wishes.split_points is None:
                 depths = (

@@ -26,6 +26,7 @@ from graphpar.passes.planning.choose import (
     choose,
     coupling_reason,
     global_batch,
+    level_of,
     pinned_split_points,
     solve,
 )
@@ -99,8 +100,7 @@ def planner_for(
         split_points=split_points_for if _has_split_points(program, pins) else None,
         one_microbatch=reason is not None,
     )
-    shards = pinned.get("dp_shard", 1)
-    execution = Execution(zero=(3 if shards > 1 else 0) if pins.zero is None else pins.zero)
+    execution = Execution(zero=level_of(pinned.get("dp_shard", 1), pins.zero), reshard=pins.reshard or "default")
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dominant_dtype(program), shown=top)
 
 
@@ -132,7 +132,7 @@ def pricing_of(
     """
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
-    run = execution or Execution(zero=plan.zero, recompute=plan.recompute)
+    run = execution or Execution(zero=plan.zero, reshard=plan.reshard, recompute=plan.recompute)
     sharded = sharded_as(program, plan)
     local = sharded.local
     units = units_of_ranks(sharded, run, device=cluster.device.kind, wanted=plan.split_points)

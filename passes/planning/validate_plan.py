@@ -20,6 +20,7 @@ from graphpar.passes.planning.choose import (
     check_degrees,
     check_microbatch_size,
     check_pipelined,
+    check_reshard,
     check_zero,
     choose,
 )
@@ -57,6 +58,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         allow_batch_coupling=given.allow_batch_coupling,
         zero=given.zero,
         zero1_by=given.zero1_by,
+        reshard=given.reshard,
         dtype=given.dtype,
         cluster=given.cluster,
     )
@@ -88,6 +90,7 @@ def check_alone(plan: Plan) -> None:
             f"The plan's recompute is {plan.recompute!r}, which emitted programs don't do in this version; it must be 'none'."
         )
     check_zero(plan.mesh, plan.zero, plan.mode)
+    check_reshard(plan.mesh, plan.zero, plan.reshard)
     check_degrees(plan.mesh, plan.global_batch)
     if plan.cluster is not None and plan.cluster.size != plan.mesh.size:
         raise GraphparError(
@@ -102,8 +105,9 @@ def check_alone(plan: Plan) -> None:
         )
     if plan.actions is None:
         check_pipelined(plan.schedule, plan.mesh)
-        if get_schedule(plan.schedule).lead is not None and plan.mesh.pp > 1:
-            raise GraphparError(f"The plan's actions is None, but {plan.schedule} runs as a table of them. Plan again.")
+        if plan.mesh.pp > 1 and (get_schedule(plan.schedule).lead is not None or plan.zero >= 2):
+            what = plan.schedule if plan.zero < 2 else f"{plan.schedule} with sharded state"
+            raise GraphparError(f"The plan's actions is None, but {what} runs as a table of them. Plan again.")
     check_microbatch_size(plan.microbatch_size, plan.global_batch, plan.mesh.replicas)
 
 
