@@ -19,7 +19,8 @@ class Memory:
 
     Attributes:
         buffers: buffers and constants.
-        buckets: of the all-reduce of gradients: gradients are copied into them, so one bucket exists twice.
+        buckets: of the all-reduce of gradients: gradients are copied into them, so one bucket exists twice. And what is gathered of
+            sharded parameters, and gradients that are yet to be reduced to shards.
         inputs: the replica's rows of the inputs that its stages take.
         boundaries: what stages receive, and the gradients of what they send; torch keeps a buffer for each microbatch.
         activations: of the microbatches in flight, at the peak.

@@ -110,7 +110,7 @@ class Pricing:
         everything = summed_by_axis([there, back])
         forward, backward = seconds[0], again + seconds[1] + seconds[2]
         exposed = [{axis: shown * value for axis, value in way.items()} for way in (there, back)]
-        if self.execution.zero == 3 and self.mesh.dp_shard > 1:
+        if self._sharded and (self.mesh.pp == 1 or not self.execution.kept_for_step):
             plain = forward, backward
             forward, backward, gathered = self._gathered(first, after, rows, forward, backward)
             everything = summed_by_axis([everything, {"dp_shard": gathered}])
@@ -128,25 +128,46 @@ class Pricing:
     def _gathered(
         self, first: int, after: int, rows: int, forward: float, backward: float
     ) -> tuple[float, float, float]:
-        """Return forward, backward and all communication with ZeRO 3, in seconds.
+        """Return forward, backward and all communication of a microbatch with sharded state, in seconds.
 
-        Parameters are gathered a unit ahead and gradients reduce-scattered a unit behind, hidden behind each unit's work.
+        Parameters are gathered a unit ahead and gradients reduce-scattered a unit behind, hidden behind each unit's work. ZeRO 2 gathers
+        once a step, and a pipeline reduces once a step.
         """
-        group = self._groups["dp_shard"]
         units = self.units[first:after]
         work = [self.unit_seconds(unit.kind, rows) for unit in units]
         forwards = [self.compute.phase_s(each.phases[0]) + sum(each.sent[0].values()) for each in work]
         ratio = backward / forward if forward else 2.0
-        gathers = [self.network.seconds("all-gather", sum(held.nbytes for held in unit.held), group) for unit in units]
-        scatters = [
-            self.network.seconds("reduce-scatter", self.bytes.gradient_sizes(unit.held), group) for unit in units
-        ]
+        gathers, scatters = self._of_state(units)
+        gathers = [0.0] * len(units) if self.execution.zero == 2 else gathers
+        again = [0.0] * len(units) if self.execution.reshard == "never" else gathers
+        scatters = [0.0] * len(units) if self.mesh.pp > 1 else scatters
+        sent = sum(gathers) + sum(again) + sum(scatters)
         if not self.execution.prefetch:
-            return forward + sum(gathers), backward + sum(gathers) + sum(scatters), 2 * sum(gathers) + sum(scatters)
+            return forward + sum(gathers), backward + sum(again) + sum(scatters), sent
         ahead = gathers[0] + sum(max(own, following) for own, following in zip(forwards, [*gathers[1:], 0.0]))
-        traffic = [gather + scatter for gather, scatter in zip([0.0, *gathers], [*scatters[1:], 0.0])]
+        traffic = [gather + scatter for gather, scatter in zip([0.0, *again], [*scatters[1:], 0.0])]
         behind = sum(max(ratio * own, moved) for own, moved in zip(reversed(forwards), reversed(traffic)))
-        return max(forward, ahead), max(backward, behind + scatters[0]), 2 * sum(gathers) + sum(scatters)
+        return max(forward, ahead), max(backward, behind + scatters[0]), sent
+
+    @cached_property
+    def _sharded(self) -> bool:
+        """Whether ranks of dp_shard hold shards of parameters and gradients."""
+        return self.execution.zero >= 2 and self.mesh.dp_shard > 1 and self.train
+
+    def _of_state(self, units: Sequence[Unit]) -> tuple[list[float], list[float]]:
+        """Return the seconds of gathering each unit's parameters, and of reduce-scattering its gradients."""
+        group = self._groups["dp_shard"]
+        return (
+            [self.network.seconds("all-gather", sum(held.nbytes for held in unit.held), group) for unit in units],
+            [self.network.seconds("reduce-scatter", self.bytes.gradient_sizes(unit.held), group) for unit in units],
+        )
+
+    def _by_table(self, stage: tuple[int, int]) -> tuple[float, float]:
+        """Return the seconds of a stage's UNSHARD and REDUCE_GRAD, where a pipeline's table has them."""
+        if not self._sharded or self.mesh.pp == 1:
+            return 0.0, 0.0
+        gathers, scatters = self._of_state(self.units[slice(*stage)])
+        return sum(gathers) if self.execution.kept_for_step else 0.0, sum(scatters)
 
     # ---- a step ----
 
@@ -194,7 +215,7 @@ class Pricing:
         staged = tuple(
             StageEstimate(
                 place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._elements(stage), there[place], back[place],
-                cost.forward_exposed, cost.backward_exposed,
+                cost.forward_exposed, cost.backward_exposed, *self._by_table(stage),
             )
             for place, (stage, cost) in enumerate(zip(stages, costs))
         )  # fmt: skip
@@ -220,6 +241,9 @@ class Pricing:
             for name in ("sent", "exposed")
         )
         host = "host" if self._crowd == 1 else "turns"  # where ranks share cores the host is the device
+        by_table = sum(step.staged[place].gather_s + step.staged[place].reduce_s for place in own)
+        if by_table:
+            sent, exposed = (summed_by_axis([each, {"dp_shard": by_table}]) for each in (sent, exposed))
         parts = {"compute": compute, host: max(0.0, busy - compute - sum(exposed.values())), **exposed}
         if self.mesh.pp > 1:
             sent["pp"] = count * self._received(step.staged, own)
@@ -277,7 +301,8 @@ class Pricing:
     def _order(self, layout: Layout, stages: int, microbatches: int) -> Order:
         if layout.order is not None:
             return layout.order
-        return action_order(layout.schedule, self.mesh.pp, stages // self.mesh.pp, microbatches)
+        gathers = self.execution.kept_for_step if self._sharded else None
+        return action_order(layout.schedule, self.mesh.pp, stages // self.mesh.pp, microbatches, gathers)
 
     def _timeline(
         self,
@@ -402,8 +427,9 @@ class Pricing:
                 reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
         if zero:
             shards = self._groups["dp_shard"]
-            if zero < 3:
+            if zero == 1:
                 reduced += self.network.seconds("reduce-scatter", total, shards)
+            if zero == 1 or (zero == 2 and self.mesh.pp == 1):
                 gathered = self.network.seconds("all-gather", parameters, shards)
             if self.mesh.dp_replicate > 1:
                 reduced += self.network.seconds("all-reduce", total / self.mesh.dp_shard, self._groups["dp_replicate"])

@@ -12,7 +12,7 @@ from typing import Any
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order
 from graphpar.schedules.simulation import Segment, Span, Timeline, Transfers, simulate
-from graphpar.schedules.table import ActionTable
+from graphpar.schedules.table import STATE, ActionTable
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class StageEstimate:
         weight_s: the weight half of the backward; it has no collectives.
         sent_s, returned_s: transfer of its result to the next stage, and of the gradient back.
         forward_exposed_s, backward_exposed_s: collectives by axis that computation does not hide.
+        gather_s, reduce_s: of its sharded state, once a step, where the schedule's table says when.
     """
 
     index: int
@@ -37,6 +38,8 @@ class StageEstimate:
     returned_s: float
     forward_exposed_s: Mapping[str, float] = field(default_factory=dict)
     backward_exposed_s: Mapping[str, float] = field(default_factory=dict)
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> StageEstimate:
@@ -44,7 +47,9 @@ class StageEstimate:
         return StageEstimate(**{**data, "units": tuple(data["units"])})
 
     def exposed_s(self, kind: str) -> Mapping[str, float]:
-        """Return the exposed collectives by axis of an action: F, B, I or W."""
+        """Return the exposed collectives by axis of an action, by its kind."""
+        if kind in STATE:
+            return {"dp_shard": {"UNSHARD": self.gather_s, "REDUCE_GRAD": self.reduce_s}.get(kind, 0.0)}
         return self.forward_exposed_s if kind == "F" else {} if kind == "W" else self.backward_exposed_s
 
 
@@ -85,9 +90,11 @@ class Conditions:
         inward = [max(0.0, stage.backward_s - stage.weight_s) + self.action_s for stage in stages]
         there, back = [stage.sent_s for stage in stages[:-1]], [stage.returned_s for stage in stages[:-1]]
         transfers = Transfers(there, back, one_at_a_time=True, sender_waits=self.sender_waits)
+        gather, reduce = [stage.gather_s for stage in stages], [stage.reduce_s for stage in stages]
         return simulate(
-            order, forward, backward, weight, input_backward=inward, transfers=transfers, cores=self.turns, spans=spans
-        )
+            order, forward, backward, weight, input_backward=inward, gather=gather, reduce=reduce, transfers=transfers,
+            cores=self.turns, spans=spans,
+        )  # fmt: skip
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Conditions:

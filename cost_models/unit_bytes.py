@@ -72,7 +72,12 @@ class UnitBytes:
         buckets = self._buckets(
             held, [part.tied for place in range(len(stages)) if place not in own for part in self._tied(stages[place])]
         )
-        if run.zero == 3:  # the running unit and the next are gathered
+        pipelined = self.mesh.pp > 1
+        if run.zero >= 2 and pipelined:  # gradients are whole until they are reduced
+            buckets += self.gradient_sizes(held)
+        if run.zero == 3 and (run.reshard == "never" or (pipelined and run.kept_for_step)):
+            buckets += sum(part.nbytes for part in held)
+        elif run.zero == 3:  # the running unit and the next are gathered
             buckets += 2 * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
         inputs = {name: line for unit in units for name, line in unit.inputs.items()}
         return replace(

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from graphpar.codegen.attributes import Tree, reference
 from graphpar.codegen.classes import docstring
 from graphpar.codegen.stage_printer import loop_variable
+from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
 
@@ -40,13 +41,18 @@ def units_of(program: Program, stage: Stage, blocks: Mapping[str, str]) -> list[
     return [path for path in blocks if own(path)]
 
 
-def units_function(tree: Tree, units: Sequence[str], level: int, degree: int) -> str:
+def units_function(tree: Tree, units: Sequence[str], plan: Plan) -> str:
     """Print the function; ``tree`` is the stage's."""
-    when = (
-        "its forward and again for its backward" if level == 3 else "its forward, and kept until its backward is done"
-    )
+    kept = plan.reshard == "never" or (plan.reshard == "default" and plan.mesh.pp > 1)
+    when = "its forward and again for its backward"
+    if kept or plan.zero == 2:
+        when = "its forward, and kept until its backward is done"
+    if (kept and plan.mesh.pp > 1) or plan.zero == 2:
+        when = "the first microbatch, and kept until the last one's backward is done"
+    if isinstance(plan.reshard, int):
+        when += f", and shared by {plan.reshard} ranks in between"
     what = "Each block is a unit, the rest of the stage another" if units else "The stage is one unit"
-    summary = f"ZeRO-{level} over dp_shard={degree} (FSDP2). {what}; a unit is gathered for {when}."
+    summary = f"ZeRO-{plan.zero} over dp_shard={plan.mesh.dp_shard} (FSDP2). {what}; a unit is gathered for {when}."
     lines = [f"def {NAME}(stage: nn.Module, **options: Any) -> None:", *docstring(summary)]
     for text, variable in _modules(tree, units):
         if variable:

@@ -195,11 +195,10 @@ def _stage_file(
         parts.insert(0, counts_function(program))
     if plan.zero:
         tree, units = stage_tree(program, infos, calls), units_of(program, stage, calls)
-        degree = plan.mesh.dp_shard
         parts.append(
-            optimizer_units_function(tree, units, degree)
+            optimizer_units_function(tree, units, plan.mesh.dp_shard)
             if plan.zero == 1
-            else units_function(tree, units, plan.zero, degree)
+            else units_function(tree, units, plan)
         )
     names = set(exported)
     if needs_parameters and "parameters" not in exported:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.schedules.order import Order, order_of
-from graphpar.schedules.table import KINDS, Action, ActionTable, Cell, Pair, make_table
+from graphpar.schedules.table import KINDS, Action, ActionTable, Cell, Pair, make_table, with_state_actions
 from graphpar.schedules.zero_bubble import handcrafted
 
 if TYPE_CHECKING:
@@ -256,15 +256,21 @@ def _action_table(name: str, pp: int, stages_per_rank: int, microbatches: int) -
     return make_table([[_from_torch(cell) for cell in row if not _reduces_gradients(cell)] for row in rows])
 
 
-def action_order(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> Order:
-    """Return the order of :func:`action_table`, cached for callers that price one schedule many times."""
+def action_order(
+    schedule: str, pp: int, stages_per_rank: int, microbatches: int, gathers: bool | None = None
+) -> Order:
+    """Return the order of :func:`action_table`, cached for callers that price one schedule many times.
+
+    With ``gathers`` it has the actions on sharded state, see :func:`~graphpar.schedules.table.with_state_actions`.
+    """
     check_legal(schedule, pp, stages_per_rank, microbatches)
-    return _action_order(canonical_name(schedule), pp, stages_per_rank, microbatches)
+    return _action_order(canonical_name(schedule), pp, stages_per_rank, microbatches, gathers)
 
 
 @lru_cache(maxsize=512)
-def _action_order(name: str, pp: int, stages_per_rank: int, microbatches: int) -> Order:
-    return order_of(_action_table(name, pp, stages_per_rank, microbatches))
+def _action_order(name: str, pp: int, stages_per_rank: int, microbatches: int, gathers: bool | None) -> Order:
+    table = _action_table(name, pp, stages_per_rank, microbatches)
+    return order_of(table if gathers is None else with_state_actions(table, gathers=gathers))
 
 
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Cell]:

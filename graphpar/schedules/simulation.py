@@ -324,7 +324,8 @@ def draw(timeline: Timeline, width: int = 100, names: Sequence[str] | None = Non
     """Draw one line for each rank, time from left to right: ``rank 0  F0 F1 .. .. B0 -- B1 -- G O --``.
 
     ``..`` is idle, ``--`` the rest of a longer action; after the actions ``G`` is the all-reduce of gradients, ``O``
-    the optimizer's step, ``A`` the all-gather of parameters. ``U`` and ``R`` gather and reduce sharded state. Columns are as long as the shortest action, or a quarter
+    the optimizer's step, ``A`` the all-gather of parameters.
+    ``U`` and ``R`` gather and reduce sharded state. Columns are as long as the shortest action, or a quarter
     of the longest if that is more, so that times are approximate and the order is exact; what follows the actions has
     four at most. Of columns in which all ranks wait, one after the other, the first alone is drawn. The stage is named
     where a rank has more than one. Wider than ``width``, the middle is left out (``…``), at the same time on every

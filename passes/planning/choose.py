@@ -239,8 +239,8 @@ def check_reshard(mesh: Mesh, zero: int, reshard: str | int) -> None:
     others = {axis: degree for axis, degree in mesh.degrees().items() if degree > 1 and axis != "dp_shard"}
     if isinstance(reshard, int) and others:  # each unit would make its groups on the ranks of one shard group alone, and hang
         raise GraphparError(
-            f"reshard={reshard} on a mesh with {', '.join(f'{axis}={degree}' for axis, degree in others.items())} beside dp_shard comes in a "
-            "later version; use reshard=always."
+            f"reshard={reshard} with {', '.join(f'{axis}={degree}' for axis, degree in others.items())} beside dp_shard comes in a later "
+            "version; use reshard=always."
         )
     if isinstance(reshard, int) and (not 1 < reshard < mesh.dp_shard or mesh.dp_shard % reshard):
         between = [str(number) for number in range(2, mesh.dp_shard) if mesh.dp_shard % number == 0]
@@ -264,8 +264,8 @@ def _with_state(table: ActionTable, mesh: Mesh, pins: PlanConstraints) -> Action
         return table
     if not gathers and split_at is not None:
         raise GraphparError(
-            f"reshard={pins.reshard} frees a stage's parameters after each backward, but this schedule splits backwards in two, as {split_at}; "
-            "use a schedule that does not, such as 1F1B or Interleaved1F1B, or reshard=default."
+            f"reshard={pins.reshard} frees a stage's parameters after each backward, but this schedule splits backwards in two, as at "
+            f"{split_at}; use a schedule that does not, such as 1F1B or Interleaved1F1B, or reshard=default."
         )
     if not has_state_actions(table):
         return with_state_actions(table, gathers=gathers)

@@ -160,7 +160,137 @@ def test_collectives_of_a_step_on_more_meshes(case: int, tmp_path: Path, pool: R
     _check_counts(*MORE_COUNTED[case], tmp_path, pool)
 
 
-def test_replicas_and_one_device_accumulate(tmp_path: Path, pool: RankPool) -> None:
-    for number, mesh in enumerate([{"dp_replicate": 2}, {"pp": 2}, {"dp_replicate": 2, "pp": 2}]):
+WHOLE: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"dp_replicate": 2}, {}),
+    ({"pp": 2}, {}),
+    ({"dp_shard": 2}, {"zero": 1}),
+    ({"dp_replicate": 2, "pp": 2}, {}),
+    ({"dp_shard": 2, "pp": 2}, {"zero": 1, "zero1_by": "flat"}),
+]
+
+
+def test_stages_with_whole_parameters_accumulate(tmp_path: Path, pool: RankPool) -> None:
+    for number, (mesh, asked) in enumerate(WHOLE):
         (tmp_path / str(number)).mkdir()
-        _trained(_parts(mesh, 3), tmp_path / str(number), pool)
+        _trained(_parts(mesh, 3, **asked), tmp_path / str(number), pool)
+
+
+# ---- every schedule ----------------------------------------------------------------------------------------------
+
+PIPELINED = {"pp": 2, "dp_shard": 2}
+KINDS = ["TiedThreeWays", "TiedAcrossBlocks", "FrozenFirst", "FrozenMiddle", "Repeated", "DropoutTied", "Skips", "IgnoredLabels"]
+
+
+def _of_schedules(names: list[str], schedules: list[str], **asked: Any) -> list[gp.Parts]:
+    programs = {name: _program_of(name) for name in names}
+    return [
+        _partitioned(programs[name], **{"mesh": PIPELINED, "schedule": schedule, **asked})
+        for name in names
+        for schedule in schedules
+    ]
+
+
+def _program_of(name: str) -> gp.Program:
+    return zoo_programs.program_of(name) if name in zoo_programs.MODELS else architectures.program_of(name)
+
+
+def test_a_sample_of_schedules_is_exact() -> None:
+    pairs = [("TiedThreeWays", "InterleavedZeroBubble"), ("FrozenFirst", "ZBVZeroBubble"), ("Repeated", "1F1B"), ("DropoutTied", "DualPipeV")]
+    _exact([parts for name, schedule in pairs for parts in _of_schedules([name], [schedule], zero=2 + len(name) % 2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_all_schedules_are_exact(schedule: str, zero: int) -> None:
+    _exact(_of_schedules([*KINDS, "mixtral"], [schedule], zero=zero))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard", ["always", "never"])
+def test_other_policies_are_exact(reshard: str) -> None:
+    _exact(_of_schedules(KINDS, ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"], reshard=reshard))
+    _exact(_of_schedules([*KINDS, "Siamese"], ["1F1B"], mesh={"dp_shard": 2}, reshard=reshard, microbatch_size=1))
+
+
+WITH_OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {"mesh": {**PIPELINED, "tp": 2}, "schedule": "ZBVZeroBubble"}),
+    ("llama", {"mesh": {**PIPELINED, "cp": 2}, "schedule": "Interleaved1F1B", "zero": 2}),
+    ("mixtral", {"mesh": {**PIPELINED, "ep": 2}, "schedule": "InterleavedZeroBubble"}),
+    ("bert_dropout", {"mesh": {**PIPELINED, "dp_replicate": 2}, "schedule": "DualPipeV", "microbatch_size": 1, "global_batch": 16}),
+    ("t5", {"mesh": {"pp": 2, "dp_shard": 4}, "schedule": "GPipe", "reshard": "always"}),
+]
+
+
+@pytest.mark.slow
+def test_with_other_axes_schedules_are_exact() -> None:
+    _exact([_partitioned(architectures.program_of(name), **asked) for name, asked in WITH_OTHERS])
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+TABLE = """0UNSHARD,0F0,0F1,0B0,0RESHARD,0UNSHARD,0B1,0REDUCE_GRAD,0RESHARD
+1UNSHARD,1F0,1B0,1F1,1I1,1W1,1REDUCE_GRAD,1RESHARD"""
+
+
+def test_a_table_of_ones_own_may_say_when_state_is_gathered(tmp_path: Path) -> None:
+    bare = "\n".join(
+        ",".join(cell for cell in row.split(",") if not cell.endswith(("SHARD", "GRAD"))) for row in TABLE.split("\n")
+    )
+    own = [_partitioned(_program_of(name), mesh=PIPELINED, table=table) for name in KINDS[:2] for table in (TABLE, bare)]
+
+    assert own[0].plan.actions is not None and own[0].plan.actions[0][4] == "0RESHARD"
+    assert own[1].plan.actions == tuple(
+        (f"{stage}UNSHARD", *row.split(","), f"{stage}REDUCE_GRAD", f"{stage}RESHARD")
+        for stage, row in enumerate(bare.split("\n"))
+    )
+    _exact(own)
+
+
+WRONG_TABLES = {
+    "a reduction before the last weight gradient": (
+        TABLE.replace("0B1,0REDUCE_GRAD", "0REDUCE_GRAD,0B1"), "reduces the gradients of stage 0 before 0B1 at step 7"),
+    "a reduction between the halves of a backward": (
+        TABLE.replace("1W1,1REDUCE_GRAD", "1REDUCE_GRAD,1W1"), "reduces the gradients of stage 1 before 1W1"),
+    "no reduction": (TABLE.replace(",0REDUCE_GRAD", ""), "no 0REDUCE_GRAD, so its gradients stay on their ranks"),
+    "two reductions": (TABLE.replace("1REDUCE_GRAD", "1REDUCE_GRAD,1REDUCE_GRAD"), "a second time"),
+    "no gather": (TABLE.replace("1UNSHARD,", ""), "needs the parameters of stage 1"),
+    "use of what is freed": (TABLE.replace("0RESHARD,0UNSHARD,0B1", "0RESHARD,0B1"), "needs the parameters of stage 0"),
+    "two gathers": (TABLE.replace("0UNSHARD,0F0", "0UNSHARD,0UNSHARD,0F0"), "which are gathered already"),
+    "nothing freed": (TABLE.replace(",1RESHARD", ""), "no 1RESHARD"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_TABLES)
+def test_wrong_tables_are_refused(name: str) -> None:
+    table, message = WRONG_TABLES[name]
+    with pytest.raises(GraphparError, match=message):
+        gp.plan(_program(), mesh=PIPELINED, table=table)
+
+
+def test_a_plan_makes_the_same_plan() -> None:
+    program = _program()
+    for asked in ({"schedule": "ZBVZeroBubble"}, {"table": TABLE}, {"reshard": "always", "zero": 3}):
+        plan = gp.plan(program, mesh=PIPELINED, **asked)
+        assert validate_plan(program, gp.Plan.from_json(plan.to_json())) == plan
+
+
+FAULTS: dict[str, tuple[str, str]] = {
+    "a reduction before the last weight gradient": ('"0B3",\n   "0REDUCE_GRAD"', '"0REDUCE_GRAD",\n   "0B3"'),
+    "gradients that replicas do not sum": ('"dp_replicate": "R"', '"dp_replicate": "I"'),
+}
+
+
+def test_planted_faults_are_found(tmp_path: Path) -> None:
+    """The runtime takes its plan as it is, so that one that was spoilt after it was checked runs, and verify finds what it does."""
+    mesh = {**PIPELINED, "dp_replicate": 2}
+    asked: dict[str, Any] = {"mesh": mesh, "schedule": "1F1B", "microbatch_size": 1, "global_batch": 16}
+    parts, folders = _partitioned(zoo_programs.program_of("NamedBlocks"), **asked), []
+    for number, (right, wrong) in enumerate(FAULTS.values()):
+        folders.append(parts.save(tmp_path / str(number)))
+        text = json.dumps(json.loads((folders[-1] / "plan.json").read_text()), indent=1)
+        spoilt = text.replace(right, wrong) if number else _moved(text)
+        assert spoilt != text
+        (folders[-1] / "plan.json").write_text(spoilt)
+    outcomes = verify_all(folders, references=[reference_for(parts)] * len(folders), timeout_s=300)
+    assert [name for name, outcome in zip(FAULTS, outcomes) if outcome.ok] == []

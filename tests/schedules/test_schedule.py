@@ -307,7 +307,7 @@ def test_text_may_have_spaces_and_blank_lines_at_the_end() -> None:
         ("(1F0)OVERLAP_F_B", "overlaps 1 action"),
         ("(1F0;)OVERLAP_F_B", "isn't an action"),
         ("1SEND_F0", "is communication"),
-        ("1REDUCE_GRAD", "is communication"),
+        ("1REDUCE_GRAD0", "is communication"),
     ],
 )
 def test_a_bad_token_is_named_with_rank_and_step(token: str, message: str) -> None:

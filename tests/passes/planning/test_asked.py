@@ -37,7 +37,6 @@ NAMED = [
     ({"mesh": ["tp", 2]}, "it must be degrees of axes"),
     ({"mesh": {"tp": 2.0}}, "tp has degree 2.0; it must be a whole number"),
     ({"mesh": {"tp": 0}}, "tp has degree 0"),
-    ({"mesh": {"dp_shard": 2}, "zero": 1}, "dp_shard=2 with zero=1 comes in a later version"),
     ({"devices": 6, "mesh": "pp=4"}, "6 devices don't divide by the mesh's pp=4"),
     ({"devices": 4, "mesh": {"pp": 2, "tp": 1, "dp_replicate": 1}}, "= 2 != 4 devices"),
     ({"devices": 2, "schedule": "1f2b"}, "Did you mean '1F1B'?"),
