@@ -1,6 +1,6 @@
 """A script for ranks: steps of an emitted program with sharded state, some of which accumulate, each with data of its own.
 
-    accumulation_fixture.py PROGRAM OUT    reads OUT/job.json: {"accumulate": [false, true, ...]}, and OUT/batch_{step}.safetensors
+    accumulation_fixture.py PROGRAM OUT    reads OUT/job.json: {"accumulate": [false, true, ...], "sums": true}, and OUT/batch_{step}.safetensors
 
 Writes OUT/rank_{rank}.json: by step the loss and the collectives on the wire; of accumulated gradients what refused to read
 them; and OUT/final.safetensors, the weights after all steps.
@@ -35,12 +35,14 @@ def _refused(function: Any, *args: Any) -> str:
 
 def main() -> None:
     program, out = Path(sys.argv[1]), Path(sys.argv[2])
-    flags = json.loads((out / "job.json").read_text())["accumulate"]
+    job = json.loads((out / "job.json").read_text())
     counts: Counter[str] = Counter()
     report: dict[str, Any] = {"losses": [], "counts": [], "norms": [], "refused": []}
     with start(60.0) as ranks:
         pipeline = Pipeline(program, ranks.device)
         pipeline.load_weights()
+        if not job["sums"]:
+            pipeline._gradients._sums = []
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=LEARNING_RATE)
         pipeline.step(load_file(out / "batch_0.safetensors"), accumulate=True)
         pipeline.zero_grad()  # what was accumulated is gone, and the optimizer may step again
@@ -48,7 +50,7 @@ def main() -> None:
         for kind, names in WIRE.items():
             name = next(name for name in names if hasattr(dist, name))
             setattr(dist, name, counted(counts, kind, name))
-        for step, accumulate in enumerate(flags):
+        for step, accumulate in enumerate(job["accumulate"]):
             counts.clear()
             batch = load_file(out / f"batch_{step}.safetensors")
             loss = pipeline.step(batch, step=step, broadcast_loss=True, accumulate=accumulate)

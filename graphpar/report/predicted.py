@@ -130,9 +130,13 @@ def rank_names(data: Mapping[str, Any]) -> list[str]:
 
 def timeline_legend(data: Mapping[str, Any], timeline: Timeline) -> str:
     """Explain the letters of a drawn timeline, its length, and the share of collectives inside of actions."""
-    kinds = [kind for kind in KINDS if any(span.action.kind == kind for row in timeline.spans for span in row if span.drawn)]
+    kinds = [
+        kind for kind in KINDS if any(span.action.kind == kind for row in timeline.spans for span in row if span.drawn)
+    ]
     closing = [kind for kind in CLOSINGS if any(segment.kind == kind for row in timeline.closing for segment in row)]
-    letters = [f"{LETTERS.get(KINDS[kind][0], kind)} {KINDS[kind][1]}" for kind in kinds] + [" ".join(CLOSINGS[kind]) for kind in closing]
+    letters = [f"{LETTERS.get(KINDS[kind][0], kind)} {KINDS[kind][1]}" for kind in kinds] + [
+        " ".join(CLOSINGS[kind]) for kind in closing
+    ]
     text = " · ".join(map(kept, letters))
     predicted = data.get("predicted")
     if not predicted:

@@ -256,9 +256,7 @@ def _action_table(name: str, pp: int, stages_per_rank: int, microbatches: int) -
     return make_table([[_from_torch(cell) for cell in row if not _reduces_gradients(cell)] for row in rows])
 
 
-def action_order(
-    schedule: str, pp: int, stages_per_rank: int, microbatches: int, gathers: bool | None = None
-) -> Order:
+def action_order(schedule: str, pp: int, stages_per_rank: int, microbatches: int, gathers: bool | None = None) -> Order:
     """Return the order of :func:`action_table`, cached for callers that price one schedule many times.
 
     With ``gathers`` it has the actions on sharded state, see :func:`~graphpar.schedules.table.with_state_actions`.

@@ -339,7 +339,9 @@ def _check_state(table: ActionTable) -> None:
                 raise GraphparError(f"{where} gathers the parameters of stage {stage}, which are gathered already")
             gathered.add(stage)
         elif gathers and stage not in gathered:
-            raise GraphparError(f"{where} needs the parameters of stage {stage}, which no {stage}UNSHARD before it gathers")
+            raise GraphparError(
+                f"{where} needs the parameters of stage {stage}, which no {stage}UNSHARD before it gathers"
+            )
         elif action.kind == "RESHARD":
             if not gathers:
                 raise GraphparError(f"{where} frees parameters that no {stage}UNSHARD gathers")

@@ -237,7 +237,9 @@ def check_reshard(mesh: Mesh, zero: int, reshard: str | int) -> None:
             f"reshard={reshard} frees gathered parameters after a forward, but zero={zero} keeps them for the step; use zero=3."
         )
     others = {axis: degree for axis, degree in mesh.degrees().items() if degree > 1 and axis != "dp_shard"}
-    if isinstance(reshard, int) and others:  # each unit would make its groups on the ranks of one shard group alone, and hang
+    if (
+        isinstance(reshard, int) and others
+    ):  # each unit would make its groups on the ranks of one shard group alone, and hang
         raise GraphparError(
             f"reshard={reshard} with {', '.join(f'{axis}={degree}' for axis, degree in others.items())} beside dp_shard comes in a later "
             "version; use reshard=always."
@@ -260,7 +262,9 @@ def _with_state(table: ActionTable, mesh: Mesh, pins: PlanConstraints) -> Action
     split_at = next((action for _, _, _, action in table.actions() if action.kind == "I"), None)
     if level_of(mesh.dp_shard, pins.zero) < 2:
         if has_state_actions(table):
-            raise GraphparError("The schedule table gathers or reduces state, but the mesh shards none; give dp_shard=2 or more.")
+            raise GraphparError(
+                "The schedule table gathers or reduces state, but the mesh shards none; give dp_shard=2 or more."
+            )
         return table
     if not gathers and split_at is not None:
         raise GraphparError(
