@@ -1,6 +1,8 @@
 """A script for ranks: steps of an emitted program with sharded state, some of which accumulate, each with data of its own.
 
-    accumulation_fixture.py PROGRAM OUT    reads OUT/job.json: {"accumulate": [false, true, ...], "sums": true}, and OUT/batch_{step}.safetensors
+    accumulation_fixture.py PROGRAM OUT
+
+Reads OUT/job.json, {"accumulate": [false, true, ...], "sums": true}, and OUT/batch_{step}.safetensors.
 
 Writes OUT/rank_{rank}.json: by step the loss and the collectives on the wire; of accumulated gradients what refused to read
 them; and OUT/final.safetensors, the weights after all steps.

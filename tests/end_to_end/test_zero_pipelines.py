@@ -201,7 +201,6 @@ KINDS = [
     "Repeated",
     "DropoutTied",
     "Skips",
-    "IgnoredLabels",
 ]
 
 
@@ -323,7 +322,7 @@ def test_a_reduction_that_comes_early_is_found(tmp_path: Path) -> None:
     (folder / "plan.json").write_text(json.dumps(plan))
     (outcome,) = verify_all([folder], references=[reference_for(parts)], timeout_s=300)
 
-    assert not outcome.ok and any("gradient" in problem for problem in outcome.problems)
+    assert not outcome.ok and outcome.max_error["gradient"] > 0.1
 
 
 def test_gradients_that_replicas_of_the_shards_do_not_sum_are_found(tmp_path: Path, pool: RankPool) -> None:
