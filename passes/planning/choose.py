@@ -191,16 +191,11 @@ def zero_level(program: Program, mesh: Mesh, level: int | None) -> int:
     """Return the ZeRO level of a plan: as pinned, else 3 where there is a dp_shard axis.
 
     Raises:
-        GraphparError: as :func:`check_zero`, or examples depend on each other.
+        GraphparError: as :func:`check_zero`, or parameters that are gathered together differ in dtype.
     """
     check_zero(mesh, level, program.mode)
     if mesh.dp_shard == 1:
         return 0
-    if program.couplings or program.unsplittable is not None:
-        raise GraphparError(
-            f"Mesh dp_shard={mesh.dp_shard}: {program.unsplittable or coupled_text(program.couplings)}, and sharded state for such a "
-            "model comes in a later version; use dp_replicate."
-        )
     if level != 1:
         _check_dtypes(program)
     return 3 if level is None else level
