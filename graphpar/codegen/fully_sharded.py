@@ -11,6 +11,7 @@ fully_shard(stage, **options)                            stage,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from graphpar.codegen.attributes import Tree, reference
 from graphpar.codegen.classes import docstring
@@ -38,6 +39,30 @@ def units_of(program: Program, stage: Stage, blocks: Mapping[str, str]) -> list[
         return bool(held) and tied <= set(held) and not read & set(held)
 
     return [path for path in blocks if own(path)]
+
+
+def stored_in_shards(program: Program, stages: Sequence[Stage]) -> frozenset[str]:
+    """Return the parameters of which a rank of dp_shard stores a shard, under every name of a tie.
+
+    Whole on every rank stay those without a dim to divide, and in a unit of several dtypes those that are not of its largest, since
+    a unit is gathered in one message.
+    """
+    unit_of: dict[str, str] = {}
+    for stage in stages:
+        blocks = {str(node.target): str(node.meta["block"]) for node in stage.graph.nodes if node.op == "call_module"}
+        for path in units_of(program, stage, blocks):
+            unit_of |= {name: path for name in program.parameters if name.startswith(f"{path}.")}
+    sizes: dict[str, dict[Any, int]] = {}
+    for name, info in program.parameters.items():
+        of_unit = sizes.setdefault(unit_of.get(name, ""), {})
+        of_unit[info.dtype] = of_unit.get(info.dtype, 0) + info.nbytes
+    largest = {unit: max(of_unit, key=of_unit.__getitem__) for unit, of_unit in sizes.items()}
+    return frozenset(
+        tied
+        for name, info in program.parameters.items()
+        if info.shape and info.dtype == largest[unit_of.get(name, "")]
+        for tied in program.tie_of(name)
+    )
 
 
 def units_function(tree: Tree, units: Sequence[str], level: int, degree: int) -> str:

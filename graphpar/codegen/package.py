@@ -276,7 +276,6 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
         "shapes": {
             name: list(info.whole) for name, info in program.parameters.items() if info.whole not in (None, info.shape)
         },
-        "fully_sharded": [name for name, info in program.parameters.items() if plan.zero > 1 and info.shape],
         **({"owners": owners_of(program, plan, stages)} if plan.zero == 1 else {}),
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,

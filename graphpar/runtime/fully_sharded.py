@@ -9,7 +9,7 @@ the whole of such a DTensor; this module is where local tensors are taken out an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,19 @@ AXIS = "dp_shard"
 
 
 def fully_shard_stage(
-    stage: nn.Module, units: Callable[..., None], groups: Groups, device: torch.device, level: int
+    stage: nn.Module,
+    units: Callable[..., None],
+    groups: Groups,
+    device: torch.device,
+    level: int,
+    names: Collection[str],
 ) -> None:
     """Shard the parameters of ``stage``, still without memory, over dp_shard.
 
     Args:
         units: the emitted function that calls ``fully_shard`` on each unit.
         level: 2 keeps gathered parameters until the backward is done, 3 gathers them again for it.
+        names: the parameters that are sharded; the others stay whole on every rank.
     """
     group = groups[AXIS]
     assert group is not None
@@ -37,7 +43,9 @@ def fully_shard_stage(
         stage,
         mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,)),
         reshard_after_forward=None if level == 3 else False,
-        ignored_params={parameter for parameter in stage.parameters() if parameter.ndim == 0},
+        ignored_params={
+            parameter for name, parameter in stage.named_parameters(remove_duplicate=False) if name not in names
+        },
     )
     for module in stage.modules():
         if isinstance(module, FSDPModule):

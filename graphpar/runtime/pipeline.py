@@ -122,7 +122,8 @@ class Pipeline:
         check_local_shapes(stage, self.program)
         if self.program.fully_sharded:
             units = stage_function(self._package, spec, "fully_shard_units")
-            fully_shard_stage(stage, units, self.groups, self.device, self.program.zero)
+            sharded = self.program.fully_sharded
+            fully_shard_stage(stage, units, self.groups, self.device, self.program.zero, sharded)
         materialise(stage, self.device)
         hold_new_memory(stage)
         return stage

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphpar.annotations.patterns import names_of, resolve
+from graphpar.codegen.fully_sharded import stored_in_shards
 from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -191,29 +192,12 @@ def zero_level(program: Program, mesh: Mesh, level: int | None) -> int:
     """Return the ZeRO level of a plan: as pinned, else 3 where there is a dp_shard axis.
 
     Raises:
-        GraphparError: as :func:`check_zero`, or parameters that are gathered together differ in dtype.
+        GraphparError: as :func:`check_zero`.
     """
     check_zero(mesh, level, program.mode)
     if mesh.dp_shard == 1:
         return 0
-    if level != 1:
-        _check_dtypes(program)
     return 3 if level is None else level
-
-
-def _check_dtypes(program: Program) -> None:
-    """Check that the parameters that are gathered together have one dtype, as FSDP2 wants it."""
-    paths = {path for block in program.blocks.values() for path in block.instances}
-    seen: dict[str, tuple[str, Any]] = {}
-    for name, info in program.parameters.items():
-        unit = next((path for path in paths if name.startswith(f"{path}.")), "")
-        first, dtype = seen.setdefault(unit, (name, info.dtype)) if info.shape else (name, info.dtype)
-        if dtype != info.dtype:
-            where = f"module {unit!r}" if unit else "the modules outside of repeated blocks"
-            raise GraphparError(
-                f"The parameters of {where} are gathered together over dp_shard, so they need one dtype, but {first!r} is {dtype} and "
-                f"{name!r} is {info.dtype}; convert one, or use dp_replicate."
-            )
 
 
 def check_pipelined(schedule: str, mesh: Mesh) -> None:
@@ -292,6 +276,7 @@ def _plan(
     stages = split(program, positions_of(program, split_points))
     size = batch // (microbatches * mesh.replicas)
     coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
+    zero = zero_level(program, mesh, pins.zero)
     found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
     return Plan(
         model=program.name,
@@ -304,8 +289,9 @@ def _plan(
         stages=tuple(StageRecord(stage.index, ranks[stage.index], stage.modules) for stage in stages),
         dtype=pins.dtype,
         actions=actions,
-        zero=zero_level(program, mesh, pins.zero),
+        zero=zero,
         zero1_by=pins.zero1_by or ZERO1_BY[0],
+        fully_sharded=stored_in_shards(program, stages) if zero >= 2 else frozenset(),
         allow_batch_coupling=pins.allow_batch_coupling,
         sharding=found.sharding,
         cluster=pins.cluster,
