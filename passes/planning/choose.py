@@ -39,6 +39,7 @@ from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
+from graphpar.passes.sharding.widened import of_a_replica
 from graphpar.passes.split import positions_of, split
 from graphpar.runtime.axes import REPLICAS, ZERO1_BY
 from graphpar.runtime.plan_record import StageRecord
@@ -319,7 +320,7 @@ def solve(
     axes = placed_axes(program, mesh)
     if not axes:
         return sharded(program, Sharding(), microbatch, None)
-    sized = program.at_batch(microbatch)
+    sized = of_a_replica(program, microbatch, axes)
     variants, points = variants_of(sized, pins), points_of(pins)
     problem = build_problem(prepared(sized, variants, points, axes), axes)
     workload = Workload(microbatch, microbatches, program.mode == "train")
@@ -361,7 +362,8 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
     """Return the number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be split."""
     rows = batch // mesh.replicas
     reason = coupling_reason(program, pins)
-    if mesh.replicas > 1 and program.unsplittable is not None and not program.couplings:  # the trace is of all rows
+    if mesh.replicas > 1 and program.of_one_size and batch != program.batch:
+        assert program.unsplittable is not None
         raise GraphparError(_refusal(program, batch, mesh.replicas, program.unsplittable))
     if pins.microbatch_size is not None:
         size = pins.microbatch_size
