@@ -1,8 +1,8 @@
 """A script for ranks: emitted programs beside data parallelism written by hand, with other data in every step and on every rank.
 
-By hand, each rank runs the eager model on its own rows and all-reduces the gradients; nothing of graphpar takes part. Both train with SGD
-and momentum from the same weights. Writes rank_{rank}.json: for each program the largest error of its losses and parameters, relative to the
-largest magnitude.
+By hand, each rank runs the eager model on its own rows and all-reduces the gradients; nothing of graphpar takes part. Both train with
+SGD and momentum from the same weights. Writes rank_{rank}.json: for each program the largest error of its losses and parameters, relative
+to the largest magnitude.
 
     argv: out, then for each program the name of its model and its folder
 """
