@@ -47,22 +47,28 @@ def stored_in_shards(program: Program, stages: Sequence[Stage]) -> frozenset[str
     Whole on every rank stay those without a dim to divide, and in a unit of several dtypes those that are not of its largest, since
     a unit is gathered in one message.
     """
+    found: set[str] = set()
+    for names in parameters_of_units(program, stages).values():
+        sizes: dict[Any, int] = {}
+        for info in map(program.parameters.__getitem__, names):
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+        largest = max(sizes, key=sizes.__getitem__)
+        kept = [name for name in names if program.parameters[name].shape and program.parameters[name].dtype == largest]
+        found.update(tied for name in kept for tied in program.tie_of(name))
+    return frozenset(found)
+
+
+def parameters_of_units(program: Program, stages: Sequence[Stage]) -> dict[str, list[str]]:
+    """Return the names of each unit's parameters, by the path of its module; "" is the rest of all stages."""
     unit_of: dict[str, str] = {}
     for stage in stages:
         blocks = {str(node.target): str(node.meta["block"]) for node in stage.graph.nodes if node.op == "call_module"}
         for path in units_of(program, stage, blocks):
             unit_of |= {name: path for name in program.parameters if name.startswith(f"{path}.")}
-    sizes: dict[str, dict[Any, int]] = {}
-    for name, info in program.parameters.items():
-        of_unit = sizes.setdefault(unit_of.get(name, ""), {})
-        of_unit[info.dtype] = of_unit.get(info.dtype, 0) + info.nbytes
-    largest = {unit: max(of_unit, key=of_unit.__getitem__) for unit, of_unit in sizes.items()}
-    return frozenset(
-        tied
-        for name, info in program.parameters.items()
-        if info.shape and info.dtype == largest[unit_of.get(name, "")]
-        for tied in program.tie_of(name)
-    )
+    found: dict[str, list[str]] = {}
+    for name in program.parameters:
+        found.setdefault(unit_of.get(name, ""), []).append(name)
+    return found
 
 
 def units_function(tree: Tree, units: Sequence[str], level: int, degree: int) -> str:

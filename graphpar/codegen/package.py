@@ -284,12 +284,17 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
 
 def owners_of(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
     """Return which rank of dp_shard updates each parameter at ZeRO level 1."""
+    return owners(program, held_by_ranks(program, plan, stages), plan.mesh.dp_shard, plan.zero1_by)
+
+
+def held_by_ranks(program: Program, plan: Plan, stages: Sequence[Stage]) -> list[list[str]]:
+    """Return the names of the parameters that each pp rank holds."""
     held: list[list[str]] = [[] for _ in range(plan.mesh.pp)]
     for stage, infos, instances in zip(stages, *stage_contents(program, stages)):
         inside = tuple(f"{path}." for path in instances)
         names = [name for name in program.parameters if name in infos or name.startswith(inside)]
         held[plan.stages[stage.index].rank] += names
-    return owners(program, held, plan.mesh.dp_shard, plan.zero1_by)
+    return held
 
 
 def _described(name: str, shape: Sequence[int], dtype: torch.dtype, **more: Any) -> dict[str, Any]:

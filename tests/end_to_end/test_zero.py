@@ -146,7 +146,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_a_rank_holds_its_shard(ran: tuple[int, Any]) -> None:
-    _, (reports, _) = ran
+    level, (reports, _) = ran
     shapes = {name: tuple(value.shape) for name, value in Layered().named_parameters()}
     for rank, report in enumerate(reports):
         for name, shape in shapes.items():
@@ -155,6 +155,10 @@ def test_a_rank_holds_its_shard(ran: tuple[int, Any]) -> None:
             assert tuple(report["stored"][name]) == rows, name
         assert report["gradients"] == report["held"]
     assert sum(report["held"] for report in reports) == sum(p.numel() for p in Layered().parameters()) + RANKS - 1
+    written = json.loads(_layered(zero=level).files["plan.json"])["report"]["state"]
+    held = 4 * reports[0]["held"]
+    assert written["rank_bytes"] == {"parameters": held, "gradients": held, "optimizer": 2 * held}
+    assert [(unit["name"], unit["count"]) for unit in written["units"]] == [("", 1), ("Layer", 4)]
 
 
 def test_collectives_of_a_step(ran: tuple[int, Any]) -> None:
@@ -246,7 +250,6 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "level 0 shards nothing": ({"mesh": {"dp_shard": 2}, "zero": 0}, "use dp_replicate=2"),
-    "level 1": ({"mesh": {"dp_shard": 2}, "zero": 1}, "comes in a later version"),
     "a level without the axis": ({"mesh": {"dp_replicate": 2}, "zero": 3}, "dp_shard, which has one rank"),
     "a level that is not": ({"mesh": {"dp_shard": 2}, "zero": 4}, "0, 1, 2 or 3"),
     "a pipeline": ({"mesh": {"pp": 2, "dp_shard": 2}}, "later version"),
