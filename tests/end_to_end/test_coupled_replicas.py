@@ -20,10 +20,11 @@ MESHES = {
     "pp2 x dp2": {"pp": 2, "dp_replicate": 2},
     "shard2": {"dp_shard": 2},
     "shard4": {"dp_shard": 4},
+    "shard2, zero 1": {"dp_shard": 2},
     "dp2 x shard2": {"dp_replicate": 2, "dp_shard": 2},
     "shard2 x tp2": {"dp_shard": 2, "tp": 2},
 }
-LEVELS = {"shard4": 2, "shard2 x tp2": 2}
+LEVELS = {"shard2, zero 1": 1, "shard4": 2, "shard2 x tp2": 2}
 
 
 @functools.cache

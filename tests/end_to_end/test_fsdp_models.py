@@ -20,6 +20,7 @@ BY_HAND = [name for name in MODELS if name not in ("dropout", "norm over example
 
 MESHES: dict[str, dict[str, Any]] = {
     "replicas": {"mesh": {"dp_replicate": 2}},
+    "zero 1": {"mesh": {"dp_shard": 2}, "zero": 1},
     "zero 2": {"mesh": {"dp_shard": 2}, "zero": 2},
     "zero 3": {"mesh": {"dp_shard": 2}, "zero": 3},
     "tp": {"mesh": {"tp": 2}},
