@@ -5,12 +5,12 @@ stage:  operators of features and classifier    ->    self.features(x), self.cla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from graphpar.ir.program import Program
+from graphpar.ir.program import Helper, Program
 from graphpar.ir.stage import Stage
-from graphpar.passes.normalize.outline import Region, prepare, rebuilt, regions_of
+from graphpar.passes.normalize.outline import Region, block_names, prepare, rebuilt, regions_of
 
 _LEAST, _MOST = 0.1, 0.3
 """Modules with less than the first share of the parameters that no block has stay together; one with more than the second is divided
@@ -27,12 +27,13 @@ def with_own_units(program: Program, stages: Sequence[Stage]) -> tuple[Program, 
     found = []
     for stage in stages:
         units = _units(program, stage, size)
-        names: dict[str, str] = {}
-        for region in units:
-            names[region.digest] = _class_name(region.path, [*program.blocks, *names.values()])
-        own = rebuilt(program.with_graph(stage.graph), units, names) if units else program.with_graph(stage.graph)
-        program = replace(program, blocks={**program.blocks, **(own.blocks if units else {})})
-        found.append(replace(stage, graph=own.graph))
+        if not units:
+            found.append(stage)
+            continue
+        names = {digest: _unlike(name, program.blocks) for digest, name in block_names(units).items()}
+        called = rebuilt(program.with_graph(stage.graph), units, names)
+        program = replace(program, blocks={**program.blocks, **called.blocks})
+        found.append(replace(stage, graph=called.graph))
     return program, found
 
 
@@ -68,7 +69,7 @@ def _nbytes(program: Program, path: str) -> int:
 
 
 def _is_alone(program: Program, stage: Stage, region: Region) -> bool:
-    """Return whether the region alone reads its parameters, and calls no block."""
+    """Return whether the region alone reads its parameters, and calls neither a block nor a helper."""
     own = {name for name in program.parameters if name.startswith(f"{region.path}.")}
     inside = set(region.nodes)
     readers = {
@@ -77,11 +78,9 @@ def _is_alone(program: Program, stage: Stage, region: Region) -> bool:
     calls = [node for node in stage.graph.nodes if node.op == "call_module"]
     within = [node for node in calls if any(entry[2] == region.call for entry in node.meta.get("module_stack", ()))]
     tied = {other for name in own for other in program.tie_of(name)}
-    return readers <= inside and tied <= own and not within
+    helped = any(isinstance(node.target, Helper) for node in inside)
+    return readers <= inside and tied <= own and not within and not helped
 
 
-def _class_name(path: str, taken: Sequence[str]) -> str:
-    name = "".join(word[:1].upper() + word[1:] for part in path.split(".") for word in part.split("_"))
-    while name in taken:
-        name += "Unit"
-    return name
+def _unlike(name: str, taken: Collection[str]) -> str:
+    return name if name not in taken else _unlike(f"{name}Variant", taken)

@@ -57,7 +57,7 @@ class Region:
 def outline(program: Program) -> Program:
     """Turn repeated modules into ``call_module`` nodes, one block for each distinct definition."""
     chosen = _choose(program, regions_of(program))
-    return rebuilt(program, chosen, _block_names(chosen)) if chosen else program
+    return rebuilt(program, chosen, block_names(chosen)) if chosen else program
 
 
 # ---- finding what repeats --------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def _signature(node: fx.Node) -> Any:
 # ---- names -----------------------------------------------------------------------------------------------------
 
 
-def _block_names(regions: list[Region]) -> dict[str, str]:
+def block_names(regions: list[Region]) -> dict[str, str]:
     """Map digests to class names: the user's class, with the variants' paths where there are several."""
     names: dict[str, str] = {}
     by_class: dict[str, dict[str, list[str]]] = {}
