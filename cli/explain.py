@@ -30,7 +30,7 @@ def explain(
     """
     about = [
         *_modules(program, plan, stages).items(),
-        *_parameters(program, stages).items(),
+        *_parameters(program, plan, stages).items(),
         *_inputs(program, stages).items(),
         *_crossing(plan, stages),
         *_recomputed(program, stages).items(),
@@ -84,7 +84,7 @@ def _why(plan: Plan, stage: int) -> str:
     return f"which {first} and {last}"
 
 
-def _parameters(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
+def _parameters(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, str]:
     held = [set(stage_parameters(program, stage)) for stage in stages]
     about: dict[str, str] = {}
     for name, info in program.parameters.items():
@@ -94,7 +94,12 @@ def _parameters(program: Program, stages: Sequence[Stage]) -> dict[str, str]:
         tied = f", tied: {' = '.join(group)}" if len(group) > 1 else ""
         summed = "; its gradient is summed over these stages" if len(found) > 1 and program.mode == "train" else ""
         piece = "" if info.whole in (None, info.shape) else f" of {list(info.whole)}"
-        about[name] = f"a parameter {list(info.shape)}{piece} {where}{tied}{summed}"
+        stored = (
+            f", of which each of dp_shard's {plan.mesh.dp_shard} ranks stores a shard"
+            if name in plan.fully_sharded
+            else ""
+        )
+        about[name] = f"a parameter {list(info.shape)}{piece} {where}{tied}{summed}{stored}"
     return about
 
 

@@ -15,6 +15,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
+from graphpar.passes.own_units import with_own_units
 from graphpar.passes.planning.planning import estimate_plan, in_bf16_s
 from graphpar.passes.sharding.shard import Sharded, sharded_as
 from graphpar.passes.split import positions_of, split
@@ -53,6 +54,9 @@ def compiled(program: Program, plan: Plan, cluster: Cluster | None = None) -> Co
     sharded = sharded_as(program, plan)
     started = perf_counter()
     stages = split(sharded.local, positions_of(sharded.local, plan.split_points))
+    if plan.fully_sharded:
+        local, stages = with_own_units(sharded.local, stages)
+        sharded = replace(sharded, local=local)
     seconds = {"split": perf_counter() - started}
     hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
     return priced(Compilation(program, plan, sharded, stages, hardware, seconds=seconds), hardware)

@@ -11,6 +11,7 @@ fully_shard(stage, **options)                            stage,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from graphpar.codegen.attributes import Tree, reference
 from graphpar.codegen.classes import docstring
@@ -39,6 +40,36 @@ def units_of(program: Program, stage: Stage, blocks: Mapping[str, str]) -> list[
         return bool(held) and tied <= set(held) and not read & set(held)
 
     return [path for path in blocks if own(path)]
+
+
+def stored_in_shards(program: Program, stages: Sequence[Stage]) -> frozenset[str]:
+    """Return the parameters of which a rank of dp_shard stores a shard, under every name of a tie.
+
+    Whole on every rank stay those without a dim to divide, and in a unit of several dtypes those that are not of its largest, since
+    a unit is gathered in one message.
+    """
+    found: set[str] = set()
+    for names in parameters_of_units(program, stages).values():
+        sizes: dict[Any, int] = {}
+        for info in map(program.parameters.__getitem__, names):
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+        largest = max(sizes, key=sizes.__getitem__)
+        kept = [name for name in names if program.parameters[name].shape and program.parameters[name].dtype == largest]
+        found.update(tied for name in kept for tied in program.tie_of(name))
+    return frozenset(found)
+
+
+def parameters_of_units(program: Program, stages: Sequence[Stage]) -> dict[str, list[str]]:
+    """Return the names of each unit's parameters, by the path of its module; "" is the rest of all stages."""
+    unit_of: dict[str, str] = {}
+    for stage in stages:
+        blocks = {str(node.target): str(node.meta["block"]) for node in stage.graph.nodes if node.op == "call_module"}
+        for path in units_of(program, stage, blocks):
+            unit_of |= {name: path for name in program.parameters if name.startswith(f"{path}.")}
+    found: dict[str, list[str]] = {}
+    for name in program.parameters:
+        found.setdefault(unit_of.get(name, ""), []).append(name)
+    return found
 
 
 def units_function(tree: Tree, units: Sequence[str], plan: Plan) -> str:

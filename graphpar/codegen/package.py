@@ -275,7 +275,6 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
         "shapes": {
             name: list(info.whole) for name, info in program.parameters.items() if info.whole not in (None, info.shape)
         },
-        "fully_sharded": [name for name, info in program.parameters.items() if plan.zero > 1 and info.shape],
         **({"owners": owners_of(program, plan, stages)} if plan.zero == 1 else {}),
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,
@@ -284,12 +283,17 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
 
 def owners_of(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
     """Return which rank of dp_shard updates each parameter at ZeRO level 1."""
+    return owners(program, held_by_ranks(program, plan, stages), plan.mesh.dp_shard, plan.zero1_by)
+
+
+def held_by_ranks(program: Program, plan: Plan, stages: Sequence[Stage]) -> list[list[str]]:
+    """Return the names of the parameters that each pp rank holds."""
     held: list[list[str]] = [[] for _ in range(plan.mesh.pp)]
     for stage, infos, instances in zip(stages, *stage_contents(program, stages)):
         inside = tuple(f"{path}." for path in instances)
         names = [name for name in program.parameters if name in infos or name.startswith(inside)]
         held[plan.stages[stage.index].rank] += names
-    return owners(program, held, plan.mesh.dp_shard, plan.zero1_by)
+    return held
 
 
 def _described(name: str, shape: Sequence[int], dtype: torch.dtype, **more: Any) -> dict[str, Any]:

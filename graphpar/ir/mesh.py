@@ -90,7 +90,11 @@ class Mesh:
         for axis, degree in given.items():
             if isinstance(degree, bool) or not isinstance(degree, int):
                 raise GraphparError(f"Mesh axis {axis} has degree {degree!r}; it must be a whole number.")
-            if degree == -1 and axis == "dp_shard" and devices is not None:
+            if degree == -1 and axis == "dp_shard":
+                if devices is None:
+                    raise GraphparError(
+                        "Mesh dp_shard=-1 takes what the other axes leave of the devices; give --devices or a cluster."
+                    )
                 rest = math.prod(value for name, value in given.items() if name != axis)
                 given[axis] = max(1, devices // rest)
             elif degree < 1:

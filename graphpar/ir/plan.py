@@ -15,7 +15,7 @@ from graphpar.ir.mesh import Mesh
 from graphpar.ir.sharding import Sharding
 from graphpar.runtime.axes import REPLICAS, ZERO1_BY
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.layout import R, Type
+from graphpar.runtime.layout import R, Shard, Type
 from graphpar.runtime.plan_record import VERSION, PlanRecord, Record, StageRecord, read_object
 from graphpar.text import plural, seconds_text
 
@@ -53,6 +53,7 @@ class Plan:
         actions: the schedule's table, one tuple of cells for each rank, where torch's class of the schedule does not run it: the user's
             own, and with sharded state.
         reshard: when gathered parameters are freed, see :func:`~graphpar.passes.planning.choose.check_reshard`.
+        fully_sharded: the parameters of which each rank of dp_shard stores a shard (ZeRO 2 and 3).
         sharding: how every operator is sharded.
         cluster: the hardware that it was decided for; None where only a mesh is known.
         predicted: time and memory of a step on ``cluster``. This and the following are not part of the plan's data.
@@ -74,6 +75,7 @@ class Plan:
     zero: int = 0
     zero1_by: str = ZERO1_BY[0]
     reshard: str | int = "default"
+    fully_sharded: frozenset[str] = frozenset()
     recompute: str = "none"
     allow_batch_coupling: bool = False
     sharding: Sharding = field(default_factory=Sharding)
@@ -90,12 +92,15 @@ class Plan:
         return self.global_batch // (self.microbatch_size * self.mesh.replicas)
 
     def parameters(self) -> dict[str, dict[str, str]]:
-        """Return the types of parameters by name, on every axis of several ranks but pp. Not listed: R on dp_replicate, I elsewhere."""
+        """Return the types of stored parameters by name, on every axis of several ranks but pp. Not listed: R on replicas, I elsewhere."""
         return {name: {axis: str(kind) for axis, kind in spec.items()} for name, spec in self._types().items()}
 
     def _types(self) -> dict[str, dict[str, Type]]:
         replicated: dict[str, Type] = {axis: R for axis in REPLICAS if self.mesh.degrees()[axis] > 1}
-        return {name: {**replicated, **spec} for name, spec in self.sharding.parameters.items()}
+        types = {name: {**replicated, **spec} for name, spec in self.sharding.parameters.items()}
+        for name in self.fully_sharded:
+            types[name] = {**types.get(name, replicated), "dp_shard": Shard(0)}
+        return dict(sorted(types.items()))
 
     @property
     def stages_per_rank(self) -> int:
@@ -162,6 +167,9 @@ class Plan:
                 zero=plan.optional("zero", int, 0),
                 zero1_by=plan.optional("zero1_by", str, ZERO1_BY[0]),
                 reshard=plan.optional("reshard", (str, int), "default"),
+                fully_sharded=frozenset(
+                    name for name, spec in record.parameters.items() if isinstance(spec.get("dp_shard"), Shard)
+                ),
                 recompute=plan.optional("recompute", str, "none"),
                 allow_batch_coupling=plan.optional("allow_batch_coupling", bool, False),
                 sharding=Sharding.from_json(plan.record("sharding"), record.parameters)
@@ -213,9 +221,9 @@ def _check_same(plan: Plan, record: PlanRecord) -> None:
     Raises:
         GraphparError: it is not what follows from these.
     """
-    ranks = plan.microbatch_size * plan.mesh.dp_replicate
+    ranks = plan.microbatch_size * plan.mesh.replicas
     if ranks > 0 and plan.global_batch % ranks == 0 and record.microbatches != plan.microbatches:
-        replicas = f" on each of {plan.mesh.dp_replicate} replicas" if plan.mesh.dp_replicate > 1 else ""
+        replicas = f" on each of {plan.mesh.replicas} replicas" if plan.mesh.replicas > 1 else ""
         raise GraphparError(
             f"The plan contradicts itself: microbatches is {record.microbatches}, but a global batch of {plan.global_batch} in "
             f"microbatches of {plan.microbatch_size}{replicas} gives {plan.microbatches}."

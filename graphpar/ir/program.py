@@ -172,6 +172,11 @@ class Program:
         fresh = tuple(line for line in lines if line not in self.warnings)
         return replace(self, warnings=self.warnings + fresh)
 
+    @property
+    def of_one_size(self) -> bool:
+        """Whether it can be traced only with the rows that the trace saw."""
+        return not self.symbolic and self.unsplittable is not None and not self.couplings
+
     def at_batch(self, size: int) -> Program:
         """Return the program for microbatches of ``size`` rows: itself where the batch is symbolic, else a new trace."""
         if self.symbolic or size == self.batch:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphpar.errors import GraphparError
-from graphpar.runtime.layout import Type, parse_type
+from graphpar.runtime.axes import AXIS
+from graphpar.runtime.layout import R, Type, parse_type
 from graphpar.runtime.plan_record import Record, degrees_of
 
 Types = tuple[Type, ...]
@@ -128,7 +129,7 @@ class Sharding:
         return Sharding(
             degrees,
             decisions,
-            {name: {axis: kind for axis, kind in spec.items() if axis in degrees} for name, spec in parameters.items()},
+            {name: _computed(spec, degrees) for name, spec in parameters.items()} if degrees else {},
             data.values("variants", str) if data.has("variants") else {},
             tuple(_point(data, row) for row in data.items("points", list)) if data.has("points") else (),
             data.values("cost", float) if data.has("cost") else {},
@@ -136,6 +137,11 @@ class Sharding:
             data.strings("undivided"),
             data.listings("discovered", str) if data.has("discovered") else {},
         )
+
+
+def _computed(stored: Mapping[str, Type], degrees: Mapping[str, int]) -> dict[str, Type]:
+    """Return the types in which a stored parameter is computed with."""
+    return {axis: R if AXIS[axis].stores_shards else kind for axis, kind in stored.items() if axis in degrees}
 
 
 def _point(data: Record, row: list[Any]) -> Point:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd, whole_step
 from graphpar.hardware.cluster import Cluster
 from graphpar.report.sharding import sharding_data
+from graphpar.report.state import state_data
 from graphpar.schedules.simulation import Timeline, simulate
 from graphpar.schedules.table import ActionTable, format_table, forwards, parse_table
 from graphpar.text import bytes_text, compressed, plural, seconds_text
@@ -61,6 +62,9 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
     }
     slow = _dtype_warning(compilation)
     data["warnings"] = list(dict.fromkeys((*data.pop("misfits", ()), *slow, *plan.warnings, *program.warnings)))
+    state = state_data(program, plan, stages)
+    if state is not None:
+        data["state"] = state
     experts = _expert_data(program, rows)
     if experts is not None:
         data["experts"] = experts

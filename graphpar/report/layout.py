@@ -160,13 +160,14 @@ def sent_text(entry: Mapping[str, Any], way: str) -> str:
 
 def layout_text(plan: Plan) -> list[tuple[str, str]]:
     """List the specs of parameters, from the plan alone; names that differ only in a layer's number are merged."""
+    state = [("State", f"ZeRO-{plan.zero} over dp_shard={plan.mesh.dp_shard}")] if plan.zero else []
     if not plan.sharding.degrees:
-        return []
+        return state
     specs: dict[str, dict[str, list[str]]] = {}
     for name, spec in plan.sharding.parameters.items():
         text = ", ".join(f"{kind}@{axis}" for axis, kind in spec.items())
         specs.setdefault(text, {}).setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
-    lines = [("Placement", gap_text(plan.sharding.gap))]
+    lines = [*state, ("Placement", gap_text(plan.sharding.gap))]
     for text, groups in sorted(specs.items()):
         shown = [names[0] if len(names) == 1 else pattern for pattern, names in groups.items()]
         lines.append(("Weights", f"{text}:  {listed(numbered_runs(shown), _SHOWN)}"))

@@ -21,6 +21,7 @@ from graphpar.report.predicted import (
     searched_text,
     stage_columns,
 )
+from graphpar.report.state import state_text
 from graphpar.schedules.simulation import CLOSINGS, Timeline
 from graphpar.schedules.table import KINDS
 from graphpar.text import bytes_text, count_text, flops_text, indices_text, place_text, seconds_text, share_text
@@ -59,6 +60,7 @@ def html(data: Mapping[str, Any]) -> str:
         *(f'<div class="warning">{escape(line)}</div>' for line in data["warnings"]),
         "<h2>Stages</h2>",
         _stages(data),
+        *([f'<p class="soft">{escape(state_text(data["state"]))}.</p>'] if "state" in data else []),
         *_runners_up(data),
         "<h2>Schedule</h2>",
         _schedule(data),

@@ -27,6 +27,7 @@ from graphpar.report.predicted import (
     timeline_legend,
 )
 from graphpar.report.stages import stage_table
+from graphpar.report.state import state_text
 from graphpar.report.trace import chrome_trace
 from graphpar.schedules.simulation import draw
 from graphpar.text import bytes_text, compressed, count_text, indices_text, kept, listed, place_text, plural, wrapped
@@ -144,6 +145,8 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("Traffic", _traffic(data)))
     if data.get("sharding"):
         lines += sharding_lines(data)
+    if "state" in data:
+        lines.append(("State", state_text(data["state"])))
     if "experts" in data:
         lines.append(("Experts", _experts(data["experts"])))
     if data["model"]["blocks"]:

@@ -57,6 +57,11 @@ class Axis:
         """Whether every rank runs all of a stage, on its own rows; gradients are then partial unless a plan says otherwise."""
         return self.divides is Divides.ROWS
 
+    @property
+    def stores_shards(self) -> bool:
+        """Whether ranks store shards of what they compute with whole, so that gradients are always sums over it."""
+        return self.name == "dp_shard"
+
 
 _RECORDS = (
     Axis("pp", Divides.LAYERS, "hold other stages", ("pipeline",), searched=True),

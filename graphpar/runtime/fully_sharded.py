@@ -44,7 +44,11 @@ def fully_shard_stage(
         stage,
         mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,)),
         reshard_after_forward=reshard_after_forward(program),
-        ignored_params={parameter for parameter in stage.parameters() if parameter.ndim == 0},
+        ignored_params={
+            parameter
+            for name, parameter in stage.named_parameters(remove_duplicate=False)
+            if name not in program.fully_sharded
+        },
     )
     for module in _units(stage):
         module.set_gradient_divide_factor(1.0)  # each replica returns its share of the loss

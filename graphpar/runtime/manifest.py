@@ -92,7 +92,8 @@ class Manifest:
     outputs: tuple[OutputInterface, ...]
     ties: tuple[tuple[str, ...], ...]
     types: Mapping[str, Mapping[str, Type]]
-    """The types that the plan lists, under every name of a tie; ``spec`` adds those that it leaves out."""
+    """The types in which parameters are stored, as the plan lists them, under every name of a tie; ``stored`` adds those that it
+    leaves out."""
     shapes: Mapping[str, tuple[int, ...]]
     """Whole shapes of the tensors that some axis shards, under every name of a tie."""
     placed: tuple[str, ...] = ()
@@ -104,8 +105,6 @@ class Manifest:
     reshard: str | int = "default"
     """When gathered parameters are freed: "default", "always" (after each forward and backward), "never" (in between), or after the
     forward down to shards over so many ranks."""
-    fully_sharded: frozenset[str] = frozenset()
-    """The parameters of which each rank of dp_shard holds a shard, under every name of a tie."""
     model_file: str | None = None
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
 
@@ -134,14 +133,19 @@ class Manifest:
         """The axes of degree above 1 over which a tensor has a type: all but pp."""
         return tuple(axis for axis in AXES if AXIS[axis].typed and self.mesh.get(axis, 1) > 1)
 
+    @property
+    def fully_sharded(self) -> frozenset[str]:
+        """The parameters of which each rank of dp_shard holds a shard, under every name of a tie."""
+        return frozenset(name for name, types in self.types.items() if isinstance(types.get("dp_shard"), Shard))
+
     def spec(self, name: str) -> dict[str, Type]:
         """Look up the type on each of ``axes`` in which a parameter or buffer is computed with."""
-        listed = self.types.get(name, {})
-        return {axis: listed.get(axis, R if AXIS[axis].replicas else I) for axis in self.axes}
+        return {axis: R if AXIS[axis].stores_shards else kind for axis, kind in self.stored(name).items()}
 
     def stored(self, name: str) -> dict[str, Type]:
         """Look up the type on each of ``axes`` in which a parameter or buffer, its gradient and its optimizer state are stored."""
-        return {**self.spec(name), "dp_shard": Shard(0)} if name in self.fully_sharded else self.spec(name)
+        listed = self.types.get(name, {})
+        return {axis: listed.get(axis, R if AXIS[axis].replicas else I) for axis in self.axes}
 
     def input(self, name: str) -> InputInterface:
         """Look up the input of this name."""
@@ -186,7 +190,6 @@ def load_manifest(folder: str | Path) -> Manifest:
         shapes=_under_every_name(shapes, ties),
         zero=plan.optional("zero", int, 0),
         reshard=plan.optional("reshard", (str, int), "default"),
-        fully_sharded=frozenset(_under_every_name(dict.fromkeys(interface.strings("fully_sharded"), True), ties)),
         owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),

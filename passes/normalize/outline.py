@@ -39,7 +39,7 @@ _CONTAINERS = "torch.nn.modules.container."
 
 
 @dataclass
-class _Region:
+class Region:
     """One call of one module: its operators, what flows in and out."""
 
     call: str
@@ -56,15 +56,16 @@ class _Region:
 
 def outline(program: Program) -> Program:
     """Turn repeated modules into ``call_module`` nodes, one block for each distinct definition."""
-    chosen = _choose(program, _regions(program))
-    return _rebuilt(program, chosen, _block_names(chosen)) if chosen else program
+    chosen = _choose(program, regions_of(program))
+    return rebuilt(program, chosen, block_names(chosen)) if chosen else program
 
 
 # ---- finding what repeats --------------------------------------------------------------------------------------
 
 
-def _regions(program: Program) -> list[_Region]:
-    regions: dict[str, _Region] = {}
+def regions_of(program: Program) -> list[Region]:
+    """Return every call of a module in the root graph; a module that contains another comes before it."""
+    regions: dict[str, Region] = {}
     for node in program.graph.nodes:
         if node.op != "call_function" or isinstance(value_of(node), torch.SymInt):
             continue  # each block reads batch sizes from its own inputs
@@ -72,23 +73,23 @@ def _regions(program: Program) -> list[_Region]:
         for depth, (path, module_class, call) in enumerate(node.meta.get("module_stack", ())):
             region = regions.get(call)
             if region is None:
-                region = regions[call] = _Region(call, path, module_class, depth, ancestors=ancestors)
+                region = regions[call] = Region(call, path, module_class, depth, ancestors=ancestors)
             region.nodes.append(node)
             ancestors += (call,)
     return [region for region in regions.values() if region.path]
 
 
-def _choose(program: Program, regions: list[_Region]) -> list[_Region]:
+def _choose(program: Program, regions: list[Region]) -> list[Region]:
     """Return all instances of the outermost repeated classes; no instance is inside another."""
     total = max(1, program.parameter_count())
-    by_class: dict[str, list[_Region]] = {}
+    by_class: dict[str, list[Region]] = {}
     for region in regions:
         # One operator is no block; nor is one with casts around it, as autocast has them.
         operators = sum(operator_name(node) not in ("to", "detach") for node in region.nodes)
         if not region.module_class.startswith(_CONTAINERS) and operators > 1:
             by_class.setdefault(region.module_class, []).append(region)
     order = {node: index for index, node in enumerate(program.graph.nodes)}
-    chosen: dict[str, _Region] = {}
+    chosen: dict[str, Region] = {}
     enclosing: set[str] = set()
     for _, candidates in sorted(by_class.items(), key=lambda item: min(region.depth for region in item[1])):
         free = [
@@ -100,7 +101,7 @@ def _choose(program: Program, regions: list[_Region]) -> list[_Region]:
         free = [region for region in free if not any(call in calls for call in region.ancestors)]
         if len(free) < 2 or not _substantial(program, free, total):
             continue
-        free = _alike([region for region in free if _prepare(program, region, order)])
+        free = _alike([region for region in free if prepare(program, region, order)])
         free = _undivided(program, free, regions)
         digests = [region.digest for region in free]
         if len(set(digests)) == len(digests):
@@ -111,7 +112,7 @@ def _choose(program: Program, regions: list[_Region]) -> list[_Region]:
     return sorted(chosen.values(), key=lambda region: order[region.nodes[0]])
 
 
-def _alike(found: Sequence[_Region]) -> list[_Region]:
+def _alike(found: Sequence[Region]) -> list[Region]:
     """Leave out modules whose calls differ (another flag, another length): a module has one class."""
     digests: dict[str, set[str]] = {}
     for region in found:
@@ -119,9 +120,9 @@ def _alike(found: Sequence[_Region]) -> list[_Region]:
     return [region for region in found if len(digests[region.path]) == 1]
 
 
-def _undivided(program: Program, found: Sequence[_Region], regions: Sequence[_Region]) -> list[_Region]:
+def _undivided(program: Program, found: Sequence[Region], regions: Sequence[Region]) -> list[Region]:
     """Leave out whole networks (they contain layers, or are applied to several inputs side by side): stages begin inside them."""
-    alike: dict[str, list[_Region]] = {}
+    alike: dict[str, list[Region]] = {}
     for region in found:
         alike.setdefault(region.digest, []).append(region)
     networks = [
@@ -135,7 +136,7 @@ def _undivided(program: Program, found: Sequence[_Region], regions: Sequence[_Re
     return [region for region in found if region.call not in left_out]
 
 
-def _has_layers(program: Program, network: _Region, regions: Sequence[_Region]) -> bool:
+def _has_layers(program: Program, network: Region, regions: Sequence[Region]) -> bool:
     """Return whether ``network`` contains several instances of a class with at least two parameterised parts."""
     paths: dict[str, set[str]] = {}
     for region in regions:
@@ -148,7 +149,7 @@ def _has_layers(program: Program, network: _Region, regions: Sequence[_Region]) 
     return any(len(found) > 1 for found in paths.values())
 
 
-def _owners(program: Program, region: _Region) -> set[str]:
+def _owners(program: Program, region: Region) -> set[str]:
     """Return the modules below a region that hold parameters directly."""
     prefix = f"{region.path}."
     return {name.rpartition(".")[0] for name in program.parameters if name.startswith(prefix)}
@@ -161,14 +162,14 @@ def _attributes(program: Program, path: str) -> list[str]:
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
-def _substantial(program: Program, regions: list[_Region], total: int) -> bool:
+def _substantial(program: Program, regions: list[Region], total: int) -> bool:
     """Return whether regions deserve a definition: several parameterised parts, or a tenth of the model's parameters together."""
     region = regions[0]
     size = sum(info.numel for name, info in program.parameters.items() if name.startswith(f"{region.path}."))
     return len(_owners(program, region)) > 1 or size * len(regions) * 10 > total
 
 
-def _prepare(program: Program, region: _Region, order: dict[fx.Node, int]) -> bool:
+def prepare(program: Program, region: Region, order: dict[fx.Node, int]) -> bool:
     """Fill in inputs, outputs and digest; return False where the region can't be outlined."""
     inside = set(region.nodes)
     streams = [int(node.args[1]) for node in region.nodes if node.target is random_streams.stream]  # type: ignore[arg-type]
@@ -187,7 +188,7 @@ def _prepare(program: Program, region: _Region, order: dict[fx.Node, int]) -> bo
     return True
 
 
-def _convex(region: _Region, inside: set[fx.Node], order: dict[fx.Node, int]) -> bool:
+def _convex(region: Region, inside: set[fx.Node], order: dict[fx.Node, int]) -> bool:
     """Return whether no path leaves the region and comes back."""
     first, last = order[region.nodes[0]], order[region.nodes[-1]]
     if last - first + 1 == len(region.nodes):
@@ -203,7 +204,7 @@ def _convex(region: _Region, inside: set[fx.Node], order: dict[fx.Node, int]) ->
     return not any(argument in after for argument in node.all_input_nodes)
 
 
-def _digest(program: Program, region: _Region) -> str:
+def _digest(program: Program, region: Region) -> str:
     """Return the structural hash of a region; names and paths outside of it don't count."""
     index = {node: number for number, node in enumerate(region.nodes)}
     inputs = {node: number for number, node in enumerate(region.inputs)}
@@ -257,7 +258,7 @@ def _signature(node: fx.Node) -> Any:
 # ---- names -----------------------------------------------------------------------------------------------------
 
 
-def _block_names(regions: list[_Region]) -> dict[str, str]:
+def block_names(regions: list[Region]) -> dict[str, str]:
     """Map digests to class names: the user's class, with the variants' paths where there are several."""
     names: dict[str, str] = {}
     by_class: dict[str, dict[str, list[str]]] = {}
@@ -301,7 +302,8 @@ def _common_prefix(paths: Iterable[str]) -> list[str]:
 # ---- building --------------------------------------------------------------------------------------------------
 
 
-def _rebuilt(program: Program, chosen: list[_Region], names: dict[str, str]) -> Program:
+def rebuilt(program: Program, chosen: list[Region], names: dict[str, str]) -> Program:
+    """Return the program with a call in the place of each region; ``names``: those of their classes, by digest."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     owner = {node: region for region in chosen for node in region.nodes}
@@ -334,7 +336,7 @@ def _rebuilt(program: Program, chosen: list[_Region], names: dict[str, str]) -> 
 
 def _call(
     graph: fx.Graph,
-    region: _Region,
+    region: Region,
     name: str,
     blocks: dict[str, Block],
     env: dict[fx.Node, fx.Node],
@@ -365,7 +367,7 @@ def _call(
         call.meta["stage_begins"] = True
     if len(region.outputs) == 1:
         (output,) = region.outputs
-        call.meta |= {key: output.meta[key] for key in ("val", "batch_coefficients") if key in output.meta}
+        call.meta |= {key: output.meta[key] for key in ("val", "batch_coefficients", "types") if key in output.meta}
         env[output] = call
         return
     call.meta["val"] = tuple(value_of(output) for output in region.outputs)
@@ -383,7 +385,7 @@ def _stack_up_to(stack: tuple[tuple[str, str, str], ...], call: str) -> tuple[tu
     return stack
 
 
-def _block_graph(region: _Region, keys: fx.Node | None) -> tuple[fx.Graph, list[fx.Node]]:
+def _block_graph(region: Region, keys: fx.Node | None) -> tuple[fx.Graph, list[fx.Node]]:
     """Return the region as a separate graph, and the outer values it takes; it reads batch sizes from these."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

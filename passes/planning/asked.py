@@ -30,7 +30,7 @@ from graphpar.passes.planning.choose import (
     choose,
     level_of,
 )
-from graphpar.passes.planning.planner import FREE_AXES
+from graphpar.passes.planning.planner import free_axes
 from graphpar.passes.planning.planning import estimate_plan, search_plan
 from graphpar.runtime.axes import ZERO1_BY
 from graphpar.schedules.registry import canonical_name
@@ -66,7 +66,7 @@ class Asked:
         """Whether no axis is left to the search."""
         alone = not self.mesh and self.pins.cluster is None and self.size == 1
         full = bool(self.mesh) and self.size == math.prod(self.mesh.values())
-        return self.pins.table is not None or alone or full or set(FREE_AXES) <= set(self.mesh)
+        return self.pins.table is not None or alone or full or not free_axes(self.mesh, self.pins.zero or 0)
 
 
 def ask(
@@ -189,7 +189,7 @@ def _check(asked: Asked) -> None:
             raise GraphparError(f"zero1_by is {pins.zero1_by!r}; it must be one of {', '.join(ZERO1_BY)}.{hint}")
         if pins.zero != 1:
             raise GraphparError(f"zero1_by={pins.zero1_by} says how ZeRO-1 divides the state; give zero=1 with it.")
-    if "dp_shard" in asked.mesh or pins.zero is not None:
+    if "dp_shard" in asked.mesh or asked.complete:
         check_zero(Mesh(**asked.mesh), pins.zero)
     if pins.reshard is not None:
         mesh = Mesh(**asked.mesh)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphpar.annotations.patterns import names_of, resolve
+from graphpar.codegen.fully_sharded import stored_in_shards
 from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -38,6 +39,7 @@ from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
+from graphpar.passes.sharding.widened import of_a_replica
 from graphpar.passes.split import positions_of, split
 from graphpar.runtime.axes import REPLICAS, ZERO1_BY
 from graphpar.runtime.plan_record import StageRecord
@@ -191,18 +193,11 @@ def zero_level(program: Program, mesh: Mesh, level: int | None) -> int:
     """Return the ZeRO level of a plan: as pinned, else 3 where there is a dp_shard axis.
 
     Raises:
-        GraphparError: as :func:`check_zero`, or examples depend on each other.
+        GraphparError: as :func:`check_zero`.
     """
     check_zero(mesh, level, program.mode)
     if mesh.dp_shard == 1:
         return 0
-    if program.couplings or program.unsplittable is not None:
-        raise GraphparError(
-            f"Mesh dp_shard={mesh.dp_shard}: {program.unsplittable or coupled_text(program.couplings)}, and sharded state for such a "
-            "model comes in a later version; use dp_replicate."
-        )
-    if level != 1:
-        _check_dtypes(program)
     return level_of(mesh.dp_shard, level)
 
 
@@ -279,21 +274,6 @@ def _with_state(table: ActionTable, mesh: Mesh, pins: PlanConstraints) -> Action
             f"{'it says when parameters are gathered' if gathers else 'stages gather their parameters themselves'}."
         )
     return table
-
-
-def _check_dtypes(program: Program) -> None:
-    """Check that the parameters that are gathered together have one dtype, as FSDP2 wants it."""
-    paths = {path for block in program.blocks.values() for path in block.instances}
-    seen: dict[str, tuple[str, Any]] = {}
-    for name, info in program.parameters.items():
-        unit = next((path for path in paths if name.startswith(f"{path}.")), "")
-        first, dtype = seen.setdefault(unit, (name, info.dtype)) if info.shape else (name, info.dtype)
-        if dtype != info.dtype:
-            where = f"module {unit!r}" if unit else "the modules outside of repeated blocks"
-            raise GraphparError(
-                f"The parameters of {where} are gathered together over dp_shard, so they need one dtype, but {first!r} is {dtype} and "
-                f"{name!r} is {info.dtype}; convert one, or use dp_replicate."
-            )
 
 
 def check_pipelined(schedule: str, mesh: Mesh) -> None:
@@ -373,6 +353,7 @@ def _plan(
     stages = split(program, positions_of(program, split_points))
     size = batch // (microbatches * mesh.replicas)
     coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
+    zero = zero_level(program, mesh, pins.zero)
     found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
     return Plan(
         model=program.name,
@@ -385,9 +366,10 @@ def _plan(
         stages=tuple(StageRecord(stage.index, ranks[stage.index], stage.modules) for stage in stages),
         dtype=pins.dtype,
         actions=actions,
-        zero=zero_level(program, mesh, pins.zero),
+        zero=zero,
         zero1_by=pins.zero1_by or ZERO1_BY[0],
         reshard=pins.reshard or "default",
+        fully_sharded=stored_in_shards(program, stages) if zero >= 2 else frozenset(),
         allow_batch_coupling=pins.allow_batch_coupling,
         sharding=found.sharding,
         cluster=pins.cluster,
@@ -415,7 +397,7 @@ def solve(
     axes = placed_axes(program, mesh)
     if not axes:
         return sharded(program, Sharding(), microbatch, None)
-    sized = program.at_batch(microbatch)
+    sized = of_a_replica(program, microbatch, axes)
     variants, points = variants_of(sized, pins), points_of(pins)
     problem = build_problem(prepared(sized, variants, points, axes), axes)
     workload = Workload(microbatch, microbatches, program.mode == "train")
@@ -457,7 +439,8 @@ def _microbatches(program: Program, schedule: str, mesh: Mesh, per_rank: int, ba
     """Return the number of microbatches of a rank: as pinned, or about two a stage, or one where the batch can't be split."""
     rows = batch // mesh.replicas
     reason = coupling_reason(program, pins)
-    if mesh.replicas > 1 and program.unsplittable is not None and not program.couplings:  # the trace is of all rows
+    if mesh.replicas > 1 and program.of_one_size and batch != program.batch:
+        assert program.unsplittable is not None
         raise GraphparError(_refusal(program, batch, mesh.replicas, program.unsplittable))
     if pins.microbatch_size is not None:
         size = pins.microbatch_size

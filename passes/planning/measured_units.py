@@ -23,6 +23,7 @@ from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.applications import first_applications
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of, split, split_candidates
+from graphpar.runtime.axes import AXIS
 from graphpar.runtime.layout import R
 
 
@@ -196,7 +197,9 @@ def _held(
             buffers[name] = program.tensor_info(name).nbytes
             continue
         info = program.parameters[name]
-        axes = tuple(sorted(axis for axis, kind in info.spec if kind == R and degrees.get(axis, 1) > 1))
+        axes = tuple(
+            sorted(axis for axis, kind in info.spec if kind == R and AXIS[axis].compute and degrees.get(axis, 1) > 1)
+        )
         if name in several:
             tied.append(Held(axes, info.numel, info.nbytes, info.dtype.itemsize, train and info.requires_grad, name))
         else:

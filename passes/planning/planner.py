@@ -36,9 +36,16 @@ from graphpar.schedules.registry import SCHEDULES, legal_microbatches, stage_ran
 
 FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
 """The axes whose degrees are searched where they are not pinned."""
+_OF_STATE = tuple("dp_shard" if name == "dp_replicate" else name for name in FREE_AXES)
 DEPTHS = (2, 3, 4)
 """Stages a rank to try for schedules that take any number of them."""
 _KEEPS_ALL = ("GPipe", "LoopedBFS")  # schedules whose ranks keep every microbatch at once
+
+
+def free_axes(pinned: Collection[str], zero: int) -> tuple[str, ...]:
+    """Return the axes that are searched where some are pinned: data parallelism is dp_shard where its state is to be sharded."""
+    axes = _OF_STATE if zero and "dp_shard" not in pinned else FREE_AXES
+    return tuple(axis for axis in axes if axis not in pinned)
 
 
 class Planner:
@@ -85,12 +92,13 @@ class Planner:
             raise GraphparError(
                 f"{self.cluster.size} devices don't divide by the mesh's {shown}; take a multiple of {fixed} devices, or other degrees."
             )
-        free = [axis for axis in FREE_AXES if axis not in self.pinned]
+        free = free_axes(self.pinned, self.execution.zero)
         found = [
             Mesh(**(self.pinned | dict(zip(free, degrees))))
             for degrees in _factorisations(self.cluster.size // fixed, len(free))
         ]
-        return sorted(found, key=lambda mesh: tuple(mesh.degrees().values()))
+        able = [mesh for mesh in found if mesh.dp_shard > 1 or not self.execution.zero]
+        return sorted(able, key=lambda mesh: tuple(mesh.degrees().values()))
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield every legal candidate; those whose mesh can't divide the model or the batch are left out."""
@@ -287,7 +295,8 @@ class Planner:
         device = Cluster(1, 1, self.cluster.device, self.cluster.intra_node, self.cluster.inter_node)
         size = None if self.program.symbolic else self.wishes.microbatch_size  # each other size is a trace
         wishes = replace(self.wishes, schedule=None, split_points=None, microbatch_size=size)
-        one = Planner(self.program, device, self.batch, self.solve, {}, wishes, self.execution, self.dtype, shown=1)
+        run = replace(self.execution, zero=0)
+        one = Planner(self.program, device, self.batch, self.solve, {}, wishes, run, self.dtype, shown=1)
         one._sharded = self._sharded
         found = one.search()
         best = found.best or found.alternatives[0]

@@ -31,7 +31,7 @@ from graphpar.passes.planning.choose import (
     solve,
 )
 from graphpar.passes.planning.measured_units import units_of_ranks
-from graphpar.passes.planning.planner import Planner
+from graphpar.passes.planning.planner import Planner, free_axes
 from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.shard import Sharded, sharded_as
 from graphpar.passes.split import positions_of
@@ -57,8 +57,9 @@ def search_plan(
     found = planner.search()
     if found.best is None and not found.alternatives:
         rest = cluster.size // math.prod(pinned.values())
-        pipeline = {"pp": rest, **pinned} if "pp" not in pinned else {"dp_replicate": rest, **pinned}
-        choose(program, Mesh.resolve(pipeline, cluster.size), pins)  # raises where the pins are wrong
+        free = free_axes(pinned, pins.zero or 0)
+        one = next((axis for axis in free if axis == "dp_shard"), free[0])
+        choose(program, Mesh.resolve({one: rest, **pinned}, cluster.size), pins)  # raises where the pins are wrong
         reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
         raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
     if found.best is None:

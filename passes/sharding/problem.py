@@ -328,8 +328,9 @@ class _Builder:
     def _types_of(self, node: fx.Node, position: int) -> list[Type]:
         """Return every type that a parameter or a block's input can have on an axis."""
         whole: list[Type] = [I, R] if node in self.differentiable else [R]
-        if node.op == "get_attr" and AXIS[self.axes[position]].replicas:
-            return whole
+        axis = AXIS[self.axes[position]]
+        if node.op == "get_attr" and axis.replicas:
+            return [R] if axis.stores_shards else whole
         return [*whole, *self.shards[position].get((node, 0), {})]
 
     def _is_parameter(self, node: fx.Node, scope: str) -> bool:

@@ -31,6 +31,7 @@ from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.linear_bias import join_biases
 from graphpar.passes.sharding.pins import POINT, prepared
 from graphpar.passes.sharding.problem import Problem, build_problem, is_operator
+from graphpar.passes.sharding.widened import of_a_replica
 from graphpar.runtime.layout import R, Shard, local_shape, local_size
 
 
@@ -64,7 +65,8 @@ def problem_of(program: Program, sharding: Sharding, rows: int) -> Problem | Non
     """Return the problem that ``sharding`` solves, for microbatches of ``rows``; None where it has no axes."""
     if not sharding.degrees:
         return None
-    ready = prepared(program.at_batch(rows), sharding.variants, sharding.points, sharding.degrees)
+    sized = of_a_replica(program, rows, sharding.degrees)
+    ready = prepared(sized, sharding.variants, sharding.points, sharding.degrees)
     return build_problem(ready, sharding.degrees)
 
 

@@ -15,7 +15,7 @@ from graphpar.passes.sharding.costs import Prices, Workload
 from graphpar.passes.sharding.keys import keyed
 from graphpar.passes.sharding.problem import Choice, Edge, Operator, Problem, Types
 from graphpar.runtime.axes import AXIS, Divides
-from graphpar.runtime.layout import Type
+from graphpar.runtime.layout import I, R, Type
 
 
 @dataclass
@@ -108,5 +108,9 @@ def sharding_of(solution: Solution) -> Sharding:
                     assert parameters.setdefault(name, spec) == spec, (
                         f"{name} is stored as {parameters[name]} and as {spec}"
                     )
+    unread: dict[str, Type] = {axis: R if AXIS[axis].replicas else I for axis in problem.axes}
+    for name in program.parameters:
+        for tied in program.tie_of(name):
+            parameters.setdefault(tied, unread)
     degrees, own = dict(problem.degrees), dict(sorted(parameters.items()))
     return Sharding(degrees, keyed(program, decisions), own, cost=solution.parts, gap=solution.gap)

@@ -24,6 +24,16 @@ def _replicas(degrees: Mapping[str, int]) -> int:
     return math.prod(degree for axis, degree in degrees.items() if AXIS[axis].replicas)
 
 
+def of_a_replica(program: Program, rows: int, degrees: Mapping[str, int]) -> Program:
+    """Return ``program`` for the ``rows`` of a replica, or of all replicas where it can be traced with these only.
+
+    Raises:
+        GraphparError: with so many rows it traces to another program.
+    """
+    all_rows = program.of_one_size and program.batch == rows * _replicas(degrees)
+    return program if all_rows else program.at_batch(rows)
+
+
 def with_all_rows(program: Program, degrees: Mapping[str, int]) -> Program:
     """Trace a ``program`` of a fixed batch at the rows of all replicas of ``degrees``; return others unchanged.
 
@@ -31,7 +41,8 @@ def with_all_rows(program: Program, degrees: Mapping[str, int]) -> Program:
         GraphparError: with so many rows it traces to another program.
     """
     times = _replicas(degrees)
-    return program if times == 1 or program.symbolic else program.at_batch(program.batch * times)
+    fits = times == 1 or program.symbolic or program.of_one_size
+    return program if fits else program.at_batch(program.batch * times)
 
 
 def widened(program: Program, degrees: Mapping[str, int]) -> Program:

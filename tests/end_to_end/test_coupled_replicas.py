@@ -18,7 +18,13 @@ MESHES = {
     "dp4": {"dp_replicate": 4},
     "dp2 x tp2": {"dp_replicate": 2, "tp": 2},
     "pp2 x dp2": {"pp": 2, "dp_replicate": 2},
+    "shard2": {"dp_shard": 2},
+    "shard4": {"dp_shard": 4},
+    "shard2, zero 1": {"dp_shard": 2},
+    "dp2 x shard2": {"dp_replicate": 2, "dp_shard": 2},
+    "shard2 x tp2": {"dp_shard": 2, "tp": 2},
 }
+LEVELS = {"shard2, zero 1": 1, "shard4": 2, "shard2 x tp2": 2}
 
 
 @functools.cache
@@ -28,7 +34,7 @@ def program(name: str) -> gp.Program:
 
 @functools.cache
 def parts(name: str, mesh: str) -> gp.Parts:
-    return gp.partition(program(name), gp.plan(program(name), mesh=MESHES[mesh]))
+    return gp.partition(program(name), gp.plan(program(name), mesh=MESHES[mesh], zero=LEVELS.get(mesh)))
 
 
 @functools.cache
@@ -51,16 +57,25 @@ def test_two_replicas_are_exact() -> None:
     _exact(list(MODELS), "dp2")
 
 
+def test_with_sharded_state_they_are_exact() -> None:
+    """A gradient is a share of each replica, of which the sum is scattered: nothing that is whole is added up."""
+    for name in ("resnet", "clip", "router"):
+        stored = parts(name, "shard2").plan.sharding.parameters
+        assert {str(spec["dp_shard"]) for spec in stored.values()} == {"R"}, name
+    _exact(["resnet", "clip", "router"], "shard2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp4", "dp2 x tp2", "pp2 x dp2"])
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "dp2"])
 def test_more_replicas_and_other_axes_are_exact(mesh: str) -> None:
     _exact(list(MODELS), mesh)
 
 
+@pytest.mark.parametrize("mesh", ["dp2 x tp2", "shard2"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_types_of_emitted_text(name: str, tmp_path: Path) -> None:
+def test_the_types_of_emitted_text(name: str, mesh: str, tmp_path: Path) -> None:
     """``spmd_types`` agrees: a gradient is whole, a loss is a share of a sum."""
-    parts(name, "dp2 x tp2").save(tmp_path / "out")
+    parts(name, mesh).save(tmp_path / "out")
     result = check_folder(tmp_path / "out")
     assert result.ok, result.problems
 
@@ -126,6 +141,7 @@ def test_microbatches_stay_refused_unless_allowed() -> None:
 
 
 def test_a_plan_that_was_written_is_read_again() -> None:
-    plan = parts("clip", "dp2").plan
-    again = gp.Plan.from_json(plan.to_json())
-    assert gp.partition(program("clip"), again).files == parts("clip", "dp2").files
+    for mesh in ("dp2", "shard2"):
+        plan = parts("clip", mesh).plan
+        again = gp.Plan.from_json(plan.to_json())
+        assert gp.partition(program("clip"), again).files == parts("clip", mesh).files

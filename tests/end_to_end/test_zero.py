@@ -21,7 +21,7 @@ from tests.rank_pool import RankPool
 
 # Tied, frozen, shared and nested modules, odd names, counts, dropout: each was once wrong somewhere.
 SAMPLE = [name for name in zoo_programs.MODELS if name not in ("Counters", "CountingBlocks")]
-REFUSED = ("depend", "updates the buffer", "not additive", "does not divide", "need one dtype")
+REFUSED = ("depend", "updates the buffer", "not additive", "does not divide")
 
 
 def _partitioned(program: gp.Program, **asked: Any) -> gp.Parts:
@@ -146,7 +146,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_a_rank_holds_its_shard(ran: tuple[int, Any]) -> None:
-    _, (reports, _) = ran
+    level, (reports, _) = ran
     shapes = {name: tuple(value.shape) for name, value in Layered().named_parameters()}
     for rank, report in enumerate(reports):
         for name, shape in shapes.items():
@@ -155,6 +155,10 @@ def test_a_rank_holds_its_shard(ran: tuple[int, Any]) -> None:
             assert tuple(report["stored"][name]) == rows, name
         assert report["gradients"] == report["held"]
     assert sum(report["held"] for report in reports) == sum(p.numel() for p in Layered().parameters()) + RANKS - 1
+    written = json.loads(_layered(zero=level).files["plan.json"])["report"]["state"]
+    held = 4 * reports[0]["held"]
+    assert written["rank_bytes"] == {"parameters": held, "gradients": held, "optimizer": 2 * held}
+    assert [(unit["name"], unit["count"]) for unit in written["units"]] == [("", 1), ("Layer", 4)]
 
 
 def test_collectives_of_a_step(ran: tuple[int, Any]) -> None:
@@ -191,6 +195,26 @@ def test_blocks_whose_parameters_others_use_stay_with_the_rest() -> None:
     text = _partitioned(zoo_programs.program_of("TiedAcrossBlocks"), mesh={"dp_shard": 2}).files["stage_0.py"]
 
     assert text.count("fully_shard(") == 1
+
+
+class TwoDtypes(nn.Module):
+    """Most of the parameters in float64, one in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(6, 5).double(), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x.double()).float() * self.scale
+
+
+def test_a_parameter_of_another_dtype_than_its_unit_stays_whole() -> None:
+    program = gp.export(TwoDtypes(), (torch.randn(8, 6),), loss_fn=lambda o: o.square().mean())
+    parts = _partitioned(program, mesh={"dp_shard": 2})
+    stored = json.loads(parts.files["plan.json"])["parameters"]
+
+    assert stored == {"first.bias": {"dp_shard": "S(0)"}, "first.weight": {"dp_shard": "S(0)"}}
+    _exact([parts])
 
 
 def test_types_are_right(tmp_path: Path) -> None:
@@ -245,10 +269,5 @@ def test_what_cannot_be_is_refused(name: str) -> None:
 
 def test_models_that_cannot_be_are_refused() -> None:
     x = torch.randn(8, 6)
-    norm = gp.export(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), (x,), loss_fn=lambda o: o.square().mean())
-    with pytest.raises(GraphparError, match="batch_norm mixes examples"):
-        gp.plan(norm, mesh={"dp_shard": 2})
-    with pytest.raises(GraphparError, match="need one dtype"):
-        gp.plan(zoo_programs.program_of("MixedDtypes"), mesh={"dp_shard": 2})
     with pytest.raises(GraphparError, match="for inference"):
         gp.plan(gp.export(Layered(), (x,), mode="infer"), mesh={"dp_shard": 2})

@@ -37,6 +37,7 @@ NAMED = [
     ({"mesh": ["tp", 2]}, "it must be degrees of axes"),
     ({"mesh": {"tp": 2.0}}, "tp has degree 2.0; it must be a whole number"),
     ({"mesh": {"tp": 0}}, "tp has degree 0"),
+    ({"mesh": "dp_shard=-1"}, "takes what the other axes leave of the devices"),
     ({"devices": 6, "mesh": "pp=4"}, "6 devices don't divide by the mesh's pp=4"),
     ({"devices": 4, "mesh": {"pp": 2, "tp": 1, "dp_replicate": 1}}, "= 2 != 4 devices"),
     ({"devices": 2, "schedule": "1f2b"}, "Did you mean '1F1B'?"),
@@ -96,6 +97,29 @@ def test_names_mean_what_objects_mean(tmp_path: Path) -> None:
     assert gp.estimate(program, plan, "2xA100") == gp.estimate(program, plan, gp.Cluster.parse("2xA100"))
     (tmp_path / "own.toml").write_text('nodes = 1\ndevices_per_node = 2\ndevice = "A100"\n')
     assert gp.plan(program, tmp_path / "own.toml", mesh="pp=2").cluster == gp.Cluster.parse("2xA100")
+
+
+SEARCHED = [
+    ({"devices": 4, "zero": 3}, {}),
+    ({"devices": 4, "zero": 2, "mesh": "tp=2"}, {"tp": 2, "dp_shard": 2}),
+    ({"devices": 4, "zero": 1, "mesh": "dp_replicate=2"}, {"dp_replicate": 2, "dp_shard": 2}),
+    ({"devices": 4, "mesh": "tp=2,dp_shard=-1"}, {"tp": 2, "dp_shard": 2}),
+    ({"devices": 2, "mesh": "tp=2,dp_shard=-1"}, {"tp": 2, "dp_shard": 1}),
+]
+
+
+@pytest.mark.parametrize(("asked", "expected"), SEARCHED, ids=[str(asked) for asked, _ in SEARCHED])
+def test_a_level_makes_dp_shard_the_axis_of_the_data(asked: dict[str, Any], expected: dict[str, int]) -> None:
+    plan = gp.plan(example("head_first"), **asked)
+    degrees = plan.mesh.degrees()
+    assert degrees.items() >= expected.items()
+    assert (degrees["dp_shard"] > 1) == (plan.zero > 0)
+    assert "dp_replicate" in expected or degrees["dp_replicate"] == 1
+
+
+def test_a_level_that_no_mesh_can_have() -> None:
+    with pytest.raises(gp.GraphparError, match="does not divide over dp_shard=3"):
+        gp.plan(example("head_first"), devices=3, zero=3)
 
 
 def test_a_schedule_of_one_stage_a_rank_runs_without_a_pipeline() -> None:
