@@ -9,7 +9,8 @@ the whole of such a DTensor; this module is where local tensors are taken out an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,21 @@ def hold_new_memory(stage: nn.Module) -> None:
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module._apply(lambda tensor: tensor)
+
+
+def groups_of(module: FSDPModule) -> list[Any]:
+    """Return FSDP2's parameter groups of a unit; one without parameters has none."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
+
+
+def free_gathered(stages: Iterable[nn.Module]) -> None:
+    """Free the parameters that a forward without a backward left gathered: they would miss the optimizer's next update."""
+    for module in (module for stage in stages for module in stage.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -24,10 +24,12 @@ from torch.distributed.pipelining import PipelineStage
 from graphpar.runtime.batches import agree_on_batch, check_batch, own_rows
 from graphpar.runtime.distributed import agree
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
+from graphpar.runtime.events import at
 from graphpar.runtime.forward import forward_only
-from graphpar.runtime.fully_sharded import fully_shard_stage, hold_new_memory, local
+from graphpar.runtime.fully_sharded import free_gathered, fully_shard_stage, hold_new_memory, local
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
+from graphpar.runtime.idle import check_devices, left_in_schedule, left_in_stage
 from graphpar.runtime.manifest import Manifest, StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.random_streams import sample_keys
@@ -44,6 +46,7 @@ from graphpar.runtime.stages import (
     materialise,
     stage_function,
 )
+from graphpar.runtime.watch import watch
 from graphpar.runtime.weights import (
     check_local_shapes,
     check_names,
@@ -115,6 +118,8 @@ class Pipeline:
         )
         self._torch_stages: list[PipelineStage] = []
         self._schedule = self._build_schedule() if train and self.program.pp > 1 else None
+        named = [(f"stage_{spec.index}", stage) for spec, stage in zip(self._interfaces, self.stages)]
+        watch(named, self._torch_stages, self.rank)
 
     def _build_stage(self, spec: StageInterface) -> nn.Module:
         """A stage whose parameters have memory for what this rank stores of them, still without values."""
@@ -268,6 +273,8 @@ class Pipeline:
         """
         if self.program.mode != "train":
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
+        check_devices(self.stages, self.device)
+        at(step=self.steps_done if step is None else step)
         values = self._prepare(batch, self.steps_done if step is None else step)
         if self._shards is not None:
             self._shards.begin_step()
@@ -281,6 +288,18 @@ class Pipeline:
             dist.all_reduce(loss, group=replicas)
         self.steps_done += 1
         return self._broadcast(loss) if broadcast_loss else loss
+
+    def assert_idle(self) -> None:
+        """Check that no step is under way on this rank, as between two steps: nothing is pending, gathered or set aside.
+
+        Raises:
+            RuntimeProgramError: a step did not end; the message lists what it left.
+        """
+        left = [*self._gradients.left(), *left_in_schedule(self._schedule, self._torch_stages)]
+        for spec, stage in zip(self._interfaces, self.stages):
+            left += left_in_stage(f"stage_{spec.index}", stage)
+        if left:
+            raise RuntimeProgramError(f"a step did not end on rank {self.rank}: {'; '.join(left)}")
 
     def _prepare(self, batch: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """The inputs that this rank's stages name, checked, this replica's rows, on the device, with counts and keys."""
@@ -322,6 +341,7 @@ class Pipeline:
         inputs = {name: values[name] for name in self._names if name not in counts}
         losses: list[Tensor] = []
         for i in range(self.program.microbatches):
+            at(microbatch=i)
             loss: Tensor = self._adapters[0](**keywords({**microbatch(self.program, inputs, i), **counts}))
             if loss.requires_grad:
                 loss.backward()
@@ -391,7 +411,9 @@ class Pipeline:
         self.synchronize()
         values = self._prepare(batch, self.steps_done if step is None else step)
         with torch.no_grad():
-            return forward_only(self.program, self._adapters, values, self.groups)
+            outputs = forward_only(self.program, self._adapters, values, self.groups)
+        free_gathered(self.stages)
+        return outputs
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpar.runtime.axes import AXES
+from graphpar.runtime.delays import delay
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface, TensorInterface
@@ -202,6 +203,7 @@ class StageAdapter(nn.Module):
         """Run the stage on what it received and on its keyword inputs; returns what it sends, checked, or its result."""
         outputs = self.stage(*received, **{name: inputs[KEYWORD + name] for name in self.names})
         if not self.interface.sends:
+            delay("after_loss")
             return tuple(map(sendable, outputs)) if isinstance(outputs, tuple) else sendable(outputs)
         sent = outputs if isinstance(outputs, tuple) else (outputs,)
         self._check(sent)

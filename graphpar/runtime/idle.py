@@ -1,0 +1,81 @@
+"""What a step left behind: between two steps nothing may be pending, gathered or set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.fully_sharded import groups_of
+
+_QUEUES = {
+    "fwd_cache": "activations that wait for their backward",
+    "bwd_cache": "gradients to be sent",
+    "backward_state": "backwards of weights that were put off",
+    "dw_runner": "backwards of weights that were put off",
+}
+"""What torch's stage keeps by microbatch between two actions, by attribute."""
+_OPERATIONS = {
+    "fwd_recv_ops": "activations to be received",
+    "bwd_recv_ops": "gradients to be received",
+    "unshard_ops": "gathers of stages",
+    "unsharded_stages": "gathered stages",
+}
+"""What torch's runtime of tables keeps by stage and microbatch."""
+
+
+def left_in_stage(name: str, stage: nn.Module) -> Iterator[str]:
+    """Say what FSDP2 has not finished on the units of a stage."""
+    for path, module in stage.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        unit = path or name
+        for group in groups_of(module):
+            state = group._training_state.name
+            if state != "IDLE":
+                yield f"{unit} is in the state {state}"
+            if group._all_gather_result is not None:
+                yield f"a gather of {unit} has not been waited for"
+            if not group.is_sharded:
+                yield f"the parameters of {unit} are gathered"
+            if group._partial_reduce_output is not None or any(
+                parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params
+            ):
+                yield f"gradients of {unit} are not reduced"
+            # One for all units of the stage; several since torch 2.13.
+            ones = (getattr(group.comm_ctx, name, None) for name in ("reduce_scatter_states", "reduce_scatter_state"))
+            if not path and any(ones):
+                yield f"a reduce-scatter of {unit} or of another unit has not been waited for"
+
+
+def left_in_schedule(schedule: Any, stages: Sequence[PipelineStage]) -> Iterator[str]:
+    """Say what torch's schedule has not finished."""
+    for stage in stages:
+        for attribute, what in _QUEUES.items():
+            kept = getattr(stage, attribute, None)
+            if kept and not (attribute == "bwd_cache" and stage.is_first):  # which sends none, and keeps them
+                yield f"stage {stage.stage_index} keeps {what}: microbatches {', '.join(map(str, sorted(kept)))}"
+    for attribute, what in _OPERATIONS.items():
+        if kept := getattr(schedule, attribute, None):
+            yield f"the schedule keeps {what}: {', '.join(map(str, sorted(kept)))}"
+
+
+def check_devices(stages: Iterable[nn.Module], device: torch.device) -> None:
+    """Check that no parameter or buffer of these stages was moved from where it was made.
+
+    Raises:
+        RuntimeProgramError: one is on another device.
+    """
+    for stage in stages:
+        for tensors in (stage.named_parameters(), stage.named_buffers()):
+            for name, tensor in tensors:
+                got = tensor.device
+                if got.type != device.type or device.index not in (None, got.index):
+                    raise RuntimeProgramError(
+                        f"{name} is on the device {got}, but the program was built for {device}; leave its stages where they are"
+                    )
