@@ -85,6 +85,14 @@ def _add_pins(parser: Parser) -> None:
         choices=("contiguous", "longest", "flat"),
         help="how ZeRO-1 divides it: whole parameters in runs (default) or the largest first, or equal slices",
     )
+    group.add_argument(
+        "--prefetch",
+        choices=("pre", "post", "none"),
+        help="when ZeRO-3 gathers a block for its backward: before the backward of the block before it (default), after it, or at need",
+    )
+    group.add_argument(
+        "--prefetch-distance", type=count, metavar="K", help="how many blocks are gathered ahead (default: 1)"
+    )
 
 
 def _add_workload(parser: Parser) -> None:

@@ -265,6 +265,8 @@ def _wanted(options: argparse.Namespace) -> dict[str, Any]:
         "allow_batch_coupling": options.allow_batch_coupling,
         "zero": options.zero,
         "zero1_by": options.zero1_by,
+        "prefetch": options.prefetch,
+        "prefetch_distance": options.prefetch_distance,
         "dtype": options.dtype,
         "top": options.top,
     }

@@ -72,8 +72,8 @@ class UnitBytes:
         buckets = self._buckets(
             held, [part.tied for place in range(len(stages)) if place not in own for part in self._tied(stages[place])]
         )
-        if run.zero == 3:  # the running unit and the next are gathered
-            buckets += 2 * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
+        if run.zero == 3:
+            buckets += run.gathered * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
         inputs = {name: line for unit in units for name, line in unit.inputs.items()}
         return replace(
             state,

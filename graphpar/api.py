@@ -114,6 +114,8 @@ def plan(
     allow_batch_coupling: bool = False,
     zero: int | None = None,
     zero1_by: str | None = None,
+    prefetch: str | None = None,
+    prefetch_distance: int | None = None,
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Plan:
@@ -140,6 +142,9 @@ def plan(
             gradients and optimizer state; 3, the default, gathers parameters again for the backward.
         zero1_by: how ZeRO-1 divides the optimizer's work: whole parameters in contiguous runs (``"contiguous"``), or the largest first
             (``"longest"``), or equal slices (``"flat"``).
+        prefetch: when ZeRO-3 gathers a unit's parameters for its backward: before the backward of the unit before it computes
+            (``"pre"``, the default; in the forward, too), after it (``"post"``), or when it is needed (``"none"``).
+        prefetch_distance: how many units are gathered ahead, 1 by default.
         dtype: in which the model was built, where ``export`` was not given one.
         top: how many of the plans that were not taken are kept in ``plan.found``.
 
@@ -163,6 +168,8 @@ def plan(
         allow_batch_coupling=allow_batch_coupling,
         zero=zero,
         zero1_by=zero1_by,
+        prefetch=prefetch,
+        prefetch_distance=prefetch_distance,
         dtype=dtype,
         top=top,
     )

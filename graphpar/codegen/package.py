@@ -27,7 +27,7 @@ from graphpar.codegen.classes import (
     stage_class,
     stage_tree,
 )
-from graphpar.codegen.fully_sharded import optimizer_units_function, units_function, units_of
+from graphpar.codegen.fully_sharded import Prefetch, optimizer_units_function, order_of, units_function, units_of
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
@@ -196,10 +196,11 @@ def _stage_file(
     if plan.zero:
         tree, units = stage_tree(program, infos, calls), units_of(program, stage, calls)
         degree = plan.mesh.dp_shard
+        prefetch = None if plan.prefetch is None else Prefetch(plan.prefetch, plan.prefetch_distance)
         parts.append(
             optimizer_units_function(tree, units, degree)
             if plan.zero == 1
-            else units_function(tree, units, plan.zero, degree)
+            else units_function(tree, units, plan.zero, degree, order_of(stage, units), prefetch)
         )
     names = set(exported)
     if needs_parameters and "parameters" not in exported:

@@ -51,6 +51,8 @@ class Plan:
     Attributes:
         split_points: where stages begin, after the first.
         actions: the user's schedule table, one tuple of cells for each rank.
+        prefetch, prefetch_distance: when ZeRO-3 gathers parameters ahead of a backward (of :data:`PREFETCH`; None at other levels),
+            and of how many units.
         sharding: how every operator is sharded.
         cluster: the hardware that it was decided for; None where only a mesh is known.
         predicted: time and memory of a step on ``cluster``. This and the following are not part of the plan's data.
@@ -71,6 +73,8 @@ class Plan:
     actions: tuple[tuple[str, ...], ...] | None = None
     zero: int = 0
     zero1_by: str = ZERO1_BY[0]
+    prefetch: str | None = None
+    prefetch_distance: int = 0
     recompute: str = "none"
     allow_batch_coupling: bool = False
     sharding: Sharding = field(default_factory=Sharding)
@@ -120,6 +124,8 @@ class Plan:
             "cluster": None if self.cluster is None else self.cluster.to_json(),
             "zero": self.zero,
             "zero1_by": self.zero1_by,
+            "prefetch": self.prefetch,
+            "prefetch_distance": self.prefetch_distance,
             "recompute": self.recompute,
             "allow_batch_coupling": self.allow_batch_coupling,
             "split": [{"path": point.path, "where": point.where.value} for point in self.split_points],
@@ -157,6 +163,8 @@ class Plan:
                 else tuple(tuple(cell or "" for cell in row) for row in record.actions),
                 zero=plan.optional("zero", int, 0),
                 zero1_by=plan.optional("zero1_by", str, ZERO1_BY[0]),
+                prefetch=plan.optional("prefetch", str, None),
+                prefetch_distance=plan.optional("prefetch_distance", int, 0),
                 recompute=plan.optional("recompute", str, "none"),
                 allow_batch_coupling=plan.optional("allow_batch_coupling", bool, False),
                 sharding=Sharding.from_json(plan.record("sharding"), record.parameters)

@@ -9,41 +9,95 @@ the whole of such a DTensor; this module is where local tensors are taken out an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from graphpar.runtime.groups import Groups
+from graphpar.runtime.manifest import Manifest
 
 AXIS = "dp_shard"
 
 
 def fully_shard_stage(
-    stage: nn.Module, units: Callable[..., None], groups: Groups, device: torch.device, level: int
+    stage: nn.Module,
+    units: Callable[..., Sequence[nn.Module] | None],
+    groups: Groups,
+    device: torch.device,
+    program: Manifest,
 ) -> None:
     """Shard the parameters of ``stage``, still without memory, over dp_shard.
 
     Args:
         units: the emitted function that calls ``fully_shard`` on each unit.
-        level: 2 keeps gathered parameters until the backward is done, 3 gathers them again for it.
+        program: level 2 keeps gathered parameters until the backward is done, 3 gathers them again for it.
     """
     group = groups[AXIS]
     assert group is not None
-    units(
+    order = units(
         stage,
         mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,)),
-        reshard_after_forward=None if level == 3 else False,
+        reshard_after_forward=None if program.zero == 3 else False,
         ignored_params={parameter for parameter in stage.parameters() if parameter.ndim == 0},
     )
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # each replica returns its share of the loss
             module.set_force_sum_reduction_for_comms(True)
+    if order is not None and program.prefetch == "post":
+        _gather_after_backwards(order, program.prefetch_distance)
+
+
+def _gather_after_backwards(order: Sequence[nn.Module], distance: int) -> None:
+    """Gather the next ``distance`` units of ``order`` when a unit's backward has computed and its own parameters are freed.
+
+    Nothing has computed before the first of them, which are gathered when the backward of the stage, ``order[0]``, begins.
+    """
+    running = False
+
+    def gather(after: int) -> None:
+        for unit in order[after + 1 : after + 1 + distance] if running else ():
+            assert isinstance(unit, FSDPModule)
+            for group in reversed(groups_of(unit)):
+                group._prefetch_unshard(group, "backward")
+
+    def begin(_: Tensor) -> None:
+        nonlocal running
+        if not running:
+            running = True
+            # Before FSDP2's own callback, which finishes units that had no backward.
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+            gather(0)
+
+    def end() -> None:
+        nonlocal running
+        running = False
+
+    def watch_outputs(module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(begin)
+
+    def gathers_then(group: Any, after: int) -> None:
+        reshard = group.reshard
+
+        def call() -> None:
+            reshard()
+            if group._training_state is TrainingState.POST_BACKWARD:
+                gather(after)
+
+        group.reshard = call
+
+    order[0].register_forward_hook(watch_outputs, prepend=True)
+    for place, unit in enumerate(order[1:], 1):
+        assert isinstance(unit, FSDPModule)
+        gathers_then(groups_of(unit)[0], place)
 
 
 def hold_new_memory(stage: nn.Module) -> None:

@@ -270,7 +270,6 @@ class Gradients:
         wanted = dict(zip(anywhere, [iter(tensor.tolist()) for tensor in anywhere.values()]))
         for bucket in buckets:
             bucket.give(wanted[bucket.group])
-        self._of_units, self._buckets, self._sent = [], [], 0
 
     def left(self) -> Iterator[str]:
         """Say what a step that did not end has left: sums not waited for, gradients set aside."""

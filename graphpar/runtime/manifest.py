@@ -99,6 +99,9 @@ class Manifest:
     """The axes on which operators are placed, so that stages communicate over them."""
     zero: int = 0
     """How much of the state each rank of dp_shard holds a shard of: optimizer state at level 1, parameters and gradients too from 2."""
+    prefetch: str | None = None
+    """When parameters are gathered ahead of a backward at level 3, of :data:`PREFETCH`."""
+    prefetch_distance: int = 0
     owners: Mapping[str, int] = field(default_factory=dict)
     """At level 1, which rank of dp_shard updates a parameter, under every name of a tie; empty where each updates a slice of all."""
     fully_sharded: frozenset[str] = frozenset()
@@ -177,6 +180,8 @@ def load_manifest(folder: str | Path) -> Manifest:
         types=_under_every_name(record.parameters, ties),
         shapes=_under_every_name(shapes, ties),
         zero=plan.optional("zero", int, 0),
+        prefetch=plan.optional("prefetch", str, None),
+        prefetch_distance=plan.optional("prefetch_distance", int, 0),
         fully_sharded=frozenset(_under_every_name(dict.fromkeys(interface.strings("fully_sharded"), True), ties)),
         owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),

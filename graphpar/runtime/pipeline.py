@@ -127,7 +127,7 @@ class Pipeline:
         check_local_shapes(stage, self.program)
         if self.program.fully_sharded:
             units = stage_function(self._package, spec, "fully_shard_units")
-            fully_shard_stage(stage, units, self.groups, self.device, self.program.zero)
+            fully_shard_stage(stage, units, self.groups, self.device, self.program)
         materialise(stage, self.device)
         hold_new_memory(stage)
         return stage

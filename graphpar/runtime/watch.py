@@ -70,7 +70,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _watch_group(group: Any, unit: str) -> None:
     """Write and delay what FSDP2 does with the parameters of one unit."""
-    unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
+    unshard, wait, to_sharded = group.unshard, group.wait_for_unshard, group._to_sharded
     post_backward, finalize = group.post_backward, group.finalize_backward
     reduces = [False]
 
@@ -87,12 +87,11 @@ def _watch_group(group: Any, unit: str) -> None:
         wait()
 
     def frees() -> None:
-        gathered = group.is_unsharded
-        if gathered:
-            delay("before_free")
-        reshard()
-        if gathered and not group.is_unsharded:
-            event("free", unit)
+        if group.is_sharded:
+            return
+        delay("before_free")
+        to_sharded()
+        event("free", unit)
 
     def backward_done(*args: Any) -> None:
         event("backward_done", unit)
@@ -109,7 +108,7 @@ def _watch_group(group: Any, unit: str) -> None:
         delay("before_reduce")
         event("reduce", unit)
 
-    group.unshard, group.wait_for_unshard, group.reshard = gathers, waits, frees
+    group.unshard, group.wait_for_unshard, group._to_sharded = gathers, waits, frees
     group.post_backward, group.finalize_backward = backward_done, finalizes
     group._reduce_scatter_comm = _Reduction(group._reduce_scatter_comm, starts_to_reduce)
 

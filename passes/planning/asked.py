@@ -24,6 +24,7 @@ from graphpar.passes.planning.choose import (
     check_degrees,
     check_microbatch_size,
     check_pipelined,
+    check_prefetch,
     check_zero,
     checked_table,
     choose,
@@ -84,6 +85,8 @@ def ask(
     allow_batch_coupling: bool = False,
     zero: int | None = None,
     zero1_by: str | None = None,
+    prefetch: str | None = None,
+    prefetch_distance: int | None = None,
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Asked:
@@ -98,6 +101,7 @@ def ask(
         "global_batch": global_batch,
         "microbatch_size": microbatch_size,
         "layers_per_stage": layers_per_stage,
+        "prefetch_distance": prefetch_distance,
     }
     for name, value in counts.items():
         _check_count(name, value)
@@ -123,6 +127,8 @@ def ask(
         allow_batch_coupling=allow_batch_coupling,
         zero=zero,
         zero1_by=zero1_by,
+        prefetch=prefetch,
+        prefetch_distance=prefetch_distance,
         dtype=dtype or "",
         layers_per_stage=layers_per_stage,
         edge_layers=edge_layers,
@@ -187,6 +193,8 @@ def _check(asked: Asked) -> None:
             raise GraphparError(f"zero1_by={pins.zero1_by} says how ZeRO-1 divides the state; give zero=1 with it.")
     if "dp_shard" in asked.mesh or pins.zero is not None:
         check_zero(Mesh(**asked.mesh), pins.zero)
+    sharded = Mesh(**asked.mesh).dp_shard > 1
+    check_prefetch((3 if pins.zero is None else pins.zero) if sharded else 0, pins.prefetch, pins.prefetch_distance)
     if asked.complete:
         mesh = Mesh.resolve(asked.mesh, asked.devices)
         if pins.schedule is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from graphpar.annotations.patterns import names_of, resolve
 from graphpar.cost_models.sharding import costs_for
-from graphpar.errors import GraphparError
+from graphpar.errors import GraphparError, near_match
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan, SplitAt
@@ -39,7 +39,7 @@ from graphpar.passes.sharding.search import SearchConstraints, search
 from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.split import positions_of, split
-from graphpar.runtime.axes import REPLICAS, ZERO1_BY
+from graphpar.runtime.axes import PREFETCH, REPLICAS, ZERO1_BY
 from graphpar.runtime.plan_record import StageRecord
 from graphpar.schedules.order import check_deadlock
 from graphpar.schedules.registry import (
@@ -71,6 +71,8 @@ class PlanConstraints:
     allow_batch_coupling: bool = False
     zero: int | None = None
     zero1_by: str | None = None
+    prefetch: str | None = None
+    prefetch_distance: int | None = None
     dtype: str = "fp32"
     layers_per_stage: int | None = None
     edge_layers: tuple[int, int] | None = None  # how many layers the modules before and after the layers count as
@@ -187,6 +189,40 @@ def check_zero(mesh: Mesh, level: int | None, mode: str = "train") -> None:
         raise GraphparError(f"Mesh {shown} shards what training stores; for inference use tp, or dp_replicate.")
 
 
+def check_prefetch(level: int, prefetch: str | None, distance: int | None) -> None:
+    """Check what is asked for about gathers ahead of a backward at ZeRO ``level``; None leaves it open.
+
+    Raises:
+        GraphparError: it is unknown, or contradicts the level or itself.
+    """
+    if level != 3 and (prefetch is not None or distance is not None):
+        given = f"prefetch={prefetch}" if prefetch is not None else f"prefetch_distance={distance}"
+        raise GraphparError(
+            f"{given} says when parameters are gathered for the backward, and only zero=3 gathers them then; give mesh dp_shard=2 or "
+            "more and zero=3 with it, or leave it out."
+        )
+    if prefetch is not None and prefetch not in PREFETCH:
+        raise GraphparError(
+            f"prefetch is {prefetch!r}; it must be one of {', '.join(PREFETCH)}.{near_match(str(prefetch), PREFETCH)}"
+        )
+    if prefetch == "none" and distance is not None:
+        raise GraphparError(
+            f"prefetch=none gathers nothing ahead, so prefetch_distance={distance} has no use; leave it out."
+        )
+
+
+def prefetching(level: int, prefetch: str | None, distance: int | None) -> tuple[str | None, int]:
+    """Return how a plan of this ZeRO level gathers ahead, as pinned, else one unit before the backward of the one before it.
+
+    Raises:
+        GraphparError: as :func:`check_prefetch`.
+    """
+    check_prefetch(level, prefetch, distance)
+    if level != 3:
+        return None, 0
+    return prefetch or PREFETCH[0], 0 if prefetch == "none" else distance or 1
+
+
 def zero_level(program: Program, mesh: Mesh, level: int | None) -> int:
     """Return the ZeRO level of a plan: as pinned, else 3 where there is a dp_shard axis.
 
@@ -298,6 +334,8 @@ def _plan(
     size = batch // (microbatches * mesh.replicas)
     coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
     found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
+    zero = zero_level(program, mesh, pins.zero)
+    prefetch, distance = prefetching(zero, pins.prefetch, pins.prefetch_distance)
     return Plan(
         model=program.name,
         mode=program.mode,
@@ -309,7 +347,9 @@ def _plan(
         stages=tuple(StageRecord(stage.index, ranks[stage.index], stage.modules) for stage in stages),
         dtype=pins.dtype,
         actions=actions,
-        zero=zero_level(program, mesh, pins.zero),
+        zero=zero,
+        prefetch=prefetch,
+        prefetch_distance=distance,
         zero1_by=pins.zero1_by or ZERO1_BY[0],
         allow_batch_coupling=pins.allow_batch_coupling,
         sharding=found.sharding,

@@ -27,6 +27,7 @@ from graphpar.passes.planning.choose import (
     coupling_reason,
     global_batch,
     pinned_split_points,
+    prefetching,
     solve,
 )
 from graphpar.passes.planning.measured_units import units_of_ranks
@@ -100,8 +101,15 @@ def planner_for(
         one_microbatch=reason is not None,
     )
     shards = pinned.get("dp_shard", 1)
-    execution = Execution(zero=(3 if shards > 1 else 0) if pins.zero is None else pins.zero)
+    zero = (3 if shards > 1 else 0) if pins.zero is None else pins.zero
+    execution = _execution(zero, *prefetching(zero, pins.prefetch, pins.prefetch_distance))
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dominant_dtype(program), shown=top)
+
+
+def _execution(zero: int, prefetch: str | None, distance: int) -> Execution:
+    """How a program of this ZeRO level runs: what is gathered before a unit computes stays beside it."""
+    gathered = {"pre": 1 + distance, "post": distance}.get(prefetch or "", 1)
+    return Execution(zero=zero, prefetch=prefetch != "none", gathered=gathered)
 
 
 def _has_split_points(program: Program, pins: PlanConstraints) -> bool:
@@ -132,7 +140,7 @@ def pricing_of(
     """
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
-    run = execution or Execution(zero=plan.zero, recompute=plan.recompute)
+    run = execution or replace(_execution(plan.zero, plan.prefetch, plan.prefetch_distance), recompute=plan.recompute)
     sharded = sharded_as(program, plan)
     local = sharded.local
     units = units_of_ranks(sharded, run, device=cluster.device.kind, wanted=plan.split_points)

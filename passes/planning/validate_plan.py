@@ -57,6 +57,8 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         allow_batch_coupling=given.allow_batch_coupling,
         zero=given.zero,
         zero1_by=given.zero1_by,
+        prefetch=given.prefetch,
+        prefetch_distance=given.prefetch_distance or None,
         dtype=given.dtype,
         cluster=given.cluster,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.runtime.delays import POINTS, VARIABLE, read_delays
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.events import VARIABLE as EVENTS
 from graphpar.runtime.idle import left_in_schedule
 from tests import steps_fixture
 from tests.rank_pool import RankPool
@@ -54,6 +56,37 @@ class Layered(nn.Module):
         return self.last(h)
 
 
+class Reading(nn.Module):
+    """Six blocks, and six others that each read what the first gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 7)
+        self.encoder = nn.ModuleList([Layer() for _ in range(6)])
+        self.decoder = nn.ModuleList([ReadingLayer() for _ in range(6)])
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = h = self.first(x)
+        for layer in self.encoder:
+            memory = layer(memory)
+        for layer in self.decoder:
+            h = layer(h, memory)
+        return self.last(h)
+
+
+class ReadingLayer(nn.Module):
+    """Two products of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.read = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, h: Tensor, memory: Tensor) -> Tensor:
+        return h + torch.tanh(self.own(h) + self.read(memory))
+
+
 def batch() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(2)
     return {"x": torch.randn(ROWS, 6, generator=generator), "y": torch.randn(ROWS, 3, generator=generator)}
@@ -86,7 +119,7 @@ class Ran:
         """Emit a program with two microbatches a rank."""
         x, y = batch().values()
         program = gp.export(model, (x,), loss_fn=lambda o, y: nn.functional.mse_loss(o, y), targets=(y,))
-        parts = gp.partition(program, gp.plan(program, mesh=mesh, microbatch_size=2, **asked))
+        parts = gp.partition(program, gp.plan(program, mesh=mesh, **{"microbatch_size": 2, **asked}))
         self.programs[name] = parts.save(self.folder / name, weights=model.state_dict())
         (target,) = {entry.name for entry in program.inputs} - {"x"}
         save_file({"x": x, target: y}, self.folder / "batch.safetensors")
@@ -109,6 +142,13 @@ class Ran:
         """What each rank saw."""
         return [json.loads((self.folder / f"{name}.{rank}.json").read_text()) for rank in range(RANKS)]
 
+    def events(self, name: str, rank: int = 0, step: int = 1) -> list[tuple[str, str]]:
+        """The events of one step, with the unit of each."""
+        lines = [json.loads(line) for line in (self.folder / f"{name}.events.rank{rank}").read_text().splitlines()]
+        assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+        assert {line["rank"] for line in lines} == {rank}
+        return [(line["event"], line["unit"]) for line in lines if line["step"] == step]
+
     def check(self, name: str, model: nn.Module) -> None:
         """Compare losses and weights with those of one device."""
         losses, weights = trained(model)
@@ -119,68 +159,23 @@ class Ran:
             assert torch.allclose(found[key], value, rtol=1e-5, atol=1e-6), (name, key)
 
 
-@pytest.fixture
-def ran(pool: RankPool, tmp_path: Path) -> Ran:
-    return Ran(pool, tmp_path)
-
-
-# ---- delays ------------------------------------------------------------------------------------------------------
-
 PROGRAMS: dict[str, dict[str, Any]] = {
     "replicas": {"mesh": {"dp_replicate": 2}},
+    "zero1": {"mesh": {"dp_shard": 2}, "zero": 1},
     "zero2": {"mesh": {"dp_shard": 2}, "zero": 2},
     "zero3": {"mesh": {"dp_shard": 2}, "zero": 3},
     "pipeline": {"mesh": {"pp": 2}},
 }
 WHERE = ("", "@rank1")
-
-
-def _delays(milliseconds: float, where: str) -> dict[str, str]:
-    each = {point: f"{point}:{milliseconds}{where}" for point in POINTS}
-    return {**each, "all": ",".join(each.values())}
-
-
-def test_delays_change_nothing(ran: Ran) -> None:
-    for name, asked in PROGRAMS.items():
-        ran.emit(name, Layered(), **asked)
-        for where in WHERE:
-            ran.add(f"{name}-all{where}", name, {VARIABLE: _delays(2, where)["all"]})
-    ran.run()
-
-    for case in ran.cases:
-        ran.check(case["name"], Layered())
-
-
-@pytest.mark.slow
-def test_each_delay_changes_nothing(ran: Ran) -> None:
-    for name, asked in PROGRAMS.items():
-        ran.emit(name, Layered(), **asked)
-        for where, milliseconds in itertools.product(WHERE, (5, 50)):
-            for point, text in _delays(milliseconds, where).items():
-                ran.add(f"{name}-{point}-{milliseconds}{where}", name, {VARIABLE: text})
-    ran.run(600)
-
-    for case in ran.cases:
-        ran.check(case["name"], Layered())
-
-
 AT: dict[str, tuple[str, ...]] = {  # the points that a step of each program passes
     "replicas": ("after_loss", "before_reduce"),
     "zero3": ("after_loss", "before_reduce", "before_free", "before_gather"),
 }
-
-
-def test_a_step_takes_at_least_the_delay(ran: Ran) -> None:
-    for name, points in AT.items():
-        ran.emit(name, Layered(), **PROGRAMS[name])
-        for point in points:
-            ran.add(f"{name}-{point}", name, {VARIABLE: f"{point}:60@rank0"}, steps=1)
-    ran.run()
-
-    for case in ran.cases:
-        assert ran.saw(case["name"])[0]["seconds"][0] > 0.06, case["name"]
-
-
+LEFT = {
+    "replicas": ("1 reductions of gradients have not been started",),
+    "zero2": ("stage_0 is in the state PRE_BACKWARD", "the parameters of layers.1 are gathered"),
+    "zero3": ("stage_0 is in the state PRE_BACKWARD", "a gather of layers.1 has not been waited for"),
+}
 UNWAITED = """
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 import torch.distributed as dist
@@ -196,16 +191,95 @@ def fully_shard_units(stage, _planned=fully_shard_units, **options):
         layer.set_custom_all_gather(Unwaited())
     return order
 """
+ONE = {"mesh": {"dp_shard": 2}, "microbatch_size": ROWS // RANKS}
+ORDERS: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+    "reading": (Reading(), {}),
+    "reading-post": (Reading(), {"prefetch": "post"}),
+    "three-none": (Layered(), {"prefetch": "none"}),
+    "reused": (Layered(4, (0, 1, 0, 2, 3)), {}),
+}
+MORE_ORDERS: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+    f"{name}-{when}-{distance}": (model, {"prefetch": when, "prefetch_distance": distance or None})
+    for name, model in {
+        "one": Layered(1),
+        "two": Layered(2),
+        "three": Layered(),
+        "reading": Reading(),
+        "reused": Layered(4, (0, 1, 0, 2, 3)),
+        "again": Layered(3, (0, 1, 2, 0, 1, 2)),
+        "unused": Layered(4, (0, 2, 3)),
+        "turned": Layered(4, (3, 1, 2, 0)),
+    }.items()
+    for when, distance in (("pre", 1), ("pre", 2), ("post", 1), ("post", 2), ("none", 0))
+}
+
+
+def _delays(milliseconds: float, where: str) -> dict[str, str]:
+    each = {point: f"{point}:{milliseconds}{where}" for point in POINTS}
+    return {**each, "all": ",".join(each.values())}
+
+
+def _add_orders(ran: Ran, orders: Mapping[str, tuple[nn.Module, dict[str, Any]]]) -> None:
+    for name, (model, asked) in orders.items():
+        ran.emit(name, model, **ONE, **asked)
+        ran.add(name, name, {EVENTS: str(ran.folder / f"{name}.events")})
+
+
+@pytest.fixture(scope="module")
+def ran(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """What the tests look at, in one launch."""
+    ran = Ran(pool, tmp_path_factory.mktemp("ran"))
+    for name, asked in PROGRAMS.items():
+        ran.emit(name, Layered(), **asked)
+        for where in WHERE:
+            ran.add(f"{name}-all{where}", name, {VARIABLE: _delays(1, where)["all"]})
+        for point in AT.get(name, ()):
+            ran.add(f"{name}-{point}", name, {VARIABLE: f"{point}:60@rank0"}, steps=1)
+        if name in LEFT:
+            ran.add(name, name, fails="layers.1")
+            ran.add(f"{name}-infers", name, infers=True)
+            ran.add(f"{name}-moves", name, moves=True)
+        ran.add(f"{name}-events", name, {EVENTS: str(ran.folder / f"{name}-events.events")})
+    _add_orders(ran, ORDERS)
+    ran.programs["unwaited"] = ran.folder / "unwaited"
+    shutil.copytree(ran.programs["zero3"], ran.programs["unwaited"])
+    file = ran.programs["unwaited"] / "stage_0.py"
+    file.write_text(file.read_text() + UNWAITED)
+    ran.add("unwaited", "unwaited", {VARIABLE: "before_gather:30@rank1"})
+    ran.run()
+    return ran
+
+
+# ---- delays ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_delays_change_nothing(ran: Ran, name: str) -> None:
+    for where in WHERE:
+        ran.check(f"{name}-all{where}", Layered())
+
+
+@pytest.mark.slow
+def test_each_delay_changes_nothing(pool: RankPool, tmp_path: Path) -> None:
+    ran = Ran(pool, tmp_path)
+    for name, asked in PROGRAMS.items():
+        ran.emit(name, Layered(), **asked)
+        for where, milliseconds in itertools.product(WHERE, (5, 50)):
+            for point, text in _delays(milliseconds, where).items():
+                ran.add(f"{name}-{point}-{milliseconds}{where}", name, {VARIABLE: text})
+    ran.run(600)
+
+    for case in ran.cases:
+        ran.check(case["name"], Layered())
+
+
+def test_a_step_takes_at_least_the_delay(ran: Ran) -> None:
+    for name, points in AT.items():
+        for point in points:
+            assert ran.saw(f"{name}-{point}")[0]["seconds"][0] > 0.06, point
 
 
 def test_a_missing_wait_is_found(ran: Ran) -> None:
-    ran.emit("zero3", Layered(), **PROGRAMS["zero3"])
-    file = ran.programs["zero3"] / "stage_0.py"
-    file.write_text(file.read_text() + UNWAITED)
-    ran.add("unwaited", "zero3", {VARIABLE: "before_gather:30@rank1"})
-
-    ran.run()
-
     with pytest.raises(AssertionError):
         ran.check("unwaited", Layered())
 
@@ -232,30 +306,24 @@ def test_delays_of_other_ranks_are_none(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- nothing is left ---------------------------------------------------------------------------------------------
 
 
-LEFT = {
-    "replicas": ("1 reductions of gradients have not been started",),
-    "zero2": ("stage_0 is in the state PRE_BACKWARD", "the parameters of layers.1 are gathered"),
-    "zero3": ("stage_0 is in the state PRE_BACKWARD", "a gather of layers.1 has not been waited for"),
-}
+@pytest.mark.parametrize("name", LEFT)
+def test_what_a_broken_step_leaves_is_listed(ran: Ran, name: str) -> None:
+    for rank, saw in enumerate(ran.saw(name)):
+        (message,) = saw["errors"]
+        assert message.startswith(f"a step did not end on rank {rank}: ")
+        assert [part for part in LEFT[name] if part not in message] == [], message
 
 
-def test_what_a_broken_step_leaves_is_listed(ran: Ran) -> None:
-    for name in LEFT:
-        ran.emit(name, Layered(), **PROGRAMS[name])
-        ran.add(name, name, fails="layers.1")
-        ran.add(f"{name}-infers", name, infers=True)
-        ran.add(f"{name}-moves", name, moves=True)
-    ran.run()
+@pytest.mark.parametrize("name", LEFT)
+def test_nothing_is_left_after_a_step_or_an_inference(ran: Ran, name: str) -> None:
+    ran.check(f"{name}-infers", Layered())
 
-    for name in LEFT:
-        ran.check(f"{name}-infers", Layered())
-        for rank, saw in enumerate(ran.saw(name)):
-            (message,) = saw["errors"]
-            assert message.startswith(f"a step did not end on rank {rank}: ")
-            assert [part for part in LEFT[name] if part not in message] == [], message
-        for saw in ran.saw(f"{name}-moves"):
-            (message,) = saw["errors"]
-            assert message.startswith("first.weight is on the device meta, but the program was built for cpu"), message
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_stage_that_was_moved_is_refused(ran: Ran, name: str) -> None:
+    for saw in ran.saw(f"{name}-moves"):
+        (message,) = saw["errors"]
+        assert message.startswith("first.weight is on the device meta, but the program was built for cpu"), message
 
 
 def test_what_a_schedule_keeps_is_listed() -> None:
@@ -269,3 +337,116 @@ def test_what_a_schedule_keeps_is_listed() -> None:
         "stage 2 keeps backwards of weights that were put off: microbatches 0",
         "the schedule keeps gathers of stages: 2",
     ]
+
+
+# ---- events ------------------------------------------------------------------------------------------------------
+
+
+def _gathers(events: list[tuple[str, str]]) -> list[str]:
+    return [unit for event, unit in events if event == "gather"]
+
+
+def _backward(events: list[tuple[str, str]], *kinds: str) -> list[tuple[str, str]]:
+    """The events of these kinds from the beginning of the backward on."""
+    begin = events.index(("forward_done", "stage_0"))
+    return [each for each in events[begin:] if each[0] in kinds]
+
+
+def _most_alive(events: list[tuple[str, str]]) -> int:
+    """The most units that were gathered at once, besides what is around them."""
+    alive: set[str] = set()
+    most = 0
+    for event, unit in events:
+        if event == "gather" and unit != "stage_0":
+            alive.add(unit)
+        elif event == "free":
+            alive.discard(unit)
+        most = max(most, len(alive))
+    assert not alive
+    return most
+
+
+def test_the_order_of_three_units(ran: Ran) -> None:
+    """One ahead, before the backward of each: as FSDP2 has it, here in the order of the program."""
+    events = ran.events("zero3-events")
+    (middle,) = [i for i, each in enumerate(events) if each == ("backward_done", "stage_0")][:1]
+    assert _backward(events[: middle + 1], "gather", "backward_done") == [
+        ("gather", "layers.2"),
+        ("gather", "layers.1"),
+        ("backward_done", "layers.2"),
+        ("gather", "layers.0"),
+        ("backward_done", "layers.1"),
+        ("backward_done", "layers.0"),
+        ("backward_done", "stage_0"),
+    ]
+    assert _gathers(events)[:4] == ["stage_0", "layers.0", "layers.1", "layers.2"]
+    assert _most_alive(events) == 2
+
+
+ENCODER_DECODER = [f"{part}.{index}" for part in ("decoder", "encoder") for index in reversed(range(6))]
+
+
+def test_the_order_of_an_encoder_and_a_decoder(ran: Ran) -> None:
+    events = ran.events("reading")
+    assert [unit for _, unit in _backward(events, "gather")] == ENCODER_DECODER
+    for before, unit in itertools.pairwise(ENCODER_DECODER):
+        assert events.index(("backward", before)) > _last(events, ("gather", unit))
+    assert _most_alive(events) == 2
+
+
+def test_the_order_of_gathers_after_each_backward(ran: Ran) -> None:
+    """The first unit is gathered ahead too, when the backward begins: nothing computes before it."""
+    events = ran.events("reading-post")
+    assert [unit for _, unit in _backward(events, "gather")] == ENCODER_DECODER
+    assert _last(events, ("gather", "decoder.5")) < events.index(("backward", "stage_0"))
+    for before, unit in itertools.pairwise(ENCODER_DECODER):
+        assert events.index(("backward_done", before)) < _last(events, ("gather", unit))
+        assert _last(events, ("free", before)) < _last(events, ("gather", unit)) < _last(events, ("reduce", before))
+    assert _most_alive(events) == 1
+
+
+def test_no_gather_ahead(ran: Ran) -> None:
+    events = ran.events("three-none")
+    for index, (event, unit) in enumerate(events):
+        assert event != "gather" or events[index + 1] == ("gather_wait", unit)
+    assert _most_alive(events) == 1
+
+
+def test_a_unit_that_is_used_twice_is_gathered_at_need(ran: Ran) -> None:
+    events = ran.events("reused")
+    assert [unit for _, unit in _backward(events, "gather")] == [f"layers.{index}" for index in (3, 2, 1, 0, 0)]
+    assert _most_alive(events) == 2
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_gathers_ahead_change_nothing(ran: Ran, name: str) -> None:
+    ran.check(name, ORDERS[name][0])
+
+
+@pytest.mark.slow
+def test_more_orders(pool: RankPool, tmp_path: Path) -> None:
+    ran = Ran(pool, tmp_path)
+    _add_orders(ran, MORE_ORDERS)
+    ran.run(600)
+
+    for name, (model, asked) in MORE_ORDERS.items():
+        ran.check(name, model)
+        distance = asked["prefetch_distance"] or 0
+        for rank, step in itertools.product(range(RANKS), range(STEPS)):
+            assert _most_alive(ran.events(name, rank, step)) <= 1 + distance, name
+
+
+def test_events_of_replicas_and_of_a_pipeline(ran: Ran) -> None:
+    events = ran.events("replicas-events")
+    assert [event for event, _ in events if event.startswith("reduce")] == ["reduce", "reduce_done"]
+    for unit in ("stage_0", "layers.0"):
+        for event in ("forward", "forward_done", "backward"):
+            assert events.count((event, unit)) == 2, (event, unit)
+    lines = [json.loads(line) for line in (ran.folder / "pipeline-events.events.rank1").read_text().splitlines()]
+    assert {(line["step"], line["microbatch"]) for line in lines if line["event"] == "backward"} == {
+        (step, microbatch) for step in range(STEPS) for microbatch in range(4)
+    }
+
+
+def _last(events: list[tuple[str, str]], event: tuple[str, str]) -> int:
+    return len(events) - 1 - events[::-1].index(event)
