@@ -75,6 +75,11 @@ def _add_pins(parser: Parser) -> None:
         "--allow-batch-coupling", action="store_true", help="accept operators that mix examples, such as BatchNorm"
     )
     group.add_argument(
+        "--dp-mean",
+        action="store_true",
+        help="the loss is the mean of the replicas' own, as DDP has it, not the global batch's",
+    )
+    group.add_argument(
         "--zero",
         type=int,
         choices=range(4),

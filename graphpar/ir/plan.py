@@ -53,6 +53,7 @@ class Plan:
         actions: the user's schedule table, one tuple of cells for each rank.
         prefetch, prefetch_distance: when ZeRO-3 gathers parameters ahead of a backward (of :data:`PREFETCH`; None at other levels),
             and of how many units.
+        dp_mean: whether the loss is the mean of the replicas' own losses, as DDP has it, and not that of the global batch.
         sharding: how every operator is sharded.
         cluster: the hardware that it was decided for; None where only a mesh is known.
         predicted: time and memory of a step on ``cluster``. This and the following are not part of the plan's data.
@@ -77,6 +78,7 @@ class Plan:
     prefetch_distance: int = 0
     recompute: str = "none"
     allow_batch_coupling: bool = False
+    dp_mean: bool = False
     sharding: Sharding = field(default_factory=Sharding)
     cluster: Cluster | None = None
     warnings: tuple[str, ...] = field(default=(), compare=False)
@@ -128,6 +130,7 @@ class Plan:
             "prefetch_distance": self.prefetch_distance,
             "recompute": self.recompute,
             "allow_batch_coupling": self.allow_batch_coupling,
+            "dp_mean": self.dp_mean,
             "split": [{"path": point.path, "where": point.where.value} for point in self.split_points],
             "sharding": self.sharding.to_json(),
         }
@@ -167,6 +170,7 @@ class Plan:
                 prefetch_distance=plan.optional("prefetch_distance", int, 0),
                 recompute=plan.optional("recompute", str, "none"),
                 allow_batch_coupling=plan.optional("allow_batch_coupling", bool, False),
+                dp_mean=plan.optional("dp_mean", bool, False),
                 sharding=Sharding.from_json(plan.record("sharding"), record.parameters)
                 if plan.has("sharding")
                 else Sharding(),

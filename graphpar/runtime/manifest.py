@@ -102,6 +102,8 @@ class Manifest:
     prefetch: str | None = None
     """When parameters are gathered ahead of a backward at level 3, of :data:`PREFETCH`."""
     prefetch_distance: int = 0
+    dp_mean: bool = False
+    """Whether the loss is the mean of the replicas' own losses, and not that of the global batch."""
     owners: Mapping[str, int] = field(default_factory=dict)
     """At level 1, which rank of dp_shard updates a parameter, under every name of a tie; empty where each updates a slice of all."""
     fully_sharded: frozenset[str] = frozenset()
@@ -180,6 +182,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         types=_under_every_name(record.parameters, ties),
         shapes=_under_every_name(shapes, ties),
         zero=plan.optional("zero", int, 0),
+        dp_mean=plan.optional("dp_mean", bool, False),
         prefetch=plan.optional("prefetch", str, None),
         prefetch_distance=plan.optional("prefetch_distance", int, 0),
         fully_sharded=frozenset(_under_every_name(dict.fromkeys(interface.strings("fully_sharded"), True), ties)),

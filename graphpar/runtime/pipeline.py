@@ -108,7 +108,10 @@ class Pipeline:
         self.stages = [self._build_stage(spec) for spec in self._interfaces]
         for stage in self.stages:
             load_constants(stage, self.program.folder / CONSTANTS, self.program, self.groups.place)
-        self._adapters = [StageAdapter(stage, spec) for stage, spec in zip(self.stages, self._interfaces)]
+        self._adapters = [
+            StageAdapter(stage, spec, 1 / self.program.replicas if self.program.dp_mean else None)
+            for stage, spec in zip(self.stages, self._interfaces)
+        ]
         self._names = keyword_names(self.program, [spec.index for spec in self._interfaces])
         self.has_last_stage = self._interfaces[-1].index == len(self.program.stages) - 1
         self._count = (
@@ -323,7 +326,10 @@ class Pipeline:
         return {name: counts[name] if name in counts else values[name] for name in self._names}
 
     def _global_counts(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The denominators of the loss over the whole global batch; emitted code counts one microbatch at a time."""
+        """The denominators of the loss over the whole global batch, or with ``dp_mean`` over this replica's rows.
+
+        Emitted code counts one microbatch at a time.
+        """
         if self._count is None:
             return {}
         inputs = {name: values[name] for name in self.program.count_inputs}
@@ -331,7 +337,7 @@ class Pipeline:
             parts = [self._count(**microbatch(self.program, inputs, i)) for i in range(self.program.microbatches)]
             totals = [torch.stack(shares).sum(0) for shares in zip(*parts)]
         replicas = self.groups.replicas
-        for total in totals if replicas is not None else ():
+        for total in totals if replicas is not None and not self.program.dp_mean else ():
             dist.all_reduce(total, group=replicas)
         return dict(zip(self.program.count_names, totals))
 

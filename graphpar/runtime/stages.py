@@ -191,12 +191,16 @@ class StageAdapter(nn.Module):
     It picks the keyword inputs that the stage names, makes what is sent contiguous and no view (gloo sends
     contiguous tensors only, and zero-bubble schedules detach outputs in place), and checks it against the
     plan: a wrong shape would be received as garbage.
+
+    Args:
+        share: what the last stage's loss is multiplied by, if anything: one replica's part of a mean over replicas.
     """
 
-    def __init__(self, stage: nn.Module, interface: StageInterface) -> None:
+    def __init__(self, stage: nn.Module, interface: StageInterface, share: float | None = None) -> None:
         super().__init__()
         self.stage = stage
         self.interface = interface
+        self.share = share
         self.names = interface.inputs + interface.counts
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
@@ -204,6 +208,7 @@ class StageAdapter(nn.Module):
         outputs = self.stage(*received, **{name: inputs[KEYWORD + name] for name in self.names})
         if not self.interface.sends:
             delay("after_loss")
+            outputs = outputs if self.share is None else outputs * self.share
             return tuple(map(sendable, outputs)) if isinstance(outputs, tuple) else sendable(outputs)
         sent = outputs if isinstance(outputs, tuple) else (outputs,)
         self._check(sent)

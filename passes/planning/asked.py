@@ -22,6 +22,7 @@ from graphpar.passes.planning.candidates import SHOWN
 from graphpar.passes.planning.choose import (
     PlanConstraints,
     check_degrees,
+    check_dp_mean,
     check_microbatch_size,
     check_pipelined,
     check_prefetch,
@@ -83,6 +84,7 @@ def ask(
     table: str | None = None,
     shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
+    dp_mean: bool = False,
     zero: int | None = None,
     zero1_by: str | None = None,
     prefetch: str | None = None,
@@ -125,6 +127,7 @@ def ask(
         stages=None if stages is None else tuple(tuple(paths) for paths in stages),
         table=table,
         allow_batch_coupling=allow_batch_coupling,
+        dp_mean=dp_mean,
         zero=zero,
         zero1_by=zero1_by,
         prefetch=prefetch,
@@ -195,6 +198,7 @@ def _check(asked: Asked) -> None:
         check_zero(Mesh(**asked.mesh), pins.zero)
     sharded = Mesh(**asked.mesh).dp_shard > 1
     check_prefetch((3 if pins.zero is None else pins.zero) if sharded else 0, pins.prefetch, pins.prefetch_distance)
+    check_dp_mean(Mesh(**asked.mesh), pins)
     if asked.complete:
         mesh = Mesh.resolve(asked.mesh, asked.devices)
         if pins.schedule is not None:

@@ -69,6 +69,7 @@ class PlanConstraints:
     stages: tuple[tuple[str, ...], ...] | None = None  # module paths of each stage
     table: str | None = None  # the user's own schedule table, as CSV text
     allow_batch_coupling: bool = False
+    dp_mean: bool = False
     zero: int | None = None
     zero1_by: str | None = None
     prefetch: str | None = None
@@ -187,6 +188,30 @@ def check_zero(mesh: Mesh, level: int | None, mode: str = "train") -> None:
         raise GraphparError(f"Mesh pp={mesh.pp} with {shown}: sharded state under a pipeline comes in a later version.")
     if mode != "train":
         raise GraphparError(f"Mesh {shown} shards what training stores; for inference use tp, or dp_replicate.")
+
+
+def check_dp_mean(mesh: Mesh, pins: PlanConstraints, program: Program | None = None) -> None:
+    """Check that the loss can be the mean of the replicas' own losses, if that is asked for.
+
+    Raises:
+        GraphparError: it can't.
+    """
+    if not pins.dp_mean:
+        return
+    if mesh.replicas == 1:
+        raise GraphparError(
+            "dp_mean takes the mean of the replicas' own losses, but the mesh gives no replicas; give mesh dp_replicate=2 or more, or "
+            "dp_shard."
+        )
+    if program is not None and program.mode != "train":
+        raise GraphparError(
+            "dp_mean says what the loss of training is; this program is for inference, so leave it out."
+        )
+    if program is not None and (program.couplings or program.unsplittable is not None):
+        raise GraphparError(
+            f"dp_mean takes the mean of the replicas' own losses, but {program.unsplittable or coupled_text(program.couplings)}, over the "
+            "rows of all replicas; leave it out."
+        )
 
 
 def check_prefetch(level: int, prefetch: str | None, distance: int | None) -> None:
@@ -334,6 +359,7 @@ def _plan(
     size = batch // (microbatches * mesh.replicas)
     coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
     found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
+    check_dp_mean(mesh, pins, program)
     zero = zero_level(program, mesh, pins.zero)
     prefetch, distance = prefetching(zero, pins.prefetch, pins.prefetch_distance)
     return Plan(
@@ -352,6 +378,7 @@ def _plan(
         prefetch_distance=distance,
         zero1_by=pins.zero1_by or ZERO1_BY[0],
         allow_batch_coupling=pins.allow_batch_coupling,
+        dp_mean=pins.dp_mean,
         sharding=found.sharding,
         cluster=pins.cluster,
         warnings=(*program.warnings, *([] if coupled is None else [coupled]), *found.sharding.undivided),
