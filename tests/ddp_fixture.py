@@ -30,7 +30,8 @@ def main() -> None:
             model, loss_fn = torch.load(folder / "model.pt", weights_only=False)
             names = ("x", *(name for name in batch if name != "x"))
             inputs, targets = (batch[name].chunk(ranks.world_size)[ranks.rank] for name in names)
-            theirs = loss_fn(DistributedDataParallel(model)(inputs), targets)
+            replicated = DistributedDataParallel(model)  # which reduces as long as it is there
+            theirs = loss_fn(replicated(inputs), targets)
             theirs.backward()
             mean = theirs.detach().clone()
             dist.all_reduce(mean)
