@@ -77,6 +77,7 @@ def _add_pins(parser: Parser) -> None:
     group.add_argument(
         "--dp-mean",
         action="store_true",
+        default=None,
         help="the loss is the mean of the replicas' own, as DDP has it, not the global batch's",
     )
     group.add_argument(

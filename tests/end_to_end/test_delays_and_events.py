@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
 from graphpar.runtime.delays import POINTS, VARIABLE, read_delays
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.events import VARIABLE as EVENTS
@@ -450,3 +452,59 @@ def test_events_of_replicas_and_of_a_pipeline(ran: Ran) -> None:
 
 def _last(events: list[tuple[str, str]], event: tuple[str, str]) -> int:
     return len(events) - 1 - events[::-1].index(event)
+
+
+# ---- what can be asked for ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def program() -> gp.Program:
+    return gp.export(Layered(), (batch()["x"],), loss_fn=lambda o: o.square().mean())
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no sharded state": ({"mesh": {"dp_replicate": 2}, "prefetch": "pre"}, "prefetch=pre says when .* only zero=3"),
+    "one device": ({"prefetch_distance": 2}, "prefetch_distance=2 says when .* only zero=3"),
+    "level 1": ({"mesh": {"dp_shard": 2}, "zero": 1, "prefetch": "none"}, "only zero=3 gathers them then"),
+    "level 2": ({"mesh": {"dp_shard": 2}, "zero": 2, "prefetch_distance": 1}, "only zero=3 gathers them then"),
+    "an unknown time": ({"mesh": {"dp_shard": 2}, "prefetch": "past"}, "one of pre, post, none. Did you mean 'post'"),
+    "none of some": ({"mesh": {"dp_shard": 2}, "prefetch": "none", "prefetch_distance": 2}, "gathers nothing ahead"),
+    "none ahead": ({"mesh": {"dp_shard": 2}, "prefetch_distance": 0}, "it must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_refused(program: gp.Program, name: str) -> None:
+    asked, message = WRONG[name]
+    with pytest.raises(GraphparError, match=message):
+        gp.plan(program, **asked)
+
+
+def test_a_plan_keeps_it(program: gp.Program) -> None:
+    for asked, kept in (
+        ({}, ("pre", 1)),
+        ({"prefetch": "post", "prefetch_distance": 3}, ("post", 3)),
+        ({"prefetch": "none"}, ("none", 0)),
+        ({"zero": 2}, (None, 0)),
+    ):
+        plan = gp.plan(program, mesh={"dp_shard": 2}, **asked)
+        again = gp.Plan.from_json(plan.to_json())
+        assert (again.prefetch, again.prefetch_distance) == kept
+        assert gp.partition(program, again).files["stage_0.py"] == gp.partition(program, plan).files["stage_0.py"]
+
+
+def test_an_edited_plan_is_refused(program: gp.Program) -> None:
+    plan = gp.plan(program, mesh={"dp_shard": 2}, zero=2).to_json()
+
+    for edit in ({"prefetch": "pre"}, {"prefetch_distance": 1}, {"zero": 3}):
+        with pytest.raises(GraphparError):
+            gp.partition(program, gp.Plan.from_json({**plan, **edit}))
+
+
+def test_gathering_ahead_takes_memory(program: gp.Program) -> None:
+    peaks = {}
+    for name, asked in {"none": {"prefetch": "none"}, "pre": {}, "far": {"prefetch_distance": 2}}.items():
+        plan = gp.plan(program, Cluster.of_this_machine(2), mesh={"dp_shard": 2}, **asked)
+        assert plan.predicted is not None
+        peaks[name] = max(plan.predicted.peak_memory_bytes)
+    assert peaks["none"] < peaks["pre"] < peaks["far"]
