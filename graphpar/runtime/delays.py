@@ -27,14 +27,17 @@ POINTS = {
 """The points, and where they are."""
 
 _seconds: dict[str, float] = {}
+_device = torch.device("cpu")
 
 
-def read_delays(rank: int) -> bool:
-    """Read the delays of this rank from the environment, and return whether there are any.
+def read_delays(rank: int, device: torch.device) -> bool:
+    """Read the delays of this rank, which computes on ``device``, from the environment, and return whether there are any.
 
     Raises:
         RuntimeProgramError: the variable is not as this module says.
     """
+    global _device
+    _device = device
     _seconds.clear()
     for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
         found = re.fullmatch(r"\s*(\w+):(\d+(?:\.\d+)?)(?:@rank(\d+))?\s*", entry)
@@ -50,12 +53,14 @@ def read_delays(rank: int) -> bool:
 
 
 def delay(point: str) -> None:
-    """Wait as long as was asked for at ``point``, the device's current stream too: it gets nothing to do before that."""
+    """Wait as long as was asked for at ``point``. On CUDA the current stream waits, about so long, and the host goes on: what
+    does not wait for this stream runs earlier than it should.
+    """
     seconds = _seconds.get(point)
     if seconds is None:
         return
-    if torch.cuda.is_initialized():
-        rate = getattr(torch.cuda.get_device_properties(), "clock_rate", 1_500_000)  # in kHz
+    if _device.type == "cuda":
+        rate = getattr(torch.cuda.get_device_properties(_device), "clock_rate", 1_500_000)  # in kHz
         torch.cuda._sleep(int(seconds * rate * 1000))
     else:
         time.sleep(seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -65,17 +65,30 @@ def left_in_schedule(schedule: Any, stages: Sequence[PipelineStage]) -> Iterator
             yield f"the schedule keeps {what}: {', '.join(map(str, sorted(kept)))}"
 
 
-def check_devices(stages: Iterable[nn.Module], device: torch.device) -> None:
-    """Check that no parameter or buffer of these stages was moved from where it was made.
+class Places:
+    """Where the tensors of these stages are kept, found once, so that each step can check their device."""
 
-    Raises:
-        RuntimeProgramError: one is on another device.
-    """
-    for stage in stages:
-        for tensors in (stage.named_parameters(), stage.named_buffers()):
-            for name, tensor in tensors:
-                got = tensor.device
-                if got.type != device.type or device.index not in (None, got.index):
-                    raise RuntimeProgramError(
-                        f"{name} is on the device {got}, but the program was built for {device}; leave its stages where they are"
-                    )
+    def __init__(self, stages: Iterable[nn.Module], device: torch.device) -> None:
+        self._device = device
+        self._slots = [
+            (f"{path}.{name}" if path else name, slots, name)
+            for stage in stages
+            for path, module in stage.named_modules()
+            for slots in cast(tuple[dict[str, Any], ...], (module._parameters, module._buffers))
+            for name in slots
+        ]
+
+    def check(self) -> None:
+        """Check that no parameter or buffer was moved.
+
+        Raises:
+            RuntimeProgramError: one is on another device.
+        """
+        for name, slots, key in self._slots:
+            if (tensor := slots.get(key)) is None:
+                continue
+            got, wanted = tensor.device, self._device
+            if got.type != wanted.type or wanted.index not in (None, got.index):
+                raise RuntimeProgramError(
+                    f"{name} is on the device {got}, but the program was built for {wanted}; leave its stages where they are"
+                )

@@ -29,7 +29,7 @@ from graphpar.runtime.forward import forward_only
 from graphpar.runtime.fully_sharded import free_gathered, fully_shard_stage, hold_new_memory, local
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.idle import check_devices, left_in_schedule, left_in_stage
+from graphpar.runtime.idle import Places, left_in_schedule, left_in_stage
 from graphpar.runtime.manifest import Manifest, StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.random_streams import sample_keys
@@ -122,7 +122,8 @@ class Pipeline:
         self._torch_stages: list[PipelineStage] = []
         self._schedule = self._build_schedule() if train and self.program.pp > 1 else None
         named = [(f"stage_{spec.index}", stage) for spec, stage in zip(self._interfaces, self.stages)]
-        watch(named, self._torch_stages, self.rank)
+        watch(named, self._torch_stages, self.rank, self.device)
+        self._places = Places(self.stages, self.device)
 
     def _build_stage(self, spec: StageInterface) -> nn.Module:
         """A stage whose parameters have memory for what this rank stores of them, still without values."""
@@ -276,7 +277,7 @@ class Pipeline:
         """
         if self.program.mode != "train":
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
-        check_devices(self.stages, self.device)
+        self._places.check()
         at(step=self.steps_done if step is None else step)
         values = self._prepare(batch, self.steps_done if step is None else step)
         if self._shards is not None:

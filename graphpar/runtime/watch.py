@@ -18,7 +18,9 @@ from graphpar.runtime.events import at, event, read_events
 from graphpar.runtime.fully_sharded import groups_of
 
 
-def watch(stages: Sequence[tuple[str, nn.Module]], pipelined: Sequence[PipelineStage], rank: int) -> None:
+def watch(
+    stages: Sequence[tuple[str, nn.Module]], pipelined: Sequence[PipelineStage], rank: int, device: torch.device
+) -> None:
     """Make these stages, given with their names, write events and delay, if the environment of this rank asks for either.
 
     Args:
@@ -27,7 +29,7 @@ def watch(stages: Sequence[tuple[str, nn.Module]], pipelined: Sequence[PipelineS
     Raises:
         RuntimeProgramError: what the environment asks for is not understood.
     """
-    delayed, shown = read_delays(rank), read_events(rank)
+    delayed, shown = read_delays(rank, device), read_events(rank)
     if not (delayed or shown):
         return
     for stage, root in stages:

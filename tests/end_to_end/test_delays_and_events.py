@@ -23,10 +23,12 @@ from graphpar.runtime.delays import POINTS, VARIABLE, read_delays
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.events import VARIABLE as EVENTS
 from graphpar.runtime.idle import left_in_schedule
+from graphpar.runtime.schedules import NAMES
 from tests import steps_fixture
 from tests.rank_pool import RankPool
 
 ROWS, RANKS, STEPS = 8, 2, 3
+CPU = torch.device("cpu")
 
 
 class Layer(nn.Module):
@@ -294,15 +296,15 @@ def test_delays_that_are_no_delays(monkeypatch: pytest.MonkeyPatch, text: str) -
     monkeypatch.setenv(VARIABLE, text)
 
     with pytest.raises(RuntimeProgramError, match="the points are after_loss, before_reduce, before_free") as caught:
-        read_delays(0)
+        read_delays(0, CPU)
     assert ("Did you mean 'after_loss'?" in str(caught.value)) == (text == "after_lost:20")
 
 
 def test_delays_of_other_ranks_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "after_loss:20@rank1, before_free:1.5@rank1")
 
-    assert read_delays(1)
-    assert not read_delays(0)
+    assert read_delays(1, CPU)
+    assert not read_delays(0, CPU)
 
 
 # ---- nothing is left ---------------------------------------------------------------------------------------------
@@ -339,6 +341,17 @@ def test_what_a_schedule_keeps_is_listed() -> None:
         "stage 2 keeps backwards of weights that were put off: microbatches 0",
         "the schedule keeps gathers of stages: 2",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [*NAMES, "ZB-H1"])
+def test_nothing_is_left_by_any_schedule(pool: RankPool, tmp_path: Path, schedule: str) -> None:
+    ran = Ran(pool, tmp_path)
+    ran.emit("program", Layered(4), {"pp": 2}, schedule=schedule)
+    ran.add("program", "program", {VARIABLE: _delays(1, "@rank1")["all"]})
+    ran.run()
+
+    ran.check("program", Layered(4))
 
 
 # ---- events ------------------------------------------------------------------------------------------------------
