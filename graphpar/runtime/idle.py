@@ -58,11 +58,16 @@ def left_in_schedule(schedule: Any, stages: Sequence[PipelineStage]) -> Iterator
     for stage in stages:
         for attribute, what in _QUEUES.items():
             kept = getattr(stage, attribute, None)
-            if kept and not (attribute == "bwd_cache" and stage.is_first):  # which sends none, and keeps them
+            if kept and not _never_removed(stage, attribute):
                 yield f"stage {stage.stage_index} keeps {what}: microbatches {', '.join(map(str, sorted(kept)))}"
     for attribute, what in _OPERATIONS.items():
         if kept := getattr(schedule, attribute, None):
             yield f"the schedule keeps {what}: {', '.join(map(str, sorted(kept)))}"
+
+
+def _never_removed(stage: PipelineStage, attribute: str) -> bool:
+    """Tell whether torch keeps these for good: gradients of the first stage's inputs, and runners that run nothing."""
+    return stage.is_first if attribute == "bwd_cache" else attribute == "dw_runner" and stage.dw_builder is None
 
 
 class Places:

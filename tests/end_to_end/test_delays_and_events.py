@@ -333,7 +333,9 @@ def test_a_stage_that_was_moved_is_refused(ran: Ran, name: str) -> None:
 def test_what_a_schedule_keeps_is_listed() -> None:
     stages: Any = [
         SimpleNamespace(stage_index=0, is_first=True, fwd_cache={}, bwd_cache={0: ()}),  # which torch never removes
-        SimpleNamespace(stage_index=2, is_first=False, fwd_cache={3: (), 1: ()}, dw_runner={0: print}),
+        SimpleNamespace(
+            stage_index=2, is_first=False, fwd_cache={3: (), 1: ()}, dw_runner={0: print}, dw_builder=print
+        ),
     ]
 
     assert list(left_in_schedule(SimpleNamespace(unshard_ops={2: []}, bwd_recv_ops={}), stages)) == [
