@@ -75,6 +75,12 @@ def _add_pins(parser: Parser) -> None:
         "--allow-batch-coupling", action="store_true", help="accept operators that mix examples, such as BatchNorm"
     )
     group.add_argument(
+        "--dp-mean",
+        action="store_true",
+        default=None,
+        help="the loss is the mean of the replicas' own, as DDP has it, not the global batch's",
+    )
+    group.add_argument(
         "--zero",
         type=int,
         choices=range(4),
@@ -90,6 +96,14 @@ def _add_pins(parser: Parser) -> None:
         type=_reshard,
         metavar="WHEN",
         help="when gathered parameters are freed: default, always, never, or N: after a forward, down to shards over N ranks",
+    )
+    group.add_argument(
+        "--prefetch",
+        choices=("pre", "post", "none"),
+        help="when ZeRO-3 gathers a block for its backward: before the backward of the block before it (default), after it, or at need",
+    )
+    group.add_argument(
+        "--prefetch-distance", type=count, metavar="K", help="how many blocks are gathered ahead (default: 1)"
     )
 
 

@@ -59,6 +59,11 @@ _PLAN_DECIDES = (
     "layers_per_stage",
     "edge_layers",
     "shard_plan",
+    "zero",
+    "zero1_by",
+    "prefetch",
+    "prefetch_distance",
+    "dp_mean",
     "batch",
 )
 
@@ -263,9 +268,12 @@ def _wanted(options: argparse.Namespace) -> dict[str, Any]:
         "table": None if options.schedule_table is None else str(load_table(options.schedule_table)),
         "shard_plan": None if options.shard_plan is None else load_shard_plan(options.shard_plan),
         "allow_batch_coupling": options.allow_batch_coupling,
+        "dp_mean": bool(options.dp_mean),
         "zero": options.zero,
         "zero1_by": options.zero1_by,
         "reshard": options.reshard,
+        "prefetch": options.prefetch,
+        "prefetch_distance": options.prefetch_distance,
         "dtype": options.dtype,
         "top": options.top,
     }

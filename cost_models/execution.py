@@ -27,6 +27,7 @@ class Execution:
         fused: each chain of elementwise operators and normalisations is one kernel; else each operator reads and writes memory.
         overlap_gradients: gradients are reduced over replicas during the backward of the last microbatch.
         prefetch: sharded parameters are gathered for the next unit while this one computes.
+        gathered: how many units have their whole parameters at once (ZeRO 3).
         hold_messages: buffers for messages between stages exist for every microbatch of a step, as in torch's pipeline stages; else
             for those in flight.
         wait_for_sends: a stage waits until its message has arrived, as pipelines do that exchange messages in pairs.
@@ -44,6 +45,7 @@ class Execution:
     fused: bool = False
     overlap_gradients: bool = True
     prefetch: bool = True
+    gathered: int = 2
     hold_messages: bool = True
     wait_for_sends: bool = False
     dispatch_s: float | None = None

@@ -77,8 +77,8 @@ class UnitBytes:
             buckets += self.gradient_sizes(held)
         if run.zero == 3 and (run.reshard == "never" or (pipelined and run.kept_for_step)):
             buckets += sum(part.nbytes for part in held)
-        elif run.zero == 3:  # the running unit and the next are gathered
-            buckets += 2 * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
+        elif run.zero == 3:
+            buckets += run.gathered * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
         inputs = {name: line for unit in units for name, line in unit.inputs.items()}
         return replace(
             state,

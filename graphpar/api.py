@@ -112,9 +112,12 @@ def plan(
     table: str | None = None,
     shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
+    dp_mean: bool = False,
     zero: int | None = None,
     zero1_by: str | None = None,
     reshard: str | int | None = None,
+    prefetch: str | None = None,
+    prefetch_distance: int | None = None,
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Plan:
@@ -137,12 +140,17 @@ def plan(
         table: a custom schedule as CSV text, one row for each rank: ``0F0,0F1,0B0,0B1``.
         shard_plan: specs of parameters and of inputs and outputs of modules, by pattern; see :mod:`graphpar.annotations.patterns`.
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
+        dp_mean: the loss is the mean of the replicas' own losses, each with its own denominators, as DDP has it; by default it is that
+            of the global batch.
         zero: which state each rank of the mesh's ``dp_shard`` axis holds a shard of: 1 is the optimizer's, 2 and 3 are parameters,
             gradients and optimizer state; 3, the default, gathers parameters again for the backward.
         zero1_by: how ZeRO-1 divides the optimizer's work: whole parameters in contiguous runs (``"contiguous"``), or the largest first
             (``"longest"``), or equal slices (``"flat"``).
         reshard: when gathered parameters are freed: ``"default"`` (after each forward and backward; under a pipeline once a step),
             ``"always"``, ``"never"`` between forward and backward, or a number: after a forward down to shards over so many ranks.
+        prefetch: when ZeRO-3 gathers a unit's parameters for its backward: before the backward of the unit before it computes
+            (``"pre"``, the default; in the forward, too), after it (``"post"``), or when it is needed (``"none"``).
+        prefetch_distance: how many units are gathered ahead, 1 by default.
         dtype: in which the model was built, where ``export`` was not given one.
         top: how many of the plans that were not taken are kept in ``plan.found``.
 
@@ -164,9 +172,12 @@ def plan(
         table=table,
         shard_plan=shard_plan,
         allow_batch_coupling=allow_batch_coupling,
+        dp_mean=dp_mean,
         zero=zero,
         zero1_by=zero1_by,
         reshard=reshard,
+        prefetch=prefetch,
+        prefetch_distance=prefetch_distance,
         dtype=dtype,
         top=top,
     )

@@ -10,11 +10,14 @@ fully_shard(stage, **options)                            stage,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from graphpar.codegen.attributes import Tree, reference
 from graphpar.codegen.classes import docstring
+from graphpar.codegen.layout import wrapped
 from graphpar.codegen.stage_printer import loop_variable
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
@@ -72,8 +75,18 @@ def parameters_of_units(program: Program, stages: Sequence[Stage]) -> dict[str, 
     return found
 
 
-def units_function(tree: Tree, units: Sequence[str], plan: Plan) -> str:
-    """Print the function; ``tree`` is the stage's."""
+def order_of(stage: Stage, units: Sequence[str]) -> list[str]:
+    """Return the units that the stage's forward calls once, in its order: those of which it is known what comes after them."""
+    calls = [str(node.target) for node in stage.graph.nodes if node.op == "call_module"]
+    return [path for path in calls if path in units and calls.count(path) == 1]
+
+
+def units_function(tree: Tree, units: Sequence[str], plan: Plan, order: Sequence[str] = ()) -> str:
+    """Print the function; ``tree`` is the stage's.
+
+    Args:
+        order: of the units that are gathered ahead.
+    """
     kept = plan.reshard == "never" or (plan.reshard == "default" and plan.mesh.pp > 1)
     when = "its forward and again for its backward"
     if kept or plan.zero == 2:
@@ -84,13 +97,68 @@ def units_function(tree: Tree, units: Sequence[str], plan: Plan) -> str:
         when += f", and shared by {plan.reshard} ranks in between"
     what = "Each block is a unit, the rest of the stage another" if units else "The stage is one unit"
     summary = f"ZeRO-{plan.zero} over dp_shard={plan.mesh.dp_shard} (FSDP2). {what}; a unit is gathered for {when}."
-    lines = [f"def {NAME}(stage: nn.Module, **options: Any) -> None:", *docstring(summary)]
+    ahead = None if plan.prefetch is None else Prefetch(plan.prefetch, plan.prefetch_distance)
+    returned = "list[nn.Module]" if plan.prefetch == "post" else "None"
+    if ahead is not None:
+        summary += f" {ahead.described()}"
+    lines = [f"def {NAME}(stage: nn.Module, **options: Any) -> {returned}:", *docstring(summary)]
     for text, variable in _modules(tree, units):
         if variable:
             lines += [f"    for {variable} in {text}.values():", f"        fully_shard({variable}, **options)"]
         else:
             lines.append(f"    fully_shard({text}, **options)")
-    return "\n".join([*lines, "    fully_shard(stage, **options)"]) + "\n"
+    lines.append("    fully_shard(stage, **options)")
+    if ahead is not None:
+        lines += _gathered_ahead(tree, order, [path for path in units if path not in order], ahead)
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """When units are gathered for their backward (of :data:`PREFETCH`), and how many ahead."""
+
+    when: str
+    distance: int
+
+    def described(self) -> str:
+        """Say it in a sentence."""
+        if self.when == "none":
+            return "No unit is gathered before it is needed."
+        point = "before a unit computes" if self.when == "pre" else "when a unit has computed"
+        return f"In the backward the next {'is' if self.distance == 1 else f'{self.distance} are'} gathered {point}."
+
+
+def _gathered_ahead(tree: Tree, order: Sequence[str], others: Sequence[str], ahead: Prefetch) -> list[str]:
+    """The statements that set FSDP2's lists.
+
+    An empty list for the backward means FSDP2's own order, so a unit that is to gather no other names itself, which is gathered.
+
+    Args:
+        others: units of several uses.
+    """
+    lines = wrapped(f"units = [{', '.join(['stage', *_elements(tree, order)])}]", "    ")
+    lines = ["    # In the order of the forward.", *lines]
+    after, itself = f"i + 1 : i + {1 + ahead.distance}", "set_modules_to_backward_prefetch([{unit}])"
+    if ahead.when == "pre":
+        lines += [
+            "    for i, unit in enumerate(units):",
+            f"        unit.set_modules_to_forward_prefetch(units[{after}])",
+            "    backward = [stage, *units[:0:-1]]",
+            "    for i, unit in enumerate(backward):",
+            f"        unit.set_modules_to_backward_prefetch(backward[{after}] or [unit])",
+        ]
+    else:
+        lines += ["    for unit in units:", f"        unit.{itself.format(unit='unit')}"]
+    for text in (_of_stage(reference(tree, path)) for path in others):
+        lines.append(f"    {text}.{itself.format(unit=text)}")
+    return [*lines, "    return [stage, *units[:0:-1]]"] if ahead.when == "post" else lines
+
+
+def _elements(tree: Tree, order: Sequence[str]) -> Iterator[str]:
+    """Yield the units in this order as elements of a list, all children of a container as one."""
+    for _, group in itertools.groupby(order, lambda path: path.rpartition(".")[0]):
+        for text, loop in _modules(tree, list(group)):
+            yield f"*{text}.values()" if loop else text
 
 
 def optimizer_units_function(tree: Tree, units: Sequence[str], degree: int) -> str:

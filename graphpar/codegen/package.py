@@ -27,7 +27,7 @@ from graphpar.codegen.classes import (
     stage_class,
     stage_tree,
 )
-from graphpar.codegen.fully_sharded import optimizer_units_function, units_function, units_of
+from graphpar.codegen.fully_sharded import optimizer_units_function, order_of, units_function, units_of
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
@@ -198,7 +198,7 @@ def _stage_file(
         parts.append(
             optimizer_units_function(tree, units, plan.mesh.dp_shard)
             if plan.zero == 1
-            else units_function(tree, units, plan)
+            else units_function(tree, units, plan, order_of(stage, units))
         )
     names = set(exported)
     if needs_parameters and "parameters" not in exported:

@@ -74,6 +74,11 @@ if __name__ == "__main__":
     main()
 '''
 
+_LOSSES = {
+    False: " Losses and gradients are those of the global batch.",
+    True: " Losses and gradients are means over the replicas, each of its own rows, as in DDP.",
+}
+
 _TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
 """
@@ -129,7 +134,7 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         if entry.role != "sample_keys"
     ]
     text = _TEMPLATE.format(
-        title=textwrap.fill(title, WIDTH - len('"""')),
+        title=textwrap.fill(f"{title}{_LOSSES[plan.dp_mean] if program.mode == 'train' else ''}", WIDTH - len('"""')),
         devices=plan.mesh.size,
         example="--steps 100 --lr 1e-3 --save trained.safetensors"
         if program.mode == "train"

@@ -54,6 +54,9 @@ class Plan:
             own, and with sharded state.
         reshard: when gathered parameters are freed, see :func:`~graphpar.passes.planning.choose.check_reshard`.
         fully_sharded: the parameters of which each rank of dp_shard stores a shard (ZeRO 2 and 3).
+        prefetch, prefetch_distance: when ZeRO-3 gathers parameters ahead of a backward (of :data:`PREFETCH`; None where it has no gather
+            of its own), and of how many units.
+        dp_mean: whether the loss is the mean of the replicas' own losses, as DDP has it, and not that of the global batch.
         sharding: how every operator is sharded.
         cluster: the hardware that it was decided for; None where only a mesh is known.
         predicted: time and memory of a step on ``cluster``. This and the following are not part of the plan's data.
@@ -76,8 +79,11 @@ class Plan:
     zero1_by: str = ZERO1_BY[0]
     reshard: str | int = "default"
     fully_sharded: frozenset[str] = frozenset()
+    prefetch: str | None = None
+    prefetch_distance: int = 0
     recompute: str = "none"
     allow_batch_coupling: bool = False
+    dp_mean: bool = False
     sharding: Sharding = field(default_factory=Sharding)
     cluster: Cluster | None = None
     warnings: tuple[str, ...] = field(default=(), compare=False)
@@ -129,8 +135,11 @@ class Plan:
             "zero": self.zero,
             "zero1_by": self.zero1_by,
             "reshard": self.reshard,
+            "prefetch": self.prefetch,
+            "prefetch_distance": self.prefetch_distance,
             "recompute": self.recompute,
             "allow_batch_coupling": self.allow_batch_coupling,
+            "dp_mean": self.dp_mean,
             "split": [{"path": point.path, "where": point.where.value} for point in self.split_points],
             "sharding": self.sharding.to_json(),
         }
@@ -170,8 +179,11 @@ class Plan:
                 fully_sharded=frozenset(
                     name for name, spec in record.parameters.items() if isinstance(spec.get("dp_shard"), Shard)
                 ),
+                prefetch=plan.optional("prefetch", str, None),
+                prefetch_distance=plan.optional("prefetch_distance", int, 0),
                 recompute=plan.optional("recompute", str, "none"),
                 allow_batch_coupling=plan.optional("allow_batch_coupling", bool, False),
+                dp_mean=plan.optional("dp_mean", bool, False),
                 sharding=Sharding.from_json(plan.record("sharding"), record.parameters)
                 if plan.has("sharding")
                 else Sharding(),

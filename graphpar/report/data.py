@@ -68,6 +68,8 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
     experts = _expert_data(program, rows)
     if experts is not None:
         data["experts"] = experts
+    if plan.prefetch is not None:
+        data["ahead_bytes"] = _ahead_bytes(program, plan)
     sharding = sharding_data(program, plan, compilation.cluster if data["predicted"] else None)
     if sharding is not None:
         data["sharding"] = sharding
@@ -145,6 +147,15 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
     return data
 
 
+def _ahead_bytes(program: Program, plan: Plan) -> int:
+    """Return the bytes of the blocks that are gathered at once besides the one that computes."""
+    paths = [path for block in program.blocks.values() for path in block.instances]
+    sizes = [
+        sum(info.nbytes for name, info in program.parameters.items() if name.startswith(f"{path}.")) for path in paths
+    ]
+    return max(sizes, default=0) * max(0, plan.prefetch_distance - (plan.prefetch == "post"))
+
+
 def _whole_count(program: Program) -> int:
     """Return the number of parameters of the user's unsharded model, each tied one once."""
     skipped = {name for group in program.ties for name in group[1:]}
@@ -187,6 +198,10 @@ def decisions(plan: Plan) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
         "global_batch": plan.global_batch,
+        "dp_mean": plan.dp_mean,
+        "zero": plan.zero,
+        "prefetch": plan.prefetch,
+        "prefetch_distance": plan.prefetch_distance,
         "split": [{"path": point.path, "where": point.where.value} for point in plan.split_points],
     }
 

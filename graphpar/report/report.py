@@ -140,6 +140,11 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         largest = max(range(len(flops)), key=flops.__getitem__)
         ratio = f"{flops[largest] / mean if mean else 1:.2f}x the mean (from flops; transfers free)"
         lines.append(("Simulated", f"bubble {data['bubble_fraction']:.1%} · largest stage {largest}, {ratio}"))
+    if data["mode"] == "train":
+        own = "the mean of the replicas' own losses, as in DDP" if data.get("dp_mean") else "that of the global batch"
+        lines.append(("Loss", f"{own}; gradients are of this loss"))
+    if data.get("zero"):
+        lines.append(("Sharded", _sharded_state(data)))
     if data["mesh"]["pp"] > 1:
         lines.append(("In flight", f"at most {_in_flight(data)}"))
         lines.append(("Traffic", _traffic(data)))
@@ -152,6 +157,17 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if data["model"]["blocks"]:
         lines.append(("Blocks", " · ".join(f"{block['name']} x {block['count']}" for block in data["model"]["blocks"])))
     return lines
+
+
+def _sharded_state(data: Mapping[str, Any]) -> str:
+    level = f"ZeRO-{data['zero']} over dp_shard={data['mesh']['dp_shard']}"
+    if data["prefetch"] is None:
+        return level
+    if data["prefetch"] == "none":
+        return f"{level} · a block is gathered for its backward when it is needed"
+    point = "before a block computes" if data["prefetch"] == "pre" else "when a block has computed"
+    blocks = "block is" if data["prefetch_distance"] == 1 else f"{data['prefetch_distance']} blocks are"
+    return f"{level} · in the backward the next {blocks} gathered {point}, {bytes_text(data['ahead_bytes'])} beside its own"
 
 
 def _experts(experts: Mapping[str, int]) -> str:

@@ -81,5 +81,7 @@ REPLICAS = tuple(name for name, axis in AXIS.items() if axis.replicas)
 """The axes whose ranks run the same code on different rows."""
 SHARDING_ORDER = (*(name for name in AXES if name not in REPLICAS), *REPLICAS)
 """The order in which axes divide a tensor: what ranks store divides the shards that they compute with."""
+PREFETCH = ("pre", "post", "none")
+"""When ZeRO-3 gathers a unit's parameters for its backward: before the backward of the one before computes, after it, or at need."""
 ZERO1_BY = ("contiguous", "longest", "flat")
 """How ZeRO-1 divides the optimizer's work over dp_shard: runs of whole parameters, the largest first, or equal slices."""

@@ -15,13 +15,14 @@ the whole of such a DTensor; this module is where local tensors are taken out an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from graphpar.runtime.groups import Groups
@@ -31,7 +32,11 @@ AXIS = "dp_shard"
 
 
 def fully_shard_stage(
-    stage: nn.Module, units: Callable[..., None], groups: Groups, device: torch.device, program: Manifest
+    stage: nn.Module,
+    units: Callable[..., Sequence[nn.Module] | None],
+    groups: Groups,
+    device: torch.device,
+    program: Manifest,
 ) -> None:
     """Shard the parameters of ``stage``, still without memory, over dp_shard.
 
@@ -40,7 +45,7 @@ def fully_shard_stage(
     """
     group = groups[AXIS]
     assert group is not None
-    units(
+    order = units(
         stage,
         mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,)),
         reshard_after_forward=reshard_after_forward(program),
@@ -57,6 +62,8 @@ def fully_shard_stage(
             state = module._get_fsdp_state()
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
+    if order is not None and program.prefetch == "post":
+        _gather_after_backwards(order, program.prefetch_distance)
 
 
 def reshard_after_forward(program: Manifest) -> bool | int | None:
@@ -121,18 +128,70 @@ def _root(stage: nn.Module) -> Any:
 
 
 def _parameters(stage: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's records of the parameters; torch before 2.12 has one group of them a unit."""
+    """Yield FSDP2's records of the parameters."""
     for module in _units(stage):
-        state: Any = module._get_fsdp_state()
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for group in groups:
-            yield from group.fsdp_params if group is not None else ()
+        for group in groups_of(module):
+            yield from group.fsdp_params
+
+
+def _gather_after_backwards(order: Sequence[nn.Module], distance: int) -> None:
+    """Gather the next ``distance`` units of ``order`` when a unit's backward has computed and its own parameters are freed.
+
+    Nothing has computed before the first of them, which are gathered when the backward of the stage, ``order[0]``, begins.
+    """
+    running = False
+
+    def gather(after: int) -> None:
+        for unit in order[after + 1 : after + 1 + distance] if running else ():
+            assert isinstance(unit, FSDPModule)
+            for group in reversed(groups_of(unit)):
+                group._prefetch_unshard(group, "backward")
+
+    def begin(_: Tensor) -> None:
+        nonlocal running
+        if not running:
+            running = True
+            # Before FSDP2's own callback, which finishes units that had no backward.
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+            gather(0)
+
+    def end() -> None:
+        nonlocal running
+        running = False
+
+    def watch_outputs(module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(begin)
+
+    def gathers_then(group: Any, after: int) -> None:
+        reshard = group.reshard
+
+        def call() -> None:
+            reshard()
+            if group._training_state is TrainingState.POST_BACKWARD:
+                gather(after)
+
+        group.reshard = call
+
+    order[0].register_forward_hook(watch_outputs, prepend=True)
+    for place, unit in enumerate(order[1:], 1):
+        assert isinstance(unit, FSDPModule)
+        gathers_then(groups_of(unit)[0], place)
 
 
 def hold_new_memory(stage: nn.Module) -> None:
     """Let FSDP2 take over parameters that were replaced by others on a device."""
     for module in _units(stage):
         module._apply(lambda tensor: tensor)
+
+
+def groups_of(module: FSDPModule) -> list[Any]:
+    """Return FSDP2's parameter groups of a unit; one without parameters has none."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -34,7 +34,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.delays import delay
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.events import event
 from graphpar.runtime.fully_sharded import like, local
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import R, Shard
@@ -106,6 +108,8 @@ class _Bucket:
         """Remove this rank's gradients and return them in one tensor. Always a copy: two gradients may share memory."""
         parts = [partial.take_part() for partial in self.partials]
         self.present = [part is not None for part in parts]
+        delay("before_reduce")
+        event("reduce")
         return torch.cat([_or_zero(part, partial).reshape(-1) for part, partial in zip(parts, self.partials)])
 
     def give(self, wanted: Iterator[bool]) -> None:
@@ -113,6 +117,7 @@ class _Bucket:
         assert self.flat is not None
         if self.work is not None:
             self.work.wait()
+        event("reduce_done")
         shapes = [local(partial.copies[0]).shape for partial in self.partials]
         for partial, gradient in zip(self.partials, pieces_of(self.flat, shapes)):
             partial.give(gradient if next(wanted) else None)
@@ -137,6 +142,7 @@ class _UnitBucket(_Bucket):
         assert self.unit is not None and self.flat is not None
         for work in self.works:
             work.wait()
+        event("reduce_done")
         own = self.flat.clone()  # the rest of the unit's gradients is freed
         for name, is_wanted in zip(self.unit.names, list(itertools.islice(wanted, len(self.unit.names)))):
             if is_wanted and name in self.unit.pieces:
@@ -316,6 +322,15 @@ class Gradients:
         wanted = dict(zip(anywhere, [iter(tensor.tolist()) for tensor in anywhere.values()]))
         for bucket in buckets:
             bucket.give(wanted[bucket.group])
+
+    def left(self) -> Iterator[str]:
+        """Say what a step that did not end has left: sums not waited for, gradients set aside."""
+        if self._sent:
+            yield f"{self._sent} reductions of gradients have not been waited for"
+        if waiting := len(self._of_units) + len(self._buckets) - self._sent:
+            yield f"{waiting} reductions of gradients have not been started"
+        if aside := sum(bool(partial.before) for total in self._sums for partial in total.partials):
+            yield f"the gradients of {aside} parameters from earlier steps are set aside"
 
 
 def _order(everyone: Sequence[Mapping[str, int]]) -> list[str]:

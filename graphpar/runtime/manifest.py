@@ -100,6 +100,11 @@ class Manifest:
     """The axes on which operators are placed, so that stages communicate over them."""
     zero: int = 0
     """How much of the state each rank of dp_shard holds a shard of: optimizer state at level 1, parameters and gradients too from 2."""
+    prefetch: str | None = None
+    """When parameters are gathered ahead of a backward at level 3, of :data:`PREFETCH`."""
+    prefetch_distance: int = 0
+    dp_mean: bool = False
+    """Whether the loss is the mean of the replicas' own losses, and not that of the global batch."""
     owners: Mapping[str, int] = field(default_factory=dict)
     """At level 1, which rank of dp_shard updates a parameter, under every name of a tie; empty where each updates a slice of all."""
     reshard: str | int = "default"
@@ -190,6 +195,9 @@ def load_manifest(folder: str | Path) -> Manifest:
         shapes=_under_every_name(shapes, ties),
         zero=plan.optional("zero", int, 0),
         reshard=plan.optional("reshard", (str, int), "default"),
+        dp_mean=plan.optional("dp_mean", bool, False),
+        prefetch=plan.optional("prefetch", str, None),
+        prefetch_distance=plan.optional("prefetch_distance", int, 0),
         owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 from graphpar.runtime.batches import agree_on_batch, check_batch, own_rows
 from graphpar.runtime.distributed import agree
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
+from graphpar.runtime.events import at
 from graphpar.runtime.forward import forward_only
 from graphpar.runtime.fully_sharded import (
     begin_microbatch,
@@ -36,6 +37,7 @@ from graphpar.runtime.fully_sharded import (
 )
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
+from graphpar.runtime.idle import Places, left_in_schedule, left_in_stage
 from graphpar.runtime.manifest import Manifest, StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.random_streams import sample_keys
@@ -52,6 +54,7 @@ from graphpar.runtime.stages import (
     materialise,
     stage_function,
 )
+from graphpar.runtime.watch import watch
 from graphpar.runtime.weights import (
     check_local_shapes,
     check_names,
@@ -113,7 +116,10 @@ class Pipeline:
         self.stages = [self._build_stage(spec) for spec in self._interfaces]
         for stage in self.stages:
             load_constants(stage, self.program.folder / CONSTANTS, self.program, self.groups.place)
-        self._adapters = [StageAdapter(stage, spec) for stage, spec in zip(self.stages, self._interfaces)]
+        self._adapters = [
+            StageAdapter(stage, spec, 1 / self.program.replicas if self.program.dp_mean else None)
+            for stage, spec in zip(self.stages, self._interfaces)
+        ]
         self._names = keyword_names(self.program, [spec.index for spec in self._interfaces])
         self.has_last_stage = self._interfaces[-1].index == len(self.program.stages) - 1
         self._count = (
@@ -123,6 +129,9 @@ class Pipeline:
         )
         self._torch_stages: list[PipelineStage] = []
         self._schedule = self._build_schedule() if train and self.program.pp > 1 else None
+        named = [(f"stage_{spec.index}", stage) for spec, stage in zip(self._interfaces, self.stages)]
+        watch(named, self._torch_stages, self.rank, self.device)
+        self._places = Places(self.stages, self.device)
 
     def _build_stage(self, spec: StageInterface) -> nn.Module:
         """A stage whose parameters have memory for what this rank stores of them, still without values."""
@@ -285,6 +294,8 @@ class Pipeline:
         """
         if self.program.mode != "train":
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
+        self._places.check()
+        at(step=self.steps_done if step is None else step)
         values = self._prepare(batch, self.steps_done if step is None else step)
         if self._shards is not None:
             self._shards.begin_step()
@@ -300,6 +311,18 @@ class Pipeline:
             dist.all_reduce(loss, group=replicas)
         self.steps_done += 1
         return self._broadcast(loss) if broadcast_loss else loss
+
+    def assert_idle(self) -> None:
+        """Check that no step is under way on this rank, as between two steps: nothing is pending, gathered or set aside.
+
+        Raises:
+            RuntimeProgramError: a step did not end; the message lists what it left.
+        """
+        left = [*self._gradients.left(), *left_in_schedule(self._schedule, self._torch_stages)]
+        for spec, stage in zip(self._interfaces, self.stages):
+            left += left_in_stage(f"stage_{spec.index}", stage)
+        if left:
+            raise RuntimeProgramError(f"a step did not end on rank {self.rank}: {'; '.join(left)}")
 
     def _prepare(self, batch: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """The inputs that this rank's stages name, checked, this replica's rows, on the device, with counts and keys."""
@@ -323,7 +346,10 @@ class Pipeline:
         return {name: counts[name] if name in counts else values[name] for name in self._names}
 
     def _global_counts(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The denominators of the loss over the whole global batch; emitted code counts one microbatch at a time."""
+        """The denominators of the loss over the whole global batch, or with ``dp_mean`` over this replica's rows.
+
+        Emitted code counts one microbatch at a time.
+        """
         if self._count is None:
             return {}
         inputs = {name: values[name] for name in self.program.count_inputs}
@@ -331,7 +357,7 @@ class Pipeline:
             parts = [self._count(**microbatch(self.program, inputs, i)) for i in range(self.program.microbatches)]
             totals = [torch.stack(shares).sum(0) for shares in zip(*parts)]
         replicas = self.groups.replicas
-        for total in totals if replicas is not None else ():
+        for total in totals if replicas is not None and not self.program.dp_mean else ():
             dist.all_reduce(total, group=replicas)
         return dict(zip(self.program.count_names, totals))
 
@@ -342,6 +368,7 @@ class Pipeline:
         losses: list[Tensor] = []
         last = self.program.microbatches - 1
         for i in range(self.program.microbatches):
+            at(microbatch=i)
             if self.program.fully_sharded:
                 begin_microbatch(self.stages[0], reduces=not accumulate, frees=self.program.zero == 3 or i == last)
             loss: Tensor = self._adapters[0](**keywords({**microbatch(self.program, inputs, i), **counts}))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpar.runtime.axes import AXES
+from graphpar.runtime.delays import delay
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface, TensorInterface
@@ -190,18 +191,24 @@ class StageAdapter(nn.Module):
     It picks the keyword inputs that the stage names, makes what is sent contiguous and no view (gloo sends
     contiguous tensors only, and zero-bubble schedules detach outputs in place), and checks it against the
     plan: a wrong shape would be received as garbage.
+
+    Args:
+        share: what the last stage's loss is multiplied by, if anything: one replica's part of a mean over replicas.
     """
 
-    def __init__(self, stage: nn.Module, interface: StageInterface) -> None:
+    def __init__(self, stage: nn.Module, interface: StageInterface, share: float | None = None) -> None:
         super().__init__()
         self.stage = stage
         self.interface = interface
+        self.share = share
         self.names = interface.inputs + interface.counts
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
         """Run the stage on what it received and on its keyword inputs; returns what it sends, checked, or its result."""
         outputs = self.stage(*received, **{name: inputs[KEYWORD + name] for name in self.names})
         if not self.interface.sends:
+            delay("after_loss")
+            outputs = outputs if self.share is None else outputs * self.share
             return tuple(map(sendable, outputs)) if isinstance(outputs, tuple) else sendable(outputs)
         sent = outputs if isinstance(outputs, tuple) else (outputs,)
         self._check(sent)

@@ -121,15 +121,29 @@ class _Setting:
         feed = iter([batch[entry.name].clone() for entry, _ in self.examples])
         return tree_unflatten([next(feed) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)  # type: ignore[no-any-return]
 
+    @property
+    def parts(self) -> int:
+        """Into how many losses the batch is divided, of which the mean is taken."""
+        return self.plan.mesh.replicas if self.plan.dp_mean else 1
+
+    def rows(self, batch: Mapping[str, Tensor], part: int) -> dict[str, Tensor]:
+        """Select the rows that one of the ``parts`` has."""
+        dims = {entry.name: entry.batch_dim for entry in self.inputs}
+        return {
+            name: value if (dim := dims[name]) is None or self.parts == 1 else value.chunk(self.parts, dim)[part]
+            for name, value in batch.items()
+        }
+
     @contextmanager
-    def as_planned(self, step: int) -> Iterator[Substituted]:
+    def as_planned(self, step: int, part: int = 0) -> Iterator[Substituted]:
         """Run inside with the emitted program's dropout masks, and with its BatchNorm statistics where microbatches have their own."""
         random = any(entry.role == "sample_keys" for entry in self.inputs)
-        keys = sample_keys(SEED, step, self.plan.global_batch) if random else None
+        rows = self.plan.global_batch // self.parts
+        keys = sample_keys(SEED, step, self.plan.global_batch)[part * rows :][:rows] if random else None
         dims = {entry.batch_dim for entry in self.inputs if entry.batch_dim is not None}
         pieces = self.plan.microbatches if self.microbatched else 1
         wide = nullcontext() if self.shown is None else in_double(self.shown)
-        with wide, Substituted(keys, pieces, self.plan.mesh.replicas, self.plan.global_batch, dims) as substituted:
+        with wide, Substituted(keys, pieces, self.plan.mesh.replicas, rows, dims) as substituted:
             yield substituted
 
 
@@ -280,11 +294,18 @@ def _backward(
     setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference, step: int
 ) -> float:
     """Add the gradients of batch ``step``, and return its loss."""
-    args, kwargs, targets = setting.arguments(reference.batches[step])
-    with setting.as_planned(step) as watched:
+    return sum(_backward_of_part(setting, model, named, reference, step, part) for part in range(setting.parts))
+
+
+def _backward_of_part(
+    setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference, step: int, part: int
+) -> float:
+    args, kwargs, targets = setting.arguments(setting.rows(reference.batches[step], part))
+    with setting.as_planned(step, part) as watched:
         output = model(*args, **kwargs)
         loss = setting.source.loss_fn(output, *targets) if setting.source.loss_fn is not None else own_loss(output)
         assert isinstance(loss, Tensor), named_outputs(output)
+        loss = loss / setting.parts if setting.parts > 1 else loss
     with nullcontext() if setting.shown is None else in_double(setting.shown):  # a custom backward may name dtypes
         if loss.requires_grad:
             loss.backward()

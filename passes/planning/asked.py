@@ -22,12 +22,15 @@ from graphpar.passes.planning.candidates import SHOWN
 from graphpar.passes.planning.choose import (
     PlanConstraints,
     check_degrees,
+    check_dp_mean,
     check_microbatch_size,
     check_pipelined,
+    check_prefetch,
     check_reshard,
     check_zero,
     checked_table,
     choose,
+    gathers_again,
     level_of,
 )
 from graphpar.passes.planning.planner import free_axes
@@ -84,9 +87,12 @@ def ask(
     table: str | None = None,
     shard_plan: Mapping[str, Any] | None = None,
     allow_batch_coupling: bool = False,
+    dp_mean: bool = False,
     zero: int | None = None,
     zero1_by: str | None = None,
     reshard: str | int | None = None,
+    prefetch: str | None = None,
+    prefetch_distance: int | None = None,
     dtype: str | None = None,
     top: int = SHOWN,
 ) -> Asked:
@@ -101,6 +107,7 @@ def ask(
         "global_batch": global_batch,
         "microbatch_size": microbatch_size,
         "layers_per_stage": layers_per_stage,
+        "prefetch_distance": prefetch_distance,
     }
     for name, value in counts.items():
         _check_count(name, value)
@@ -124,9 +131,12 @@ def ask(
         stages=None if stages is None else tuple(tuple(paths) for paths in stages),
         table=table,
         allow_batch_coupling=allow_batch_coupling,
+        dp_mean=dp_mean,
         zero=zero,
         zero1_by=zero1_by,
         reshard=reshard,
+        prefetch=prefetch,
+        prefetch_distance=prefetch_distance,
         dtype=dtype or "",
         layers_per_stage=layers_per_stage,
         edge_layers=edge_layers,
@@ -191,9 +201,12 @@ def _check(asked: Asked) -> None:
             raise GraphparError(f"zero1_by={pins.zero1_by} says how ZeRO-1 divides the state; give zero=1 with it.")
     if "dp_shard" in asked.mesh or asked.complete:
         check_zero(Mesh(**asked.mesh), pins.zero)
+    mesh = Mesh(**asked.mesh)
+    level = level_of(mesh.dp_shard, pins.zero)
     if pins.reshard is not None:
-        mesh = Mesh(**asked.mesh)
-        check_reshard(mesh, level_of(mesh.dp_shard, pins.zero), pins.reshard)
+        check_reshard(mesh, level, pins.reshard)
+    check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
+    check_dp_mean(mesh, pins)
     if asked.complete:
         mesh = Mesh.resolve(asked.mesh, asked.devices)
         if pins.schedule is not None:

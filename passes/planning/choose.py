@@ -17,7 +17,7 @@ from typing import Any
 from graphpar.annotations.patterns import names_of, resolve
 from graphpar.codegen.fully_sharded import stored_in_shards
 from graphpar.cost_models.sharding import costs_for
-from graphpar.errors import GraphparError
+from graphpar.errors import GraphparError, near_match
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan, SplitAt
@@ -41,7 +41,7 @@ from graphpar.passes.sharding.shard import Sharded, sharded
 from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.sharding.widened import of_a_replica
 from graphpar.passes.split import positions_of, split
-from graphpar.runtime.axes import REPLICAS, ZERO1_BY
+from graphpar.runtime.axes import PREFETCH, REPLICAS, ZERO1_BY
 from graphpar.runtime.plan_record import StageRecord
 from graphpar.schedules.order import check_deadlock
 from graphpar.schedules.registry import (
@@ -71,9 +71,12 @@ class PlanConstraints:
     stages: tuple[tuple[str, ...], ...] | None = None  # module paths of each stage
     table: str | None = None  # the user's own schedule table, as CSV text
     allow_batch_coupling: bool = False
+    dp_mean: bool = False
     zero: int | None = None
     zero1_by: str | None = None
     reshard: str | int | None = None
+    prefetch: str | None = None
+    prefetch_distance: int | None = None
     dtype: str = "fp32"
     layers_per_stage: int | None = None
     edge_layers: tuple[int, int] | None = None  # how many layers the modules before and after the layers count as
@@ -187,6 +190,72 @@ def check_zero(mesh: Mesh, level: int | None, mode: str = "train") -> None:
         )
     if mode != "train":
         raise GraphparError(f"Mesh {shown} shards what training stores; for inference use tp, or dp_replicate.")
+
+
+def check_dp_mean(mesh: Mesh, pins: PlanConstraints, program: Program | None = None) -> None:
+    """Check that the loss can be the mean of the replicas' own losses, if that is asked for.
+
+    Raises:
+        GraphparError: it can't.
+    """
+    if not pins.dp_mean:
+        return
+    if mesh.replicas == 1:
+        raise GraphparError(
+            "dp_mean takes the mean of the replicas' own losses, but the mesh gives no replicas; give mesh dp_replicate=2 or more, or "
+            "dp_shard."
+        )
+    if program is not None and program.mode != "train":
+        raise GraphparError(
+            "dp_mean says what the loss of training is; this program is for inference, so leave it out."
+        )
+    if program is not None and (program.couplings or program.unsplittable is not None):
+        raise GraphparError(
+            f"dp_mean takes the mean of the replicas' own losses, but {program.unsplittable or coupled_text(program.couplings)}, over the "
+            "rows of all replicas; leave it out."
+        )
+
+
+def gathers_again(pp: int, level: int, reshard: str | int | None) -> bool:
+    """Return whether units are gathered for their backward apart from their forward."""
+    return level == 3 and reshard != "never" and not (pp > 1 and reshard in (None, "default"))
+
+
+def check_prefetch(again: bool, prefetch: str | None, distance: int | None) -> None:
+    """Check what is asked for about gathers ahead of a backward; None leaves it open.
+
+    Args:
+        again: see :func:`gathers_again`.
+
+    Raises:
+        GraphparError: it is unknown, or contradicts itself, or there are no such gathers.
+    """
+    if not again and (prefetch is not None or distance is not None):
+        given = f"prefetch={prefetch}" if prefetch is not None else f"prefetch_distance={distance}"
+        raise GraphparError(
+            f"{given} says when parameters are gathered for the backward, and only zero=3 gathers them then (under a pipeline with "
+            "reshard=always); give mesh dp_shard=2 or more and zero=3 with it, or leave it out."
+        )
+    if prefetch is not None and prefetch not in PREFETCH:
+        raise GraphparError(
+            f"prefetch is {prefetch!r}; it must be one of {', '.join(PREFETCH)}.{near_match(str(prefetch), PREFETCH)}"
+        )
+    if prefetch == "none" and distance is not None:
+        raise GraphparError(
+            f"prefetch=none gathers nothing ahead, so prefetch_distance={distance} has no use; leave it out."
+        )
+
+
+def prefetching(again: bool, prefetch: str | None, distance: int | None) -> tuple[str | None, int]:
+    """Return how a plan gathers ahead of a backward, as pinned, else one unit before the backward of the one before it.
+
+    Raises:
+        GraphparError: as :func:`check_prefetch`.
+    """
+    check_prefetch(again, prefetch, distance)
+    if not again:
+        return None, 0
+    return prefetch or PREFETCH[0], 0 if prefetch == "none" else distance or 1
 
 
 def zero_level(program: Program, mesh: Mesh, level: int | None) -> int:
@@ -355,6 +424,9 @@ def _plan(
     coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
     zero = zero_level(program, mesh, pins.zero)
     found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
+    check_dp_mean(mesh, pins, program)
+    again = gathers_again(mesh.pp, zero, pins.reshard)
+    prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)
     return Plan(
         model=program.name,
         mode=program.mode,
@@ -367,10 +439,13 @@ def _plan(
         dtype=pins.dtype,
         actions=actions,
         zero=zero,
+        prefetch=prefetch,
+        prefetch_distance=distance,
         zero1_by=pins.zero1_by or ZERO1_BY[0],
         reshard=pins.reshard or "default",
         fully_sharded=stored_in_shards(program, stages) if zero >= 2 else frozenset(),
         allow_batch_coupling=pins.allow_batch_coupling,
+        dp_mean=pins.dp_mean,
         sharding=found.sharding,
         cluster=pins.cluster,
         warnings=(*program.warnings, *([] if coupled is None else [coupled]), *found.sharding.undivided),

@@ -25,9 +25,11 @@ from graphpar.passes.planning.choose import (
     PlanConstraints,
     choose,
     coupling_reason,
+    gathers_again,
     global_batch,
     level_of,
     pinned_split_points,
+    prefetching,
     solve,
 )
 from graphpar.passes.planning.measured_units import units_of_ranks
@@ -101,8 +103,17 @@ def planner_for(
         split_points=split_points_for if _has_split_points(program, pins) else None,
         one_microbatch=reason is not None,
     )
-    execution = Execution(zero=level_of(pinned.get("dp_shard", 1), pins.zero), reshard=pins.reshard or "default")
+    reshard = pins.reshard or "default"
+    zero = level_of(pinned.get("dp_shard", 1), pins.zero)
+    again = gathers_again(pinned.get("pp", 1), zero, reshard)
+    execution = _execution(zero, reshard, *prefetching(again, pins.prefetch, pins.prefetch_distance))
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dominant_dtype(program), shown=top)
+
+
+def _execution(zero: int, reshard: str | int, prefetch: str | None, distance: int) -> Execution:
+    """How a program of this ZeRO level and policies runs: what is gathered before a unit computes stays beside it."""
+    gathered = {"pre": 1 + distance, "post": distance}.get(prefetch or "", 1)
+    return Execution(zero=zero, reshard=reshard, prefetch=prefetch != "none", gathered=gathered)
 
 
 def _has_split_points(program: Program, pins: PlanConstraints) -> bool:
@@ -133,7 +144,9 @@ def pricing_of(
     """
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
-    run = execution or Execution(zero=plan.zero, reshard=plan.reshard, recompute=plan.recompute)
+    run = execution or replace(
+        _execution(plan.zero, plan.reshard, plan.prefetch, plan.prefetch_distance), recompute=plan.recompute
+    )
     sharded = sharded_as(program, plan)
     local = sharded.local
     units = units_of_ranks(sharded, run, device=cluster.device.kind, wanted=plan.split_points)

@@ -56,9 +56,12 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         split_points=given.split_points,
         table=custom,
         allow_batch_coupling=given.allow_batch_coupling,
+        dp_mean=given.dp_mean,
         zero=given.zero,
         zero1_by=given.zero1_by,
         reshard=given.reshard,
+        prefetch=given.prefetch,
+        prefetch_distance=given.prefetch_distance or None,
         dtype=given.dtype,
         cluster=given.cluster,
     )

@@ -185,9 +185,10 @@ def test_saved_weights_are_whole_and_training_goes_on(ran: tuple[int, Any]) -> N
 def test_emitted_units() -> None:
     text = _layered().files["stage_0.py"]
 
-    assert text.endswith(
+    assert (
         "    for layer in stage.layers.values():\n        fully_shard(layer, **options)\n    fully_shard(stage, **options)\n"
-    )
+    ) in text
+    assert text.endswith("        unit.set_modules_to_backward_prefetch(backward[i + 1 : i + 2] or [unit])\n")
     assert "ZeRO-3 over dp_shard=2" in text
 
 
