@@ -27,6 +27,8 @@ MESHES: dict[str, dict[str, Any]] = {
     "zero 2, tp": {"mesh": {"dp_shard": 2, "tp": 2}, "zero": 2},
     "pp": {"mesh": {"pp": 2}},
     "pp, zero 1": {"mesh": {"pp": 2, "dp_shard": 2}, "zero": 1},
+    "pp, zero 2": {"mesh": {"pp": 2, "dp_shard": 2}, "zero": 2},
+    "pp, zero 3": {"mesh": {"pp": 2, "dp_shard": 2}},
     "hybrid": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
 }
 SAMPLE = [("shared transformer", "zero 3"), ("branches", "zero 2"), ("twice", "zero 3"), ("uneven", "zero 2")]
