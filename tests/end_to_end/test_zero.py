@@ -227,7 +227,9 @@ def test_types_are_right(tmp_path: Path) -> None:
 
 CALL = "        fully_shard(layer, **options)\n"
 FAULTS = {
-    "gradients that stay on their rank": CALL + "        layer.set_requires_gradient_sync(False)\n",
+    "gradients that stay on their rank": CALL
+    + "        layer.set_requires_gradient_sync(False)\n"
+    + "        layer.set_requires_gradient_sync = lambda *_, **__: None\n",
     "gradients that are halved": CALL.replace(
         "(layer, **options)",
         "(layer, **options)\n        layer.register_full_backward_pre_hook(lambda _, g: tuple(x / 2 for x in g))",
