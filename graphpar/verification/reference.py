@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.build import DTYPES, default_dtype
 from graphpar.frontend.capture import named_outputs, own_loss
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Input, ModelSource
@@ -212,8 +211,7 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
 
 def _built(source: ModelSource) -> nn.Module:
     torch.manual_seed(SEED)
-    with default_dtype(DTYPES.get(source.dtype or "fp32")):
-        model: nn.Module = source.model if isinstance(source.model, nn.Module) else source.model()
+    model: nn.Module = source.model if isinstance(source.model, nn.Module) else source.model()
     state = model.state_dict().items()
     empty = next((name for name, tensor in state if isinstance(tensor, Tensor) and tensor.is_meta), None)
     if empty is not None:

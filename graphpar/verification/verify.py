@@ -164,7 +164,7 @@ def _source_of(folder: Path, program: Manifest, plan: Plan) -> ModelSource:
             f"{folder} was not compiled from a model file; verify it from Python with gp.verify(parts)."
         )
     file = load_model_file(find_model_file(folder, program.model_file))
-    return ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.dtype)
+    return ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.precision)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------
