@@ -202,6 +202,7 @@ def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
         "batches": [str(reference.batch_file(step)) for step in range(len(reference.batches))],
         "max_norm": None if reference.accumulated is None else reference.accumulated.max_norm,
         "double": double,
+        "loss_scale": reference.loss_scale,
     }
     (job / "job.json").write_text(json.dumps(record))
     return folder
