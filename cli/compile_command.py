@@ -92,7 +92,9 @@ def _add_workload(parser: Parser) -> None:
     group.add_argument("--batch", type=count, metavar="B", help="global batch (default: that of the example inputs)")
     dtypes = ("fp32", "bf16", "fp16")
     group.add_argument("--dtype", choices=dtypes, help="dtype in which the model computes; its parameters stay in fp32")
-    group.add_argument("--pure", action="store_true", default=None, help="store and step parameters in the compute dtype, too")
+    group.add_argument(
+        "--pure", action="store_true", default=None, help="store and step parameters in the compute dtype, too"
+    )
     group.add_argument("--param-dtype", choices=dtypes, help="dtype in which parameters are stored and stepped")
     group.add_argument(
         "--reduce-dtype", choices=dtypes, help="dtype in which gradients are summed over dp_replicate and dp_shard"

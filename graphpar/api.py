@@ -94,11 +94,11 @@ def export(
         after_pass(STEPS[0], raw)
     program, _ = run_passes(raw, row_list, skip=skip, after=after_pass)
     if raw.retrace is not None:
-        retrace, source = raw.retrace, raw.source
+        retrace = raw.retrace
 
         def at_size(size: int) -> Program:
             again = run_passes(retrace(size), row_list, skip=skip)[0]
-            again.source, again.retrace = source, at_size
+            again.source, again.retrace = raw.source, at_size
             return again
 
         program.retrace = at_size

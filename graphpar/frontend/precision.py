@@ -78,7 +78,7 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
 
 def in_full(output: Any) -> Any:
     """Cast the tensors of 16 bits in a model's output to fp32; objects that are no containers of torch keep theirs."""
-    if isinstance(output, Mapping) and type(output) is not dict or dataclasses.is_dataclass(output):
+    if (isinstance(output, Mapping) and type(output) is not dict) or dataclasses.is_dataclass(output):
         changed = copy.copy(output)  # such as a ModelOutput, which has its tensors as items and as attributes
         items = list(output.items()) if isinstance(output, Mapping) else list(vars(output).items())
         for name, value in items:

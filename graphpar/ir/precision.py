@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from graphpar.errors import GraphparError, near_match
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtypes of a policy, by their names on the command line and in plans."""
+from graphpar.runtime.plan_record import DTYPES
 
 
 @dataclass(frozen=True)
@@ -72,4 +70,6 @@ def check_dtype(name: str, value: Any) -> None:
         GraphparError: it is not.
     """
     if value is not None and value not in DTYPES:
-        raise GraphparError(f"{name} is {value!r}; it must be one of {', '.join(DTYPES)}.{near_match(str(value), DTYPES)}")
+        raise GraphparError(
+            f"{name} is {value!r}; it must be one of {', '.join(DTYPES)}.{near_match(str(value), DTYPES)}"
+        )

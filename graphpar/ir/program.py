@@ -156,7 +156,9 @@ class Program:
     module_classes: dict[str, str]
     blocks: dict[str, Block] = field(default_factory=dict)
     subgraphs: dict[str, fx.GraphModule] = field(default_factory=dict)
-    stored: Mapping[str, torch.dtype] = field(default_factory=dict)  # until cast_weights: parameters stored in another dtype
+    stored: Mapping[str, torch.dtype] = field(
+        default_factory=dict
+    )  # until cast_weights: parameters stored in another dtype
     warnings: tuple[str, ...] = ()
     retrace: Callable[[int], Program] | None = None
     source: ModelSource | None = None

@@ -14,35 +14,48 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from graphpar.runtime.groups import Groups
+from graphpar.runtime.manifest import Manifest
 
 AXIS = "dp_shard"
 
 
 def fully_shard_stage(
-    stage: nn.Module, units: Callable[..., None], groups: Groups, device: torch.device, level: int
+    stage: nn.Module, units: Callable[..., None], groups: Groups, device: torch.device, program: Manifest
 ) -> None:
     """Shard the parameters of ``stage``, still without memory, over dp_shard.
 
     Args:
         units: the emitted function that calls ``fully_shard`` on each unit.
-        level: 2 keeps gathered parameters until the backward is done, 3 gathers them again for it.
+        program: at ZeRO level 2 gathered parameters are kept until the backward is done, at 3 they are gathered again for it.
     """
     group = groups[AXIS]
     assert group is not None
     units(
         stage,
         mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,)),
-        reshard_after_forward=None if level == 3 else False,
+        reshard_after_forward=None if program.zero == 3 else False,
+        mp_policy=_precision(stage, program),
         ignored_params={parameter for parameter in stage.parameters() if parameter.ndim == 0},
     )
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # each replica returns its share of the loss
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _precision(stage: nn.Module, program: Manifest) -> MixedPrecisionPolicy:
+    """Gather parameters in the dtype in which all of them are read, if there is one; sum gradients in that of the plan, or in
+    their own."""
+    stored = next((parameter.dtype for parameter in stage.parameters()), None)
+    gathered, reduced = (
+        None if dtype is None else torch.empty(0, dtype=dtype).dtype  # float64, where all is computed in it
+        for dtype in (program.gather_dtype, program.reduce_dtype or stored)
+    )
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
 def hold_new_memory(stage: nn.Module) -> None:

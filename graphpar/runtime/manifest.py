@@ -19,7 +19,7 @@ import torch
 from graphpar.runtime.axes import AXES, AXIS, REPLICAS
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Type
-from graphpar.runtime.plan_record import PlanRecord, Record, StageRecord, degrees_of, read_object, types_of
+from graphpar.runtime.plan_record import DTYPES, PlanRecord, Record, StageRecord, degrees_of, read_object, types_of
 
 T = TypeVar("T")
 ROLES = ("input", "target", "sample_keys")
@@ -101,6 +101,12 @@ class Manifest:
     """How much of the state each rank of dp_shard holds a shard of: optimizer state at level 1, parameters and gradients too from 2."""
     owners: Mapping[str, int] = field(default_factory=dict)
     """At level 1, which rank of dp_shard updates a parameter, under every name of a tie; empty where each updates a slice of all."""
+    dtype: str = "fp32"
+    """The dtype of the computation: ``fp32``, ``bf16`` or ``fp16``."""
+    reduce_dtype: torch.dtype | None = None
+    """The dtype in which gradients are summed over replicas; None: that of each parameter."""
+    gather_dtype: torch.dtype | None = None
+    """The dtype in which the stages read all parameters; None: in several."""
     fully_sharded: frozenset[str] = frozenset()
     """The parameters of which each rank of dp_shard holds a shard, under every name of a tie."""
     model_file: str | None = None
@@ -115,6 +121,11 @@ class Manifest:
     def pp(self) -> int:
         """How many pipeline ranks hold the stages."""
         return self.mesh.get("pp", 1)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled for the backward."""
+        return self.dtype == "fp16" and self.mode == "train"
 
     @property
     def replicas(self) -> int:
@@ -177,6 +188,9 @@ def load_manifest(folder: str | Path) -> Manifest:
         types=_under_every_name(record.parameters, ties),
         shapes=_under_every_name(shapes, ties),
         zero=plan.optional("zero", int, 0),
+        dtype=plan.optional("dtype", str, "fp32"),
+        reduce_dtype=_dtype(plan, "reduce_dtype"),
+        gather_dtype=_dtype(interface, "gather_dtype"),
         fully_sharded=frozenset(_under_every_name(dict.fromkeys(interface.strings("fully_sharded"), True), ties)),
         owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
@@ -184,6 +198,13 @@ def load_manifest(folder: str | Path) -> Manifest:
     )
     _check(manifest, str(path))
     return manifest
+
+
+def _dtype(record: Record, field: str) -> torch.dtype | None:
+    name = record.optional(field, (str, type(None)), None)
+    if name is not None and name not in DTYPES:
+        raise RuntimeProgramError(f"{record.where}: {field} is {name!r}, not one of {', '.join(DTYPES)}")
+    return None if name is None else DTYPES[name]
 
 
 def _under_every_name(values: Mapping[str, T], ties: Sequence[Sequence[str]]) -> dict[str, T]:

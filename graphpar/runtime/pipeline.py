@@ -28,6 +28,7 @@ from graphpar.runtime.forward import forward_only
 from graphpar.runtime.fully_sharded import fully_shard_stage, hold_new_memory, local
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
+from graphpar.runtime.loss_scale import FIRST, LossScale
 from graphpar.runtime.manifest import Manifest, StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.random_streams import sample_keys
@@ -84,6 +85,7 @@ class Pipeline:
             check_program(self.program)
         self.groups = Groups(self.program.mesh, self.device)
         self._shards: OptimizerShards | None = None
+        self._scale = LossScale(FIRST if self.program.scales_loss else 1.0)
         try:
             with _agreed():
                 self._build()
@@ -122,7 +124,7 @@ class Pipeline:
         check_local_shapes(stage, self.program)
         if self.program.fully_sharded:
             units = stage_function(self._package, spec, "fully_shard_units")
-            fully_shard_stage(stage, units, self.groups, self.device, self.program.zero)
+            fully_shard_stage(stage, units, self.groups, self.device, self.program)
         materialise(stage, self.device)
         hold_new_memory(stage)
         return stage
@@ -148,7 +150,7 @@ class Pipeline:
         for stage in stages:
             guard(stage)
         self._torch_stages = stages
-        return build_schedule(self.program, stages)
+        return build_schedule(self.program, stages, self._scale.share_of_loss)
 
     @property
     def reports(self) -> bool:
@@ -261,7 +263,8 @@ class Pipeline:
             broadcast_loss: return the loss on every rank.
 
         Returns:
-            The loss of the global batch on the ranks that have the last stage, ``None`` elsewhere.
+            The loss of the global batch on the ranks that have the last stage, ``None`` elsewhere. In fp16 it may have overflowed in
+            the backward: then ``skipped_steps`` counts one more, and every ``.grad`` is what it was before.
 
         Raises:
             RuntimeProgramError: the batch does not fit the program, before anything is sent.
@@ -273,7 +276,9 @@ class Pipeline:
             self._shards.begin_step()
         self._gradients.take()
         loss = self._run_alone(values) if self._schedule is None else self._run_schedule(values)
-        self._gradients.finish()
+        finite = self._gradients.finish(self._scale.value)
+        if self.program.scales_loss:
+            self._scale.update(finite)
         if self._shards is not None:
             self._shards.end_step()
         replicas = self.groups.replicas
@@ -281,6 +286,22 @@ class Pipeline:
             dist.all_reduce(loss, group=replicas)
         self.steps_done += 1
         return self._broadcast(loss) if broadcast_loss else loss
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by for the backward; always 1 but in fp16. It may be set, alike on all ranks."""
+        return self._scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if not self.program.scales_loss:
+            raise RuntimeProgramError("the loss is scaled in programs for training in fp16 only")
+        self._scale.value = float(value)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps left no gradients, since one was not finite on some rank (fp16)."""
+        return self._scale.skipped
 
     def _prepare(self, batch: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """The inputs that this rank's stages name, checked, this replica's rows, on the device, with counts and keys."""
@@ -324,7 +345,7 @@ class Pipeline:
         for i in range(self.program.microbatches):
             loss: Tensor = self._adapters[0](**keywords({**microbatch(self.program, inputs, i), **counts}))
             if loss.requires_grad:
-                loss.backward()
+                self._scale.scaled(loss).backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
@@ -334,7 +355,9 @@ class Pipeline:
         losses: list[Tensor] = []
         target = torch.zeros(self.program.microbatches, device=self.device)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **keywords(values))
-        return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last_stage else None
+        if not self.has_last_stage:
+            return None
+        return torch.stack([loss.detach() for loss in losses]).sum() / self._scale.value
 
     def _broadcast(self, value: Tensor | None) -> Tensor:
         spec = self.program.outputs[0]

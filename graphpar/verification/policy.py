@@ -77,7 +77,9 @@ class Policy:
         if not self.precision.casts:
             return values
         to = self.precision.computed
-        return tree_map(lambda leaf: leaf.to(to) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, values)
+        return tree_map(
+            lambda leaf: leaf.to(to) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, values
+        )
 
     def outputs(self, values: Any) -> Any:
         """Cast what the model returns to fp32, for the loss."""
@@ -126,7 +128,9 @@ class LossesInFloat(TorchFunctionMode):
         if getattr(func, "__module__", "") == "torch.nn.functional" and _LOSS.search(name):
             args, kwargs = tree_map(_float, (args, kwargs))
         elif self.in_loss_fn and name not in ("__get__", "__set__"):
-            args, kwargs = tree_map(lambda leaf: _float(leaf) if isinstance(leaf, nn.Parameter) else leaf, (args, kwargs))
+            args, kwargs = tree_map(
+                lambda leaf: _float(leaf) if isinstance(leaf, nn.Parameter) else leaf, (args, kwargs)
+            )
         return func(*args, **kwargs)
 
 

@@ -31,7 +31,7 @@ from graphpar.runtime.double import doubled, in_double
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.weights import WeightFile, write_tensors
 from graphpar.verification.batches import VARIATIONS, Variation, constant_inputs, step_batches
-from graphpar.verification.policy import LARGEST_SCALE, LossesInFloat, Policy
+from graphpar.verification.policy import LARGEST_SCALE, Policy
 from graphpar.verification.substituted import Substituted
 from graphpar.verification.tolerances import least_precise
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from graphpar.annotations.patterns import read_entry
-from graphpar.errors import GraphparError
+from graphpar.errors import GraphparError, near_match
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.precision import Precision, check_dtype
 from graphpar.ir.plan import Plan, split_points_of
+from graphpar.ir.precision import Precision, check_dtype
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import SHOWN
 from graphpar.passes.planning.choose import (
