@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from graphpar.errors import GraphparError
+
+if TYPE_CHECKING:
+    from graphpar.cost_models.pipeline_units import Held
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
 """How many tensors of a parameter's size an optimizer keeps, in the dtype of the parameter or its main copy."""
@@ -19,6 +24,8 @@ class Execution:
         optimizer: of :data:`OPTIMIZERS`.
         main_copies: the optimizer updates fp32 copies of low-precision parameters.
         gradient_bytes: of an element in which gradients are summed over microbatches and ranks; None: as the parameter.
+        gather_bytes: of an element in which sharded parameters are gathered; None: as the parameter.
+        reduce_bytes: of an element in which gradients are summed over replicas; None: as they are accumulated.
         zero: shard optimizer state and main copies (from 1), gradients (from 2) and parameters (3) over ``shards`` ranks.
         shards: the ranks of dp_shard.
         recompute: ``full`` keeps a unit's input only and runs its forward again before its backward; ``selective`` recomputes
@@ -36,6 +43,8 @@ class Execution:
     optimizer: str = "adam"
     main_copies: bool = False
     gradient_bytes: int | None = None
+    gather_bytes: int | None = None
+    reduce_bytes: int | None = None
     zero: int = 0
     shards: int = 1
     recompute: str = "none"
@@ -58,6 +67,10 @@ class Execution:
             raise GraphparError(f"recompute is {self.recompute!r}; it must be one of {', '.join(RECOMPUTE)}.")
         if not 0 <= self.overlap_tp <= 1:
             raise GraphparError(f"overlap_tp is {self.overlap_tp!r}; it is a share, from 0 to 1.")
+
+    def gathered(self, parts: Iterable[Held]) -> int:
+        """Return the bytes of parameters as they are gathered."""
+        return sum(part.elements * (self.gather_bytes or part.itemsize) for part in parts)
 
     def divided(self, nbytes: int, level: int) -> int:
         """Return a rank's share of ``nbytes`` that are sharded from ZeRO ``level`` on."""

@@ -34,6 +34,12 @@ class UnitBytes:
         """Return the bytes of the gradients of parameters."""
         return sum(part.elements * self.gradient_bytes(part) for part in held if part.trained)
 
+    def reduced_sizes(self, held: Iterable[Held]) -> int:
+        """Return the bytes of gradients as they are summed over replicas."""
+        return sum(
+            part.elements * (self.execution.reduce_bytes or self.gradient_bytes(part)) for part in held if part.trained
+        )
+
     def gradient_bytes(self, held: Held) -> int:
         """Return the bytes of one element of a gradient."""
         return self.execution.gradient_bytes or held.itemsize
@@ -73,7 +79,7 @@ class UnitBytes:
             held, [part.tied for place in range(len(stages)) if place not in own for part in self._tied(stages[place])]
         )
         if run.zero == 3:  # the running unit and the next are gathered
-            buckets += 2 * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
+            buckets += 2 * max((run.gathered(unit.held) for unit in units), default=0)
         inputs = {name: line for unit in units for name, line in unit.inputs.items()}
         return replace(
             state,

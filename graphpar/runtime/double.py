@@ -46,6 +46,11 @@ def in_double(shown: torch.dtype | None = None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def current(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return what a tensor of ``dtype`` has where this is called: float64 in the block above. Hooks of autograd run outside of it."""
+    return None if dtype is None else torch.empty(0, dtype=dtype).dtype
+
+
 def doubled(value: Any) -> Any:
     """Convert ``value`` to float64 where it is a floating tensor, or names such a dtype; return anything else unchanged."""
     if isinstance(value, torch.dtype):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from graphpar.runtime.double import current
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest
 
@@ -51,10 +52,7 @@ def _precision(stage: nn.Module, program: Manifest) -> MixedPrecisionPolicy:
     """Gather parameters in the dtype in which all of them are read, if there is one; sum gradients in that of the plan, or in
     their own."""
     stored = next((parameter.dtype for parameter in stage.parameters()), None)
-    gathered, reduced = (
-        None if dtype is None else torch.empty(0, dtype=dtype).dtype  # float64, where all is computed in it
-        for dtype in (program.gather_dtype, program.reduce_dtype or stored)
-    )
+    gathered, reduced = current(program.gather_dtype), current(program.reduce_dtype or stored)
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
 
 

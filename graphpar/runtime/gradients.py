@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.double import current
 from graphpar.runtime.fully_sharded import like, local
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import R, Shard
@@ -190,7 +191,7 @@ class Gradients:
                 replicated.remove("dp_shard")
             if copies and groups.place["pp"] == holders[0] and all(groups.place[axis] == 0 for axis in replicated):
                 self.counted.append(copies[0])
-        self._reduce_dtype = program.reduce_dtype
+        self._reduce_dtype = current(program.reduce_dtype)
         self._scales = program.scales_loss
         self._shards = shards
         self._early_units = shards is not None and "dp_shard" not in program.placed

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from graphpar.codegen.fully_sharded import gather_dtype
 from graphpar.cost_models.estimates import Alone, Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import dominant_dtype
@@ -34,6 +35,7 @@ from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.shard import Sharded, sharded_as
 from graphpar.passes.split import positions_of
+from graphpar.runtime.plan_record import DTYPES
 from graphpar.schedules.order import order_of
 from graphpar.schedules.registry import action_table, canonical_name
 from graphpar.schedules.table import ActionTable, parse_table
@@ -100,7 +102,8 @@ def planner_for(
         one_microbatch=reason is not None,
     )
     shards = pinned.get("dp_shard", 1)
-    execution = Execution(zero=(3 if shards > 1 else 0) if pins.zero is None else pins.zero)
+    zero = (3 if shards > 1 else 0) if pins.zero is None else pins.zero
+    execution = _execution(program, zero, "none", pins.reduce_dtype)
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dominant_dtype(program), shown=top)
 
 
@@ -132,7 +135,7 @@ def pricing_of(
     """
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
-    run = execution or Execution(zero=plan.zero, recompute=plan.recompute)
+    run = execution or _execution(program, plan.zero, plan.recompute, plan.reduce_dtype)
     sharded = sharded_as(program, plan)
     local = sharded.local
     units = units_of_ranks(sharded, run, device=cluster.device.kind, wanted=plan.split_points)
@@ -142,6 +145,17 @@ def pricing_of(
     layout = Layout(plan.schedule, plan.microbatch_size, plan.microbatches, starts, order)
     train = local.mode == "train"
     return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(local), train=train), layout
+
+
+def _execution(program: Program, zero: int, recompute: str, reduce_dtype: str | None) -> Execution:
+    """Say how a rank of a plan runs ``program``."""
+    gathered = gather_dtype(program) if zero > 1 else None
+    return Execution(
+        zero=zero,
+        recompute=recompute,
+        gather_bytes=None if gathered is None else DTYPES[gathered].itemsize,
+        reduce_bytes=None if reduce_dtype is None else DTYPES[reduce_dtype].itemsize,
+    )
 
 
 def in_bf16_s(program: Program, plan: Plan, cluster: Cluster) -> float | None:
