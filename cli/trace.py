@@ -14,7 +14,7 @@ from graphpar.passes.table import Step
 def export_file(
     file: ModelFile,
     mode: str | None,
-    precision: Precision,
+    precision: Precision | None,
     skip: Sequence[str] = (),
     after_pass: Callable[[Step, Program], None] | None = None,
 ) -> Program:
@@ -31,8 +31,8 @@ def export_file(
         targets=file.targets,
         batch_dims=file.batch_dims,
         mode=mode,
-        dtype=precision.dtype,
-        param_dtype=precision.param_dtype or None,
+        dtype=None if precision is None else precision.dtype,
+        param_dtype=None if precision is None else precision.param_dtype or None,
         passes=file.passes,
         skip=skip,
         after_pass=after_pass,
