@@ -76,4 +76,14 @@ class _InDouble(TorchFunctionMode):
             return args[0].double()
         written = args[:1] if name.endswith("_") and not name.endswith("__") else ()  # a copy would not be written
         rest, named = tree_map(doubled, (args[len(written) :], kwargs or {}))
+        if name.strip("_") == "grouped_mm" and rest[0].ndim == 2 and rest[1].ndim == 3:
+            return _grouped_mm(*rest, **named)
         return func(*written, *rest, **named)
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    """Multiply runs of rows, which end at ``offs``, by a matrix each, as ``grouped_mm`` does that has no kernel for float64."""
+    ends = offs.tolist()
+    runs = [rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights)]
+    assert bias is None
+    return torch.cat([*runs, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])
