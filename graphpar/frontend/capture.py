@@ -242,7 +242,7 @@ def _trace_static(request: Request, size: int, why: Exception | None, other_size
     except GraphparError:
         raise
     except Exception as error:
-        raise _explained(error, request.model) from error
+        raise _explained(error, request) from error
     other_size = other_size or size + 1
     reason: str | None
     try:
@@ -443,8 +443,9 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
         autograd._engine_run_backward, transforms.jvp_increment_nesting = backward, jvp
 
 
-def _explained(error: Exception, model: nn.Module) -> GraphparError:
+def _explained(error: Exception, request: Request) -> GraphparError:
     """Explain a failure of torch.export in the user's terms."""
+    model, to = request.model, request.precision.cast_to
     kind, text = type(error).__name__, str(error)
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, _ in frames:
@@ -460,8 +461,12 @@ def _explained(error: Exception, model: nn.Module) -> GraphparError:
         )
         place = user_line(error)
         return GraphparError(f"{what}{f': {place}' if place else ''}. ({kind}: {_first_line(error)})")
+    mixed = ""
+    if to is not None and "dtype" in text:
+        name = str(to).removeprefix("torch.")
+        mixed = f" (Parameters and inputs are in {name} here, but buffers are as the model has them: cast those to x.dtype in the model.)"
     return GraphparError(
-        f"torch.export could not trace the model{_where(error, model)} ({kind}): {text.strip()[:1500]}"
+        f"torch.export could not trace the model{_where(error, model)} ({kind}): {text.strip()[:1500]}{mixed}"
     )
 
 

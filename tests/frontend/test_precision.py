@@ -171,10 +171,22 @@ def test_autocast_means_what_it_did(asked: dict[str, Any]) -> None:
     assert dtypes == [torch.float16, torch.bfloat16 if asked else torch.float32]
 
 
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.ones(8))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x * self.gain)
+
+
 def test_what_cannot_be_is_refused() -> None:
     double = nn.Linear(8, 4).double()
     with pytest.raises(GraphparError, match="'weight' is in float64"):
         gp.export(double, (X.double(),), loss_fn=lambda o: o.mean(), dtype="bf16")
+    with pytest.raises(GraphparError, match="layer_norm .*takes an input in float32 and 'norm.weight' in bfloat16"):
+        gp.export(Buffered(), (X,), loss_fn=lambda o: o.mean(), dtype="bf16")
     for asked, message in (
         ({"dtype": "bf61"}, "dtype is 'bf61'; it must be one of fp32, bf16, fp16. Did you mean 'bf16'"),
         ({"dtype": "bf16", "param_dtype": "int8"}, "param_dtype is 'int8'"),
