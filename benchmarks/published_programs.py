@@ -23,6 +23,7 @@ from graphpar.cost_models.workload import Phase, Work
 from graphpar.ir.program import Program
 from graphpar.passes.planning.measured_units import units_of
 from graphpar.passes.sharding.shard import shard
+from graphpar.runtime.plan_record import DTYPES
 
 ROWS = 2
 """Of the example batch; prices are symbolic in it."""
@@ -79,8 +80,8 @@ def lowered(shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: boo
     loss_fn = LOSSES[
         "plain" if degrees.tp > 1 else shape.loss
     ]  # sharded over the vocabulary, the loss is graphpar's own, which is Megatron-LM's
-    program = gp.export(
-        lambda: GPT(shape, *counts), (ids,), loss_fn=loss_fn, targets=(ids.clone(),), dtype=dtype, mode="train"
+    program = gp.export(  # main copies of parameters, where a row has them, are the optimizer's
+        lambda: GPT(shape, *counts).to(DTYPES[dtype]), (ids,), loss_fn=loss_fn, targets=(ids.clone(),), mode="train"
     )
     plan = gp.plan(
         program,
@@ -88,7 +89,6 @@ def lowered(shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: boo
         global_batch=ROWS,
         microbatch_size=ROWS,
         shard_plan=pins(degrees, shape) or None,
-        dtype=dtype,
     )
     return shard(program.at_batch(ROWS), plan.sharding)
 

@@ -115,7 +115,15 @@ def _reshard(text: str) -> str | int:
 def _add_workload(parser: Parser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--batch", type=count, metavar="B", help="global batch (default: that of the example inputs)")
-    group.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype in which the model is built")
+    dtypes = ("fp32", "bf16", "fp16")
+    group.add_argument("--dtype", choices=dtypes, help="dtype in which the model computes; its parameters stay in fp32")
+    group.add_argument(
+        "--pure", action="store_true", default=None, help="store and step parameters in the compute dtype, too"
+    )
+    group.add_argument("--param-dtype", choices=dtypes, help="dtype in which parameters are stored and stepped")
+    group.add_argument(
+        "--reduce-dtype", choices=dtypes, help="dtype in which gradients are summed over dp_replicate and dp_shard"
+    )
     group.add_argument("--skip", metavar="PASS,...", help="leave optional passes out: see graphpar passes")
     group.add_argument("--mode", choices=("train", "infer"), help="default: train if there is a loss")
 

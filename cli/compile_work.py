@@ -25,11 +25,11 @@ from graphpar.codegen.printer import print_graph
 from graphpar.codegen.saving import EditedFiles, check_target
 from graphpar.cost_models.estimates import Alone
 from graphpar.errors import GraphparError, near_match
-from graphpar.frontend.build import DTYPES
 from graphpar.frontend.inputs import batch_size
 from graphpar.frontend.modelfile import ModelFile, initial_weights, load_model_file
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
+from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.planning.asked import Asked, ask, check_batch, planned
@@ -65,6 +65,10 @@ _PLAN_DECIDES = (
     "prefetch_distance",
     "dp_mean",
     "batch",
+    "dtype",
+    "pure",
+    "param_dtype",
+    "reduce_dtype",
 )
 
 
@@ -176,6 +180,7 @@ def _check_options(options: argparse.Namespace) -> None:
                 )
     if options.steps is not None and not options.run:
         raise GraphparError("--steps is the number of steps of --run; give --run too.")
+    Precision.of(options.dtype, options.pure, options.param_dtype)
     if options.skip is not None:
         check_skipped(PASSES, _names(options.skip))
     if options.html is not None:
@@ -214,7 +219,7 @@ def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None, cl
     return export_file(
         file,
         options.mode or (given.mode if given else None),
-        options.dtype or (given.dtype if given else None),
+        given.precision if given else Precision.of(options.dtype, options.pure, options.param_dtype),
         _names(options.skip or ""),
         ended,
     )
@@ -275,6 +280,7 @@ def _wanted(options: argparse.Namespace) -> dict[str, Any]:
         "prefetch": options.prefetch,
         "prefetch_distance": options.prefetch_distance,
         "dtype": options.dtype,
+        "reduce_dtype": options.reduce_dtype,
         "top": options.top,
     }
 
@@ -339,7 +345,7 @@ def _write(
     elif wanted is not False:
         try:
             with progress("building the initial weights"):
-                state = initial_weights(file, DTYPES[parts.plan.dtype])
+                state = initial_weights(file)
             said = f"initial values, {bytes_text(size)}, in {folder / 'weights'}"
         except GraphparError as error:
             if wanted:

@@ -39,7 +39,7 @@ def estimate_plan(options: argparse.Namespace) -> Result:
     cluster = Cluster.parse(options.cluster) if options.cluster else given.cluster
     with progress("tracing the model"):
         file = load_model_file(options.model)
-        program = export_file(file, given.mode, given.dtype)
+        program = export_file(file, given.mode, given.precision)
     clock.phase("capture")
     with progress("pricing the plan"):
         plan = validate_plan(program, given)
@@ -149,7 +149,7 @@ def _at(file: ModelFile, program: Program, plan: Plan, length: int, short: int) 
         ]
 
     args, kwargs, targets = tree_map(shortened, (file.args, file.kwargs, file.targets))
-    again = export_file(replace(file, args=args, kwargs=kwargs, targets=targets), plan.mode, plan.dtype)
+    again = export_file(replace(file, args=args, kwargs=kwargs, targets=targets), plan.mode, plan.precision)
     return formulas(
         *pricing_of(again, validate_plan(again, plan), plan.cluster or Cluster.of_this_machine(plan.mesh.size))
     )

@@ -65,7 +65,7 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
     devices = program.world_size
     with reading_report(folder / "plan.json"):
         predicted = prediction(plan, devices)
-    prepare(folder, program, plan.get("dtype", "fp32"))
+    prepare(folder, program)
 
     def echo(line: str) -> None:
         beside = f", predicted {predicted['step_time_s']:.3f} s" if predicted and predicted["here"] else ""
@@ -150,7 +150,7 @@ def _memory_text(plan: Mapping[str, Any]) -> str:
 # ---- weights and a batch ---------------------------------------------------------------------------------------
 
 
-def prepare(folder: Path, program: Manifest, dtype: str = "fp32") -> None:
+def prepare(folder: Path, program: Manifest) -> None:
     """Write ``weights/`` and ``batch.safetensors`` from the model file, where they are missing."""
     named = program.model_file
     weights, batch = folder / "weights", folder / "batch.safetensors"
@@ -159,7 +159,6 @@ def prepare(folder: Path, program: Manifest, dtype: str = "fp32") -> None:
     from safetensors.torch import save_file
 
     from graphpar.codegen.saving import record
-    from graphpar.frontend.build import DTYPES
     from graphpar.frontend.modelfile import example_batch, find_model_file, initial_weights, load_model_file
     from graphpar.parts import untied
 
@@ -176,7 +175,7 @@ def prepare(folder: Path, program: Manifest, dtype: str = "fp32") -> None:
         record(folder, ["batch.safetensors"])
     if not weights.is_dir():
         with tempfile.TemporaryDirectory(prefix=".weights.", dir=folder) as scratch, progress("building the weights"):
-            state = untied(initial_weights(file, DTYPES[dtype]))
+            state = untied(initial_weights(file))
             inner = Path(scratch) / "weights"
             inner.mkdir()
             save_file(state, str(inner / "model.safetensors"))

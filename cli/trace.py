@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from graphpar import api
 from graphpar.frontend.modelfile import ModelFile
+from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.passes.table import Step
 
@@ -13,7 +14,7 @@ from graphpar.passes.table import Step
 def export_file(
     file: ModelFile,
     mode: str | None,
-    dtype: str | None,
+    precision: Precision | None,
     skip: Sequence[str] = (),
     after_pass: Callable[[Step, Program], None] | None = None,
 ) -> Program:
@@ -30,7 +31,8 @@ def export_file(
         targets=file.targets,
         batch_dims=file.batch_dims,
         mode=mode,
-        dtype=dtype,
+        dtype=None if precision is None else precision.dtype,
+        param_dtype=None if precision is None else precision.param_dtype or None,
         passes=file.passes,
         skip=skip,
         after_pass=after_pass,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from graphpar.errors import GraphparError
+
+if TYPE_CHECKING:
+    from graphpar.cost_models.pipeline_units import Held
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
 """How many tensors of a parameter's size an optimizer keeps, in the dtype of the parameter or its main copy."""
@@ -19,6 +24,8 @@ class Execution:
         optimizer: of :data:`OPTIMIZERS`.
         main_copies: the optimizer updates fp32 copies of low-precision parameters.
         gradient_bytes: of an element in which gradients are summed over microbatches and ranks; None: as the parameter.
+        gather_bytes: of an element in which sharded parameters are gathered; None: as the parameter.
+        reduce_bytes: of an element in which gradients are summed over replicas; None: as they are accumulated.
         zero: shard optimizer state and main copies (from 1), gradients (from 2) and parameters (3) over ``shards`` ranks.
         shards: the ranks of dp_shard.
         reshard: when gathered parameters are freed, see :func:`graphpar.passes.planning.choose.check_reshard`.
@@ -38,6 +45,8 @@ class Execution:
     optimizer: str = "adam"
     main_copies: bool = False
     gradient_bytes: int | None = None
+    gather_bytes: int | None = None
+    reduce_bytes: int | None = None
     zero: int = 0
     shards: int = 1
     reshard: str | int = "default"
@@ -67,6 +76,10 @@ class Execution:
     def kept_for_step(self) -> bool:
         """Whether a pipeline's stages keep gathered parameters from their first action to their last."""
         return self.reshard in ("default", "never")
+
+    def gathered_bytes(self, parts: Iterable[Held]) -> int:
+        """Return the bytes of parameters as they are gathered."""
+        return sum(part.elements * (self.gather_bytes or part.itemsize) for part in parts)
 
     def divided(self, nbytes: int, level: int) -> int:
         """Return a rank's share of ``nbytes`` that are sharded from ZeRO ``level`` on."""

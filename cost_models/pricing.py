@@ -158,8 +158,8 @@ class Pricing:
         """Return the seconds of gathering each unit's parameters, and of reduce-scattering its gradients."""
         group = self._groups["dp_shard"]
         return (
-            [self.network.seconds("all-gather", sum(held.nbytes for held in unit.held), group) for unit in units],
-            [self.network.seconds("reduce-scatter", self.bytes.gradient_sizes(unit.held), group) for unit in units],
+            [self.network.seconds("all-gather", self.execution.gathered_bytes(unit.held), group) for unit in units],
+            [self.network.seconds("reduce-scatter", self.bytes.reduced_sizes(unit.held), group) for unit in units],
         )
 
     def _by_table(self, stage: tuple[int, int]) -> tuple[float, float]:
@@ -262,9 +262,9 @@ class Pricing:
         cores = self.cluster.device.cores
         return 1.0 if cores is None else max(1.0, min(self.mesh.size, self.cluster.devices_per_node) / cores)
 
-    @cached_property
+    @property
     def _itemsize(self) -> int:
-        return max((held.itemsize for unit in self.units for held in unit.held), key=lambda size: size == 2, default=4)
+        return 4 if self.dtype in ("fp32", "tf32", "fp64") else 2
 
     def stages_of(self, layout: Layout) -> list[tuple[int, int]]:
         """Return (first unit, the one after the last) of each stage.
@@ -417,8 +417,8 @@ class Pricing:
         parameters = 0.0
         for held in self.bytes.held(stages):
             if held.trained:
-                by_axes[held.axes] = by_axes.get(held.axes, 0.0) + held.elements * self.bytes.gradient_bytes(held)
-                parameters += held.nbytes
+                by_axes[held.axes] = by_axes.get(held.axes, 0.0) + self.bytes.reduced_sizes([held])
+                parameters += held.nbytes if self.execution.zero < 2 else self.execution.gathered_bytes([held])
         total, reduced, gathered = sum(by_axes.values()), 0.0, 0.0
         zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
         for axes, nbytes in by_axes.items():

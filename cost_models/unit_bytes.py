@@ -34,6 +34,12 @@ class UnitBytes:
         """Return the bytes of the gradients of parameters."""
         return sum(part.elements * self.gradient_bytes(part) for part in held if part.trained)
 
+    def reduced_sizes(self, held: Iterable[Held]) -> int:
+        """Return the bytes of gradients as they are summed over replicas."""
+        return sum(
+            part.elements * (self.execution.reduce_bytes or self.gradient_bytes(part)) for part in held if part.trained
+        )
+
     def gradient_bytes(self, held: Held) -> int:
         """Return the bytes of one element of a gradient."""
         return self.execution.gradient_bytes or held.itemsize
@@ -76,9 +82,9 @@ class UnitBytes:
         if run.zero >= 2 and pipelined:  # gradients are whole until they are reduced
             buckets += self.gradient_sizes(held)
         if run.zero == 3 and (run.reshard == "never" or (pipelined and run.kept_for_step)):
-            buckets += sum(part.nbytes for part in held)
+            buckets += run.gathered_bytes(held)
         elif run.zero == 3:
-            buckets += run.gathered * max((sum(part.nbytes for part in unit.held) for unit in units), default=0)
+            buckets += run.gathered * max((run.gathered_bytes(unit.held) for unit in units), default=0)
         inputs = {name: line for unit in units for name, line in unit.inputs.items()}
         return replace(
             state,

@@ -26,6 +26,7 @@ from graphpar.frontend.build import ModelLike
 from graphpar.frontend.capture import capture
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
+from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource, Program
 from graphpar.parts import Parts
 from graphpar.passes.compilation import Compilation, compiled
@@ -53,6 +54,8 @@ def export(
     *,
     mode: str | None = None,
     dtype: str | None = None,
+    pure: bool | None = None,
+    param_dtype: str | None = None,
     passes: Sequence[Pass] | None = None,
     skip: Sequence[str] = (),
     after_pass: Callable[[Step, Program], None] | None = None,
@@ -67,7 +70,11 @@ def export(
         targets: example targets for ``loss_fn``.
         batch_dims: ``{input name: dim or None}`` for inputs whose batch is not on dim 0.
         mode: "train" or "infer"; sets the modules' mode. By default they stay as they are built.
-        dtype: "fp32", "bf16" or "fp16": the default dtype while a factory builds the model.
+        dtype: "fp32", "bf16" or "fp16": in which the model computes. With 16 bits, parameters, gradients and optimizer state
+            stay in fp32, and so do losses; for inference parameters are stored in 16 bits, too. In fp32, the default, the model
+            computes in the dtypes that it was built in.
+        pure: parameters are stored and stepped in ``dtype``.
+        param_dtype: the dtype in which parameters are stored and stepped.
         passes: ``graphpar.PASSES``, or these with your passes: ``PASSES.insert_after("simplify", my_pass)``.
         skip: names of optional passes to leave out.
         after_pass: called with each step, ``capture`` first, and the program after it.
@@ -80,16 +87,18 @@ def export(
             raise GraphparError(f"{name} is a tensor; it must be a tuple: {name}=(tensor,).")
     row_list = PASSES if passes is None else PassList.of(passes)
     check_skipped(row_list, skip)
-    raw = capture(ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), dtype, mode), batch_dims)
+    precision = Precision.of(dtype, pure, param_dtype)
+    source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode)
+    raw = capture(source, batch_dims)
     if after_pass is not None:
         after_pass(STEPS[0], raw)
     program, _ = run_passes(raw, row_list, skip=skip, after=after_pass)
     if raw.retrace is not None:
-        retrace, source = raw.retrace, program.source
+        retrace = raw.retrace
 
         def at_size(size: int) -> Program:
             again = run_passes(retrace(size), row_list, skip=skip)[0]
-            again.source, again.retrace = source, at_size
+            again.source, again.retrace = raw.source, at_size
             return again
 
         program.retrace = at_size
@@ -119,6 +128,7 @@ def plan(
     prefetch: str | None = None,
     prefetch_distance: int | None = None,
     dtype: str | None = None,
+    reduce_dtype: str | None = None,
     top: int = SHOWN,
 ) -> Plan:
     """Decide how to run ``program`` on ``cluster``. What the arguments leave open is searched.
@@ -151,7 +161,8 @@ def plan(
         prefetch: when ZeRO-3 gathers a unit's parameters for its backward: before the backward of the unit before it computes
             (``"pre"``, the default; in the forward, too), after it (``"post"``), or when it is needed (``"none"``).
         prefetch_distance: how many units are gathered ahead, 1 by default.
-        dtype: in which the model was built, where ``export`` was not given one.
+        dtype: that of ``export``, to be checked.
+        reduce_dtype: the dtype in which gradients are summed over dp_replicate and dp_shard; by default that of the parameters.
         top: how many of the plans that were not taken are kept in ``plan.found``.
 
     Raises:
@@ -179,6 +190,7 @@ def plan(
         prefetch=prefetch,
         prefetch_distance=prefetch_distance,
         dtype=dtype,
+        reduce_dtype=reduce_dtype,
         top=top,
     )
     return planned(program, asked)

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.ir.program import Helper, Program, operator_name
+from graphpar.ir.program import Helper, Program, operator_name, value_of
 from graphpar.passes.normalize.functional import functionalize, is_inplace
 from graphpar.passes.normalize.helpers import share_helpers
 from graphpar.passes.normalize.loss import share_loss
@@ -28,6 +28,7 @@ from graphpar.passes.normalize.random_streams import assign_streams, is_random
 from graphpar.passes.normalize.regions import inline_regions
 from graphpar.passes.normalize.simplify import remove_dead_code, simplify
 from graphpar.passes.normalize.unchosen import fill_unchosen, sizes_are_known
+from graphpar.passes.normalize.weights import cast_weights
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,12 @@ def _no_regions(program: Program) -> bool:
     return not any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in program.graph.nodes)
 
 
+def _stored_as_read(program: Program) -> bool:
+    attributes = (node for node in program.graph.nodes if node.op == "get_attr")
+    read = {str(node.target): value_of(node).dtype for node in attributes if str(node.target) in program.parameters}
+    return not program.stored and all(program.parameters[name].dtype == dtype for name, dtype in read.items())
+
+
 def _only_buffers_written(program: Program) -> bool:
     return all(
         isinstance(node.args[0], fx.Node) and node.args[0].op != "placeholder"
@@ -233,13 +240,19 @@ PASSES = PassList(
             run=inline_regions, check=_no_regions,
         ),
         Pass(
+            "cast_weights", "graphpar.passes.normalize.weights", ("inline_regions",),
+            "parameters are in the dtype in which they are stored, cast where they are read in another",
+            "each parameter is read in its own dtype",
+            run=cast_weights, check=_stored_as_read,
+        ),
+        Pass(
             "keep_marks", "graphpar.passes.normalize.pipe_split", ("inline_regions",),
             "pipe_split() is a mark on the operator after it",
             "no call of pipe_split is left",
             run=keep_marks, check=_no_marks,
         ),
         Pass(
-            "functionalize", "graphpar.passes.normalize.functional", ("inline_regions",),
+            "functionalize", "graphpar.passes.normalize.functional", ("cast_weights",),
             "only buffers are written in place",
             "what is written in place is a buffer",
             run=functionalize, check=_only_buffers_written,

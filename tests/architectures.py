@@ -192,10 +192,10 @@ def build(name: str) -> nn.Module:
     return _example(name)[0]()
 
 
-def program_of(name: str) -> gp.Program:
+def program_of(name: str, **precision: Any) -> gp.Program:
     """``name``, traced with its loss."""
     model, kwargs, loss_fn, targets = _example(name)
-    return gp.export(model, (), kwargs, loss_fn, targets)
+    return gp.export(model, (), kwargs, loss_fn, targets, **precision)
 
 
 @functools.cache

@@ -312,10 +312,10 @@ def main_of_a_rank(jobs: Path) -> None:
                         )
                         assert loss is not None
                         losses.append(loss.item())
+                    pipeline.assert_idle()
                     norms.append(float(pipeline.clip_grad_norm_(MAX_NORM if job["clipped"] else math.inf)))
                     optimizer.step()
                     pipeline.zero_grad()
-                    pipeline.assert_idle()
                 pipeline.save_weights(folder / "trained.safetensors")
             if ranks.rank == 0:
                 (folder / "trained.json").write_text(json.dumps({"losses": losses, "norms": norms}))

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphpar.cli.trace import export_file
 from graphpar.frontend.modelfile import ModelFile, load_model_file
+from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.passes.table import Step
 
@@ -37,7 +38,7 @@ _TRACED: dict[Any, tuple[list[tuple[Step, Program]], Program]] = {}
 def traced_once(
     file: ModelFile,
     mode: str | None,
-    dtype: str | None,
+    precision: Precision | None,
     skip: Sequence[str] = (),
     after_pass: Callable[[Step, Program], None] | None = None,
 ) -> Program:
@@ -45,13 +46,13 @@ def traced_once(
     shown again to whom asks for them."""
     path = file.path.resolve()
     if path.parent != EXAMPLES or file.passes is not None:
-        return export_file(file, mode, dtype, skip, after_pass)
+        return export_file(file, mode, precision, skip, after_pass)
     leaves = tree_leaves((file.args, file.kwargs, file.targets))
     shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    key = (path.stem, mode, dtype, tuple(skip), shapes)
+    key = (path.stem, mode, precision or Precision(), tuple(skip), shapes)
     if key not in _TRACED:
         steps: list[tuple[Step, Program]] = []
-        program = export_file(file, mode, dtype, skip, lambda row, made: steps.append((row, made)))
+        program = export_file(file, mode, precision, skip, lambda row, made: steps.append((row, made)))
         _TRACED[key] = steps, program
     steps, program = _TRACED[key]
     for row, made in steps if after_pass is not None else ():

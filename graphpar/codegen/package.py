@@ -27,7 +27,7 @@ from graphpar.codegen.classes import (
     stage_class,
     stage_tree,
 )
-from graphpar.codegen.fully_sharded import optimizer_units_function, order_of, units_function, units_of
+from graphpar.codegen.fully_sharded import gather_dtype, optimizer_units_function, order_of, units_function, units_of
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
@@ -275,6 +275,7 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
         "shapes": {
             name: list(info.whole) for name, info in program.parameters.items() if info.whole not in (None, info.shape)
         },
+        "gather_dtype": gather_dtype(program) if plan.zero > 1 else None,
         **({"owners": owners_of(program, plan, stages)} if plan.zero == 1 else {}),
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -19,14 +18,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graphpar.errors import GraphparError
 from graphpar.frontend.deferred import Tape
 from graphpar.frontend.watched import OffMeta, is_on_meta, off_meta
-from graphpar.ir.plan import DTYPES as NAMES
 
 ModelLike = nn.Module | Callable[[], nn.Module]
-DTYPES = dict(zip(NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
-"""The dtypes in which a factory may build the model, by their names in plans."""
 
 
-def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
+def build(model: ModelLike) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
     """Return the module to trace, with its fake mode and tape where a factory built it under fake tensors, without memory.
 
     Some constructors can't run on fake tensors (they read values, or copy modules); those run for real.
@@ -47,13 +43,12 @@ def build(model: ModelLike, dtype: torch.dtype | None = None) -> tuple[nn.Module
         )
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     tape = Tape()
-    with default_dtype(dtype):
-        try:
-            with fake, tape, OffMeta(), _shared_by_copies():
-                built = model()
-        except Exception:
-            with OffMeta():
-                built, fake, tape = model(), cast(Any, None), cast(Any, None)
+    try:
+        with fake, tape, OffMeta(), _shared_by_copies():
+            built = model()
+    except Exception:
+        with OffMeta():
+            built, fake, tape = model(), cast(Any, None), cast(Any, None)
     if not isinstance(built, nn.Module):
         raise GraphparError(f"The model factory returned a {type(built).__name__}; it must return an nn.Module.")
     return _with_values_apart(unwrapped(built), fake, tape)
@@ -93,14 +88,3 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while type(model).__name__ in ("DataParallel", "DistributedDataParallel") and hasattr(model, "module"):
         model = cast(nn.Module, model.module)
     return model
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Set torch's default dtype within the block; None leaves it."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or previous)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)

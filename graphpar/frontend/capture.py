@@ -15,6 +15,7 @@ import functools
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -27,11 +28,12 @@ from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tre
 
 from graphpar.codegen.operators import check_function
 from graphpar.errors import GraphparError
-from graphpar.frontend.build import DTYPES, build
+from graphpar.frontend.build import build
 from graphpar.frontend.equal_masks import EqualMasks
 from graphpar.frontend.exported import to_program
 from graphpar.frontend.fixed_size import mark_batch
 from graphpar.frontend.inputs import Request, check_batch, leaf_paths, make_request
+from graphpar.frontend.precision import LossesInFull, cast_floating, computed_in, in_full
 from graphpar.frontend.watched import (
     COLLECTIVE_MODULES,
     DataAsDetached,
@@ -55,15 +57,13 @@ def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = N
     """
     if source.mode not in (None, "train", "infer"):
         raise GraphparError(f"mode is {source.mode!r}; it must be 'train' or 'infer'.")
-    if source.dtype is not None and source.dtype not in DTYPES:
-        raise GraphparError(f"dtype is {source.dtype!r}; it must be one of {', '.join(DTYPES)}.")
-    built, fake, tape = build(source.model, DTYPES[source.dtype] if source.dtype else None)
+    built, fake, tape = build(source.model)
     request = make_request(source, built, fake, tape, batch_dims or {})
     program = _with_own_loss(request)
     trains = any(info.requires_grad for info in program.parameters.values())
     if program.mode == "infer" and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
-    program.source = source
+    program.source = replace(source, precision=source.precision.resolved(program.mode))
     return program
 
 
@@ -122,11 +122,15 @@ class _Traced(nn.Module):
         feed = iter(tensors)
         leaves = [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in request.leaves]
         args, kwargs, targets = tree_unflatten(leaves, request.arguments_spec)
-        with _assignments_as_writes(request.model), EqualMasks(), OffMeta(), DataAsDetached():
+        dtype = request.precision.cast_to
+        args, kwargs = cast_floating((args, kwargs), dtype)
+        with _assignments_as_writes(request.model), EqualMasks(), OffMeta(), DataAsDetached(), _losses(dtype):
             output = self.model(*args, **kwargs)
+        if request.training and dtype is not None:
+            output = in_full(output)
         if request.training:
             if request.loss_fn is not None:
-                with EqualMasks(), OffMeta(), DataAsDetached():
+                with EqualMasks(), OffMeta(), DataAsDetached(), _losses(dtype, parameters=True):
                     loss = request.loss_fn(output, *targets)
                 if isinstance(loss, Tensor) and loss.numel() != 1:
                     shape = ", ".join(str(size) if isinstance(size, int) else "batch" for size in loss.shape)
@@ -149,6 +153,10 @@ class _Traced(nn.Module):
         named = named_outputs(output)
         request.output_names[:] = [name for name, _ in named]
         return tuple(value for _, value in named)
+
+
+def _losses(dtype: torch.dtype | None, parameters: bool = False) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if dtype is None else LossesInFull(parameters)
 
 
 def own_loss(output: Any, takes_scalar: bool = True) -> Tensor | None:
@@ -234,7 +242,7 @@ def _trace_static(request: Request, size: int, why: Exception | None, other_size
     except GraphparError:
         raise
     except Exception as error:
-        raise _explained(error, request.model) from error
+        raise _explained(error, request) from error
     other_size = other_size or size + 1
     reason: str | None
     try:
@@ -286,6 +294,7 @@ def _export(request: Request, size: int, *, symbolic: bool) -> tuple[ExportedPro
         warnings.catch_warnings(),
         torch_is_quiet(),
         _in_mode(request),
+        computed_in(request.model, request.precision.cast_to),
         watched,
         _lines_of(request.loss_fn),
         masks_as_given(),
@@ -434,8 +443,9 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
         autograd._engine_run_backward, transforms.jvp_increment_nesting = backward, jvp
 
 
-def _explained(error: Exception, model: nn.Module) -> GraphparError:
+def _explained(error: Exception, request: Request) -> GraphparError:
     """Explain a failure of torch.export in the user's terms."""
+    model, to = request.model, request.precision.cast_to
     kind, text = type(error).__name__, str(error)
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, _ in frames:
@@ -451,8 +461,12 @@ def _explained(error: Exception, model: nn.Module) -> GraphparError:
         )
         place = user_line(error)
         return GraphparError(f"{what}{f': {place}' if place else ''}. ({kind}: {_first_line(error)})")
+    mixed = ""
+    if to is not None and "dtype" in text:
+        name = str(to).removeprefix("torch.")
+        mixed = f" (Parameters and inputs are in {name} here, but buffers are as the model has them: cast those to x.dtype in the model.)"
     return GraphparError(
-        f"torch.export could not trace the model{_where(error, model)} ({kind}): {text.strip()[:1500]}"
+        f"torch.export could not trace the model{_where(error, model)} ({kind}): {text.strip()[:1500]}{mixed}"
     )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,8 @@ from torch.export.graph_signature import InputKind
 from graphpar.errors import GraphparError
 from graphpar.frontend.fixed_size import NUMBERS, TWIN
 from graphpar.frontend.inputs import Request
+from graphpar.frontend.precision import cast_parameters, check_norms
+from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, Output, Program, TensorInfo, memory_of, size_coefficient
 from graphpar.ir.source import source_of
 
@@ -41,7 +44,9 @@ def to_program(
         symbolic: the batch size is a symbol in the trace; else it is the number ``size``.
     """
     model = request.model
+    mode = "train" if request.output_names == ["loss"] and request.training else "infer"
     parameters, ties = _parameters(model)
+    parameters, stored = _as_read(model, parameters, request.precision.resolved(mode))
     buffers = _buffers(model)
     placeholders, constants = _lifted(exported)
     graph = _unlifted_graph(exported, placeholders, request, ties)
@@ -53,13 +58,15 @@ def to_program(
     inputs = tuple(
         Input(name, tuple(leaf.shape), leaf.dtype, dim, role, _value_range(leaf)) for name, role, dim, leaf in tensors
     )
+    if request.precision.casts:
+        check_norms(graph)
     output_node = graph.output_node()
     outputs = tuple(
         Output(name, _batch_dim(node)) for name, node in zip(request.output_names, cast(Any, output_node.args[0]))
     )
     program = Program(
         name=type(model).__name__,
-        mode="train" if request.output_names == ["loss"] and request.training else "infer",
+        mode=mode,
         graph=graph,
         parameters=parameters,
         buffers=buffers,
@@ -76,6 +83,7 @@ def to_program(
             for name, module in exported.graph_module.named_children()
             if isinstance(module, fx.GraphModule)
         },
+        stored=stored,
     )
     if "checkpoint" in notes:
         program = program.warn(
@@ -121,6 +129,18 @@ def _parameters(model: nn.Module) -> tuple[dict[str, TensorInfo], tuple[tuple[st
                 "update that memory twice. Tie them by assigning the same Parameter."
             )
     return infos, tuple(tuple(names) for names in owners.values() if len(names) > 1)
+
+
+def _as_read(
+    model: nn.Module, parameters: dict[str, TensorInfo], precision: Precision
+) -> tuple[dict[str, TensorInfo], dict[str, torch.dtype]]:
+    """Describe the parameters in the dtypes in which the trace reads them, and list in which others they are stored."""
+    if not precision.casts:
+        return parameters, {}
+    cast = cast_parameters(model, precision.computed)
+    names = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in cast]
+    read = {name: replace(parameters[name], dtype=precision.computed) for name in names}
+    return parameters | read, dict.fromkeys(names, precision.stored) if precision.stored != precision.computed else {}
 
 
 def _buffers(model: nn.Module) -> dict[str, TensorInfo]:

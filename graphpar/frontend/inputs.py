@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.deferred import Tape
+from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource
 
 RESERVED = ("sample_keys", "self")  # names of inputs that graphpar adds
@@ -36,6 +37,7 @@ class Request:
     batch: int
     loss_fn: Callable[..., Any] | None
     training: bool  # whether the loss is traced, too
+    precision: Precision = dataclasses.field(default_factory=Precision)
     module_mode: str | None = None  # train | infer: what the modules are set to while they are traced
     takes_scalar: bool = True  # whether the only scalar in the model's output that needs a gradient is its loss
     scalar: str | None = None  # that one; filled by the trace
@@ -85,7 +87,9 @@ def make_request(
             dims.append(0 if leaf.ndim and leaf.shape[0] == batch else None)
     roles = ["target" if flag else "input" for flag in is_target]
     training = source.mode != "infer"
-    return Request(model, fake, tape, spec, leaves, names, roles, dims, batch, loss_fn, training, source.mode)
+    return Request(
+        model, fake, tape, spec, leaves, names, roles, dims, batch, loss_fn, training, source.precision, source.mode
+    )
 
 
 def _check_targets(loss_fn: Callable[..., Any] | None, targets: tuple[Any, ...]) -> None:

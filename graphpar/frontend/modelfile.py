@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.frontend.build import ModelLike, default_dtype, needed_arguments, unwrapped
+from graphpar.frontend.build import ModelLike, needed_arguments, unwrapped
 from graphpar.runtime.manifest import InputInterface
 
 NAMES = (
@@ -297,11 +297,11 @@ def _targets(value: Any) -> tuple[Any, ...]:
 # ---- real values -----------------------------------------------------------------------------------------------
 
 
-def initial_weights(file: ModelFile, dtype: torch.dtype | None = None, seed: int = 0) -> dict[str, Tensor]:
+def initial_weights(file: ModelFile, seed: int = 0) -> dict[str, Tensor]:
     """Make the ``state_dict`` of the model, built for real after ``torch.manual_seed(seed)``; an instance's as it is."""
     model = file.model
     if not isinstance(model, nn.Module):
-        with torch.random.fork_rng(devices=[]), default_dtype(dtype):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = model()
     state = {name: value for name, value in unwrapped(model).state_dict().items() if isinstance(value, Tensor)}

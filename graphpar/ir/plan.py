@@ -12,6 +12,7 @@ from graphpar.display import as_page, as_text
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
+from graphpar.ir.precision import Precision, check_dtype
 from graphpar.ir.sharding import Sharding
 from graphpar.runtime.axes import REPLICAS, ZERO1_BY
 from graphpar.runtime.errors import RuntimeProgramError
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from graphpar.cost_models.estimates import Alone, Estimate
     from graphpar.passes.planning.candidates import SearchResult
     from graphpar.passes.sharding.shard import Sharded
-
-
-DTYPES = ("fp32", "bf16", "fp16")
-"""The dtypes in which a model may be built."""
 
 
 class SplitPoint(Enum):
@@ -50,6 +47,8 @@ class Plan:
 
     Attributes:
         split_points: where stages begin, after the first.
+        dtype, param_dtype: of the computation, and of the parameters as they are stored and stepped; see :class:`Precision`.
+        reduce_dtype: in which gradients are summed over replicas; None: that of each parameter.
         actions: the schedule's table, one tuple of cells for each rank, where torch's class of the schedule does not run it: the user's
             own, and with sharded state.
         reshard: when gathered parameters are freed, see :func:`~graphpar.passes.planning.choose.check_reshard`.
@@ -74,6 +73,8 @@ class Plan:
     split_points: tuple[SplitAt, ...]
     stages: tuple[StageRecord, ...]
     dtype: str = "fp32"
+    param_dtype: str = "fp32"
+    reduce_dtype: str | None = None
     actions: tuple[tuple[str, ...], ...] | None = None
     zero: int = 0
     zero1_by: str = ZERO1_BY[0]
@@ -91,6 +92,11 @@ class Plan:
     found: SearchResult | None = field(default=None, compare=False, repr=False)
     alone: Alone | None = field(default=None, compare=False, repr=False)
     sharded: Sharded | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes that the program was traced for."""
+        return Precision(self.dtype, self.param_dtype)
 
     @property
     def microbatches(self) -> int:
@@ -131,6 +137,8 @@ class Plan:
             **record.to_json(),
             "model": self.model,
             "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "reduce_dtype": self.reduce_dtype,
             "cluster": None if self.cluster is None else self.cluster.to_json(),
             "zero": self.zero,
             "zero1_by": self.zero1_by,
@@ -163,7 +171,7 @@ class Plan:
             read = Plan(
                 model=plan.get("model", str),
                 mode=record.mode,
-                dtype=_dtype(plan),
+                **_dtypes(plan, record.mode),
                 mesh=Mesh(**record.mesh),
                 schedule=record.schedule,
                 global_batch=record.global_batch,
@@ -253,11 +261,12 @@ def _spec_text(spec: Mapping[str, Type]) -> str:
     return ", ".join(f"{kind}@{axis}" for axis, kind in spec.items()) or "nothing"
 
 
-def _dtype(plan: Record) -> str:
-    dtype: str = plan.optional("dtype", str, "fp32")
-    if dtype not in DTYPES:
-        raise GraphparError(f"{plan.where}: dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
-    return dtype
+def _dtypes(plan: Record, mode: str) -> dict[str, Any]:
+    given = {name: plan.optional(name, (str, type(None)), None) for name in ("dtype", "param_dtype", "reduce_dtype")}
+    for name, value in given.items():
+        check_dtype(f"{plan.where}: {name}", value)
+    precision = Precision.of(given["dtype"], None, given["param_dtype"]).resolved(mode)
+    return {"dtype": precision.dtype, "param_dtype": precision.param_dtype, "reduce_dtype": given["reduce_dtype"]}
 
 
 def _cluster(data: Mapping[str, Any], where: str) -> Cluster:

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from graphpar.display import as_text
 from graphpar.errors import GraphparError
+from graphpar.ir.precision import Precision
 from graphpar.runtime.layout import Type
 from graphpar.text import count_text
 
@@ -103,7 +104,7 @@ class ModelSource:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss_fn: Callable[..., Any] | None = None
     targets: tuple[Any, ...] = ()
-    dtype: str | None = None
+    precision: Precision = field(default_factory=Precision)
     mode: str | None = None
 
 
@@ -155,6 +156,9 @@ class Program:
     module_classes: dict[str, str]
     blocks: dict[str, Block] = field(default_factory=dict)
     subgraphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+    stored: Mapping[str, torch.dtype] = field(
+        default_factory=dict
+    )  # until cast_weights: parameters stored in another dtype
     warnings: tuple[str, ...] = ()
     retrace: Callable[[int], Program] | None = None
     source: ModelSource | None = None

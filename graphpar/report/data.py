@@ -103,9 +103,8 @@ def _dtype_warning(compilation: Compilation) -> list[str]:
         return []
     rates = [f"{cluster.device.peak(dtype) / 1e12:,.4g}" for dtype in ("fp32", "bf16")]
     return [
-        f"The model is in fp32, in which {cluster.device.name} does {rates[0]} Tflop/s, not {rates[1]} as in bf16: with --dtype bf16 this "
-        f"plan would take about {seconds_text(seconds)}, not {seconds_text(step)}. (It is the dtype in which a factory builds the model; "
-        "convert a model that is built already, or train under torch.autocast.)"
+        f"The model computes in fp32, in which {cluster.device.name} does {rates[0]} Tflop/s, not {rates[1]} as in bf16: with --dtype bf16 "
+        f"this plan would take about {seconds_text(seconds)}, not {seconds_text(step)}, with parameters and their state still in fp32."
     ]
 
 
@@ -191,6 +190,8 @@ def decisions(plan: Plan) -> dict[str, Any]:
     return {
         "mode": plan.mode,
         "dtype": plan.dtype,
+        "param_dtype": plan.param_dtype,
+        "reduce_dtype": plan.reduce_dtype,
         "devices": plan.mesh.size,
         "cluster": None if plan.cluster is None else str(plan.cluster),
         "mesh": plan.mesh.degrees(),

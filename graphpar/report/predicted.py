@@ -165,12 +165,22 @@ def _compared(other: Mapping[str, Any], predicted: Mapping[str, Any]) -> tuple[s
     return seconds_text(seconds), f"({seconds / predicted['step_time_s'] - 1:+.1%})"
 
 
+def _dtypes_text(data: Mapping[str, Any]) -> str:
+    """Write ``bf16, parameters in fp32, gradients summed in bf16``, without what follows from the dtype before."""
+    parts = [data["dtype"]]
+    if data["param_dtype"] != data["dtype"]:
+        parts.append(f"parameters in {data['param_dtype']}")
+    if data["reduce_dtype"] not in (None, data["param_dtype"]):
+        parts.append(f"gradients summed in {data['reduce_dtype']}")
+    return ", ".join(parts)
+
+
 def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     """List the assumptions of the prediction."""
     assumed = data.get("assumed")
     if assumed is None:
         return []
-    run = [data["dtype"]]
+    run = [_dtypes_text(data)]
     if data["mode"] == "train":
         run += [assumed["optimizer"], f"recomputation {assumed['recompute']}"]
     device = f"{assumed['device']} ({assumed['figures']})"

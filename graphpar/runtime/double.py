@@ -46,6 +46,11 @@ def in_double(shown: torch.dtype | None = None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def current(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return what a tensor of ``dtype`` has where this is called: float64 in the block above. Hooks of autograd run outside of it."""
+    return None if dtype is None else torch.empty(0, dtype=dtype).dtype
+
+
 def doubled(value: Any) -> Any:
     """Convert ``value`` to float64 where it is a floating tensor, or names such a dtype; return anything else unchanged."""
     if isinstance(value, torch.dtype):
@@ -71,4 +76,14 @@ class _InDouble(TorchFunctionMode):
             return args[0].double()
         written = args[:1] if name.endswith("_") and not name.endswith("__") else ()  # a copy would not be written
         rest, named = tree_map(doubled, (args[len(written) :], kwargs or {}))
+        if name.strip("_") == "grouped_mm" and rest[0].ndim == 2 and rest[1].ndim == 3:
+            return _grouped_mm(*rest, **named)
         return func(*written, *rest, **named)
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    """Multiply runs of rows, which end at ``offs``, by a matrix each, as ``grouped_mm`` does that has no kernel for float64."""
+    ends = offs.tolist()
+    runs = [rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights)]
+    assert bias is None
+    return torch.cat([*runs, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from graphpar.runtime.double import current
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest
 
@@ -49,6 +50,7 @@ def fully_shard_stage(
         stage,
         mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,)),
         reshard_after_forward=reshard_after_forward(program),
+        mp_policy=_precision(stage, program),
         ignored_params={
             parameter
             for name, parameter in stage.named_parameters(remove_duplicate=False)
@@ -178,6 +180,14 @@ def _gather_after_backwards(order: Sequence[nn.Module], distance: int) -> None:
     for place, unit in enumerate(order[1:], 1):
         assert isinstance(unit, FSDPModule)
         gathers_then(groups_of(unit)[0], place)
+
+
+def _precision(stage: nn.Module, program: Manifest) -> MixedPrecisionPolicy:
+    """Gather parameters in the dtype in which all of them are read, if there is one; sum gradients in that of the plan, or in
+    their own."""
+    stored = next((parameter.dtype for parameter in stage.parameters()), None)
+    gathered, reduced = current(program.gather_dtype), current(program.reduce_dtype or stored)
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
 def hold_new_memory(stage: nn.Module) -> None:

@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.delays import delay
+from graphpar.runtime.double import current
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.events import event
 from graphpar.runtime.fully_sharded import like, local
@@ -54,6 +55,7 @@ class _Partial:
 
     copies: Sequence[nn.Parameter]
     before: list[Tensor | None] = field(default_factory=list)
+    total: Tensor | None = None
 
     def take_part(self) -> Tensor | None:
         """Remove the gradients of this rank's copies and return their sum; ``None`` when no copy has one."""
@@ -64,8 +66,9 @@ class _Partial:
                 copy.grad = None
         return total
 
-    def give(self, total: Tensor | None) -> None:
+    def give(self) -> None:
         """Set every copy's gradient to ``total`` (if there is one), added to what was set aside."""
+        total = self.total
         for i, (copy, before) in enumerate(zip(self.copies, self.before)):
             if total is None:
                 copy.grad = before
@@ -74,7 +77,7 @@ class _Partial:
             else:
                 local(before).add_(total)
                 copy.grad = before
-        self.before = []
+        self.before, self.total = [], None
 
 
 @dataclass(eq=False)
@@ -83,6 +86,8 @@ class _Sum:
     alone."""
 
     group: dist.ProcessGroup | None
+    reduced: bool = False  # whether these ranks are replicas
+    beyond: bool = False  # whether they are more than that
     early: bool = False  # whether it may be summed while the backward still runs
     partials: list[_Partial] = field(default_factory=list)
 
@@ -94,6 +99,7 @@ class _Bucket:
     group: dist.ProcessGroup
     partials: list[_Partial]
     early: bool
+    dtype: torch.dtype | None  # of the sum; None: that of the parameters
     incomplete: set[nn.Parameter] = field(default_factory=set)  # whose gradients of this step are yet to come
     present: list[bool] = field(default_factory=list)
     flat: Tensor | None = None
@@ -110,17 +116,18 @@ class _Bucket:
         self.present = [part is not None for part in parts]
         delay("before_reduce")
         event("reduce")
-        return torch.cat([_or_zero(part, partial).reshape(-1) for part, partial in zip(parts, self.partials)])
+        flat = torch.cat([_or_zero(part, partial).reshape(-1) for part, partial in zip(parts, self.partials)])
+        return flat if self.dtype is None else flat.to(self.dtype)
 
-    def give(self, wanted: Iterator[bool]) -> None:
-        """Wait for the sums, and set the gradients that are ``wanted``."""
+    def receive(self, wanted: Iterator[bool]) -> None:
+        """Wait for the sums, and give those that are ``wanted`` to the parameters."""
         assert self.flat is not None
         if self.work is not None:
             self.work.wait()
         event("reduce_done")
         shapes = [local(partial.copies[0]).shape for partial in self.partials]
         for partial, gradient in zip(self.partials, pieces_of(self.flat, shapes)):
-            partial.give(gradient if next(wanted) else None)
+            partial.total = gradient.to(partial.copies[0].dtype) if next(wanted) else None
 
 
 @dataclass(eq=False)
@@ -137,7 +144,7 @@ class _UnitBucket(_Bucket):
         padding = self.unit.flat.numel() - flat.numel()
         self.works, self.flat = self.unit.reduce(torch.cat([flat, flat.new_zeros(padding)]) if padding else flat)
 
-    def give(self, wanted: Iterator[bool]) -> None:
+    def receive(self, wanted: Iterator[bool]) -> None:
         """Wait for the sums, and set the gradients of this rank's pieces that are ``wanted``."""
         assert self.unit is not None and self.flat is not None
         for work in self.works:
@@ -147,7 +154,7 @@ class _UnitBucket(_Bucket):
         for name, is_wanted in zip(self.unit.names, list(itertools.islice(wanted, len(self.unit.names)))):
             if is_wanted and name in self.unit.pieces:
                 piece = self.unit.pieces[name]
-                piece.grad = own[slice(*self.unit.places[name])].view(piece.shape)
+                piece.grad = own[slice(*self.unit.places[name])].view(piece.shape).to(piece.dtype)
 
 
 class Gradients:
@@ -184,14 +191,18 @@ class Gradients:
             if key not in sums:
                 early = set(axes[:1]) <= set(REPLICAS) - set(program.placed) and key[1] is None and bool(axes)
                 early &= not program.zero  # else summed over dp_shard first
-                sums[key] = _Sum(groups.over(*key) if elsewhere else None, early)
-            if copies and (elsewhere or len(copies) > 1 or shards is not None):
+                beyond = bool(set(axes) - set(REPLICAS)) or key[1] is not None
+                reduced = bool(set(axes) & set(REPLICAS))
+                sums[key] = _Sum(groups.over(*key) if elsewhere else None, reduced, beyond, early)
+            if copies and (elsewhere or len(copies) > 1 or shards is not None or program.scales_loss):
                 sums[key].partials.append(_Partial(copies))
             replicated = [axis for axis, kind in spec.items() if not isinstance(kind, Shard)]
             if shards is not None:
                 replicated.remove("dp_shard")
             if copies and groups.place["pp"] == holders[0] and all(groups.place[axis] == 0 for axis in replicated):
                 self.counted.append(copies[0])
+        self._reduce_dtype = current(program.reduce_dtype)
+        self._scales = program.scales_loss
         self._shards = shards
         self._early_units = shards is not None and "dp_shard" not in program.placed
         self._sums = sorted(sums.values(), key=lambda total: not total.early)
@@ -234,9 +245,13 @@ class Gradients:
                 self._alone += trained
                 continue
             for indices in buckets([local(partial.copies[0]) for partial in trained]):
-                self._buckets.append(_Bucket(total.group, [trained[i] for i in indices], total.early))
+                partials = [trained[i] for i in indices]
+                dtype = self._dtype_of_sum(total, partials[0].copies[0].dtype)
+                self._buckets.append(_Bucket(total.group, partials, total.early, dtype))
         self._of_units = [
-            _UnitBucket(group, [_Partial(copies) for copies in unit.copies], self._early_units, unit=unit)
+            _UnitBucket(
+                group, [_Partial(copies) for copies in unit.copies], self._early_units, self._reduce_dtype, unit=unit
+            )
             for unit in (reversed(self._shards.units) if self._shards is not None and not accumulate else ())
             if (group := unit.groups["dp_shard"]) is not None
         ]
@@ -280,6 +295,12 @@ class Gradients:
             self._refusal.remove()
             self._refusal = None
 
+    def _dtype_of_sum(self, total: _Sum, own: torch.dtype) -> torch.dtype | None:
+        """Return the dtype of a sum: over replicas as planned, over other ranks the parameter's, over both the wider one."""
+        if self._reduce_dtype is None or not total.reduced:
+            return None
+        return torch.promote_types(own, self._reduce_dtype) if total.beyond else self._reduce_dtype
+
     def _arrived(self, parameter: nn.Parameter) -> None:
         """A microbatch's gradient of this parameter has been added up."""
         if parameter not in self._to_come:
@@ -294,18 +315,42 @@ class Gradients:
                 queue[self._sent].send()
                 self._sent += 1
 
-    def finish(self) -> None:
+    def finish(self, scale: float = 1.0) -> bool:
         """Sum the gradients of this step, and add what was set aside; a collective call.
 
         A parameter that got a gradient on some ranks only counts as zero on the others.
+
+        Args:
+            scale: of the loss; gradients are divided by it.
+
+        Returns:
+            Whether all of them are finite, on all ranks, where the loss is scaled. If not, none is given to any parameter.
         """
         self._to_come = {}
         self._complete(self._of_units, self._sent)
         for partial in self._alone:
-            partial.give(partial.take_part())
+            partial.total = partial.take_part()
         self._complete(self._buckets, max(0, self._sent - len(self._of_units)))
-        self._of_units, self._buckets, self._sent = [], [], 0
+        partials = [*self._alone, *(partial for bucket in self._buckets for partial in bucket.partials)]
+        finite = not self._scales or self._unscale(partials, scale)
+        for partial in partials:
+            partial.give()
+        self._alone, self._of_units, self._buckets, self._sent = [], [], [], 0
         self._reduced()
+        return finite
+
+    def _unscale(self, partials: Sequence[_Partial], scale: float) -> bool:
+        """Divide the sums by ``scale``, or drop them all where one is not finite on any rank; a collective call."""
+        overflown = torch.zeros((), device=self.device)
+        for partial in partials:
+            if partial.total is not None:
+                partial.total = partial.total / scale
+                overflown += ~partial.total.isfinite().all()
+        dist.all_reduce(overflown)
+        finite = not overflown.item()
+        for partial in () if finite else partials:
+            partial.total = None
+        return finite
 
     def _complete(self, buckets: Sequence[_Bucket], sent: int) -> None:
         """Start what is left of ``buckets``, of which ``sent`` are under way, and wait for all."""
@@ -321,7 +366,7 @@ class Gradients:
         # Read once, after everything has been started: reading waits for the device.
         wanted = dict(zip(anywhere, [iter(tensor.tolist()) for tensor in anywhere.values()]))
         for bucket in buckets:
-            bucket.give(wanted[bucket.group])
+            bucket.receive(wanted[bucket.group])
 
     def left(self) -> Iterator[str]:
         """Say what a step that did not end has left: sums not waited for, gradients set aside."""

@@ -19,7 +19,7 @@ import torch
 from graphpar.runtime.axes import AXES, AXIS, REPLICAS
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Type
-from graphpar.runtime.plan_record import PlanRecord, Record, StageRecord, degrees_of, read_object, types_of
+from graphpar.runtime.plan_record import DTYPES, PlanRecord, Record, StageRecord, degrees_of, read_object, types_of
 
 T = TypeVar("T")
 ROLES = ("input", "target", "sample_keys")
@@ -110,6 +110,12 @@ class Manifest:
     reshard: str | int = "default"
     """When gathered parameters are freed: "default", "always" (after each forward and backward), "never" (in between), or after the
     forward down to shards over so many ranks."""
+    dtype: str = "fp32"
+    """The dtype of the computation: ``fp32``, ``bf16`` or ``fp16``."""
+    reduce_dtype: torch.dtype | None = None
+    """The dtype in which gradients are summed over replicas; None: that of each parameter."""
+    gather_dtype: torch.dtype | None = None
+    """The dtype in which the stages read all parameters; None: in several."""
     model_file: str | None = None
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
 
@@ -127,6 +133,11 @@ class Manifest:
     def gathers_by_table(self) -> bool:
         """Whether the table of a pipeline says when a stage's parameters are gathered, once a step."""
         return bool(self.fully_sharded) and self.pp > 1 and self.reshard in ("default", "never")
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled for the backward."""
+        return self.dtype == "fp16" and self.mode == "train"
 
     @property
     def replicas(self) -> int:
@@ -198,12 +209,22 @@ def load_manifest(folder: str | Path) -> Manifest:
         dp_mean=plan.optional("dp_mean", bool, False),
         prefetch=plan.optional("prefetch", str, None),
         prefetch_distance=plan.optional("prefetch_distance", int, 0),
+        dtype=plan.optional("dtype", str, "fp32"),
+        reduce_dtype=_dtype(plan, "reduce_dtype"),
+        gather_dtype=_dtype(interface, "gather_dtype"),
         owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
     )
     _check(manifest, str(path))
     return manifest
+
+
+def _dtype(record: Record, field: str) -> torch.dtype | None:
+    name = record.optional(field, (str, type(None)), None)
+    if name is not None and name not in DTYPES:
+        raise RuntimeProgramError(f"{record.where}: {field} is {name!r}, not one of {', '.join(DTYPES)}")
+    return None if name is None else DTYPES[name]
 
 
 def _under_every_name(values: Mapping[str, T], ties: Sequence[Sequence[str]]) -> dict[str, T]:

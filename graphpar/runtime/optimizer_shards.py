@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphpar.runtime.delays import delay
 from graphpar.runtime.distributed import all_gather_flat, gather_objects, reduce_scatter_flat
 from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.events import event
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import R
 from graphpar.runtime.manifest import Manifest
@@ -37,6 +39,7 @@ class Unit:
     """Parameters whose gradients are summed together and whose new values travel together.
 
     Attributes:
+        path: of the module whose parameters they are.
         modules: which wait for the values when they are entered.
         copies: the parameters of each name; several where stages of this rank share one.
         flat: the values; the parameters are views of it.
@@ -46,6 +49,7 @@ class Unit:
         pieces: this rank's, by name: whole parameters, or 1-D slices of them.
     """
 
+    path: str
     names: Sequence[str]
     modules: Sequence[nn.Module]
     copies: Sequence[Sequence[nn.Parameter]]
@@ -104,8 +108,17 @@ class Unit:
         works = [dist.broadcast(flat[part], src=rank, group=group, async_op=True) for rank, part in self._owners()]
         return [work for work in works if work is not None]
 
+    def send(self) -> None:
+        """Start to send this rank's new values, and to receive the others'."""
+        self.wait()
+        delay("before_broadcast")
+        event("broadcast", self.path)
+        self.works = self.gather(self.flat)
+
     def wait(self) -> None:
         """Wait until the values have arrived."""
+        if self.works:
+            event("broadcast_wait", self.path)
         while self.works:
             self.works.pop(0).wait()
 
@@ -164,8 +177,7 @@ class OptimizerShards:
     def send(self) -> None:
         """Start to send the values of this rank's pieces, and to receive those of others; a collective call."""
         for unit in self.units:
-            unit.wait()
-            unit.works = unit.gather(unit.flat)
+            unit.send()
         self._sent = True
 
     def settle(self) -> None:
@@ -181,6 +193,12 @@ class OptimizerShards:
         """Wait until all values have arrived."""
         for unit in self.units:
             unit.wait()
+
+    def left(self) -> Iterator[str]:
+        """Say which values have not been waited for."""
+        for unit in self.units:
+            if unit.works:
+                yield f"new values of {unit.path} have not been waited for"
 
     def begin_step(self) -> None:
         """Have new values on their way before the forward.
@@ -242,7 +260,9 @@ def _units(
     name_of = {copy: name for name, copies in held.items() for copy in copies}
     grouped: dict[Any, list[str]] = {}
     homes: dict[str, list[nn.Module]] = {}
-    for stage, inner in zip(stages, modules):
+    paths: dict[nn.Module, str] = {}
+    for number, (stage, inner) in enumerate(zip(stages, modules)):
+        paths |= {module: path or f"stage_{number}" for path, module in stage.named_modules()}
         blocks = [module for module in inner if module is not stage]
         inside = {parameter for block in blocks for parameter in block.parameters()}
         rest = [parameter for parameter in stage.parameters() if parameter not in inside]
@@ -254,10 +274,11 @@ def _units(
                         key = module, name if counts[name] > 1 else None, parameter.dtype, program.spec(name)[AXIS] == R
                         grouped.setdefault(key, []).append(name)
                     homes.setdefault(name, []).append(module)
-    return [_unit(names, homes, held, key[-1], program, groups) for key, names in grouped.items()]
+    return [_unit(paths[key[0]], names, homes, held, key[-1], program, groups) for key, names in grouped.items()]
 
 
 def _unit(
+    path: str,
     names: Sequence[str],
     homes: Mapping[str, Sequence[nn.Module]],
     held: Mapping[str, Sequence[nn.Parameter]],
@@ -280,7 +301,7 @@ def _unit(
     first = held[names[0]][0]
     flat = torch.zeros(ends[-1], dtype=first.dtype, device=first.device)
     modules = list(dict.fromkeys(module for name in names for module in homes[name]))
-    return Unit(ordered, modules, [held[name] for name in ordered], flat, ends, even, partial, groups)
+    return Unit(path, ordered, modules, [held[name] for name in ordered], flat, ends, even, partial, groups)
 
 
 def _waits(units: Sequence[Unit]) -> Callable[[nn.Module, Any], None]:

@@ -38,6 +38,7 @@ from graphpar.runtime.fully_sharded import (
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.idle import Places, left_in_schedule, left_in_stage
+from graphpar.runtime.loss_scale import FIRST, LossScale
 from graphpar.runtime.manifest import Manifest, StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.random_streams import sample_keys
@@ -95,6 +96,7 @@ class Pipeline:
             check_program(self.program)
         self.groups = Groups(self.program.mesh, self.device)
         self._shards: OptimizerShards | None = None
+        self._scale = LossScale(FIRST if self.program.scales_loss else 1.0)
         try:
             with _agreed():
                 self._build()
@@ -166,7 +168,7 @@ class Pipeline:
         for stage in stages:
             guard(stage)
         self._torch_stages = stages
-        return build_schedule(self.program, stages)
+        return build_schedule(self.program, stages, self._scale.share_of_loss)
 
     @property
     def reports(self) -> bool:
@@ -287,7 +289,8 @@ class Pipeline:
                 which reduces the sum of all. Until then no optimizer may step and no norm is known. It is the same on all ranks.
 
         Returns:
-            The loss of the global batch on the ranks that have the last stage, ``None`` elsewhere.
+            The loss of the global batch on the ranks that have the last stage, ``None`` elsewhere. In fp16 it may have overflowed in
+            the backward: then ``skipped_steps`` counts one more, and every ``.grad`` is what it was before.
 
         Raises:
             RuntimeProgramError: the batch does not fit the program, before anything is sent.
@@ -303,7 +306,9 @@ class Pipeline:
         loss = (self._run_alone if self._schedule is None else self._run_schedule)(values, accumulate)
         self._free()
         if not accumulate:
-            self._gradients.finish()
+            finite = self._gradients.finish(self._scale.value)
+            if self.program.scales_loss:
+                self._scale.update(finite)
         if self._shards is not None:
             self._shards.end_step()
         replicas = self.groups.replicas
@@ -319,10 +324,27 @@ class Pipeline:
             RuntimeProgramError: a step did not end; the message lists what it left.
         """
         left = [*self._gradients.left(), *left_in_schedule(self._schedule, self._torch_stages)]
+        left += self._shards.left() if self._shards is not None else ()
         for spec, stage in zip(self._interfaces, self.stages):
             left += left_in_stage(f"stage_{spec.index}", stage)
         if left:
             raise RuntimeProgramError(f"a step did not end on rank {self.rank}: {'; '.join(left)}")
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by for the backward; always 1 but in fp16. It may be set, alike on all ranks."""
+        return self._scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if not self.program.scales_loss:
+            raise RuntimeProgramError("the loss is scaled in programs for training in fp16 only")
+        self._scale.value = float(value)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps left no gradients, since one was not finite on some rank (fp16)."""
+        return self._scale.skipped
 
     def _prepare(self, batch: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """The inputs that this rank's stages name, checked, this replica's rows, on the device, with counts and keys."""
@@ -373,7 +395,7 @@ class Pipeline:
                 begin_microbatch(self.stages[0], reduces=not accumulate, frees=self.program.zero == 3 or i == last)
             loss: Tensor = self._adapters[0](**keywords({**microbatch(self.program, inputs, i), **counts}))
             if loss.requires_grad:
-                loss.backward()
+                self._scale.scaled(loss).backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
@@ -386,7 +408,9 @@ class Pipeline:
         losses: list[Tensor] = []
         target = torch.zeros(self.program.microbatches, device=self.device)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **keywords(values))
-        return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last_stage else None
+        if not self.has_last_stage:
+            return None
+        return torch.stack([loss.detach() for loss in losses]).sum() / self._scale.value
 
     def _free(self) -> None:
         """Free what FSDP2 still holds gathered, such as a unit without a backward: it would not see the optimizer's step."""

@@ -23,6 +23,8 @@ VERSION = 2
 """The version of ``plan.json``. Since 2, placements are keyed by module path, operator and occurrence
 (:mod:`graphpar.passes.sharding.keys`)."""
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes in which a program computes, stores parameters and sums gradients, by their names on the command line and in plans."""
 
 _SHOWN = 60
 """How many characters of a value an error shows."""

@@ -35,20 +35,18 @@ Schedule = Any
 """A torch schedule; its classes share ``step`` but no public base."""
 
 
-def share_of_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Serve as torch's loss function: return the output, since the last stage already returns the microbatch's share of
-    the loss."""
-    return output
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-def build_schedule(program: Manifest, stages: list[PipelineStage]) -> Schedule:
-    """Build the plan's schedule over this rank's stages.
+def build_schedule(program: Manifest, stages: list[PipelineStage], loss_fn: LossFunction) -> Schedule:
+    """Build the plan's schedule over this rank's stages; ``loss_fn`` takes what the last one returns, and a target.
 
     Raises:
         RuntimeProgramError: torch knows no such schedule, refuses it for this plan, or places stages elsewhere.
     """
     try:
-        schedule = _from_actions(program, stages) if program.actions else _by_name(program, stages)
+        build = _from_actions if program.actions else _by_name
+        schedule = build(program, stages, loss_fn)
     except (ValueError, AssertionError) as error:
         if isinstance(error, RuntimeProgramError):
             raise
@@ -58,21 +56,21 @@ def build_schedule(program: Manifest, stages: list[PipelineStage]) -> Schedule:
     return schedule
 
 
-def _by_name(program: Manifest, stages: list[PipelineStage]) -> Schedule:
+def _by_name(program: Manifest, stages: list[PipelineStage], loss_fn: LossFunction) -> Schedule:
     canonical = {name.lower(): name for name in NAMES}.get(program.schedule.lower())
     if canonical is None:
         raise RuntimeProgramError(f"there is no schedule {program.schedule!r}; there are {', '.join(NAMES)}")
     kind: Callable[..., Schedule] = get_schedule_class(canonical)
     if not issubclass(get_schedule_class(canonical), PipelineScheduleSingle):
-        return kind(stages, program.microbatches, loss_fn=share_of_loss, scale_grads=False)
+        return kind(stages, program.microbatches, loss_fn=loss_fn, scale_grads=False)
     if len(stages) != 1:
         raise RuntimeProgramError(f"{canonical} runs one stage a rank; the plan places {len(stages)} on a rank")
-    return kind(stages[0], program.microbatches, loss_fn=share_of_loss, scale_grads=False)
+    return kind(stages[0], program.microbatches, loss_fn=loss_fn, scale_grads=False)
 
 
-def _from_actions(program: Manifest, stages: list[PipelineStage]) -> Schedule:
+def _from_actions(program: Manifest, stages: list[PipelineStage], loss_fn: LossFunction) -> Schedule:
     assert program.actions is not None
-    schedule = _PipelineScheduleRuntime(stages, program.microbatches, loss_fn=share_of_loss, scale_grads=False)
+    schedule = _PipelineScheduleRuntime(stages, program.microbatches, loss_fn=loss_fn, scale_grads=False)
     rows = {rank: [_Action.from_str(text) if text else None for text in row] for rank, row in program.actions.items()}
     schedule._prepare_schedule_with_comms(
         {rank: [cell for cell in row if cell is None or not _is_of_state(cell)] for rank, row in rows.items()}

@@ -61,7 +61,8 @@ class WeightFile(Mapping[str, Tensor]):
         return name in self._shard_of
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._open(self._shard_of[name]).get_tensor(name)
+        with torch._C.DisableTorchFunction():  # it reads bytes, which in_double must not take for numbers
+            tensor: Tensor = self._open(self._shard_of[name]).get_tensor(name)
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:

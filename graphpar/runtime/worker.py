@@ -56,6 +56,8 @@ class JobResult:
     """The losses as each rank of the last stage saw them; ``losses`` are the first one's."""
     accumulated_losses: tuple[float, ...] = ()
     """The loss of the batch whose gradients were added to the last step's, as each rank of the last stage saw it."""
+    loss_dtypes: tuple[str, ...] = ()
+    """The dtype of the loss on each rank of the last stage."""
     norms: tuple[float, ...] = ()
     """The norm of those gradients before they were clipped, as each rank saw it."""
 
@@ -124,7 +126,9 @@ def _result(folder: Path, world_size: int, reports: list[dict[str, Any]], failur
     whole = tuple(sorted({index for report in reports for index in report.get("whole_backward_stages", ())}))
     accumulated = tuple(report["accumulated_loss"] for report in reports if report.get("accumulated_loss") is not None)
     norms = tuple(report["norm"] for report in reports if report.get("norm") is not None)
-    return JobResult(folder, world_size, error, losses[0] if losses else (), missing, whole, losses, accumulated, norms)
+    dtypes = tuple(report["loss_dtype"] for report in reports if report.get("loss_dtype") is not None)
+    first = losses[0] if losses else ()
+    return JobResult(folder, world_size, error, first, missing, whole, losses, accumulated, dtypes, norms)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -174,6 +178,8 @@ def _run(folder: Path, ranks: Ranks) -> None:
 def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
     torch.manual_seed(job["seed"])
     with Pipeline(job["program"], ranks.device, seed=job["seed"]) as pipeline:
+        if job.get("loss_scale") is not None:
+            pipeline.loss_scale = job["loss_scale"]
         pipeline.load_weights(job["weights"])
         if pipeline.program.mode == "infer":
             for step in range(job["steps"]):
@@ -195,6 +201,7 @@ def _train(pipeline: Pipeline, job: dict[str, Any], results: _Results) -> None:
         loss = pipeline.step(load_file(job["batches"][step]), step=step)
         if loss is not None:
             losses.append(float(loss))
+            report["loss_dtype"] = str(loss.dtype).removeprefix("torch.")
         missing |= _keep_gradients(pipeline, step, results)
         if step == job["steps"] - 1 and job.get("max_norm") is not None:
             loss = pipeline.step(load_file(job["batches"][step + 1]), step=step + 1)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphpar.ir.plan import Plan
@@ -19,7 +20,7 @@ from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.worker import JobResult
 from graphpar.verification.gathered import GatheredTensors, same
 from graphpar.verification.reference import Accumulated, Reference
-from graphpar.verification.tolerances import Precision, precision
+from graphpar.verification.tolerances import Precision, least_precise, precision
 
 _FLOOR = 1e-3
 _PIECE = 1 << 22  # elements that are compared at a time, since float64 takes memory
@@ -184,6 +185,9 @@ class _Comparison:
     def training(self, result: JobResult) -> None:
         for losses in result.rank_losses or (result.losses,):
             self.losses(losses)
+        for dtype in sorted(set(result.loss_dtypes)) if self.reference.policy_dtype is not None else ():
+            if precision(getattr(torch, dtype)).clear < precision(torch.float32).clear:
+                self.outcome.problems.append(f"the loss is in {dtype}, not in float32")
         for step, gradients in enumerate(self.reference.gradients):
             self.gradients(step, gradients)
         if self.reference.accumulated is not None:
@@ -264,14 +268,19 @@ class _Comparison:
                 self.outcome.problems.append(f"{kind} {name}: shape {shape} instead of {tuple(expected.shape)}")
                 continue
             error = relative_error(expected, value, largest)
-            self.error(step, kind, name, error, precision(expected.dtype))
+            self.error(step, kind, name, error, self.row(expected.dtype))
 
     def number(self, step: int | str, kind: str, expected: float, found: float) -> None:
         error = abs(expected - found) / max(abs(expected), 1e-12)
         if expected == found or (math.isnan(expected) and math.isnan(found)):
             error = 0.0
-        row = precision(self.reference.loss_dtype if kind == "loss" else self.reference.dtype)
+        row = self.row(self.reference.loss_dtype if kind == "loss" else self.reference.dtype)
         self.error(step, kind, "", math.inf if math.isnan(error) else error, row)
+
+    def row(self, dtype: torch.dtype) -> Precision:
+        """Return the tolerances of a tensor: of its dtype, or of the one that the whole model computes in by its policy."""
+        policy = self.reference.policy_dtype
+        return precision(dtype if policy is None or not dtype.is_floating_point else least_precise([dtype, policy]))
 
     def error(self, step: int | str | None, kind: str, name: str, error: float, row: Precision) -> None:
         outcome, allowed = self.outcome, row.allowed[kind]

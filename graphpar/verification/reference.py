@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.build import DTYPES, default_dtype
 from graphpar.frontend.capture import named_outputs, own_loss
 from graphpar.ir.plan import Plan
+from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, ModelSource
 from graphpar.runtime.double import doubled, in_double
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.weights import WeightFile, write_tensors
 from graphpar.verification.batches import VARIATIONS, Variation, constant_inputs, step_batches
+from graphpar.verification.policy import LARGEST_SCALE, Policy
 from graphpar.verification.substituted import Substituted
 from graphpar.verification.tolerances import least_precise
 
@@ -63,7 +64,9 @@ class Reference:
     finite: bool = True  # whether no loss, gradient or output is infinite or nan
     accumulated: Accumulated | None = None
     learning_rate: float = LEARNING_RATE
+    loss_scale: float | None = None  # for fp16: one that no gradient of these batches overflows with
     loss_dtype: torch.dtype = torch.float32
+    policy_dtype: torch.dtype | None = None  # in which the whole model computes, whatever its parameters are stored in
     order: dict[str, int] = field(default_factory=dict)  # of the parameters' first use in the forward
     data: str = ""  # how the batches were made
     again: Callable[[], Reference] | None = None  # the same in float64
@@ -195,27 +198,30 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
     if setting.source.mode is not None:
         model.train(setting.source.mode == "train")
     again = partial(_run, setting, batches, True)
+    precision = setting.plan.precision
     if double:
-        setting = replace(setting, shown=_usual_dtype(model))
+        setting = replace(setting, shown=precision.cast_to or _usual_dtype(model))
         model.double()
         batches = [{name: doubled(value) for name, value in batch.items()} for batch in batches]
-    named = dict(model.named_parameters(remove_duplicate=False))
+    policy = Policy(model, Precision() if double else precision)
+    named = policy.named
     buffers = dict(model.named_buffers(remove_duplicate=False))
     reference = Reference(
         losses=[],
         ties=_ties(named),
-        dtype=least_precise(parameter.dtype for parameter in named.values()),
+        dtype=least_precise(parameter.dtype for parameter in model.parameters()),
         persistent=frozenset(model.state_dict()) - frozenset(named),
         batches=batches,
         again=again,
+        policy_dtype=None if double else precision.cast_to,
     )
     reference.keep(reference.weights, named | {name: buffers[name] for name in reference.persistent if name in buffers})
     for step, batch in enumerate(batches):
         reference.keep(reference.batch_file(step), batch)
     if setting.plan.mode == "infer":
-        _infer(setting, model, reference)
+        _infer(setting, policy, reference)
     else:
-        _train(setting, model, named, reference)
+        _train(setting, policy, reference)
     if double:
         reference.dtype = reference.loss_dtype = torch.float64
     reference.parameters = reference.keep(reference.folder / "parameters.safetensors", named)
@@ -226,8 +232,7 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
 
 def _built(source: ModelSource) -> nn.Module:
     torch.manual_seed(SEED)
-    with default_dtype(DTYPES.get(source.dtype or "fp32")):
-        model: nn.Module = source.model if isinstance(source.model, nn.Module) else source.model()
+    model: nn.Module = source.model if isinstance(source.model, nn.Module) else source.model()
     state = model.state_dict().items()
     empty = next((name for name, tensor in state if isinstance(tensor, Tensor) and tensor.is_meta), None)
     if empty is not None:
@@ -261,20 +266,25 @@ def _borrowed(model: nn.Module) -> Iterator[None]:
             tensor.grad = gradient
 
 
-def _infer(setting: _Setting, model: nn.Module, reference: Reference) -> None:
+def _infer(setting: _Setting, policy: Policy, reference: Reference) -> None:
+    policy.begin()
     for step, batch in enumerate(reference.batches[: setting.steps]):
         args, kwargs, _ = setting.arguments(batch)
-        with setting.as_planned(step), torch.no_grad():
-            outputs = dict(named_outputs(model(*args, **kwargs)))
+        with setting.as_planned(step), torch.no_grad(), policy.losses():
+            args, kwargs = policy.inputs((args, kwargs))
+            outputs = dict(named_outputs(policy.model(*args, **kwargs)))
         reference.finite &= all(bool(value.isfinite().all()) for value in outputs.values())
         reference.outputs.append(reference.keep(reference.folder / f"outputs_{step}.safetensors", outputs))
 
 
-def _train(setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference) -> None:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _train(setting: _Setting, policy: Policy, reference: Reference) -> None:
+    named = policy.named
+    trained = [parameter for parameter in policy.parameters if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE, momentum=MOMENTUM) if trained else None
+    if setting.plan.dtype == "fp16" and setting.shown is None:
+        _find_scale(setting, policy, reference, trained)
     for step in range(setting.steps):
-        loss = _backward(setting, model, named, reference, step)
+        loss = _backward(setting, policy, reference, step)
         squares = sum(_squares(trained))
         reference.finite &= math.isfinite(loss) and math.isfinite(squares)
         reference.losses.append(loss)
@@ -282,50 +292,68 @@ def _train(setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter
         if step == 0:
             reference.learning_rate = _stable_rate(squares)
         if step == setting.steps - 1:
-            loss = _backward(setting, model, named, reference, step + 1)
-            reference.accumulated = _clipped(loss, model, named, reference)
+            loss = _backward(setting, policy, reference, step + 1)
+            reference.accumulated = _clipped(loss, policy, reference)
         if optimizer is not None:
             optimizer.param_groups[0]["lr"] = reference.learning_rate
             optimizer.step()
             optimizer.zero_grad()
 
 
-def _backward(
-    setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference, step: int
-) -> float:
+def _find_scale(setting: _Setting, policy: Policy, reference: Reference, trained: Sequence[nn.Parameter]) -> None:
+    """Scale the loss as far as the first gradients stay finite, with room for those of later steps."""
+    kept = {name: buffer.clone() for name, buffer in policy.model.named_buffers()}
+    policy.scale = LARGEST_SCALE
+    while policy.scale > 1:
+        _backward(setting, policy, reference, 0)
+        finite = all(math.isfinite(square) for square in _squares(trained))
+        for parameter in trained:
+            parameter.grad = None
+        if finite:
+            break
+        policy.scale /= 2
+    for name, buffer in policy.model.named_buffers():
+        buffer.copy_(kept[name])
+    policy.scale = reference.loss_scale = max(1.0, policy.scale / 4)
+
+
+def _backward(setting: _Setting, policy: Policy, reference: Reference, step: int) -> float:
     """Add the gradients of batch ``step``, and return its loss."""
-    return sum(_backward_of_part(setting, model, named, reference, step, part) for part in range(setting.parts))
+    return sum(_backward_of_part(setting, policy, reference, step, part) for part in range(setting.parts))
 
 
-def _backward_of_part(
-    setting: _Setting, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference, step: int, part: int
-) -> float:
+def _backward_of_part(setting: _Setting, policy: Policy, reference: Reference, step: int, part: int) -> float:
+    model = policy.model
+    policy.begin()
     args, kwargs, targets = setting.arguments(setting.rows(reference.batches[step], part))
     with setting.as_planned(step, part) as watched:
-        output = model(*args, **kwargs)
-        loss = setting.source.loss_fn(output, *targets) if setting.source.loss_fn is not None else own_loss(output)
+        args, kwargs = policy.inputs((args, kwargs))
+        with policy.losses():
+            output = policy.outputs(model(*args, **kwargs))
+        with policy.losses(in_loss_fn=True):
+            loss = setting.source.loss_fn(output, *targets) if setting.source.loss_fn is not None else own_loss(output)
         assert isinstance(loss, Tensor), named_outputs(output)
         loss = loss / setting.parts if setting.parts > 1 else loss
     with nullcontext() if setting.shown is None else in_double(setting.shown):  # a custom backward may name dtypes
         if loss.requires_grad:
-            loss.backward()
+            policy.backward(loss)
     if setting.microbatched:
         _count_microbatches(model, setting.plan.microbatches)
     reference.dtype = least_precise([reference.dtype, *watched.dtypes])
     if step == 0:
         reference.loss_dtype = loss.dtype
         position = {identity: number for number, identity in enumerate(watched.used)}
-        reference.order = {name: position[id(value)] for name, value in named.items() if id(value) in position}
+        reference.order = {name: position[id(own)] for name, own in policy.own.items() if id(own) in position}
     return float(loss.detach())
 
 
-def _clipped(loss: float, model: nn.Module, named: Mapping[str, nn.Parameter], reference: Reference) -> Accumulated:
+def _clipped(loss: float, policy: Policy, reference: Reference) -> Accumulated:
     """Clip the accumulated gradients to half of their norm."""
-    squares = sum(_squares(model.parameters()))
+    squares = sum(_squares(policy.parameters))
     norm = math.sqrt(squares) if math.isfinite(squares) else 0.0
     max_norm = norm / 2 or 1.0
-    found = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return Accumulated(loss, float(found), max_norm, _gradients(named, reference, "accumulated"))
+    found = torch.nn.utils.clip_grad_norm_(policy.parameters, max_norm)
+    return Accumulated(loss, float(found), max_norm, _gradients(policy.named, reference, "accumulated"))
 
 
 def _squares(parameters: Iterable[nn.Parameter]) -> list[float]:

@@ -164,7 +164,7 @@ def _source_of(folder: Path, program: Manifest, plan: Plan) -> ModelSource:
             f"{folder} was not compiled from a model file; verify it from Python with gp.verify(parts)."
         )
     file = load_model_file(find_model_file(folder, program.model_file))
-    return ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.dtype)
+    return ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.precision)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------
@@ -202,6 +202,7 @@ def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
         "batches": [str(reference.batch_file(step)) for step in range(len(reference.batches))],
         "max_norm": None if reference.accumulated is None else reference.accumulated.max_norm,
         "double": double,
+        "loss_scale": reference.loss_scale,
     }
     (job / "job.json").write_text(json.dumps(record))
     return folder

@@ -13,10 +13,10 @@ from typing import Any
 
 from graphpar.annotations.patterns import read_entry
 from graphpar.errors import GraphparError, near_match
-from graphpar.frontend.build import DTYPES
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan, split_points_of
+from graphpar.ir.precision import Precision, check_dtype
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import SHOWN
 from graphpar.passes.planning.choose import (
@@ -26,6 +26,7 @@ from graphpar.passes.planning.choose import (
     check_microbatch_size,
     check_pipelined,
     check_prefetch,
+    check_reduced,
     check_reshard,
     check_zero,
     checked_table,
@@ -94,6 +95,7 @@ def ask(
     prefetch: str | None = None,
     prefetch_distance: int | None = None,
     dtype: str | None = None,
+    reduce_dtype: str | None = None,
     top: int = SHOWN,
 ) -> Asked:
     """Check the arguments of :func:`graphpar.plan` as far as that needs no program.
@@ -112,10 +114,8 @@ def ask(
     for name, value in counts.items():
         _check_count(name, value)
     _check_count("top", top, least=0)
-    if dtype is not None and dtype not in DTYPES:
-        raise GraphparError(
-            f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.{near_match(str(dtype), DTYPES)}"
-        )
+    check_dtype("dtype", dtype)
+    check_dtype("reduce_dtype", reduce_dtype)
     _check_edges(edge_layers)
     count = _device_count(hardware, devices)
     if count is None and not mesh and table is None:
@@ -138,6 +138,7 @@ def ask(
         prefetch=prefetch,
         prefetch_distance=prefetch_distance,
         dtype=dtype or "",
+        reduce_dtype=reduce_dtype,
         layers_per_stage=layers_per_stage,
         edge_layers=edge_layers,
         shard_plan=shard_plan,
@@ -150,7 +151,8 @@ def ask(
 
 def planned(program: Program, asked: Asked) -> Plan:
     """Make the plan that is asked for: chosen where all degrees of the mesh are given, else searched."""
-    pins = replace(asked.pins, dtype=_dtype(program, asked.pins.dtype))
+    precision = _precision(program, asked.pins.dtype)
+    pins = replace(asked.pins, dtype=precision.dtype, param_dtype=precision.param_dtype)
     if asked.split is not None:
         pins = replace(pins, split_points=split_points_of(asked.split(program)))
     if asked.complete:
@@ -161,14 +163,14 @@ def planned(program: Program, asked: Asked) -> Plan:
     return search_plan(program, pins.cluster or Cluster.of_this_machine(asked.size), asked.mesh, pins, asked.top)
 
 
-def _dtype(program: Program, asked: str) -> str:
-    """Return the dtype that the model is built in: that of ``export`` where it was given, else the one asked for."""
-    exported = None if program.source is None else program.source.dtype
-    if asked and exported not in (None, asked):
+def _precision(program: Program, asked: str) -> Precision:
+    """Return the dtypes that the program was exported for, of which ``asked`` must be the computation's."""
+    exported = (Precision() if program.source is None else program.source.precision).resolved(program.mode)
+    if asked not in ("", exported.dtype):
         raise GraphparError(
-            f"dtype is {asked!r}, but the program was exported in {exported!r}; leave it out, or export again."
+            f"dtype is {asked!r}, but the program was exported in {exported.dtype!r}; leave it out, or export again."
         )
-    return asked or exported or "fp32"
+    return exported
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------
@@ -209,6 +211,7 @@ def _check(asked: Asked) -> None:
     check_dp_mean(mesh, pins)
     if asked.complete:
         mesh = Mesh.resolve(asked.mesh, asked.devices)
+        check_reduced(mesh, pins.reduce_dtype)
         if pins.schedule is not None:
             check_pipelined(pins.schedule, mesh)
     if pins.schedule is not None:

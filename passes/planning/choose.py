@@ -78,6 +78,8 @@ class PlanConstraints:
     prefetch: str | None = None
     prefetch_distance: int | None = None
     dtype: str = "fp32"
+    param_dtype: str = "fp32"
+    reduce_dtype: str | None = None
     layers_per_stage: int | None = None
     edge_layers: tuple[int, int] | None = None  # how many layers the modules before and after the layers count as
     shard_plan: Mapping[str, Any] | None = None
@@ -113,6 +115,7 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
     """
     batch = global_batch(program, pins)
     check_degrees(mesh, batch)
+    check_reduced(mesh, pins.reduce_dtype, program.mode)
     if pins.schedule is not None:
         check_pipelined(pins.schedule, mesh)
     split_points = pinned_split_points(program, mesh, pins)
@@ -256,6 +259,20 @@ def prefetching(again: bool, prefetch: str | None, distance: int | None) -> tupl
     if not again:
         return None, 0
     return prefetch or PREFETCH[0], 0 if prefetch == "none" else distance or 1
+
+
+def check_reduced(mesh: Mesh, dtype: str | None, mode: str = "train") -> None:
+    """Check that there are sums of gradients over replicas where a dtype for them is given.
+
+    Raises:
+        GraphparError: there are none.
+    """
+    if dtype is not None and (mesh.replicas == 1 or mode != "train"):
+        shown = ", ".join(f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1)
+        what = f"mesh {shown or 'of one device'}" if mode == "train" else "program for inference"
+        raise GraphparError(
+            f"reduce_dtype={dtype} is for sums of gradients over dp_replicate and dp_shard, which a {what} does not have; leave it out."
+        )
 
 
 def zero_level(program: Program, mesh: Mesh, level: int | None) -> int:
@@ -437,6 +454,8 @@ def _plan(
         split_points=tuple(split_points),
         stages=tuple(StageRecord(stage.index, ranks[stage.index], stage.modules) for stage in stages),
         dtype=pins.dtype,
+        param_dtype=pins.param_dtype,
+        reduce_dtype=pins.reduce_dtype,
         actions=actions,
         zero=zero,
         prefetch=prefetch,

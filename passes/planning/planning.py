@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from graphpar.codegen.fully_sharded import gather_dtype
 from graphpar.cost_models.estimates import Alone, Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import dominant_dtype
@@ -37,6 +38,7 @@ from graphpar.passes.planning.planner import Planner, free_axes
 from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.shard import Sharded, sharded_as
 from graphpar.passes.split import positions_of
+from graphpar.runtime.plan_record import DTYPES
 from graphpar.schedules.order import order_of
 from graphpar.schedules.registry import action_table, canonical_name
 from graphpar.schedules.table import ActionTable, parse_table
@@ -106,14 +108,9 @@ def planner_for(
     reshard = pins.reshard or "default"
     zero = level_of(pinned.get("dp_shard", 1), pins.zero)
     again = gathers_again(pinned.get("pp", 1), zero, reshard)
-    execution = _execution(zero, reshard, *prefetching(again, pins.prefetch, pins.prefetch_distance))
+    prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)
+    execution = _execution(program, zero, reshard, prefetch, distance, pins.reduce_dtype)
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dominant_dtype(program), shown=top)
-
-
-def _execution(zero: int, reshard: str | int, prefetch: str | None, distance: int) -> Execution:
-    """How a program of this ZeRO level and policies runs: what is gathered before a unit computes stays beside it."""
-    gathered = {"pre": 1 + distance, "post": distance}.get(prefetch or "", 1)
-    return Execution(zero=zero, reshard=reshard, prefetch=prefetch != "none", gathered=gathered)
 
 
 def _has_split_points(program: Program, pins: PlanConstraints) -> bool:
@@ -145,7 +142,8 @@ def pricing_of(
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
     run = execution or replace(
-        _execution(plan.zero, plan.reshard, plan.prefetch, plan.prefetch_distance), recompute=plan.recompute
+        _execution(program, plan.zero, plan.reshard, plan.prefetch, plan.prefetch_distance, plan.reduce_dtype),
+        recompute=plan.recompute,
     )
     sharded = sharded_as(program, plan)
     local = sharded.local
@@ -156,6 +154,21 @@ def pricing_of(
     layout = Layout(plan.schedule, plan.microbatch_size, plan.microbatches, starts, order)
     train = local.mode == "train"
     return Pricing(units, plan.mesh, cluster, run, dtype=dominant_dtype(local), train=train), layout
+
+
+def _execution(
+    program: Program, zero: int, reshard: str | int, prefetch: str | None, distance: int, reduce_dtype: str | None
+) -> Execution:
+    """Say how a rank of a plan runs ``program``; what is gathered before a unit computes stays beside it."""
+    dtype = gather_dtype(program) if zero > 1 else None
+    return Execution(
+        zero=zero,
+        reshard=reshard,
+        prefetch=prefetch != "none",
+        gathered={"pre": 1 + distance, "post": distance}.get(prefetch or "", 1),
+        gather_bytes=None if dtype is None else DTYPES[dtype].itemsize,
+        reduce_bytes=None if reduce_dtype is None else DTYPES[reduce_dtype].itemsize,
+    )
 
 
 def in_bf16_s(program: Program, plan: Plan, cluster: Cluster) -> float | None:

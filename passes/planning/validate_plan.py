@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.plan import Plan
+from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Decision, Sharding
 from graphpar.operators.transitions import path
@@ -63,6 +64,8 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         prefetch=given.prefetch,
         prefetch_distance=given.prefetch_distance or None,
         dtype=given.dtype,
+        param_dtype=given.param_dtype,
+        reduce_dtype=given.reduce_dtype,
         cluster=given.cluster,
     )
     axes = placed_axes(program, given.mesh)
@@ -120,6 +123,12 @@ def check_model(program: Program, plan: Plan) -> None:
     Raises:
         GraphparError: it is for another one; the message says which modules only one of them has.
     """
+    precision = (Precision() if program.source is None else program.source.precision).resolved(program.mode)
+    if plan.precision != precision:
+        raise GraphparError(
+            f"The plan is for dtype {plan.dtype} with parameters in {plan.param_dtype}, but the program was exported in "
+            f"{precision.dtype} with parameters in {precision.param_dtype}; export it as the plan says."
+        )
     if plan.mode != program.mode:
         raise GraphparError(f"The plan is for mode {plan.mode!r}, but the program was traced for {program.mode!r}.")
     planned = {name for stage in plan.stages for name in stage.modules}

@@ -353,13 +353,6 @@ def test_values_of_a_model_that_was_never_built() -> None:
     assert {"inverse", "mask", "written"} <= set(program.constants)
 
 
-def test_dtype_of_a_factory() -> None:
-    program = gp.export(Two, (X.bfloat16(), X.bfloat16()), loss_fn=square, dtype="bf16")
-
-    assert program.parameters["a.weight"].dtype == torch.bfloat16
-    assert torch.get_default_dtype() == torch.float32
-
-
 # ---- traces at a fixed size ------------------------------------------------------------------------------------
 
 

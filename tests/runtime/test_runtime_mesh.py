@@ -328,6 +328,9 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
         microbatches=microbatches,
         ties=(),
         placed=(),
+        zero=0,
+        reduce_dtype=None,
+        scales_loss=False,
         fully_sharded=frozenset(),
         stored=lambda _: {"dp_replicate": R},
     )

@@ -1,0 +1,150 @@
+"""A model traced as it computes in 16 bits, though its parameters are stored in 32.
+
+    parameters    in the compute dtype while the model is traced, so x.to(self.weight.dtype) means what it should
+    inputs        floating ones are cast where the model is called; targets and buffers stay as they are
+    losses        F.cross_entropy(logits, labels) inside of the model takes its arguments in fp32
+    outputs       cast to fp32 before loss_fn, which takes the model's parameters in fp32, too
+
+The parameters of BatchNorm and its kin stay as they are, since torch computes their statistics in fp32. The pass ``cast_weights``
+declares the dtype in which parameters are stored, and casts them where they are read.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+
+from graphpar.errors import GraphparError
+from graphpar.frontend.modes import FunctionMode
+from graphpar.ir.program import operator_name, value_of, where
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
+
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[int, nn.Parameter]:
+    """Find the parameters that are cast to ``dtype`` where they are read, by their ids.
+
+    Raises:
+        GraphparError: one is in a dtype from which nothing is cast, such as fp64.
+    """
+    found: dict[int, nn.Parameter] = {}
+    kept: set[int] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                kept.add(id(parameter))
+            elif parameter.dtype in _CAST:
+                found[id(parameter)] = parameter
+            elif parameter.dtype is torch.float64:
+                raise GraphparError(
+                    f"The parameter {f'{path}.{name}' if path else name!r} is in float64, which a dtype of {_short(dtype)} would round "
+                    "away; build the model in float32, or leave the dtype out."
+                )
+    return {key: parameter for key, parameter in found.items() if key not in kept}
+
+
+def check_norms(graph: fx.Graph) -> None:
+    """Check that no normalisation takes a weight of 16 bits with an input of 32: a trace does, and torch's kernels don't.
+
+    Raises:
+        GraphparError: one does; the message says where.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or record_of(node).kind is not Kind.NORM or operator_name(node) == "rms_norm":
+            continue
+        given, *others = node.all_input_nodes
+        weights = [other for other in others if other.op == "get_attr" and value_of(other).dtype in _HALF]
+        if weights and value_of(given).dtype not in _HALF:
+            raise GraphparError(
+                f"{operator_name(node)}{where(node)} takes an input in {_short(value_of(given).dtype)} and "
+                f"{str(weights[0].target)!r} in {_short(value_of(weights[0]).dtype)}: something before it, such as a buffer, is in 32 "
+                "bits. Cast that in the model, or the input here: x.to(self.weight.dtype)."
+            )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def computed_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Have the parameters in ``dtype`` inside, the same objects with other data; None leaves them."""
+    before = [(each, each.data) for each in cast_parameters(model, dtype).values()] if dtype is not None else []
+    try:
+        for parameter, data in before:
+            parameter.data = data.to(dtype)
+        yield
+    finally:
+        for parameter, data in before:
+            parameter.data = data
+
+
+def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
+    """Cast the floating tensors in ``value`` to ``dtype``, those in 64 bits excepted; None changes nothing."""
+    if dtype is None:
+        return value
+    return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in _CAST else leaf, value)
+
+
+def in_full(output: Any) -> Any:
+    """Cast the tensors of 16 bits in a model's output to fp32; objects that are no containers of torch keep theirs."""
+    if (isinstance(output, Mapping) and type(output) is not dict) or dataclasses.is_dataclass(output):
+        changed = copy.copy(output)  # such as a ModelOutput, which has its tensors as items and as attributes
+        items = list(output.items()) if isinstance(output, Mapping) else list(vars(output).items())
+        for name, value in items:
+            full = in_full(value)
+            if isinstance(output, Mapping):
+                changed[name] = full  # type: ignore[index]
+            else:
+                object.__setattr__(changed, name, full)
+        return changed
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in _HALF else output
+    if type(output) in (tuple, list, dict):
+        values = output.values() if isinstance(output, dict) else output
+        full = [in_full(value) for value in values]
+        return dict(zip(output, full)) if isinstance(output, dict) else type(output)(full)
+    return tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf, output)
+
+
+class LossesInFull(FunctionMode):
+    """Gives losses of ``torch.nn.functional`` their arguments in fp32; with ``parameters`` all functions take parameters so."""
+
+    def __init__(self, parameters: bool = False) -> None:
+        super().__init__()
+        self.parameters = parameters
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call ``function``, with floating arguments in fp32 where it is a loss."""
+        if _is_loss(function):
+            args, options = in_full(args), in_full(options)
+        elif self.parameters and getattr(function, "__name__", "") != "__get__":
+            args, options = tree_map(_full_parameter, (args, options))
+        return function(*args, **options)
+
+
+def _full_parameter(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, nn.Parameter) and leaf.dtype in _HALF else leaf
+
+
+@functools.cache
+def _is_loss(function: Callable[..., Any]) -> bool:
+    """Whether this is a loss of ``torch.nn.functional``: they alone there are asked how to reduce."""
+    if getattr(function, "__module__", "") != "torch.nn.functional":
+        return False
+    try:
+        return "reduction" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False

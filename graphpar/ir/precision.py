@@ -1,0 +1,75 @@
+"""``Precision``: in which dtypes a program computes, and stores and steps its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphpar.errors import GraphparError, near_match
+from graphpar.runtime.plan_record import DTYPES
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a program, by their names.
+
+    Attributes:
+        dtype: in which the model computes. In fp32 it computes in the dtypes that it was built in, and nothing is cast.
+        param_dtype: in which parameters are stored, and stepped. Empty: fp32 for training, ``dtype`` for inference.
+    """
+
+    dtype: str = "fp32"
+    param_dtype: str = ""
+
+    @staticmethod
+    def of(dtype: str | None = None, pure: bool | None = None, param_dtype: str | None = None) -> Precision:
+        """Make a policy of what a user asks for; ``pure`` stores parameters in the compute dtype.
+
+        Raises:
+            GraphparError: a dtype is not known, or ``pure`` contradicts ``param_dtype``.
+        """
+        for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
+            check_dtype(name, value)
+        if pure and param_dtype not in (None, dtype or "fp32"):
+            raise GraphparError(
+                f"pure stores parameters in the compute dtype, {dtype or 'fp32'}, but param_dtype is {param_dtype}; give one of them."
+            )
+        return Precision(dtype or "fp32", (dtype or "fp32") if pure else param_dtype or "")
+
+    def resolved(self, mode: str) -> Precision:
+        """Return the policy with its ``param_dtype`` filled in, for ``train`` or ``infer``."""
+        return self if self.param_dtype else replace(self, param_dtype="fp32" if mode == "train" else self.dtype)
+
+    @property
+    def casts(self) -> bool:
+        """Whether anything is cast."""
+        return {self.dtype, self.param_dtype} - {"fp32", ""} != set()
+
+    @property
+    def computed(self) -> torch.dtype:
+        """The dtype in which the model computes."""
+        return DTYPES[self.dtype]
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype in which parameters are stored."""
+        return DTYPES[self.param_dtype]
+
+    @property
+    def cast_to(self) -> torch.dtype | None:
+        """The dtype to which parameters and inputs are cast while the model runs; None where nothing is."""
+        return self.computed if self.casts else None
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """Check that the argument ``name`` is a dtype that a policy may have; None is one that is not given.
+
+    Raises:
+        GraphparError: it is not.
+    """
+    if value is not None and value not in DTYPES:
+        raise GraphparError(
+            f"{name} is {value!r}; it must be one of {', '.join(DTYPES)}.{near_match(str(value), DTYPES)}"
+        )
