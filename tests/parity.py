@@ -159,7 +159,7 @@ class Combination:
 LEVELS = ("0", "1", "1 flat", "2", "3")
 MODELS = ("tied", "frozen", "shared", "moe")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-DATA = ({"": 2}, {"": 4}, {"dp_replicate": 2, "": 2})  # the last: four replicas whose state is sharded over two
+DATA: tuple[dict[str, int], ...] = ({"": 2}, {"": 4}, {"dp_replicate": 2, "": 2})  # the last shards over two of four
 WITH: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"ep": 2}, {"tp": 2, "pp": 2})
 
 
