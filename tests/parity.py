@@ -16,7 +16,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,8 @@ class Combination:
     accumulated: int = 1
     clipped: bool = False
     dtype: str = "fp32"
+    reshard: str | None = None
+    whole_sequence: bool = False  # with tp: norms compute on whole sequences
 
     @property
     def devices(self) -> int:
@@ -144,8 +146,14 @@ class Combination:
             pins["zero1_by"] = "flat"
         if self.prefetch is not None:
             pins["prefetch"] = self.prefetch
-        if self.dtype != "fp32":
-            pins["dtype"] = self.dtype
+        if self.reshard is not None:
+            pins["reshard"] = self.reshard
+        if self.whole_sequence:
+            pins["shard_plan"] = {
+                "layers.*.norm*": {"inputs": ["I@tp"]},
+                "norm": {"inputs": ["I@tp"]},
+                "positions": "replicate",
+            }
         return pins
 
     def __str__(self) -> str:
@@ -195,6 +203,39 @@ def combinations() -> Iterator[Combination]:
                 accumulated=(3, 1)[number % 2],
                 clipped=True,
             )
+
+
+def _row(level: str, schedule: str | None = None, model: str = "tied", **mesh: int) -> Combination:
+    return Combination(model, level, tuple(mesh.items()), schedule)
+
+
+TORCHTITAN = {
+    "tp2": _row("0", tp=2),
+    "tp2 without sequence parallelism": replace(_row("0", tp=2), whole_sequence=True),
+    "pp2 1F1B": _row("0", "1F1B", pp=2),
+    "dp2 x pp2": _row("3", "1F1B", dp_shard=2, pp=2),
+    "tp2 x pp2": _row("0", "1F1B", tp=2, pp=2),
+    "dp2 x tp2 x pp2": _row("3", "1F1B", dp_shard=2, tp=2, pp=2),
+    "dp2 x tp2 x pp2, interleaved": _row("3", "Interleaved1F1B", dp_shard=2, tp=2, pp=2),
+    "dp2 x tp2 x pp2, zero bubble": _row("3", "ZBVZeroBubble", dp_shard=2, tp=2, pp=2),
+    "ddp4": _row("0", dp_replicate=4),
+    "fsdp4": _row("3", dp_shard=4),
+    "hsdp 2x2": _row("3", dp_replicate=2, dp_shard=2),
+    "hsdp 2x2 with tp2": _row("3", dp_replicate=2, dp_shard=2, tp=2),
+    "hsdp 2x2 with cp2": _row("3", dp_replicate=2, dp_shard=2, cp=2),
+    "cp4": _row("0", cp=4),
+    "dp2 x cp2, sharded": _row("3", dp_shard=2, cp=2),
+    "dp2 x cp2, replicated": _row("0", dp_replicate=2, cp=2),
+    "dp2 x tp2 x cp2": _row("3", dp_shard=2, tp=2, cp=2),
+    "reshard always": replace(_row("3", "1F1B", dp_shard=2, pp=2), reshard="always"),
+    "gradient accumulation": replace(_row("3", dp_shard=2), accumulated=3),
+    "experts: dp2 x ep2": _row("3", model="moe", dp_shard=2, ep=2),
+    "experts: dp2 x pp2 x ep2": _row("3", "1F1B", "moe", dp_shard=2, pp=2, ep=2),
+    "experts: hsdp 2x2 x ep2": _row("3", model="moe", dp_replicate=2, dp_shard=2, ep=2),
+    "experts: tp2 x pp2 x ep2": _row("0", "1F1B", "moe", tp=2, pp=2, ep=2),
+    "experts: dp2 x tp2 x ep2": _row("3", model="moe", dp_shard=2, tp=2, ep=2),
+}
+"""What torchtitan's integration tests run, where theirs borrow the ranks of ep from other axes and ours have their own."""
 
 
 def chosen(seed: int, count: int) -> list[Combination]:

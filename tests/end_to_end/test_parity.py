@@ -35,5 +35,10 @@ def test_the_matrix_meets_every_choice_with_every_level() -> None:
 
 
 @pytest.mark.slow
+def test_the_list_of_torchtitan(pool: RankPool) -> None:
+    _exact(parity.run(pool, list(parity.TORCHTITAN.values())))
+
+
+@pytest.mark.slow
 def test_all(pool: RankPool) -> None:
     _exact(parity.run(pool, list(parity.combinations())))
