@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind
 from graphpar.errors import GraphparError
 from graphpar.frontend.fixed_size import NUMBERS, TWIN
 from graphpar.frontend.inputs import Request
-from graphpar.frontend.precision import cast_parameters, check_norms
+from graphpar.frontend.precision import cast_parameters
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, Output, Program, TensorInfo, memory_of, size_coefficient
 from graphpar.ir.source import source_of
@@ -58,8 +58,6 @@ def to_program(
     inputs = tuple(
         Input(name, tuple(leaf.shape), leaf.dtype, dim, role, _value_range(leaf)) for name, role, dim, leaf in tensors
     )
-    if request.precision.casts:
-        check_norms(graph)
     output_node = graph.output_node()
     outputs = tuple(
         Output(name, _batch_dim(node)) for name, node in zip(request.output_names, cast(Any, output_node.args[0]))

@@ -20,14 +20,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from graphpar.errors import GraphparError
 from graphpar.frontend.modes import FunctionMode
-from graphpar.ir.program import operator_name, value_of, where
-from graphpar.operators.record import Kind
-from graphpar.operators.table import record_of
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
@@ -53,25 +50,6 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[int, nn.Parame
                     "away; build the model in float32, or leave the dtype out."
                 )
     return {key: parameter for key, parameter in found.items() if key not in kept}
-
-
-def check_norms(graph: fx.Graph) -> None:
-    """Check that no normalisation takes a weight of 16 bits with an input of 32: a trace does, and torch's kernels don't.
-
-    Raises:
-        GraphparError: one does; the message says where.
-    """
-    for node in graph.nodes:
-        if node.op != "call_function" or record_of(node).kind is not Kind.NORM or operator_name(node) == "rms_norm":
-            continue
-        given, *others = node.all_input_nodes
-        weights = [other for other in others if other.op == "get_attr" and value_of(other).dtype in _HALF]
-        if weights and value_of(given).dtype not in _HALF:
-            raise GraphparError(
-                f"{operator_name(node)}{where(node)} takes an input in {_short(value_of(given).dtype)} and "
-                f"{str(weights[0].target)!r} in {_short(value_of(weights[0]).dtype)}: something before it, such as a buffer, is in 32 "
-                "bits. Cast that in the model, or the input here: x.to(self.weight.dtype)."
-            )
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -34,6 +34,7 @@ from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.errors import GraphparError
 from graphpar.ir.program import module_path, operator_name, value_of
 from graphpar.operators.placement import results_of
+from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.sharding.costs import Prices, Workload, parameter_name
 from graphpar.passes.sharding.experts import check_degree, find_experts
@@ -66,11 +67,12 @@ def search(
 
 
 def _views_of_weights(problem: Problem) -> set[fx.Node]:
-    """Return parameters and their views, such as ``weight.T``."""
+    """Return parameters, their views, such as ``weight.T``, and their casts, such as ``weight.bfloat16()``."""
     found: set[fx.Node] = set()
     for operator in problem.operators:
-        view = record_of(operator.node).free and bool(operator.operands) and found.issuperset(operator.operands)
-        if operator.kind == "parameter" or view:
+        record = record_of(operator.node)
+        same = (record.free or record.kind is Kind.COPY) and operator.operands and found.issuperset(operator.operands)
+        if operator.kind == "parameter" or same:
             found.add(operator.node)
     return found
 

@@ -200,6 +200,15 @@ def test_small_gradients_survive_in_16_bits(tmp_path: Path, pool: RankPool) -> N
     assert float(expected["head.bias"].abs().max()) < 1e-5  # which fp16 itself would have two bits of
 
 
+def test_casts_of_weights_are_sharded_as_the_weights_are() -> None:
+    """They are not gathered over tp in 16 bits, where their gradients would be summed in 16 bits for each microbatch."""
+    program = architectures.program_of("llama", dtype="bf16")
+    text = gp.partition(program, gp.plan(program, mesh={"tp": 2})).files["blocks.py"]
+
+    assert ".weight.bfloat16()" in text
+    assert not any("gather" in line and "weight.bfloat16()," in line for line in text.splitlines())
+
+
 # ---- planted faults ---------------------------------------------------------------------------------------------
 
 

@@ -185,7 +185,7 @@ def test_what_cannot_be_is_refused() -> None:
     double = nn.Linear(8, 4).double()
     with pytest.raises(GraphparError, match="'weight' is in float64"):
         gp.export(double, (X.double(),), loss_fn=lambda o: o.mean(), dtype="bf16")
-    with pytest.raises(GraphparError, match=r"layer_norm .*takes an input in float32 and 'norm\.weight' in bfloat16"):
+    with pytest.raises(GraphparError, match="takes an input in float32 and 'norm"):
         gp.export(Buffered(), (X,), loss_fn=lambda o: o.mean(), dtype="bf16")
     for asked, message in (
         ({"dtype": "bf61"}, "dtype is 'bf61'; it must be one of fp32, bf16, fp16. Did you mean 'bf16'"),
