@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from graphpar.ir.program import Program
     from graphpar.ir.stage import Stage
 
+_SHOWN = 8
 _ADAMW = 2
 """Tensors of AdamW's state for each parameter."""
 
@@ -23,7 +24,8 @@ _ADAMW = 2
 def state_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, Any] | None:
     """Return the units and what the rank that stores most stores, in bytes; None where no state is sharded.
 
-    A unit's bytes are those of its parameters when they are gathered; ``count`` units of a class have as many each.
+    ``loads`` are the elements that each rank of dp_shard updates at level 1, by pp rank; empty where they are equal slices. A unit's bytes
+    are those of its parameters when they are gathered; ``count`` units of a class have as many each.
     """
     from graphpar.codegen.fully_sharded import parameters_of_units
     from graphpar.codegen.package import held_by_ranks, owners_of
@@ -37,16 +39,16 @@ def state_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[st
         units[key] = units.get(key, 0) + 1
     ranks = plan.mesh.dp_shard
     owned = owners_of(program, plan, stages) if plan.zero == 1 else {}
-    parts = []
+    parts, loads = [], []
     for names in held_by_ranks(program, plan, stages):
         held = _once(program, names)
         trained = [name for name in held if program.parameters[name].requires_grad]
         whole = sum(_stored(program, plan, name) for name in trained)
         updated = whole if plan.zero > 1 else -(-whole // ranks)
         if owned:
-            updated = max(
-                sum(program.parameters[name].nbytes for name in trained if owned[name] == r) for r in range(ranks)
-            )
+            shares = [[program.parameters[name] for name in trained if owned[name] == rank] for rank in range(ranks)]
+            updated = max(sum(info.nbytes for info in infos) for infos in shares)
+            loads.append([sum(info.numel for info in infos) for infos in shares])
         stored = sum(_stored(program, plan, name) for name in held)
         parts.append({"parameters": stored, "gradients": whole, "optimizer": _ADAMW * updated})
     return {
@@ -54,6 +56,7 @@ def state_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[st
         "ranks": ranks,
         "units": [{"name": name, "count": count, "bytes": nbytes} for (name, nbytes), count in units.items()],
         "rank_bytes": max(parts, key=lambda each: sum(each.values())),
+        "loads": loads,
     }
 
 
@@ -83,4 +86,12 @@ def state_text(state: Mapping[str, Any]) -> str:
     return (
         f"ZeRO-{state['zero']} over dp_shard={state['ranks']} · units {units} · a rank stores parameters "
         f"{bytes_text(own['parameters'])}, gradients {bytes_text(own['gradients'])}, AdamW's state {bytes_text(own['optimizer'])}"
+        + (f" · {_loads_text(state['loads'])}" if state["loads"] else "")
     )
+
+
+def _loads_text(loads: Sequence[Sequence[int]]) -> str:
+    """Write what each rank of dp_shard updates, of the pp rank where that is least even."""
+    unevenness, worst = max((max(each) * len(each) / max(sum(each), 1), each) for each in loads)
+    shown = ", ".join(f"{elements:,}" for elements in worst[:_SHOWN]) + (", …" if len(worst) > _SHOWN else "")
+    return f"ranks update {shown} elements, the largest {unevenness:.2f} of the mean"
