@@ -30,7 +30,7 @@ from tests import architectures
 from tests.rank_pool import RankPool
 
 LR, MOMENTUM, STEPS, MAX_NORM = 0.1, 0.9, 3, 0.5
-ROWS, TOKENS, WORDS, WIDTH, IGNORED = 8, 12, 64, 32, -100
+ROWS, TOKENS, WORDS, WIDTH, IGNORED = 16, 12, 64, 32, -100
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 
 

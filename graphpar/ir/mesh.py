@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.runtime.axes import AXES, AXIS
+from graphpar.runtime.axes import AXES, AXIS, GROUPS
+from graphpar.runtime.layout import coordinates
 
 _USUAL_NAMES = {name: axis.name for axis in AXIS.values() for name in axis.usual_names}
 
@@ -41,6 +42,22 @@ class Mesh:
     def degrees(self) -> dict[str, int]:
         """Return the degree of each axis, outermost first."""
         return {axis: int(getattr(self, axis)) for axis in AXES}
+
+    def groups(self, name: str) -> list[list[int]]:
+        """Return the ranks of every group of an axis, or of ``batch``, ``loss``, ``fsdp`` or ``expert``, in order.
+
+        Raises:
+            GraphparError: there is no such name.
+        """
+        names = (*AXES, *GROUPS)
+        if name not in names:
+            raise GraphparError(f"There is no group {name!r}; there are {', '.join(names)}.{near_match(name, names)}")
+        axes = GROUPS.get(name, (name,))
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            place = coordinates(rank, self.degrees())
+            found.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(rank)
+        return list(found.values())
 
     @property
     def size(self) -> int:

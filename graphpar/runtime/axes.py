@@ -79,6 +79,8 @@ AXIS = {axis.name: axis for axis in _RECORDS}
 AXES = tuple(AXIS)
 REPLICAS = tuple(name for name, axis in AXIS.items() if axis.replicas)
 """The axes whose ranks run the same code on different rows."""
+GROUPS = {"batch": REPLICAS, "loss": (*REPLICAS, "cp"), "fsdp": ("dp_shard",), "expert": ("ep",)}
+"""Groups of ranks by what they share, as axes: other rows of the batch, parts of the loss, shards of the state, experts."""
 SHARDING_ORDER = (*(name for name in AXES if name not in REPLICAS), *REPLICAS)
 """The order in which axes divide a tensor: what ranks store divides the shards that they compute with."""
 PREFETCH = ("pre", "post", "none")

@@ -57,7 +57,7 @@ def forward_only(
     if not finished:
         return None
     outputs = {spec.name: _join(program, spec, parts) for spec, parts in zip(program.outputs, zip(*finished))}
-    replicas = groups.replicas
+    replicas = groups["batch"]
     if replicas is None:
         return outputs
     return {

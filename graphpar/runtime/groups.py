@@ -2,6 +2,7 @@
 
     rank 5 of pp=2 x dp_replicate=2 x tp=2 is at pp=1, dp_replicate=0, tp=1
     groups["tp"]                               ranks 4, 5         they agree on every other axis
+    groups["batch"]                            ranks 5, 7         all replicas: dp_replicate and dp_shard
     groups.over(("dp_replicate", "tp"))        ranks 4 to 7       partial on two axes
     groups.over(("dp_replicate",), (0, 1))     ranks 1, 3, 5, 7   ... of a parameter that both stages hold
 
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphpar.runtime.axes import AXES, REPLICAS
+from graphpar.runtime.axes import AXES, GROUPS, REPLICAS
 from graphpar.runtime.distributed import gather_objects, group_timeout
 from graphpar.runtime.layout import coordinates, rank_at
 
@@ -33,12 +34,23 @@ class Groups:
         self._made: dict[tuple[tuple[str, ...], tuple[int, ...] | None], dist.ProcessGroup | None] = {}
         self._owned: list[dist.ProcessGroup] = []
         self.axes = {axis: group for axis in AXES if (group := self._of_axis(axis)) is not None}
-        self.replicas = self.over([axis for axis in REPLICAS if self.degrees[axis] > 1])
-        """The ranks that run the same stages on other rows of the batch."""
+        self.over(self._several("batch"))
 
-    def __getitem__(self, axis: str) -> dist.ProcessGroup | None:
-        """The group of one axis; ``None`` where its degree is 1."""
-        return self.axes.get(axis)
+    def __getitem__(self, name: str) -> dist.ProcessGroup | None:
+        """The group of an axis, or of a name of :data:`~graphpar.runtime.axes.GROUPS`; ``None`` where it is this rank alone.
+
+        Raises:
+            KeyError: there is no such name; the message lists those that there are.
+        """
+        if name in GROUPS:
+            return self.over(self._several(name))
+        if name not in AXES:
+            raise KeyError(f"there is no group {name!r}; there are {', '.join((*AXES, *GROUPS))}")
+        return self.axes.get(name)
+
+    def _several(self, name: str) -> list[str]:
+        """The axes of a named group that have several ranks."""
+        return [axis for axis in GROUPS[name] if self.degrees[axis] > 1]
 
     @property
     def replica(self) -> int:

@@ -311,7 +311,7 @@ class Pipeline:
                 self._scale.update(finite)
         if self._shards is not None:
             self._shards.end_step()
-        replicas = self.groups.replicas
+        replicas = self.groups["batch"]
         if loss is not None and replicas is not None:
             dist.all_reduce(loss, group=replicas)
         self.steps_done += 1
@@ -378,7 +378,7 @@ class Pipeline:
         with torch.no_grad():
             parts = [self._count(**microbatch(self.program, inputs, i)) for i in range(self.program.microbatches)]
             totals = [torch.stack(shares).sum(0) for shares in zip(*parts)]
-        replicas = self.groups.replicas
+        replicas = self.groups["batch"]
         for total in totals if replicas is not None and not self.program.dp_mean else ():
             dist.all_reduce(total, group=replicas)
         return dict(zip(self.program.count_names, totals))
