@@ -250,7 +250,7 @@ def _check_same(plan: Plan, record: PlanRecord) -> None:
         )
     types = plan._types()
     for name, stored in record.parameters.items():
-        if stored != types[name]:
+        if name in types and stored != types[name]:  # whether there are such names is checked with the program
             raise GraphparError(
                 f"The plan contradicts itself: {name} is stored as {_spec_text(stored)}, but on the axes of its mesh and sharding "
                 f"that is {_spec_text(types[name])}."

@@ -184,9 +184,10 @@ def _gather_after_backwards(order: Sequence[nn.Module], distance: int) -> None:
 
 def _precision(stage: nn.Module, program: Manifest) -> MixedPrecisionPolicy:
     """Gather parameters in the dtype in which all of them are read, if there is one; sum gradients in that of the plan, or in
-    their own."""
-    stored = next((parameter.dtype for parameter in stage.parameters()), None)
-    gathered, reduced = current(program.gather_dtype), current(program.reduce_dtype or stored)
+    that of their parameters, which is FSDP2's own choice where it casts none."""
+    gathered, reduced = current(program.gather_dtype), current(program.reduce_dtype)
+    if gathered is not None and reduced is None:
+        reduced = next((p.dtype for name, p in stage.named_parameters() if name in program.fully_sharded), None)
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
 
 

@@ -627,7 +627,7 @@ def test_a_norm_over_the_batch_is_named() -> None:
     program = gp.export(Transposed(), (X,), loss_fn=square)
 
     with pytest.raises(gp.GraphparError, match=r"BatchNorm1d 'norm'.*takes dim 1 of its input as its 4 features"):
-        gp.plan(program, mesh={"dp_replicate": 2})
+        gp.plan(program, mesh={"dp_replicate": 2}, microbatch_size=1)
 
 
 @pytest.mark.parametrize("loss_fn", [None, square])

@@ -59,7 +59,8 @@ def test_verify_holds_a_users_pass_against_the_model() -> None:
 
 def test_a_pass_before_what_it_requires_is_refused() -> None:
     rows = {row.name: row for row in gp.PASSES}
-    wrong = PassList((rows["inline_regions"], rows["simplify"], *gp.PASSES[1:5], *gp.PASSES[6:]))
+    others = [row for row in gp.PASSES if row.name not in ("inline_regions", "simplify")]
+    wrong = PassList((rows["inline_regions"], rows["simplify"], *others))
 
     with pytest.raises(gp.GraphparError, match="The pass simplify requires assign_streams, which comes after it"):
         export(passes=wrong)
