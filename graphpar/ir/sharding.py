@@ -129,7 +129,11 @@ class Sharding:
         return Sharding(
             degrees,
             decisions,
-            {name: _computed(spec, degrees) for name, spec in parameters.items()} if degrees else {},
+            {
+                name: _computed(spec, degrees)
+                for name, spec in parameters.items()
+                if degrees or not any(AXIS[axis].stores_shards for axis in spec)  # else listed for what is stored alone
+            },
             data.values("variants", str) if data.has("variants") else {},
             tuple(_point(data, row) for row in data.items("points", list)) if data.has("points") else (),
             data.values("cost", float) if data.has("cost") else {},
