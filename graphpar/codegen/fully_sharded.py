@@ -67,8 +67,8 @@ def units_of(program: Program, stage: Stage, blocks: Mapping[str, str]) -> list[
 def stored_in_shards(program: Program, stages: Sequence[Stage]) -> frozenset[str]:
     """Return the parameters of which a rank of dp_shard stores a shard, under every name of a tie.
 
-    Whole on every rank stay those without a dim to divide, and in a unit of several dtypes those that are not of its largest, since
-    a unit is gathered in one message.
+    Whole on every rank stay those without a dim to divide or without elements, and in a unit of several dtypes those that are not of
+    its largest, since a unit is gathered in one message.
     """
     found: set[str] = set()
     for names in parameters_of_units(program, stages).values():
@@ -76,8 +76,10 @@ def stored_in_shards(program: Program, stages: Sequence[Stage]) -> frozenset[str
         for info in map(program.parameters.__getitem__, names):
             sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
         largest = max(sizes, key=sizes.__getitem__)
-        kept = [name for name in names if program.parameters[name].shape and program.parameters[name].dtype == largest]
-        found.update(tied for name in kept for tied in program.tie_of(name))
+        for name in names:
+            info = program.parameters[name]
+            if info.shape and info.nbytes and info.dtype == largest:
+                found.update(program.tie_of(name))
     return frozenset(found)
 
 

@@ -50,7 +50,6 @@ def fully_shard_stage(
         stage,
         mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,)),
         reshard_after_forward=reshard_after_forward(program),
-        mp_policy=_precision(stage, program),
         ignored_params={
             parameter
             for name, parameter in stage.named_parameters(remove_duplicate=False)
@@ -58,6 +57,8 @@ def fully_shard_stage(
         },
     )
     for module in _units(stage):
+        for sharded in groups_of(module):
+            sharded.mp_policy = _precision(sharded, program)
         module.set_gradient_divide_factor(1.0)  # each replica returns its share of the loss
         module.set_force_sum_reduction_for_comms(True)
         if program.gathers_by_table:
@@ -182,12 +183,11 @@ def _gather_after_backwards(order: Sequence[nn.Module], distance: int) -> None:
         gathers_then(groups_of(unit)[0], place)
 
 
-def _precision(stage: nn.Module, program: Manifest) -> MixedPrecisionPolicy:
-    """Gather parameters in the dtype in which all of them are read, if there is one; sum gradients in that of the plan, or in
-    that of their parameters, which is FSDP2's own choice where it casts none."""
-    gathered, reduced = current(program.gather_dtype), current(program.reduce_dtype)
-    if gathered is not None and reduced is None:
-        reduced = next((p.dtype for name, p in stage.named_parameters() if name in program.fully_sharded), None)
+def _precision(group: Any, program: Manifest) -> MixedPrecisionPolicy:
+    """Gather the parameters of a unit in the dtype in which all of the program are read, if there is one; sum gradients in that of
+    the plan, or in their own, which may differ between units."""
+    stored = group.fsdp_params[0].sharded_param.dtype
+    gathered, reduced = current(program.gather_dtype), current(program.reduce_dtype or stored)
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,6 +209,10 @@ class Gradients:
         self._held = {copy for copies in held.values() for copy in copies}
         self._held |= set(shards.pieces.values()) if shards is not None else set()
         self._refusal: RemovableHandle | None = None  # while there are gradients that are not reduced
+        self._kept: list[
+            tuple[nn.Parameter, Tensor, bool]
+        ] = []  # parameters, their gradients, whether those stand for others
+        self._trained: set[nn.Parameter] = set()  # while there are gradients that are not reduced
         self._alone: list[_Partial] = []
         self._of_units: list[_Bucket] = []
         self._buckets: list[_Bucket] = []
@@ -226,7 +230,11 @@ class Gradients:
         """Set aside the gradients accumulated so far, so that only those of this step are summed.
 
         Those of steps before that were not finished, with ``accumulate``, are summed with this step's.
+
+        Raises:
+            RuntimeProgramError: these were dropped in part, or other parameters are trained since.
         """
+        self._check_kept()
         self._alone, self._buckets, self._sent, self._to_come = [], [], 0, {}
         for total in self._sums:
             trained = [
@@ -269,6 +277,33 @@ class Gradients:
         if not updated.isdisjoint(self._held):
             self.check_reduced("the optimizer's step")
 
+    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
+        """After a step that is not finished: let each of ``parameters`` have a gradient, without memory where it is elsewhere, so that
+        it is seen when someone drops them."""
+        self._trained = {parameter for parameter in self._held if parameter.requires_grad}
+        for parameter in parameters:
+            if (stands := parameter.grad is None) and parameter.requires_grad:
+                nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                parameter.grad = like(parameter, nothing.expand(local(parameter).shape))
+            if parameter.grad is not None:
+                self._kept.append((parameter, parameter.grad, stands))
+
+    def _check_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        for parameter, gradient, stands in kept:
+            if parameter.grad is not gradient:
+                raise RuntimeProgramError(
+                    "gradients were dropped after a step with accumulate=True, as by optimizer.zero_grad(), which does not reach those "
+                    "that are not reduced yet; call pipeline.zero_grad()"
+                )
+            if stands:
+                parameter.grad = None
+        if kept and self._trained != {parameter for parameter in self._held if parameter.requires_grad}:
+            raise RuntimeProgramError(
+                "requires_grad was changed between steps whose gradients are reduced together (accumulate=True); "
+                "change it after the step that reduces them"
+            )
+
     def check_reduced(self, what: str) -> None:
         """Check that no step has left gradients that are still to be reduced.
 
@@ -288,6 +323,7 @@ class Gradients:
         if self._refusal is not None:
             for parameter in self._held:
                 parameter.grad = None
+        self._kept = []
         self._reduced()
 
     def _reduced(self) -> None:

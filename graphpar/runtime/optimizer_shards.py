@@ -32,6 +32,7 @@ from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.weights import parameters_by_name
 
 AXIS = "dp_shard"
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 @dataclass(eq=False)
@@ -159,7 +160,7 @@ class OptimizerShards:
             if parameter not in trained
         }
         self._nothing = nn.Parameter(self.units[0].flat.new_empty(0)) if self.units and not self.pieces else None
-        self._seen: list[Any] = []
+        self._seen, self._seen_bits = self._state(), self._bits()
         self._sent = False  # whether values were sent after the gradients of the last step were used
         by_module: dict[nn.Module, list[Unit]] = {}
         for unit in self.units:
@@ -179,12 +180,14 @@ class OptimizerShards:
         for unit in self.units:
             unit.send()
         self._sent = True
+        self._seen, self._seen_bits = self._state(), self._bits()
 
     def settle(self) -> None:
-        """Send the values if some rank may have new ones, unless that was done since the last step; a collective call then."""
-        if self._sent or not self.units:
+        """Send the values if some rank may have new ones since they were sent, or since the last step; a collective call."""
+        if not self.units:
             return
-        changed = torch.tensor(float(self._state() != self._seen), device=self.units[0].flat.device)
+        changed = (self._bits() != self._seen_bits).any().float()
+        changed += self._state() != self._seen
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._group)
         if changed.item():
             self.send()
@@ -204,7 +207,8 @@ class OptimizerShards:
         """Have new values on their way before the forward.
 
         Raises:
-            RuntimeProgramError: a parameter is trained that was frozen when the program was compiled.
+            RuntimeProgramError: a parameter is trained that was frozen when the program was compiled, or one was changed after its
+                value was sent.
         """
         thawed = next((name for parameter, name in self._frozen.items() if parameter.requires_grad), None)
         if thawed is not None:
@@ -212,12 +216,18 @@ class OptimizerShards:
                 f"{thawed} was frozen when the program was compiled, so no rank has its optimizer state (zero=1); "
                 "compile the model with it trained"
             )
-        self.settle()
+        if not self._sent:
+            self.settle()
+        elif self._state() != self._seen and not torch.equal(self._bits(), self._seen_bits):
+            raise RuntimeProgramError(
+                "parameters were changed after pipeline.zero_grad() had sent their values to the other ranks (zero=1); "
+                "call pipeline.synchronize() on all ranks after the change"
+            )
 
     def end_step(self) -> None:
         """Note the values and gradients that a step left behind."""
         self.wait()  # for those of units that no forward has entered
-        self._seen, self._sent = self._state(), False
+        self._seen, self._seen_bits, self._sent = self._state(), self._bits(), False
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Gather the gradients of all pieces, by each name of the parameters of this rank's stages; a collective call."""
@@ -245,6 +255,12 @@ class OptimizerShards:
             (piece._version, None if piece.grad is None else (id(piece.grad), piece.grad._version))
             for piece in self.pieces.values()
         ]
+
+    def _bits(self) -> Tensor:
+        """Sum up the bits of this rank's values: what is written through ``.data`` counts as no change of a tensor."""
+        own = [unit.flat[slice(*unit.segment(unit.groups.place[AXIS]))] for unit in self.units]
+        sums = [part.view(BITS[part.element_size()]).sum(dtype=torch.int64) for part in own]
+        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
 
 def _units(

@@ -43,7 +43,7 @@ from graphpar.runtime.manifest import Manifest, StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.replicas import check_program, check_replicas
-from graphpar.runtime.schedules import Schedule, ShardedStage, build_schedule, keyword_names, microbatch
+from graphpar.runtime.schedules import Schedule, ShardedStage, Stage, build_schedule, keyword_names, microbatch
 from graphpar.runtime.split_backward import guard, is_whole
 from graphpar.runtime.stages import (
     StageAdapter,
@@ -152,7 +152,7 @@ class Pipeline:
         return OptimizerShards(self.stages, modules, self.program, self.groups)
 
     def _build_schedule(self) -> Schedule:
-        kind = ShardedStage if self.program.fully_sharded else PipelineStage
+        kind = ShardedStage if self.program.fully_sharded else Stage
         stages = [
             kind(
                 adapter,
@@ -305,7 +305,9 @@ class Pipeline:
         self._gradients.take(accumulate)
         loss = (self._run_alone if self._schedule is None else self._run_schedule)(values, accumulate)
         self._free()
-        if not accumulate:
+        if accumulate:
+            self._gradients.keep(self.parameters())
+        else:
             finite = self._gradients.finish(self._scale.value)
             if self.program.scales_loss:
                 self._scale.update(finite)

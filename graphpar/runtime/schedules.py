@@ -100,7 +100,22 @@ def _act_on_state(schedule: Schedule, stages: list[PipelineStage]) -> None:
         schedule.register_custom_function(kind, lambda action, _, act=act: act(own[action.stage_index]))
 
 
-class ShardedStage(PipelineStage):
+class Stage(PipelineStage):
+    """torch's stage, whose split backward may return gradients that can't be sent, or give one tensor to two parameters."""
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run a backward, or a half of it; torch calls this for each."""
+        new = [parameter for parameter in self.submod.parameters() if parameter.grad is None]
+        received, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        for parameter in new if backward_type == "weight" else ():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()  # later microbatches are added in place
+        return tuple(each.contiguous() if isinstance(each, Tensor) else each for each in received), groups
+
+
+class ShardedStage(Stage):
     """A stage whose state is sharded over dp_shard."""
 
     @property
