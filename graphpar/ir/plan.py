@@ -249,11 +249,13 @@ def _check_same(plan: Plan, record: PlanRecord) -> None:
             f"microbatches of {plan.microbatch_size}{replicas} gives {plan.microbatches}."
         )
     types = plan._types()
+    replicated: dict[str, Type] = {axis: R for axis in REPLICAS if plan.mesh.degrees()[axis] > 1}
     for name, stored in record.parameters.items():
-        if name in types and stored != types[name]:  # whether there are such names is checked with the program
+        follows = types.get(name, replicated)
+        if stored != follows:
             raise GraphparError(
                 f"The plan contradicts itself: {name} is stored as {_spec_text(stored)}, but on the axes of its mesh and sharding "
-                f"that is {_spec_text(types[name])}."
+                f"that is {_spec_text(follows)}."
             )
 
 

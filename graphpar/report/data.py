@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd, whole_step
 from graphpar.hardware.cluster import Cluster
 from graphpar.report.sharding import sharding_data
-from graphpar.report.state import state_data
+from graphpar.report.state import state_data, whole_bytes
 from graphpar.schedules.simulation import Timeline, simulate
 from graphpar.schedules.table import ActionTable, format_table, forwards, parse_table
 from graphpar.text import bytes_text, compressed, plural, seconds_text
@@ -149,9 +149,8 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
 def _ahead_bytes(program: Program, plan: Plan) -> int:
     """Return the bytes of the blocks that are gathered at once besides the one that computes."""
     paths = [path for block in program.blocks.values() for path in block.instances]
-    sizes = [
-        sum(info.nbytes for name, info in program.parameters.items() if name.startswith(f"{path}.")) for path in paths
-    ]
+    whole = whole_bytes(program, plan)
+    sizes = [sum(nbytes for name, nbytes in whole.items() if name.startswith(f"{path}.")) for path in paths]
     return max(sizes, default=0) * max(0, plan.prefetch_distance - (plan.prefetch == "post"))
 
 
@@ -201,6 +200,7 @@ def decisions(plan: Plan) -> dict[str, Any]:
         "global_batch": plan.global_batch,
         "dp_mean": plan.dp_mean,
         "zero": plan.zero,
+        "reshard": plan.reshard,
         "prefetch": plan.prefetch,
         "prefetch_distance": plan.prefetch_distance,
         "split": [{"path": point.path, "where": point.where.value} for point in plan.split_points],

@@ -143,8 +143,6 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if data["mode"] == "train":
         own = "the mean of the replicas' own losses, as in DDP" if data.get("dp_mean") else "that of the global batch"
         lines.append(("Loss", f"{own}; gradients are of this loss"))
-    if data.get("zero"):
-        lines.append(("Sharded", _sharded_state(data)))
     if data["mesh"]["pp"] > 1:
         lines.append(("In flight", f"at most {_in_flight(data)}"))
         lines.append(("Traffic", _traffic(data)))
@@ -152,6 +150,8 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines += sharding_lines(data)
     if "state" in data:
         lines.append(("State", state_text(data["state"])))
+    if data.get("zero"):
+        lines += [("Gathers", text) for text in _gathers(data)]
     if "experts" in data:
         lines.append(("Experts", _experts(data["experts"])))
     if data["model"]["blocks"]:
@@ -159,15 +159,25 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _sharded_state(data: Mapping[str, Any]) -> str:
-    level = f"ZeRO-{data['zero']} over dp_shard={data['mesh']['dp_shard']}"
-    if data["prefetch"] is None:
-        return level
+def _gathers(data: Mapping[str, Any]) -> list[str]:
+    """Say when parameters are freed, where that was asked for, and gathered for the backward."""
+    freed = {
+        "default": [],
+        "always": ["freed after each forward and each backward"],
+        "never": ["kept from forward to backward"],
+    }
+    reshard = data.get("reshard", "default")
+    parts = freed.get(
+        reshard, [f"freed after each forward down to shards over {reshard} ranks, after each backward to all"]
+    )
     if data["prefetch"] == "none":
-        return f"{level} · a block is gathered for its backward when it is needed"
-    point = "before a block computes" if data["prefetch"] == "pre" else "when a block has computed"
-    blocks = "block is" if data["prefetch_distance"] == 1 else f"{data['prefetch_distance']} blocks are"
-    return f"{level} · in the backward the next {blocks} gathered {point}, {bytes_text(data['ahead_bytes'])} beside its own"
+        parts = [*parts, "a block is gathered for its backward when it is needed"]
+    elif data["prefetch"] is not None:
+        point = "before a block computes" if data["prefetch"] == "pre" else "when a block has computed"
+        blocks = "block is" if data["prefetch_distance"] == 1 else f"{data['prefetch_distance']} blocks are"
+        beside = f"{bytes_text(data['ahead_bytes'])} beside its own"
+        parts = [*parts, f"in the backward the next {blocks} gathered {point}, {beside}"]
+    return [" · ".join(parts)] if parts else []
 
 
 def _experts(experts: Mapping[str, int]) -> str:

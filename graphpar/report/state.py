@@ -34,8 +34,9 @@ def state_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[st
         return None
     classes = {path: block.name for block in program.blocks.values() for path in block.instances}
     units: dict[tuple[str, int], int] = {}
+    whole = whole_bytes(program, plan)
     for path, names in parameters_of_units(program, stages).items():
-        key = classes.get(path, path), sum(program.parameters[name].nbytes for name in _once(program, names))
+        key = classes.get(path, path), sum(whole[name] for name in _once(program, names))
         units[key] = units.get(key, 0) + 1
     ranks = plan.mesh.dp_shard
     owned = owners_of(program, plan, stages) if plan.zero == 1 else {}
@@ -43,20 +44,33 @@ def state_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[st
     for names in held_by_ranks(program, plan, stages):
         held = _once(program, names)
         trained = [name for name in held if program.parameters[name].requires_grad]
-        whole = sum(_stored(program, plan, name) for name in trained)
-        updated = whole if plan.zero > 1 else -(-whole // ranks)
+        gradients = sum(_stored(program, plan, name) for name in trained)
+        updated = gradients if plan.zero > 1 else -(-gradients // ranks)
         if owned:
             shares = [[program.parameters[name] for name in trained if owned[name] == rank] for rank in range(ranks)]
             updated = max(sum(info.nbytes for info in infos) for infos in shares)
             loads.append([sum(info.numel for info in infos) for infos in shares])
         stored = sum(_stored(program, plan, name) for name in held)
-        parts.append({"parameters": stored, "gradients": whole, "optimizer": _ADAMW * updated})
+        parts.append({"parameters": stored, "gradients": gradients, "optimizer": _ADAMW * updated})
     return {
         "zero": plan.zero,
+        "by": plan.zero1_by if plan.zero == 1 else None,
         "ranks": ranks,
         "units": [{"name": name, "count": count, "bytes": nbytes} for (name, nbytes), count in units.items()],
         "rank_bytes": max(parts, key=lambda each: sum(each.values())),
         "loads": loads,
+    }
+
+
+def whole_bytes(program: Program, plan: Plan) -> dict[str, int]:
+    """Return the bytes of each whole parameter: of one that is stored in shards, in the dtype that it is gathered in."""
+    from graphpar.codegen.fully_sharded import gather_dtype
+    from graphpar.runtime.plan_record import DTYPES
+
+    gathered = gather_dtype(program) if plan.fully_sharded else None
+    return {
+        name: info.numel * DTYPES[gathered].itemsize if gathered and name in plan.fully_sharded else info.nbytes
+        for name, info in program.parameters.items()
     }
 
 
@@ -83,8 +97,9 @@ def state_text(state: Mapping[str, Any]) -> str:
         for unit, name in named
     )
     own = state["rank_bytes"]
+    by = f", {state['by']}" if state.get("by") else ""
     return (
-        f"ZeRO-{state['zero']} over dp_shard={state['ranks']} · units {units} · a rank stores parameters "
+        f"ZeRO-{state['zero']} over dp_shard={state['ranks']}{by} · units {units} · a rank stores parameters "
         f"{bytes_text(own['parameters'])}, gradients {bytes_text(own['gradients'])}, AdamW's state {bytes_text(own['optimizer'])}"
         + (f" · {_loads_text(state['loads'])}" if state["loads"] else "")
     )

@@ -30,8 +30,8 @@ _seconds: dict[str, float] = {}
 _device = torch.device("cpu")
 
 
-def read_delays(rank: int, device: torch.device) -> bool:
-    """Read the delays of this rank, which computes on ``device``, from the environment, and return whether there are any.
+def read_delays(rank: int, device: torch.device, ranks: int) -> bool:
+    """Read the delays of this one of ``ranks``, which computes on ``device``, from the environment, and return whether there are any.
 
     Raises:
         RuntimeProgramError: the variable is not as this module says.
@@ -47,7 +47,9 @@ def read_delays(rank: int, device: torch.device) -> bool:
                 f"{VARIABLE} has {entry.strip()!r}; it must be POINT:MILLISECONDS or POINT:MILLISECONDS@rankN, and the points "
                 f"are {', '.join(POINTS)}.{hint}"
             )
-        if found[3] in (None, str(rank)):
+        if found[3] is not None and int(found[3]) >= ranks:
+            raise RuntimeProgramError(f"{VARIABLE} has {entry.strip()!r}, but the ranks are 0 to {ranks - 1}")
+        if found[3] is None or int(found[3]) == rank:
             _seconds[found[1]] = _seconds.get(found[1], 0.0) + float(found[2]) / 1000
     return bool(_seconds)
 

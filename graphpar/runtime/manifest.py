@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from graphpar.runtime.axes import AXES, AXIS, REPLICAS
+from graphpar.runtime.axes import AXES, AXIS, PREFETCH, REPLICAS
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Type
 from graphpar.runtime.plan_record import DTYPES, PlanRecord, Record, StageRecord, degrees_of, read_object, types_of
@@ -291,6 +291,20 @@ def _check(plan: Manifest, where: str) -> None:
         )
     if plan.zero not in range(4) or bool(plan.zero) != (plan.mesh.get("dp_shard", 1) > 1):
         broken.append(f"zero is {plan.zero}, but dp_shard has {plan.mesh.get('dp_shard', 1)} ranks")
+    if plan.zero < 2 and plan.fully_sharded:
+        broken.append(f"zero is {plan.zero}, but {min(plan.fully_sharded)!r} is stored in shards over dp_shard")
+    if plan.zero != 1 and plan.owners:
+        broken.append(f"zero is {plan.zero}, but owners says which rank updates {min(plan.owners)!r}, as at level 1")
+    if plan.dtype not in DTYPES:
+        broken.append(f"dtype is {plan.dtype!r}, not one of {', '.join(DTYPES)}")
+    if plan.prefetch not in (None, *PREFETCH) or (plan.prefetch is not None and plan.zero != 3):
+        broken.append(
+            f"prefetch is {plan.prefetch!r} at level {plan.zero}; it is one of {', '.join(PREFETCH)} at level 3"
+        )
+    if plan.prefetch_distance < (plan.prefetch in ("pre", "post")):
+        broken.append(f"prefetch_distance is {plan.prefetch_distance} with prefetch {plan.prefetch!r}")
+    if isinstance(plan.reshard, int) and (plan.reshard < 2 or plan.mesh.get("dp_shard", 1) % plan.reshard):
+        broken.append(f"reshard is {plan.reshard}, but dp_shard has {plan.mesh.get('dp_shard', 1)} ranks")
     strange = next(
         ((name, rank) for name, rank in plan.owners.items() if not 0 <= rank < plan.mesh.get("dp_shard", 1)), None
     )

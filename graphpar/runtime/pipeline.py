@@ -132,15 +132,15 @@ class Pipeline:
         self._torch_stages: list[PipelineStage] = []
         self._schedule = self._build_schedule() if train and self.program.pp > 1 else None
         named = [(f"stage_{spec.index}", stage) for spec, stage in zip(self._interfaces, self.stages)]
-        watch(named, self._torch_stages, self.rank, self.device)
+        watch(named, self._torch_stages, self.rank, self.device, self.program.world_size)
         self._places = Places(self.stages, self.device)
 
     def _build_stage(self, spec: StageInterface) -> nn.Module:
         """A stage whose parameters have memory for what this rank stores of them, still without values."""
         stage = empty_stage(self._package, spec, self.program.mode == "train")
         check_local_shapes(stage, self.program)
-        if self.program.fully_sharded:
-            units = stage_function(self._package, spec, "fully_shard_units")
+        units = stage_function(self._package, spec, "fully_shard_units") if self.program.zero >= 2 else None
+        if units is not None and self.program.fully_sharded:
             fully_shard_stage(stage, units, self.groups, self.device, self.program)
         materialise(stage, self.device)
         hold_new_memory(stage)
@@ -153,7 +153,7 @@ class Pipeline:
 
     def _build_schedule(self) -> Schedule:
         kind = ShardedStage if self.program.fully_sharded else Stage
-        stages = [
+        stages: list[PipelineStage] = [
             kind(
                 adapter,
                 spec.index,

@@ -19,17 +19,22 @@ from graphpar.runtime.fully_sharded import groups_of
 
 
 def watch(
-    stages: Sequence[tuple[str, nn.Module]], pipelined: Sequence[PipelineStage], rank: int, device: torch.device
+    stages: Sequence[tuple[str, nn.Module]],
+    pipelined: Sequence[PipelineStage],
+    rank: int,
+    device: torch.device,
+    ranks: int,
 ) -> None:
     """Make these stages, given with their names, write events and delay, if the environment of this rank asks for either.
 
     Args:
         pipelined: the same stages, as torch's schedules run them.
+        ranks: how many the program has.
 
     Raises:
         RuntimeProgramError: what the environment asks for is not understood.
     """
-    delayed, shown = read_delays(rank, device), read_events(rank)
+    delayed, shown = read_delays(rank, device, ranks), read_events(rank)
     if not (delayed or shown):
         return
     for stage, root in stages:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graphpar.annotations.patterns import read_entry
-from graphpar.errors import GraphparError, near_match
+from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan, split_points_of
@@ -23,12 +23,14 @@ from graphpar.passes.planning.choose import (
     PlanConstraints,
     check_degrees,
     check_dp_mean,
+    check_level,
     check_microbatch_size,
     check_pipelined,
     check_prefetch,
     check_reduced,
     check_reshard,
     check_zero,
+    check_zero1_by,
     checked_table,
     choose,
     gathers_again,
@@ -36,7 +38,6 @@ from graphpar.passes.planning.choose import (
 )
 from graphpar.passes.planning.planner import free_axes
 from graphpar.passes.planning.planning import estimate_plan, search_plan
-from graphpar.runtime.axes import ZERO1_BY
 from graphpar.schedules.registry import canonical_name
 from graphpar.schedules.table import parse_table
 
@@ -193,22 +194,19 @@ def _check(asked: Asked) -> None:
     """Check the arguments against each other."""
     pins = asked.pins
     check_degrees(Mesh(**asked.mesh), pins.global_batch)
-    if pins.zero is not None and pins.zero not in range(4):
-        raise GraphparError(f"zero is {pins.zero!r}; it must be 0, 1, 2 or 3.")
-    if pins.zero1_by is not None:
-        if pins.zero1_by not in ZERO1_BY:
-            hint = near_match(str(pins.zero1_by), ZERO1_BY)
-            raise GraphparError(f"zero1_by is {pins.zero1_by!r}; it must be one of {', '.join(ZERO1_BY)}.{hint}")
-        if pins.zero != 1:
-            raise GraphparError(f"zero1_by={pins.zero1_by} says how ZeRO-1 divides the state; give zero=1 with it.")
+    check_level(pins.zero)
+    check_zero1_by(pins.zero1_by, pins.zero)
     if "dp_shard" in asked.mesh or asked.complete:
         check_zero(Mesh(**asked.mesh), pins.zero)
     mesh = Mesh(**asked.mesh)
+    if pins.zero and not asked.complete and "dp_shard" not in asked.mesh:  # searched: some degree that can do it
+        mesh = replace(mesh, dp_shard=2 * pins.reshard if type(pins.reshard) is int and pins.reshard > 1 else 2)
     level = level_of(mesh.dp_shard, pins.zero)
     if pins.reshard is not None:
         check_reshard(mesh, level, pins.reshard)
     check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
-    check_dp_mean(mesh, pins)
+    if asked.complete or not {"dp_replicate", "dp_shard"} & set(free_axes(asked.mesh, pins.zero or 0)):
+        check_dp_mean(mesh, pins)
     if asked.complete:
         mesh = Mesh.resolve(asked.mesh, asked.devices)
         check_reduced(mesh, pins.reduce_dtype)

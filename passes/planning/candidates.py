@@ -27,12 +27,14 @@ class PlannerConstraints:
     Attributes:
         split_points: gives the split points for a mesh and a schedule, or raises GraphparError with why there are none.
         one_microbatch: the batch can't be split into microbatches.
+        check: raises GraphparError for a mesh on which something that is pinned can't be done.
     """
 
     schedule: str | None = None
     microbatch_size: int | None = None
     split_points: Callable[[Mesh, str], tuple[SplitAt, ...]] | None = None
     one_microbatch: bool = False
+    check: Callable[[Mesh], None] | None = None
 
 
 @dataclass(frozen=True)

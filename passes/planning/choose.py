@@ -174,12 +174,26 @@ def check_degrees(mesh: Mesh, batch: int | None) -> None:
         )
 
 
+def check_data_axes(mesh: Mesh, pins: PlanConstraints, program: Program) -> None:
+    """Check that what is pinned about losses, gradients and state of replicas can be done on ``mesh``.
+
+    Raises:
+        GraphparError: it can't.
+    """
+    level = level_of(mesh.dp_shard, pins.zero)
+    check_reduced(mesh, pins.reduce_dtype, program.mode)
+    check_dp_mean(mesh, pins, program)
+    check_reshard(mesh, level, pins.reshard or "default")
+    check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
+
+
 def check_zero(mesh: Mesh, level: int | None, mode: str = "train") -> None:
     """Check that the state can be sharded over dp_shard as ``level`` says; None is level 3 where there is such an axis.
 
     Raises:
         GraphparError: it can't.
     """
+    check_level(level)
     if mesh.dp_shard == 1:
         if level:
             raise GraphparError(
@@ -193,6 +207,32 @@ def check_zero(mesh: Mesh, level: int | None, mode: str = "train") -> None:
         )
     if mode != "train":
         raise GraphparError(f"Mesh {shown} shards what training stores; for inference use tp, or dp_replicate.")
+
+
+def check_level(level: int | None) -> None:
+    """Check that there is such a ZeRO level.
+
+    Raises:
+        GraphparError: there is none.
+    """
+    if level is not None and level not in range(4):
+        raise GraphparError(f"zero is {level!r}; it must be 0, 1, 2 or 3.")
+
+
+def check_zero1_by(by: str | None, level: int | None) -> None:
+    """Check how the work of ZeRO-1 is to be divided; None leaves it open.
+
+    Raises:
+        GraphparError: it is unknown, or the level is another.
+    """
+    if by is None:
+        return
+    if by not in ZERO1_BY:
+        raise GraphparError(
+            f"zero1_by is {by!r}; it must be one of {', '.join(ZERO1_BY)}.{near_match(str(by), ZERO1_BY)}"
+        )
+    if level != 1:
+        raise GraphparError(f"zero1_by={by} says how ZeRO-1 divides the state; give zero=1 with it.")
 
 
 def check_dp_mean(mesh: Mesh, pins: PlanConstraints, program: Program | None = None) -> None:
@@ -239,6 +279,8 @@ def check_prefetch(again: bool, prefetch: str | None, distance: int | None) -> N
             f"{given} says when parameters are gathered for the backward, and only zero=3 gathers them then (under a pipeline with "
             "reshard=always); give mesh dp_shard=2 or more and zero=3 with it, or leave it out."
         )
+    if distance is not None and distance < 1:
+        raise GraphparError(f"prefetch_distance is {distance}; it must be at least 1.")
     if prefetch is not None and prefetch not in PREFETCH:
         raise GraphparError(
             f"prefetch is {prefetch!r}; it must be one of {', '.join(PREFETCH)}.{near_match(str(prefetch), PREFETCH)}"

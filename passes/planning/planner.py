@@ -97,8 +97,17 @@ class Planner:
             Mesh(**(self.pinned | dict(zip(free, degrees))))
             for degrees in _factorisations(self.cluster.size // fixed, len(free))
         ]
-        able = [mesh for mesh in found if mesh.dp_shard > 1 or not self.execution.zero]
+        able = [mesh for mesh in found if (mesh.dp_shard > 1 or not self.execution.zero) and self._able(mesh)]
         return sorted(able, key=lambda mesh: tuple(mesh.degrees().values()))
+
+    def _able(self, mesh: Mesh) -> bool:
+        try:
+            if self.wishes.check is not None:
+                self.wishes.check(mesh)
+        except GraphparError as error:
+            self.refused[str(error)] = None
+            return False
+        return True
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield every legal candidate; those whose mesh can't divide the model or the batch are left out."""
@@ -294,7 +303,7 @@ class Planner:
         """Estimate the whole batch on one device of the cluster; the unsharded program's measurements are reused."""
         device = Cluster(1, 1, self.cluster.device, self.cluster.intra_node, self.cluster.inter_node)
         size = None if self.program.symbolic else self.wishes.microbatch_size  # each other size is a trace
-        wishes = replace(self.wishes, schedule=None, split_points=None, microbatch_size=size)
+        wishes = replace(self.wishes, schedule=None, split_points=None, microbatch_size=size, check=None)
         run = replace(self.execution, zero=0)
         one = Planner(self.program, device, self.batch, self.solve, {}, wishes, run, self.dtype, shown=1)
         one._sharded = self._sharded

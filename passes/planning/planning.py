@@ -24,6 +24,7 @@ from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, SearchResult
 from graphpar.passes.planning.choose import (
     PlanConstraints,
+    check_data_axes,
     choose,
     coupling_reason,
     gathers_again,
@@ -104,6 +105,7 @@ def planner_for(
         microbatch_size=pins.microbatch_size,
         split_points=split_points_for if _has_split_points(program, pins) else None,
         one_microbatch=reason is not None,
+        check=lambda mesh: check_data_axes(mesh, pins, program),
     )
     reshard = pins.reshard or "default"
     zero = level_of(pinned.get("dp_shard", 1), pins.zero)

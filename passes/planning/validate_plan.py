@@ -5,8 +5,10 @@ plan.json ──choose, with every decision pinned──► the same plan, or an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.plan import Plan
@@ -21,15 +23,18 @@ from graphpar.passes.planning.choose import (
     check_degrees,
     check_microbatch_size,
     check_pipelined,
+    check_prefetch,
     check_reshard,
     check_zero,
+    check_zero1_by,
     choose,
+    gathers_again,
 )
 from graphpar.passes.sharding.keys import by_node, keys_of
 from graphpar.passes.sharding.problem import Operator, Problem, Value
 from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
 from graphpar.passes.split import split
-from graphpar.runtime.axes import AXIS
+from graphpar.runtime.axes import AXIS, ZERO1_BY
 from graphpar.runtime.layout import Type
 from graphpar.schedules.registry import get_schedule
 from graphpar.text import compressed, listed
@@ -77,12 +82,23 @@ def validate_plan(program: Program, given: Plan) -> Plan:
     plan = choose(program, given.mesh, replace(pins, sharded=_checked(program, given)))
     if plan != given:
         ours, theirs = plan.to_json(), given.to_json()
-        name = next(key for key in ours if ours[key] != theirs[key])
+        place, found, follows = _first_difference(theirs, ours)
         raise GraphparError(
-            f"The plan contradicts itself, or the model has changed: {name} is {theirs[name]}, but its other decisions "
-            f"give {ours[name]}."
+            f"The plan contradicts itself, or the model has changed: {place} is {found}, but its other decisions give {follows}."
         )
     return replace(plan, predicted=given.predicted, found=given.found, alone=given.alone)
+
+
+def _first_difference(found: Any, follows: Any, place: str = "") -> tuple[str, Any, Any]:
+    """Return where two values of JSON first differ, ``parameters.wte.weight.dp_shard``, and what is there in each."""
+    if isinstance(found, Mapping) and isinstance(follows, Mapping):
+        pairs = [(f"{place}.{key}", found.get(key), follows.get(key)) for key in dict.fromkeys((*follows, *found))]
+    elif isinstance(found, list) and isinstance(follows, list):
+        pairs = [(f"{place}[{i}]", *pair) for i, pair in enumerate(itertools.zip_longest(found, follows))]
+    else:
+        return place.removeprefix("."), found, follows
+    where, one, other = next(each for each in pairs if each[1] != each[2])
+    return _first_difference(one, other, where)
 
 
 def check_alone(plan: Plan) -> None:
@@ -96,7 +112,10 @@ def check_alone(plan: Plan) -> None:
             f"The plan's recompute is {plan.recompute!r}, which emitted programs don't do in this version; it must be 'none'."
         )
     check_zero(plan.mesh, plan.zero, plan.mode)
+    check_zero1_by(plan.zero1_by if plan.zero == 1 or plan.zero1_by != ZERO1_BY[0] else None, plan.zero)
     check_reshard(plan.mesh, plan.zero, plan.reshard)
+    again = gathers_again(plan.mesh.pp, plan.zero, plan.reshard)
+    check_prefetch(again, plan.prefetch, plan.prefetch_distance or None)
     check_degrees(plan.mesh, plan.global_batch)
     if plan.cluster is not None and plan.cluster.size != plan.mesh.size:
         raise GraphparError(

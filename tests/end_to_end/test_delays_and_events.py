@@ -296,15 +296,22 @@ def test_delays_that_are_no_delays(monkeypatch: pytest.MonkeyPatch, text: str) -
     monkeypatch.setenv(VARIABLE, text)
 
     with pytest.raises(RuntimeProgramError, match="the points are after_loss, before_reduce, before_free") as caught:
-        read_delays(0, CPU)
+        read_delays(0, CPU, 2)
     assert ("Did you mean 'after_loss'?" in str(caught.value)) == (text == "after_lost:20")
 
 
 def test_delays_of_other_ranks_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "after_loss:20@rank1, before_free:1.5@rank1")
 
-    assert read_delays(1, CPU)
-    assert not read_delays(0, CPU)
+    assert read_delays(1, CPU, 2)
+    assert not read_delays(0, CPU, 2)
+
+
+def test_delays_of_a_rank_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "after_loss:20@rank2")
+
+    with pytest.raises(RuntimeProgramError, match="has 'after_loss:20@rank2', but the ranks are 0 to 1"):
+        read_delays(0, CPU, 2)
 
 
 # ---- nothing is left ---------------------------------------------------------------------------------------------

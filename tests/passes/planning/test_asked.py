@@ -158,6 +158,10 @@ def test_what_comes_first_is_named() -> None:
 
 EDITS = [
     ({"zero": 3}, "zero=3 shards state over dp_shard, which has one rank"),
+    ({"zero": 4}, "zero is 4; it must be 0, 1, 2 or 3"),
+    ({"zero1_by": "flat"}, "zero1_by=flat says how ZeRO-1 divides the state"),
+    ({"zero1_by": "flta"}, "zero1_by is 'flta'"),
+    ({"prefetch_distance": -1}, "only zero=3 gathers them then"),
     ({"recompute": "full"}, "recompute is 'full'"),
     ({"microbatch_size": 3}, "does not divide into microbatches of 3"),
     ({"schedule": "ZB-H1"}, "actions is "),
@@ -179,6 +183,37 @@ def test_a_plan_that_can_not_be_is_not_partitioned(edit: dict[str, Any], expecte
     ):
         with pytest.raises(gp.GraphparError) as refused:
             call()
+        assert expected in str(refused.value)
+
+
+SEARCHES = {
+    "sums of gradients": ({"reduce_dtype": "bf16"}, lambda plan: plan.mesh.replicas > 1),
+    "losses of replicas": ({"dp_mean": True}, lambda plan: plan.mesh.replicas > 1),
+    "kept parameters": ({"zero": 3, "reshard": "never"}, lambda plan: plan.mesh.dp_shard > 1),
+    "fewer shards": ({"zero": 3, "reshard": 2}, lambda plan: plan.mesh == gp.Mesh(dp_shard=4)),
+    "gathers ahead": ({"zero": 3, "prefetch": "post"}, lambda plan: plan.mesh.dp_shard > 1 and plan.mesh.pp == 1),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_meshes_that_cannot_do_what_is_pinned_are_not_searched(name: str) -> None:
+    pins, holds = SEARCHES[name]
+
+    plan = gp.plan(example("head_first"), devices=4, **pins)
+
+    assert holds(plan)
+    assert plan.found is not None and plan.found.best is not None
+
+
+def test_a_plan_says_where_it_contradicts_itself() -> None:
+    program = example("head_first")
+    plan = gp.plan(program, mesh={"dp_shard": 2})
+    name = min(plan.fully_sharded)
+    for spec, expected in (("R", f"parameters.{name} is None"), ("P", f"{name} is stored as P@dp_shard")):
+        data = plan.to_json()
+        data["parameters"][name] = {"dp_shard": spec}
+        with pytest.raises(gp.GraphparError) as refused:
+            gp.partition(program, gp.Plan.from_json(data))
         assert expected in str(refused.value)
 
 
