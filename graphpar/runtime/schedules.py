@@ -72,6 +72,7 @@ def _from_actions(program: Manifest, stages: list[PipelineStage], loss_fn: LossF
     assert program.actions is not None
     schedule = _PipelineScheduleRuntime(stages, program.microbatches, loss_fn=loss_fn, scale_grads=False)
     rows = {rank: [_Action.from_str(text) if text else None for text in row] for rank, row in program.actions.items()}
+    _check_gradients(program, [cell for row in rows.values() for cell in row if cell is not None])
     schedule._prepare_schedule_with_comms(
         {rank: [cell for cell in row if cell is None or not _is_of_state(cell)] for rank, row in rows.items()}
     )
@@ -83,6 +84,36 @@ def _from_actions(program: Manifest, stages: list[PipelineStage], loss_fn: LossF
         )
         _act_on_state(schedule, stages)
     return schedule
+
+
+_LAST = ("FULL_BACKWARD", "BACKWARD_WEIGHT")
+_ONCE = {("FORWARD",): "forwards", ("FULL_BACKWARD", "BACKWARD_INPUT"): "backwards", _LAST: "weight gradients"}
+
+
+def _check_gradients(program: Manifest, cells: list[_Action]) -> None:
+    """Check that the table loses no gradient: each stage runs every microbatch once in each direction and, where state is sharded,
+    reduces once, after its last backward.
+
+    Raises:
+        RuntimeProgramError: it does not; the plan was edited.
+    """
+    whole = list(range(program.microbatches))
+    for stage in range(len(program.stages)):
+        own = [each for cell in cells for each in cell.sub_actions or (cell,) if each.stage_index == stage]
+        kinds = [each.computation_type.name for each in own]
+        for names, what in _ONCE.items():
+            found = sorted(each.microbatch_index or 0 for each, kind in zip(own, kinds) if kind in names)
+            if program.mode == "train" and found != whole:
+                raise RuntimeProgramError(
+                    f"plan.json's actions have {what} of stage {stage} for the microbatches {found}; they must be {whole}"
+                )
+        last = max((place for place, kind in enumerate(kinds) if kind in _LAST), default=-1)
+        reduces = [place for place, kind in enumerate(kinds) if kind == "REDUCE_GRAD"]
+        if program.fully_sharded and (len(reduces) != 1 or reduces[0] < last):
+            raise RuntimeProgramError(
+                f"plan.json's actions have {len(reduces)} x {stage}REDUCE_GRAD; it must be there once, after the last backward of "
+                f"stage {stage}, since gradients are lost else"
+            )
 
 
 def _is_of_state(cell: _Action) -> bool:
