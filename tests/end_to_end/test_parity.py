@@ -1,4 +1,4 @@
-"""Training with sharded state gives the numbers of one device: a sample of the parity matrix, and all of it (slow)."""
+"""Training with sharded state gives the numbers of one device: samples of the parity matrix."""
 
 from __future__ import annotations
 
@@ -40,5 +40,13 @@ def test_the_list_of_torchtitan(pool: RankPool) -> None:
 
 
 @pytest.mark.slow
-def test_all(pool: RankPool) -> None:
-    _exact(parity.run(pool, list(parity.combinations())))
+def test_sixty(pool: RankPool) -> None:
+    """All are run by ``python -m tests.parity``."""
+    seed = random.randrange(1_000_000)
+    print(f"seed {seed}")
+    _exact(parity.run(pool, random.Random(seed).sample(list(parity.combinations()), 60)))
+
+
+@pytest.mark.slow
+def test_in_16_bits(pool: RankPool) -> None:
+    _exact(parity.run(pool, list(parity.in_16_bits())))
