@@ -153,7 +153,7 @@ class Pipeline:
 
     def _build_schedule(self) -> Schedule:
         kind = ShardedStage if self.program.fully_sharded else Stage
-        stages = [
+        stages: list[PipelineStage] = [
             kind(
                 adapter,
                 spec.index,
