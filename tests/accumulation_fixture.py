@@ -35,6 +35,11 @@ def _refused(function: Any, *args: Any) -> str:
     return ""
 
 
+def _toggle(pipeline: Pipeline) -> None:
+    parameter = next(iter(pipeline.stages[0].parameters()))
+    parameter.requires_grad_(not parameter.requires_grad)
+
+
 def main() -> None:
     program, out = Path(sys.argv[1]), Path(sys.argv[2])
     job = json.loads((out / "job.json").read_text())
@@ -49,6 +54,12 @@ def main() -> None:
         pipeline.step(load_file(out / "batch_0.safetensors"), accumulate=True)
         pipeline.zero_grad()  # what was accumulated is gone, and the optimizer may step again
         optimizer.step()
+        for change in (optimizer.zero_grad, lambda: _toggle(pipeline)):
+            pipeline.step(load_file(out / "batch_0.safetensors"), accumulate=True)
+            change()
+            report["refused"].append(_refused(pipeline.step, load_file(out / "batch_0.safetensors")))
+            pipeline.zero_grad()
+        _toggle(pipeline)
         for kind, names in WIRE.items():
             name = next(name for name in names if hasattr(dist, name))
             setattr(dist, name, counted(counts, kind, name))

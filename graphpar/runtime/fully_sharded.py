@@ -101,6 +101,8 @@ def reduce_gradients(stage: nn.Module) -> None:
 def begin_microbatch(stage: nn.Module, *, reduces: bool, frees: bool) -> None:
     """Say what the units of ``stage`` do at the end of the next backward."""
     for module in _units(stage):
+        for group in groups_of(module):
+            group._init_mp_dtypes()  # those of a unit that is trained, which may have been frozen so far
         module.set_requires_gradient_sync(reduces, recurse=False)
         module.set_reshard_after_backward(frees, recurse=False)
 

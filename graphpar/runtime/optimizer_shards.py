@@ -218,10 +218,10 @@ class OptimizerShards:
             )
         if not self._sent:
             self.settle()
-        elif self._state() != self._seen and not torch.equal(self._bits(), self._seen_bits):
+        elif any(now != seen for (now, _), (seen, _) in zip(self._state(), self._seen)):
             raise RuntimeProgramError(
-                "parameters were changed after pipeline.zero_grad() had sent their values to the other ranks (zero=1); "
-                "call pipeline.synchronize() on all ranks after the change"
+                "parameters were changed while their values were sent to the other ranks, after pipeline.zero_grad() (zero=1); "
+                "call pipeline.synchronize() on all ranks before such a change and after it"
             )
 
     def end_step(self) -> None:

@@ -218,6 +218,28 @@ def test_a_parameter_of_another_dtype_than_its_unit_stays_whole() -> None:
     _exact([parts])
 
 
+class Odd(nn.Module):
+    """Whole numbers first, then blocks, one of which has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.order = nn.Parameter(torch.arange(5).flip(0), requires_grad=False)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.layers[1].none = nn.Parameter(torch.empty(0, 3))
+        self.last = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x[:, self.order]))
+        x = self.layers[1](x) + self.layers[1].none.sum()
+        return self.last(self.layers[2](x))
+
+
+def test_odd_parameters_are_exact() -> None:
+    program = gp.export(Odd(), (torch.randn(8, 5),), loss_fn=lambda o: o.square().mean())
+    _exact([_partitioned(program, mesh={"dp_shard": 2}, zero=zero, microbatch_size=2) for zero in (2, 3)])
+
+
 def test_types_are_right(tmp_path: Path) -> None:
     program = architectures.program_of("gpt2")
     _partitioned(program, mesh={"dp_shard": 2, "tp": 2}).save(tmp_path / "out")

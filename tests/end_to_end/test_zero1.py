@@ -142,7 +142,7 @@ def test_every_way_to_step_and_to_read_gives_one_device_s_numbers(ran: tuple[str
     _, reports = ran
     for report in reports:
         assert report["differences"] == pytest.approx(dict.fromkeys(report["differences"], 0.0), abs=1e-6)
-        assert len(report["differences"]) == 4
+        assert len(report["differences"]) == 6
 
 
 def test_a_rank_may_own_nothing(ran: tuple[str, Any], tmp_path: Path) -> None:
