@@ -116,17 +116,27 @@ def _class_name(module: nn.Module) -> str:
 def _parameters(model: nn.Module) -> tuple[dict[str, TensorInfo], tuple[tuple[str, ...], ...]]:
     infos: dict[str, TensorInfo] = {}
     owners: dict[int, list[str]] = {}
-    storages: dict[int, tuple[int, str]] = {}
+    storages: dict[int, list[tuple[int, int, int, str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         infos[name] = TensorInfo(tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
         owners.setdefault(id(parameter), []).append(name)
-        first, first_name = storages.setdefault(memory_of(parameter), (id(parameter), name))
-        if first != id(parameter) and parameter.numel():
-            raise GraphparError(
-                f"Parameters {first_name!r} and {name!r} share memory but are two Parameter objects, so an optimizer would "
-                "update that memory twice. Tie them by assigning the same Parameter."
-            )
+        begin, end = _span(parameter)
+        taken = storages.setdefault(memory_of(parameter), [])
+        for other_begin, other_end, other, first_name in taken if parameter.numel() else ():
+            if other != id(parameter) and begin < other_end and other_begin < end:
+                raise GraphparError(
+                    f"Parameters {first_name!r} and {name!r} share memory but are two Parameter objects, so an optimizer would "
+                    "update that memory twice. Tie them by assigning the same Parameter."
+                )
+        taken.append((begin, end, id(parameter), name))
     return infos, tuple(tuple(names) for names in owners.values() if len(names) > 1)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first element of its storage that ``tensor`` may use, and the one behind the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    begin = int(tensor.storage_offset())
+    return begin, begin + int(last) + 1
 
 
 def _as_read(

@@ -237,7 +237,7 @@ def _in_doubt(outcome: Verification, always: bool) -> bool:
     if outcome.problems or not outcome.finite or outcome.decided_in == "fp64":
         return False
     clear = {row.name: row.clear for row in PRECISIONS.values()}[outcome.decided_in]
-    return always or any(error > clear for error in outcome.max_error.values())
+    return always or not outcome.ok or any(error > clear for error in outcome.max_error.values())
 
 
 def _decided(native: Verification, exact: Verification, reference: Reference, double: Reference) -> Verification:

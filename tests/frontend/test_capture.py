@@ -320,6 +320,19 @@ def test_parameters_that_share_memory_without_being_one() -> None:
         gp.export(model, (X, X), loss_fn=square)
 
 
+def test_parameters_that_lie_beside_each_other_in_one_storage_share_no_memory() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = torch.randn(2, 4, 4)
+            self.a, self.b = nn.Parameter(whole[0]), nn.Parameter(whole[1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x @ self.a) @ self.b
+
+    assert set(gp.export(Halves(), (torch.randn(8, 4),), loss_fn=square).parameters) == {"a", "b"}
+
+
 # ---- factories -------------------------------------------------------------------------------------------------
 
 

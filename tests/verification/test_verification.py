@@ -172,6 +172,26 @@ def test_what_is_rounding_alone_is_decided_in_fp64(tampered: dict[str, Verificat
     assert not wrong.ok
 
 
+class Behind(nn.Module):
+    """A layer in float64 behind one in float32, whose rounding it inherits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 64), nn.Linear(64, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)).double()).float()
+
+
+def test_float64_behind_float32_is_decided_in_fp64() -> None:
+    torch.manual_seed(0)
+    program = gp.export(Behind(), (torch.randn(8, 6),), loss_fn=lambda output: output.square().mean())
+
+    result = gp.verify(gp.partition(program, gp.plan(program, mesh={"dp_replicate": 2})))
+
+    assert result.ok, result.problems
+
+
 def test_the_first_difference_is_the_gradient_that_the_backward_comes_to_first(
     tampered: dict[str, Verification],
 ) -> None:
