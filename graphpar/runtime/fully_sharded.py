@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from graphpar.runtime.double import current
+from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest
 
@@ -43,19 +44,29 @@ def fully_shard_stage(
 
     Args:
         units: the emitted function that calls ``fully_shard`` on each unit.
+
+    Raises:
+        RuntimeProgramError: it can't, since the function puts a parameter into two units.
     """
     group = groups[AXIS]
     assert group is not None
-    order = units(
-        stage,
-        mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,)),
-        reshard_after_forward=reshard_after_forward(program),
-        ignored_params={
-            parameter
-            for name, parameter in stage.named_parameters(remove_duplicate=False)
-            if name not in program.fully_sharded
-        },
-    )
+    try:
+        order = units(
+            stage,
+            mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,)),
+            reshard_after_forward=reshard_after_forward(program),
+            ignored_params={
+                parameter
+                for name, parameter in stage.named_parameters(remove_duplicate=False)
+                if name not in program.fully_sharded
+            },
+        )
+    except (AssertionError, RuntimeError, ValueError) as error:
+        twice = [name for name, parameter in stage.named_parameters() if isinstance(parameter, DTensor)]
+        raise RuntimeProgramError(
+            f"{units.__name__} can't shard {type(stage).__name__}, {len(twice)} of whose parameters are in a unit already, the last "
+            f"{twice[-1] if twice else 'none'}: {str(error).splitlines()[0]} A parameter is in one unit, and inner units come first."
+        ) from error
     for module in _units(stage):
         for sharded in groups_of(module):
             sharded.mp_policy = _precision(sharded, program)

@@ -273,6 +273,29 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
     assert [name for name, outcome in zip(FAULTS, outcomes) if outcome.ok] == []
 
 
+TWICE = {
+    "a unit twice": (CALL + CALL, "A parameter is in one unit"),
+    "a unit inside of another, after it": (
+        CALL + "        fully_shard(layer.up, **options)\n",
+        "the last layers.0.down.bias",
+    ),
+}
+
+
+def test_a_parameter_in_two_units_is_refused(tmp_path: Path) -> None:
+    folders = []
+    for text, _ in TWICE.values():
+        folders.append(_layered().save(tmp_path / str(len(folders))))
+        path = folders[-1] / "stage_0.py"
+        path.write_text(path.read_text().replace(CALL, text))
+
+    outcomes = verify_all(folders, references=[reference_for(_layered())] * 2, timeout_s=300)
+
+    for outcome, (_, message) in zip(outcomes, TWICE.values()):
+        assert len(outcome.problems) == 1 and message in outcome.problems[0]
+        assert "fully_shard_units can't shard" in outcome.problems[0]
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "level 0 shards nothing": ({"mesh": {"dp_shard": 2}, "zero": 0}, "use dp_replicate=2"),
     "a level without the axis": ({"mesh": {"dp_replicate": 2}, "zero": 3}, "dp_shard, which has one rank"),
