@@ -335,7 +335,7 @@ def _reduced_early(plan: dict[str, Any]) -> None:
 
 
 def test_a_reduction_that_comes_early_is_found(tmp_path: Path) -> None:
-    """The runtime takes a plan that was checked as it is: one that was spoilt after that runs, and verify finds what it does."""
+    """In a plan that was spoilt after it was checked, too: before a rank computes anything."""
     parts = _partitioned(zoo_programs.program_of("NamedBlocks"), mesh=PIPELINED, schedule="1F1B", microbatch_size=2)
     folder = parts.save(tmp_path / "out")
     plan = json.loads((folder / "plan.json").read_text())
@@ -343,7 +343,7 @@ def test_a_reduction_that_comes_early_is_found(tmp_path: Path) -> None:
     (folder / "plan.json").write_text(json.dumps(plan))
     (outcome,) = verify_all([folder], references=[reference_for(parts)], timeout_s=300)
 
-    assert not outcome.ok and outcome.max_error["gradient"] > 0.1
+    assert not outcome.ok and "after the last backward of stage" in outcome.problems[0]
 
 
 def test_gradients_that_replicas_of_the_shards_do_not_sum_are_found(tmp_path: Path, pool: RankPool) -> None:
