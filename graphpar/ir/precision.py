@@ -28,13 +28,17 @@ class Precision:
         """Make a policy of what a user asks for; ``pure`` stores parameters in the compute dtype.
 
         Raises:
-            GraphparError: a dtype is not known, or ``pure`` contradicts ``param_dtype``.
+            GraphparError: a dtype is not known, or ``pure`` contradicts ``param_dtype``, or has no use in fp32.
         """
         for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
             check_dtype(name, value)
         if pure and param_dtype not in (None, dtype or "fp32"):
             raise GraphparError(
                 f"pure stores parameters in the compute dtype, {dtype or 'fp32'}, but param_dtype is {param_dtype}; give one of them."
+            )
+        if pure and dtype in (None, "fp32"):
+            raise GraphparError(
+                "pure stores parameters in the compute dtype, and that is fp32 anyway; give dtype=bf16 or fp16 with it."
             )
         return Precision(dtype or "fp32", (dtype or "fp32") if pure else param_dtype or "")
 

@@ -341,6 +341,7 @@ class Pipeline:
     def loss_scale(self, value: float) -> None:
         if not self.program.scales_loss:
             raise RuntimeProgramError("the loss is scaled in programs for training in fp16 only")
+        self._gradients.check_reduced("setting the loss scale")
         self._scale.value = float(value)
 
     @property

@@ -191,6 +191,7 @@ def test_what_cannot_be_is_refused() -> None:
         ({"dtype": "bf61"}, "dtype is 'bf61'; it must be one of fp32, bf16, fp16. Did you mean 'bf16'"),
         ({"dtype": "bf16", "param_dtype": "int8"}, "param_dtype is 'int8'"),
         ({"dtype": "bf16", "pure": True, "param_dtype": "fp32"}, "but param_dtype is fp32; give one of them"),
+        ({"pure": True}, "give dtype=bf16 or fp16 with it"),
     ):
         with pytest.raises(GraphparError, match=message):
             gp.export(nn.Linear(8, 4), (X,), loss_fn=lambda o: o.mean(), **asked)
