@@ -69,10 +69,9 @@ def _by_name(program: Manifest, stages: list[PipelineStage], loss_fn: LossFuncti
 
 
 def _from_actions(program: Manifest, stages: list[PipelineStage], loss_fn: LossFunction) -> Schedule:
-    assert program.actions is not None
     schedule = _PipelineScheduleRuntime(stages, program.microbatches, loss_fn=loss_fn, scale_grads=False)
-    rows = {rank: [_Action.from_str(text) if text else None for text in row] for rank, row in program.actions.items()}
-    _check_gradients(program, [cell for row in rows.values() for cell in row if cell is not None])
+    check_actions(program)
+    rows = _rows(program)
     schedule._prepare_schedule_with_comms(
         {rank: [cell for cell in row if cell is None or not _is_of_state(cell)] for rank, row in rows.items()}
     )
@@ -84,6 +83,23 @@ def _from_actions(program: Manifest, stages: list[PipelineStage], loss_fn: LossF
         )
         _act_on_state(schedule, stages)
     return schedule
+
+
+def _rows(program: Manifest) -> dict[int, list[_Action | None]]:
+    actions = program.actions or {}
+    return {rank: [_Action.from_str(text) if text else None for text in row] for rank, row in actions.items()}
+
+
+def check_actions(program: Manifest) -> None:
+    """Check that the plan's table, if it has one, loses no gradient and computes with gathered parameters.
+
+    Raises:
+        RuntimeProgramError: it does not; the plan was edited.
+    """
+    cells = [cell for row in _rows(program).values() for cell in row if cell is not None]
+    if cells:
+        _check_gradients(program, cells)
+        _check_gathers(program, cells)
 
 
 _LAST = ("FULL_BACKWARD", "BACKWARD_WEIGHT")
@@ -114,6 +130,32 @@ def _check_gradients(program: Manifest, cells: list[_Action]) -> None:
                 f"plan.json's actions have {len(reduces)} x {stage}REDUCE_GRAD; it must be there once, after the last backward of "
                 f"stage {stage}, since gradients are lost else"
             )
+
+
+def _check_gathers(program: Manifest, cells: list[_Action]) -> None:
+    """Check that each stage computes between its ``UNSHARD`` and its ``RESHARD``, where the table has them.
+
+    Raises:
+        RuntimeProgramError: it does not; the plan was edited.
+    """
+    gathered: set[int] = set()
+    for cell in cells if program.gathers_by_table else ():
+        for each in cell.sub_actions or (cell,):
+            kind, stage = each.computation_type.name, each.stage_index
+            if kind in ("UNSHARD", "RESHARD"):
+                if (stage in gathered) != (kind == "RESHARD"):
+                    what = "not gathered" if kind == "RESHARD" else "gathered already"
+                    raise RuntimeProgramError(f"plan.json's actions have {each}, but stage {stage} is {what} then")
+                (gathered.add if kind == "UNSHARD" else gathered.discard)(stage)
+            elif stage not in gathered:
+                raise RuntimeProgramError(
+                    f"plan.json's actions have {each} where stage {stage} is not gathered; {stage}UNSHARD must come before it, and "
+                    f"{stage}RESHARD after it"
+                )
+    if gathered:
+        raise RuntimeProgramError(
+            f"plan.json's actions have no {min(gathered)}RESHARD after stage {min(gathered)} was gathered"
+        )
 
 
 def _is_of_state(cell: _Action) -> bool:

@@ -41,8 +41,10 @@ from torch.utils._pytree import tree_leaves
 
 from graphpar.errors import GraphparError
 from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import Shard, Type, local_shape, rank_at
 from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, TensorInterface, load_manifest
+from graphpar.runtime.schedules import check_actions
 from graphpar.runtime.stages import build_stage, emitted_package
 from graphpar.verification.typed_collectives import Axes, Kinds, declare_collectives, give, kinds_of, untyped
 
@@ -93,7 +95,7 @@ class CheckResult:
 
 
 def check_folder(folder: str | Path) -> CheckResult:
-    """Check the types of every stage of an emitted program.
+    """Check the types of every stage of an emitted program, and that its table of actions loses nothing.
 
     Raises:
         GraphparError: this process already has a process group.
@@ -103,6 +105,10 @@ def check_folder(folder: str | Path) -> CheckResult:
     if dist.is_initialized():
         raise GraphparError("check makes its own process group, so it can't run in a process that has one.")
     result = CheckResult(program.world_size, len(program.stages))
+    try:
+        check_actions(program)
+    except RuntimeProgramError as error:
+        result.problems.append(str(error))
     with _fake_mesh(program) as axes:
         package = emitted_package(program)
         if (program.folder / "collectives.py").is_file():
