@@ -180,6 +180,10 @@ class OptimizerShards:
         for unit in self.units:
             unit.send()
         self._sent = True
+        self.loaded()
+
+    def loaded(self) -> None:
+        """Note that all ranks have, or are getting, the values of this rank's pieces, as after all of them loaded one file."""
         self._seen, self._seen_bits = self._state(), self._bits()
 
     def settle(self) -> None:

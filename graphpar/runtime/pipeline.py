@@ -225,6 +225,8 @@ class Pipeline:
         with _agreed():
             for stage in self.stages:
                 load_weights(stage, source, self.program, self.groups.place)
+            if self._shards is not None:
+                self._shards.loaded()
             if strict:
                 check_names(source, held, self.program)
         with _agreed():

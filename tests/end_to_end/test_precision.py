@@ -42,10 +42,8 @@ def _verified(program: gp.Program, meshes: list[dict[str, Any]]) -> None:
     for each, outcome in zip(parts, verify_all(parts, 2, timeout_s=600)):
         assert outcome.ok and outcome.decided_in == "fp64", (each.plan, outcome.problems, outcome.notes)
         assert outcome.native is not None
-        assert outcome.native.ok or "Mixtral" in each.plan.model, (
-            each.plan,
-            outcome.native,
-        )  # rounding chooses other experts
+        if "Mixtral" not in each.plan.model:  # where rounding chooses other experts
+            assert outcome.native.max_error["loss"] < 2e-2, (each.plan, outcome.native)
 
 
 @pytest.mark.parametrize(("name", "number"), [("t5", 1), ("gpt2", 3), ("mixtral", 5), ("resnet", 0)])
