@@ -28,7 +28,7 @@ class Execution:
         reduce_bytes: of an element in which gradients are summed over replicas; None: as they are accumulated.
         zero: shard optimizer state and main copies (from 1), gradients (from 2) and parameters (3) over ``shards`` ranks.
         shards: the ranks of dp_shard.
-        reshard: when gathered parameters are freed, see :func:`graphpar.passes.planning.choose.check_reshard`.
+        reshard: when gathered parameters are freed, see :func:`graphpar.passes.planning.sharded_state.check_reshard`.
         recompute: ``full`` keeps a unit's input only and runs its forward again before its backward; ``selective`` recomputes
             attention scores, where they are kept at all.
         fused: each chain of elementwise operators and normalisations is one kernel; else each operator reads and writes memory.

@@ -23,21 +23,23 @@ from graphpar.passes.planning.choose import (
     PlanConstraints,
     check_degrees,
     check_dp_mean,
-    check_level,
     check_microbatch_size,
     check_pipelined,
+    checked_table,
+    choose,
+)
+from graphpar.passes.planning.planner import free_axes
+from graphpar.passes.planning.planning import estimate_plan, search_plan
+from graphpar.passes.planning.sharded_state import (
+    check_level,
     check_prefetch,
     check_reduced,
     check_reshard,
     check_zero,
     check_zero1_by,
-    checked_table,
-    choose,
     gathers_again,
     level_of,
 )
-from graphpar.passes.planning.planner import free_axes
-from graphpar.passes.planning.planning import estimate_plan, search_plan
 from graphpar.schedules.registry import canonical_name
 from graphpar.schedules.table import parse_table
 

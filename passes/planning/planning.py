@@ -27,15 +27,17 @@ from graphpar.passes.planning.choose import (
     check_data_axes,
     choose,
     coupling_reason,
-    gathers_again,
     global_batch,
-    level_of,
     pinned_split_points,
-    prefetching,
     solve,
 )
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.planner import Planner, free_axes
+from graphpar.passes.planning.sharded_state import (
+    gathers_again,
+    level_of,
+    prefetching,
+)
 from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.shard import Sharded, sharded_as
 from graphpar.passes.split import positions_of

@@ -23,11 +23,13 @@ from graphpar.passes.planning.choose import (
     check_degrees,
     check_microbatch_size,
     check_pipelined,
+    choose,
+)
+from graphpar.passes.planning.sharded_state import (
     check_prefetch,
     check_reshard,
     check_zero,
     check_zero1_by,
-    choose,
     gathers_again,
 )
 from graphpar.passes.sharding.keys import by_node, keys_of
