@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,10 @@ def test_models_of_all_kinds_are_exact(zero: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [2, 3])
-def test_all_models_are_exact(zero: int) -> None:
-    _exact(_of_the_zoo(SAMPLE, zero))
+def test_many_models_are_exact(zero: int) -> None:
+    seed = random.randrange(1_000_000)
+    print(f"seed {seed}")  # pytest shows it where the test fails
+    _exact(_of_the_zoo(random.Random(seed).sample(SAMPLE, 30), zero))
 
 
 MATRIX: list[tuple[str, dict[str, Any]]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,10 @@ def test_models_of_all_kinds_are_exact() -> None:
 
 
 @pytest.mark.slow
-def test_all_models_are_exact() -> None:
-    _exact(_of_the_zoo(SAMPLE))
+def test_many_models_are_exact() -> None:
+    seed = random.randrange(1_000_000)
+    print(f"seed {seed}")  # pytest shows it where the test fails
+    _exact(_of_the_zoo(random.Random(seed).sample(SAMPLE, 30)))
 
 
 def test_with_other_axes_it_is_exact() -> None:
