@@ -1,4 +1,4 @@
-"""Checks of a batch before any of it is computed or sent.
+"""What the stages of a rank take from a batch, and checks of it before any of it is computed or sent.
 
 Every rank is given the whole global batch, and takes the rows of its replica from it. A rank with another batch would
 wait forever for its neighbours, or train with another rank's labels, so the first step also compares the batches of all ranks.
@@ -7,14 +7,18 @@ wait forever for its neighbours, or train with another rank's labels, so the fir
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from graphpar.runtime.distributed import agree, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError, near_match
+from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import InputInterface, Manifest
+from graphpar.runtime.random_streams import sample_keys
+from graphpar.runtime.schedules import microbatch
 
 
 def check_batch(program: Manifest, batch: Mapping[str, Tensor]) -> None:
@@ -84,6 +88,72 @@ def agree_on_batch(program: Manifest, batch: Mapping[str, Tensor]) -> None:
                 f"ranks 0 and {rank} were given different values of {', '.join(differing)}. "
                 "Give every rank the same whole batch: shuffle with the same seed everywhere."
             )
+
+
+class Feed:
+    """What this rank's stages take from a batch.
+
+    Args:
+        names: of the inputs that they take, the loss denominators among them.
+        count: of one microbatch's inputs, the denominators of its loss; ``None`` where no stage of this rank divides by them.
+    """
+
+    def __init__(
+        self,
+        program: Manifest,
+        groups: Groups,
+        device: torch.device,
+        seed: int,
+        names: Sequence[str],
+        count: Callable[..., Sequence[Tensor]] | None,
+    ) -> None:
+        self._program = program
+        self._groups = groups
+        self._device = device
+        self._seed = seed
+        self._names = names
+        self._count = count
+        self._wanted = {*names, *(program.count_inputs if count is not None else ())}
+        self._agreed = False
+
+    def values(self, batch: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Return the inputs by name: checked, this replica's rows, on the device, with denominators and keys of random streams.
+
+        Raises:
+            RuntimeProgramError: the batch does not fit the program.
+        """
+        if self._agreed:
+            check_batch(self._program, batch)
+        else:
+            agree_on_batch(self._program, batch)
+            self._agreed = True
+        given = dict(batch)
+        for spec in self._program.inputs:
+            if spec.role == "sample_keys" and spec.name not in given:
+                given[spec.name] = sample_keys(self._seed, step, spec.shape[0])
+        values = {
+            name: own_rows(self._program, name, value, self._groups.replica).to(self._device, non_blocking=True)
+            for name, value in given.items()
+            if name in self._wanted
+        }
+        counts = self._global_counts(values)
+        return {name: counts[name] if name in counts else values[name] for name in self._names}
+
+    def _global_counts(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The denominators of the loss over the whole global batch, or with ``dp_mean`` over this replica's rows.
+
+        Emitted code counts one microbatch at a time.
+        """
+        if self._count is None:
+            return {}
+        inputs = {name: values[name] for name in self._program.count_inputs}
+        with torch.no_grad():
+            parts = [self._count(**microbatch(self._program, inputs, i)) for i in range(self._program.microbatches)]
+            totals = [torch.stack(shares).sum(0) for shares in zip(*parts)]
+        replicas = self._groups["batch"]
+        for total in totals if replicas is not None and not self._program.dp_mean else ():
+            dist.all_reduce(total, group=replicas)
+        return dict(zip(self._program.count_names, totals))
 
 
 def _digest(value: Tensor) -> str:

@@ -224,3 +224,14 @@ def agree(error: Exception | None) -> None:
         rest = sum(len(ranks) for ranks in list(ranks_of.values())[SHOWN:])
         text = "; ".join(parts) + (f"; and {rest} more rank{'s' if rest > 1 else ''}" if rest else "")
     raise AgreedError(text) from error
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """If the block raises on any rank, every rank raises ``AgreedError``."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    agree(error)

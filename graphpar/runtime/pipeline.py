@@ -12,7 +12,6 @@ One step: check the batch -> take the rows of this replica -> count the loss den
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -21,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from graphpar.runtime.batches import agree_on_batch, check_batch, own_rows
-from graphpar.runtime.distributed import agree
+from graphpar.runtime.batches import Feed
+from graphpar.runtime.distributed import agreed
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.events import at
 from graphpar.runtime.forward import forward_only
@@ -39,10 +38,9 @@ from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.idle import Places, left_in_schedule, left_in_stage
 from graphpar.runtime.loss_scale import FIRST, LossScale
-from graphpar.runtime.manifest import Manifest, StageInterface, load_manifest
+from graphpar.runtime.manifest import StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
-from graphpar.runtime.random_streams import sample_keys
-from graphpar.runtime.replicas import check_program, check_replicas
+from graphpar.runtime.replicas import check_program, check_ranks, check_replicas
 from graphpar.runtime.schedules import Schedule, ShardedStage, Stage, build_schedule, keyword_names, microbatch
 from graphpar.runtime.split_backward import guard, is_whole
 from graphpar.runtime.stages import (
@@ -89,25 +87,24 @@ class Pipeline:
         self.seed = seed
         self.steps_done = 0
         self.rank = dist.get_rank()
-        with _agreed():
+        with agreed():
             self.program = load_manifest(folder)
-            _check_ranks(self.program)
-        with _agreed():
+            check_ranks(self.program)
+        with agreed():
             check_program(self.program)
         self.groups = Groups(self.program.mesh, self.device)
         self._shards: OptimizerShards | None = None
         self._scale = LossScale(FIRST if self.program.scales_loss else 1.0)
         try:
-            with _agreed():
+            with agreed():
                 self._build()
             if self.program.zero == 1:
-                with _agreed():
+                with agreed():
                     self._shards = self._optimizer_shards()
             self._gradients = Gradients(self.stages, self.program, self.groups, self.device, self._shards)
         except AgreedError:
             self.groups.close()
             raise
-        self._same_batch = False
 
     def _build(self) -> None:
         """Everything that needs no other rank."""
@@ -122,13 +119,11 @@ class Pipeline:
             StageAdapter(stage, spec, 1 / self.program.replicas if self.program.dp_mean else None)
             for stage, spec in zip(self.stages, self._interfaces)
         ]
-        self._names = keyword_names(self.program, [spec.index for spec in self._interfaces])
+        names = keyword_names(self.program, [spec.index for spec in self._interfaces])
+        counts = any(spec.counts for spec in self._interfaces)
+        count = stage_function(self._package, self.program.stages[-1], "global_counts") if counts else None
+        self._feed = Feed(self.program, self.groups, self.device, self.seed, names, count)
         self.has_last_stage = self._interfaces[-1].index == len(self.program.stages) - 1
-        self._count = (
-            stage_function(self._package, self.program.stages[-1], "global_counts")
-            if any(spec.counts for spec in self._interfaces)
-            else None
-        )
         self._torch_stages: list[PipelineStage] = []
         self._schedule = self._build_schedule() if train and self.program.pp > 1 else None
         named = [(f"stage_{spec.index}", stage) for spec, stage in zip(self._interfaces, self.stages)]
@@ -215,21 +210,21 @@ class Pipeline:
                 same values loaded different ones.
         """
         everyone = self.groups.gather("pp", list(self.state_dict()))
-        with _agreed():
+        with agreed():
             source = self.program.folder / WEIGHTS if path is None else Path(path)
             if path is None and not source.exists():
                 raise RuntimeProgramError(no_weights(self.program))
             held = [name for names in everyone for name in names]
             check_names(source, held, self.program, strict=False)
         self.synchronize()
-        with _agreed():
+        with agreed():
             for stage in self.stages:
                 load_weights(stage, source, self.program, self.groups.place)
             if self._shards is not None:
                 self._shards.loaded()
             if strict:
                 check_names(source, held, self.program)
-        with _agreed():
+        with agreed():
             check_replicas(self.stages, self.program, self.groups)
 
     def save_weights(self, path: str | Path) -> None:
@@ -301,7 +296,7 @@ class Pipeline:
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
         self._places.check()
         at(step=self.steps_done if step is None else step)
-        values = self._prepare(batch, self.steps_done if step is None else step)
+        values = self._feed.values(batch, self.steps_done if step is None else step)
         if self._shards is not None:
             self._shards.begin_step()
         self._gradients.take(accumulate)
@@ -351,47 +346,10 @@ class Pipeline:
         """How many steps left no gradients, since one was not finite on some rank (fp16)."""
         return self._scale.skipped
 
-    def _prepare(self, batch: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """The inputs that this rank's stages name, checked, this replica's rows, on the device, with counts and keys."""
-        if self._same_batch:
-            check_batch(self.program, batch)
-        else:
-            agree_on_batch(self.program, batch)
-            self._same_batch = True
-        given = dict(batch)
-        for spec in self.program.inputs:
-            if spec.role == "sample_keys" and spec.name not in given:
-                given[spec.name] = sample_keys(self.seed, step, spec.shape[0])
-        wanted = set(self._names) | (set(self.program.count_inputs) if self._count is not None else set())
-        replica = self.groups.replica
-        values = {
-            name: own_rows(self.program, name, value, replica).to(self.device, non_blocking=True)
-            for name, value in given.items()
-            if name in wanted
-        }
-        counts = self._global_counts(values)
-        return {name: counts[name] if name in counts else values[name] for name in self._names}
-
-    def _global_counts(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The denominators of the loss over the whole global batch, or with ``dp_mean`` over this replica's rows.
-
-        Emitted code counts one microbatch at a time.
-        """
-        if self._count is None:
-            return {}
-        inputs = {name: values[name] for name in self.program.count_inputs}
-        with torch.no_grad():
-            parts = [self._count(**microbatch(self.program, inputs, i)) for i in range(self.program.microbatches)]
-            totals = [torch.stack(shares).sum(0) for shares in zip(*parts)]
-        replicas = self.groups["batch"]
-        for total in totals if replicas is not None and not self.program.dp_mean else ():
-            dist.all_reduce(total, group=replicas)
-        return dict(zip(self.program.count_names, totals))
-
     def _run_alone(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor:
         """All microbatches one after the other, with nothing to send."""
-        counts = {name: values[name] for name in self._names if name in self.program.count_names}
-        inputs = {name: values[name] for name in self._names if name not in counts}
+        counts = {name: values[name] for name in values if name in self.program.count_names}
+        inputs = {name: values[name] for name in values if name not in counts}
         losses: list[Tensor] = []
         last = self.program.microbatches - 1
         for i in range(self.program.microbatches):
@@ -487,39 +445,10 @@ class Pipeline:
         They are those of the whole global batch. For a program that was emitted for training this is the loss.
         """
         self.synchronize()
-        values = self._prepare(batch, self.steps_done if step is None else step)
+        values = self._feed.values(batch, self.steps_done if step is None else step)
         with torch.no_grad():
             for stage in self.stages if self.program.gathers_by_table else ():
                 gather(stage)
             outputs = forward_only(self.program, self._adapters, values, self.groups)
         self._free()
         return outputs
-
-
-@contextmanager
-def _agreed() -> Iterator[None]:
-    """If the block raises on any rank, every rank raises ``AgreedError``."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as found:
-        error = found
-    agree(error)
-
-
-def _check_ranks(program: Manifest) -> None:
-    found, expected = dist.get_world_size(), program.world_size
-    if found != expected:
-        degrees = ", ".join(f"{axis}={degree}" for axis, degree in program.mesh.items() if degree > 1)
-        raise RuntimeProgramError(
-            f"the program runs on {expected} rank{'s' if expected > 1 else ''} ({degrees or 'one device'}), "
-            f"but {found} {'were' if found > 1 else 'was'} started. "
-            f"Start it with: torchrun --nproc-per-node {expected} {program.folder.name}/train.py"
-        )
-    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
-    silent = [tensor.name for stage in program.stages for tensor in stage.sends if not tensor.requires_grad]
-    if old and silent and program.pp > 1 and program.mode == "train":
-        raise RuntimeProgramError(
-            f"stages send tensors without a gradient ({', '.join(silent)}), for which torch 2.12 or later is needed; "
-            f"this is torch {torch.__version__}"
-        )

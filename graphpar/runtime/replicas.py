@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphpar.runtime.distributed import gather_objects, gather_tensors
@@ -96,3 +97,26 @@ def checksum(tensor: Tensor) -> Tensor:
         piece = flat[begin : begin + _CHUNK].to(torch.int64)
         total += (piece * (2 * torch.arange(begin, begin + piece.numel(), device=piece.device) + 1)).sum()
     return total
+
+
+def check_ranks(program: Manifest) -> None:
+    """Check that there are as many ranks as the plan has, and that torch can run its stages.
+
+    Raises:
+        RuntimeProgramError: there are others, or torch is too old.
+    """
+    found, expected = dist.get_world_size(), program.world_size
+    if found != expected:
+        degrees = ", ".join(f"{axis}={degree}" for axis, degree in program.mesh.items() if degree > 1)
+        raise RuntimeProgramError(
+            f"the program runs on {expected} rank{'s' if expected > 1 else ''} ({degrees or 'one device'}), "
+            f"but {found} {'were' if found > 1 else 'was'} started. "
+            f"Start it with: torchrun --nproc-per-node {expected} {program.folder.name}/train.py"
+        )
+    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
+    silent = [tensor.name for stage in program.stages for tensor in stage.sends if not tensor.requires_grad]
+    if old and silent and program.pp > 1 and program.mode == "train":
+        raise RuntimeProgramError(
+            f"stages send tensors without a gradient ({', '.join(silent)}), for which torch 2.12 or later is needed; "
+            f"this is torch {torch.__version__}"
+        )
