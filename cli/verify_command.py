@@ -26,6 +26,12 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("verify", help="compare an emitted program with the unpartitioned model")
     add_program(parser)
     parser.add_argument("--steps", type=count, default=4, help="optimizer steps, each on another batch (default: 4)")
+    parser.add_argument(
+        "--reference",
+        metavar="FILE:FUNCTION",
+        help="compare with this function of the model and a batch (a dict of tensors), which returns the loss, instead of with the "
+        "model and loss function that the program was compiled from",
+    )
     parser.add_argument("--fp64", action="store_true", help="decide in float64 even where rounding leaves no doubt")
     add_json(parser)
 
@@ -33,10 +39,12 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Result:
     """Train the program and the model side by side and compare; the exit code is 1 where they differ."""
     from graphpar.verification import verify_parts
+    from graphpar.verification.recorded import function_of
 
     folder = program_folder(options.out)
+    reference = function_of(options.reference) if options.reference else None
     with phases() as phase:
-        result = verify_parts(folder, steps=options.steps, fp64=options.fp64, on_phase=phase)
+        result = verify_parts(folder, steps=options.steps, reference=reference, fp64=options.fp64, on_phase=phase)
     data: dict[str, Any] = result.to_json()
     return Result(data, lambda console: show(data, console), DONE if result.ok else CHECK_FAILED)
 

@@ -20,6 +20,7 @@ _EXPORTS = {
     "Pass": "graphpar.passes.table",
     "Plan": "graphpar.api",
     "Program": "graphpar.api",
+    "Recorded": "graphpar.verification.recorded",
     "SplitPoint": "graphpar.ir.plan",
     "check": "graphpar.api",
     "estimate": "graphpar.api",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from graphpar.operators.rules import register_rule
     from graphpar.parts import Parts
     from graphpar.passes.table import PASSES, Pass
+    from graphpar.verification.recorded import Recorded
 
 __all__ = [
     "PASSES",
@@ -52,6 +54,7 @@ __all__ = [
     "Pass",
     "Plan",
     "Program",
+    "Recorded",
     "SplitPoint",
     "__version__",
     "check",

@@ -260,7 +260,7 @@ def estimate(
     return estimate_plan(program, validate_plan(program, plan), hardware, execution)
 
 
-def verify(parts: Parts | str | Path, steps: int = 4, **options: Any) -> Any:
+def verify(parts: Parts | str | Path, steps: int | None = None, **options: Any) -> Any:
     """Run the emitted program on local processes against the unpartitioned model. See :mod:`graphpar.verification`."""
     from graphpar.verification import verify_parts
 

@@ -10,6 +10,7 @@ batches, accumulated and clipped.
 """
 
 from graphpar.verification.comparison import Difference, Verification, compare
+from graphpar.verification.recorded import Recorded
 from graphpar.verification.reference import Accumulated, Reference, run_reference
 from graphpar.verification.tolerances import PRECISIONS
 from graphpar.verification.verify import STEPS, reference_for, verify_all, verify_parts
@@ -19,6 +20,7 @@ __all__ = [
     "STEPS",
     "Accumulated",
     "Difference",
+    "Recorded",
     "Reference",
     "Verification",
     "compare",

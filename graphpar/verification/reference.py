@@ -64,12 +64,13 @@ class Reference:
     finite: bool = True  # whether no loss, gradient or output is infinite or nan
     accumulated: Accumulated | None = None
     learning_rate: float = LEARNING_RATE
+    momentum: float = MOMENTUM
     loss_scale: float | None = None  # for fp16: one that no gradient of these batches overflows with
     loss_dtype: torch.dtype = torch.float32
     policy_dtype: torch.dtype | None = None  # in which the whole model computes, whatever its parameters are stored in
     order: dict[str, int] = field(default_factory=dict)  # of the parameters' first use in the forward
     data: str = ""  # how the batches were made
-    again: Callable[[], Reference] | None = None  # the same in float64
+    again: Callable[[], Reference] | None = None  # the same in float64; None where the model is not run
     scratch: tempfile.TemporaryDirectory[str] = field(
         default_factory=lambda: tempfile.TemporaryDirectory(prefix="graphpar-reference-")
     )
@@ -112,6 +113,9 @@ class _Setting:
     leaves: list[Any]
     spec: TreeSpec
     shown: torch.dtype | None = None  # in float64: the dtype that the model itself has
+    forward: Callable[..., Any] | None = (
+        None  # of the model and a batch by name, in place of the model's own call and loss
+    )
 
     @property
     def examples(self) -> list[tuple[Input, Tensor]]:
@@ -158,15 +162,18 @@ def run_reference(
     *,
     microbatched: bool = False,
     counted: Collection[str] = (),
+    forward: Callable[..., Any] | None = None,
 ) -> Reference:
     """Train the unpartitioned model for ``steps`` steps of SGD with momentum on global batches of the plan's size.
 
     Args:
         microbatched: BatchNorm takes the statistics of each microbatch (what ``allow_batch_coupling`` accepts).
         counted: names of the inputs that the loss denominators depend on.
+        forward: called with the model and a batch by name, for the loss (or the outputs of inference), in place of the model and
+            its loss function.
     """
     leaves, spec = tree_flatten((tuple(source.args), dict(source.kwargs), tuple(source.targets)))
-    setting = _Setting(source, plan, tuple(inputs), steps, microbatched, leaves, spec)
+    setting = _Setting(source, plan, tuple(inputs), steps, microbatched, leaves, spec, forward=forward)
     for variation in VARIATIONS:
         last = variation is VARIATIONS[-1]
         batches = step_batches(setting.examples, plan.global_batch, steps + 1, variation, counted, SEED)
@@ -272,7 +279,10 @@ def _infer(setting: _Setting, policy: Policy, reference: Reference) -> None:
         args, kwargs, _ = setting.arguments(batch)
         with setting.as_planned(step), torch.no_grad(), policy.losses():
             args, kwargs = policy.inputs((args, kwargs))
-            outputs = dict(named_outputs(policy.model(*args, **kwargs)))
+            given = (
+                policy.model(*args, **kwargs) if setting.forward is None else setting.forward(policy.model, dict(batch))
+            )
+            outputs = dict(named_outputs(given))
         reference.finite &= all(bool(value.isfinite().all()) for value in outputs.values())
         reference.outputs.append(reference.keep(reference.folder / f"outputs_{step}.safetensors", outputs))
 
@@ -325,14 +335,9 @@ def _backward(setting: _Setting, policy: Policy, reference: Reference, step: int
 def _backward_of_part(setting: _Setting, policy: Policy, reference: Reference, step: int, part: int) -> float:
     model = policy.model
     policy.begin()
-    args, kwargs, targets = setting.arguments(setting.rows(reference.batches[step], part))
+    rows = setting.rows(reference.batches[step], part)
     with setting.as_planned(step, part) as watched:
-        args, kwargs = policy.inputs((args, kwargs))
-        with policy.losses():
-            output = policy.outputs(model(*args, **kwargs))
-        with policy.losses(in_loss_fn=True):
-            loss = setting.source.loss_fn(output, *targets) if setting.source.loss_fn is not None else own_loss(output)
-        assert isinstance(loss, Tensor), named_outputs(output)
+        loss = _loss(setting, policy, rows) if setting.forward is None else _given_loss(setting.forward, policy, rows)
         loss = loss / setting.parts if setting.parts > 1 else loss
     with nullcontext() if setting.shown is None else in_double(setting.shown):  # a custom backward may name dtypes
         if loss.requires_grad:
@@ -345,6 +350,32 @@ def _backward_of_part(setting: _Setting, policy: Policy, reference: Reference, s
         position = {identity: number for number, identity in enumerate(watched.used)}
         reference.order = {name: position[id(own)] for name, own in policy.own.items() if id(own) in position}
     return float(loss.detach())
+
+
+def _loss(setting: _Setting, policy: Policy, rows: Mapping[str, Tensor]) -> Tensor:
+    """The loss of these rows, as the model and its loss function compute it."""
+    args, kwargs, targets = setting.arguments(rows)
+    args, kwargs = policy.inputs((args, kwargs))
+    with policy.losses():
+        output = policy.outputs(policy.model(*args, **kwargs))
+    with policy.losses(in_loss_fn=True):
+        loss = setting.source.loss_fn(output, *targets) if setting.source.loss_fn is not None else own_loss(output)
+    assert isinstance(loss, Tensor), named_outputs(output)
+    return loss
+
+
+def _given_loss(forward: Callable[..., Any], policy: Policy, rows: Mapping[str, Tensor]) -> Tensor:
+    """The loss of these rows, as the user's own reference computes it with the model.
+
+    Raises:
+        GraphparError: it returns no scalar tensor.
+    """
+    with policy.losses():
+        loss = forward(policy.model, {name: value.clone() for name, value in rows.items()})
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise GraphparError(f"The reference must return the loss of the batch, a scalar tensor; it returned {what}.")
+    return loss
 
 
 def _clipped(loss: float, policy: Policy, reference: Reference) -> Accumulated:

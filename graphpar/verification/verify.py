@@ -29,7 +29,8 @@ from graphpar.runtime.stages import check_files
 from graphpar.runtime.worker import run_jobs
 from graphpar.text import plural
 from graphpar.verification.comparison import Verification, compare, relative_error
-from graphpar.verification.reference import MOMENTUM, SEED, Reference, run_reference
+from graphpar.verification.recorded import Recorded
+from graphpar.verification.reference import SEED, Reference, run_reference
 from graphpar.verification.tolerances import PRECISIONS, precision
 
 STEPS = 4
@@ -49,14 +50,34 @@ class _Subject:
 
 def verify_parts(
     parts: Parts | str | Path,
-    steps: int = STEPS,
+    steps: int | None = None,
     *,
+    reference: Callable[..., Any] | Recorded | None = None,
     fp64: bool = False,
     timeout_s: float = 900.0,
     on_phase: Callable[[str], None] | None = None,
 ) -> Verification:
-    """Verify one program, in memory or emitted to a folder. See :func:`verify_all`."""
-    (result,) = verify_all([parts], steps, fp64=fp64, timeout_s=timeout_s, on_phase=on_phase)
+    """Verify one program, in memory or emitted to a folder. See :func:`verify_all`.
+
+    Args:
+        reference: what the program is compared with, where that is not the model and loss function that it was compiled from: a
+            function of the model and a batch (a dict by name) that returns the loss of the batch, or for inference the outputs;
+            or a run that was made elsewhere.
+
+    Raises:
+        GraphparError: as :func:`verify_all`; or ``steps`` or ``fp64`` is asked for of a recorded run.
+    """
+    options: dict[str, Any] = {"fp64": fp64, "timeout_s": timeout_s, "on_phase": on_phase}
+    if isinstance(reference, Recorded):
+        if steps not in (None, len(reference.losses)) or fp64:
+            raise GraphparError(
+                "A recorded run has its own number of steps and its own dtype; leave out steps and fp64."
+            )
+        folder = parts.folder if isinstance(parts, Parts) else Path(parts)
+        run = reference.reference(load_manifest(folder), Plan.load(folder))
+        (result,) = verify_all([parts], len(reference.losses), references=[run], **options)
+    else:
+        (result,) = verify_all([parts], STEPS if steps is None else steps, forward=reference, **options)
     return result
 
 
@@ -65,6 +86,7 @@ def verify_all(
     steps: int = STEPS,
     *,
     references: Sequence[Reference | None] | None = None,
+    forward: Callable[..., Any] | None = None,
     fp64: bool = False,
     timeout_s: float = 900.0,
     on_phase: Callable[[str], None] | None = None,
@@ -74,6 +96,7 @@ def verify_all(
     Args:
         steps: of training, or batches of inference.
         references: those of the programs where they are known, which saves running the models again.
+        forward: of the model and a batch, in place of the model and its loss function; see :func:`run_reference`.
         fp64: decide in float64 in any case.
         timeout_s: for each launch.
         on_phase: called with what comes next, as each phase begins.
@@ -87,10 +110,16 @@ def verify_all(
     shared: dict[Any, Reference] = {}
     begin(f"running the model as it is: {plural(steps, 'step')}")
     known = references or [None] * len(programs)
-    subjects = [_subject(program, steps, given, shared) for program, given in zip(programs, known, strict=True)]
+    subjects = [
+        _subject(program, steps, given, shared, forward) for program, given in zip(programs, known, strict=True)
+    ]
     begin(f"running the program: {plural(steps, 'step')} on {_processes(subjects)}")
     outcomes = _compared(subjects, steps, timeout_s)
-    doubtful = [index for index, outcome in enumerate(outcomes) if _in_doubt(outcome, fp64)]
+    doubtful = [
+        index
+        for index, outcome in enumerate(outcomes)
+        if subjects[index].reference.again is not None and _in_doubt(outcome, fp64)
+    ]
     again: list[_Subject] = []
     if doubtful:
         begin("running the model again in float64, to tell rounding from an error")
@@ -130,7 +159,11 @@ def reference_for(parts: Parts, steps: int = STEPS) -> Reference:
 
 
 def _subject(
-    program: Parts | str | Path, steps: int, known: Reference | None, shared: dict[Any, Reference]
+    program: Parts | str | Path,
+    steps: int,
+    known: Reference | None,
+    shared: dict[Any, Reference],
+    forward: Callable[..., Any] | None,
 ) -> _Subject:
     """Return the program with its reference: ``known``, one in ``shared`` for the same model and batch, or a new one."""
     if isinstance(program, Parts):
@@ -154,7 +187,9 @@ def _subject(
     sizes = (plan.microbatches, plan.microbatch_size) if microbatched else None
     key = (id(source), plan.mode, plan.global_batch, sizes, plan.mesh.replicas if plan.dp_mean else 1)
     if key not in shared:
-        shared[key] = run_reference(source, plan, inputs, steps, microbatched=microbatched, counted=counted)
+        shared[key] = run_reference(
+            source, plan, inputs, steps, microbatched=microbatched, counted=counted, forward=forward
+        )
     return _Subject(folder, plan, shared[key])
 
 
@@ -196,7 +231,7 @@ def _prepare(subject: _Subject, job: Path, steps: int, double: bool) -> Path:
     record = {
         "program": str(folder),
         "steps": steps,
-        "optimizer": {"lr": reference.learning_rate, "momentum": MOMENTUM},
+        "optimizer": {"lr": reference.learning_rate, "momentum": reference.momentum},
         "seed": SEED,
         "weights": str(reference.weights),
         "batches": [str(reference.batch_file(step)) for step in range(len(reference.batches))],
