@@ -73,6 +73,8 @@ class Parts:
         def write(scratch: Path) -> None:
             for name, text in self.files.items():
                 (scratch / name).write_text(text)
+                if name.endswith(".sh"):
+                    (scratch / name).chmod(0o755)
             if self.constants:
                 constants = {name: value.contiguous() for name, value in self.constants.items()}
                 save_file(constants, scratch / "constants.safetensors")

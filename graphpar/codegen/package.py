@@ -28,10 +28,11 @@ from graphpar.codegen.classes import (
     stage_tree,
 )
 from graphpar.codegen.fully_sharded import gather_dtype, optimizer_units_function, order_of, units_function, units_of
+from graphpar.codegen.launch_files import launch_files
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
-from graphpar.codegen.train_script import train_script
+from graphpar.codegen.train_script import EXAMPLES, train_script
 from graphpar.emitted import collectives, random_streams
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
@@ -89,6 +90,8 @@ def emit_package(
     }
     files["plan.json"] = json.dumps(record, indent=1) + "\n"
     files["train.py"] = train_script(program, plan, shown)
+    if plan.mesh.size > 1:
+        files |= launch_files(program.name, plan, EXAMPLES[plan.mode])
     wanted = {name for infos in tensors for name, info in infos.items() if not info.persistent}
     wanted |= {
         name for paths in instances for path in paths for name in program.constants if name.startswith(f"{path}.")

@@ -74,6 +74,12 @@ if __name__ == "__main__":
     main()
 '''
 
+EXAMPLES = {
+    "train": "--steps 100 --lr 1e-3 --save trained.safetensors",
+    "infer": "--steps 1 --save outputs.safetensors",
+}
+"""Options that a user may begin with, by mode."""
+
 _LOSSES = {
     False: " Losses and gradients are those of the global batch.",
     True: " Losses and gradients are means over the replicas, each of its own rows, as in DDP.",
@@ -136,9 +142,7 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
     text = _TEMPLATE.format(
         title=textwrap.fill(f"{title}{_LOSSES[plan.dp_mean] if program.mode == 'train' else ''}", WIDTH - len('"""')),
         devices=plan.mesh.size,
-        example="--steps 100 --lr 1e-3 --save trained.safetensors"
-        if program.mode == "train"
-        else "--steps 1 --save outputs.safetensors",
+        example=EXAMPLES[program.mode],
         placement="\n".join(_placement(plan, stages)),
         batch=plan.global_batch,
         inputs="\n".join(inputs),

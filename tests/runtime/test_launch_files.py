@@ -1,0 +1,109 @@
+"""The files that start an emitted program on several nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import graphpar as gp
+from graphpar.codegen.launch_files import launch_files
+from graphpar.runtime.launch import torchrun
+from tests.programs import example
+
+
+def _plan(**pins: Any) -> gp.Plan:
+    return gp.plan(example("gpt"), **pins)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "mesh", "nodes", "devices"),
+    [
+        ("2x8xH100", {"tp": 8, "dp_shard": 2}, 2, 8),
+        ("2x8xH100", {"tp": 4}, 1, 4),  # a part of the cluster
+        ("3x4xA100-SXM-80GB", {"pp": 2, "tp": 3}, 3, 2),  # 6 ranks don't fill nodes of 4
+        ("8xCPU", {"dp_replicate": 8}, 1, 8),
+    ],
+)
+def test_they_fill_the_nodes_of_the_cluster(cluster: str, mesh: dict[str, int], nodes: int, devices: int) -> None:
+    from dataclasses import replace
+
+    plan = replace(_plan(devices=2, mesh={"dp_replicate": 2}), mesh=gp.Mesh(**mesh), cluster=gp.Cluster.parse(cluster))
+    files = launch_files("MyModel", plan, "--steps 1")
+    job = yaml.safe_load(files["launch.yaml"])
+    pods = job["spec"]["pytorchReplicaSpecs"]
+    container = pods["Master"]["template"]["spec"]["containers"][0]
+
+    assert f"nodes=${{NODES:-{nodes}}} devices=${{DEVICES:-{devices}}}" in files["launch.sh"]
+    assert f"#SBATCH --nodes={nodes}\n" in files["launch.sbatch"]
+    assert sum(pod["replicas"] for pod in pods.values()) == nodes
+    assert job["metadata"]["name"] == "my-model"
+    gpus = {} if "CPU" in cluster else {"nvidia.com/gpu": devices}
+    assert container.get("resources", {}).get("limits", {}) == gpus
+    assert ("--gpus-per-node" in files["launch.sbatch"]) == bool(gpus)
+    for name in ("launch.sh", "launch.sbatch"):
+        subprocess.run(["bash", "-n"], input=files[name], text=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parts = gp.partition(example("gpt"), _plan(mesh={"pp": 2}))
+    model = parts.program.source.model
+    module = model if isinstance(model, torch.nn.Module) else model()
+    return parts.save(tmp_path_factory.mktemp("launch") / "out", weights=module.state_dict())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_nodes_meet(program: Path, tmp_path: Path) -> None:
+    """Two nodes are two torchruns on this machine; their losses are those of one node."""
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    torchrun(program / "train.py", ["--steps", "3", "--json", str(one)], nproc=2, timeout_s=240)
+    nodes = {"NODES": "2", "DEVICES": "1", "HEAD": "127.0.0.1", "PORT": str(_free_port()), "JOB": str(os.getpid())}
+    started = [
+        subprocess.Popen(
+            [program / "launch.sh", "--steps", "3", "--json", str(two)],
+            env={**os.environ, **nodes},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        printed = [node.communicate(timeout=240)[0] for node in started]
+    finally:
+        for node in started:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+    assert [node.returncode for node in started] == [0, 0], printed
+    losses = [[step["loss"] for step in json.loads(file.read_text())] for file in (one, two)]
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NODES": "3"}, "the program runs on 2 ranks; NODES=3 times DEVICES=2 is 6"),
+        ({"NODES": "2", "DEVICES": "1"}, "set HEAD to the name or address of one node"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(program: Path, variables: dict[str, str], message: str) -> None:
+    ended = subprocess.run(
+        [program / "launch.sh"], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
+    )
+
+    assert ended.returncode != 0 and message in ended.stderr
