@@ -11,7 +11,7 @@ One step: check the batch -> take the rows of this replica -> count the loss den
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from graphpar.runtime.batches import Feed
-from graphpar.runtime.distributed import agreed
+from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.events import at
 from graphpar.runtime.forward import forward_only
@@ -37,6 +37,7 @@ from graphpar.runtime.fully_sharded import (
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.idle import Places, left_in_schedule, left_in_stage
+from graphpar.runtime.initialise import initial_values, model_of
 from graphpar.runtime.loss_scale import FIRST, LossScale
 from graphpar.runtime.manifest import StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
@@ -57,6 +58,7 @@ from graphpar.runtime.watch import watch
 from graphpar.runtime.weights import (
     check_local_shapes,
     check_names,
+    fill_all,
     load_constants,
     load_weights,
     no_weights,
@@ -199,16 +201,43 @@ class Pipeline:
 
     # Weights
 
+    def initialise(self, build: Callable[[], nn.Module] | None = None) -> None:
+        """Give this rank's parameters and buffers the values that the model has when it is built on one device with this seed.
+
+        No rank has the whole model in memory: see :func:`~graphpar.runtime.initialise.initial_values`. A collective call.
+
+        Args:
+            build: makes the model; by default the ``model`` of the model file that the program was compiled from.
+
+        Raises:
+            RuntimeProgramError: the program doesn't know its model file, or ``build`` depends on values of what it draws, or
+                makes another model.
+        """
+        self.synchronize()
+        with agreed():
+            values = initial_values(build or model_of(self.program), self.seed)
+            fill_all(self.stages, values, self.program, self.groups.place)
+            if self._shards is not None:
+                self._shards.loaded()
+        with agreed():
+            check_replicas(self.stages, self.program, self.groups)
+
     def load_weights(self, path: str | Path | None = None, *, strict: bool = True) -> None:
         """Load parameters and persistent buffers from a safetensors file or a folder of shards.
 
-        By default from the program's own ``weights/model.safetensors``. The file has whole tensors; each rank takes
-        its shard. A collective call: all ranks fail if one does. ``strict=False`` ignores what no stage takes.
+        By default from the program's own ``weights/model.safetensors``, or where it has none as :meth:`initialise` makes them.
+        The file has whole tensors; each rank takes its shard. A collective call: all ranks fail if one does. ``strict=False``
+        ignores what no stage takes.
 
         Raises:
             RuntimeProgramError: the file is not there, names or shapes do not fit, or ranks that should hold the
                 same values loaded different ones.
         """
+        if path is None and self.program.model_file is not None:
+            found = gather_objects((self.program.folder / WEIGHTS).exists())
+            if not any(found):
+                self.initialise()
+                return
         everyone = self.groups.gather("pp", list(self.state_dict()))
         with agreed():
             source = self.program.folder / WEIGHTS if path is None else Path(path)

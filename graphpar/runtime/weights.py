@@ -249,13 +249,46 @@ def _copy(
     ]
     if wrong:
         raise RuntimeProgramError(f"{file.path} has values of other shapes: {_listed(wrong)}")
+    for name, target in targets.items():
+        _fill(target, file[keys[name]], name, program, place)
+
+
+def _fill(target: Tensor, whole: Tensor, name: str, program: Manifest, place: Mapping[str, int]) -> None:
+    """Copy this rank's shard of ``whole`` into ``target``."""
+    part = local(target)
+    shard = local_shard(whole, program.stored(name), program.mesh, place)
     with torch.no_grad():
-        for name, target in targets.items():
-            part = local(target)
-            shard = local_shard(file[keys[name]], program.stored(name), program.mesh, place)
-            part.copy_(
-                shard if part.shape == shard.shape else shard.narrow(0, 0, part.shape[0])
-            )  # FSDP2 stores no padding
+        part.copy_(shard if part.shape == shard.shape else shard.narrow(0, 0, part.shape[0]))  # FSDP2 stores no padding
+
+
+def fill_all(
+    stages: Sequence[nn.Module],
+    values: Iterable[tuple[str, Tensor]],
+    program: Manifest,
+    place: Mapping[str, int],
+) -> None:
+    """Copy each of the whole ``values`` into what the stages hold of it, under any name of its tie, one after the other.
+
+    Raises:
+        RuntimeProgramError: a value has another shape, or something that a stage holds has none.
+    """
+    tied = names_by_tie(program.ties)
+    held: dict[str, list[tuple[str, Tensor]]] = {}
+    for stage in stages:
+        for name, target in stage.state_dict(keep_vars=True).items():
+            held.setdefault(tied.get(name, (name,))[0], []).append((name, target))
+    left = set(held)
+    for name, value in values:
+        first = tied.get(name, (name,))[0]
+        for own, target in held.get(first, ()):
+            if (shape := whole_shape(program, own, target)) != tuple(value.shape):
+                raise RuntimeProgramError(
+                    f"{name} is built with the shape {tuple(value.shape)}; the program has {shape}"
+                )
+            _fill(target, value, own, program, place)
+        left.discard(first)
+    if left:
+        raise RuntimeProgramError(f"the model is built without {_listed(sorted(left))}")
 
 
 def save_weights(state: Mapping[str, Tensor], path: str | Path, program: Manifest, groups: Groups) -> None:
