@@ -82,7 +82,7 @@ def find(path: str | Path) -> Path:
     folder = Path(path)
     if not (folder / RECORD).is_file() and (folder / LATEST).is_file():
         folder = folder / (folder / LATEST).read_text().strip()
-    for each in (folder, _beside(folder, "old")):  # old: it was being replaced by another of its name
+    for each in (folder, beside(folder, "old")):  # old: it was being replaced by another of its name
         if (each / RECORD).is_file():
             return each
     whole = whole_checkpoints(folder)
@@ -146,14 +146,15 @@ def tensors_of(metadata: Metadata) -> dict[tuple[str, ...], tuple[tuple[int, ...
     }
 
 
-def _beside(folder: Path, kind: str) -> Path:
+def beside(folder: Path, kind: str) -> Path:
+    """Return the hidden folder beside a checkpoint: "part" while it is written, "old" while another takes its place."""
     return folder.with_name(f".{folder.name}.{kind}")
 
 
 # ---- writing and reading boxes ---------------------------------------------------------------------------------------
 
 
-class _SavePlanner(DefaultSavePlanner):
+class SavePlanner(DefaultSavePlanner):
     """Writes the boxes of entries. Those that several ranks have are written once; together they must be the whole tensors."""
 
     def set_up_planner(
@@ -338,7 +339,7 @@ def _write(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Write a checkpoint from all ranks of ``group``."""
-    part, first = _beside(target, "part"), dist.get_rank() == 0
+    part, first = beside(target, "part"), dist.get_rank() == 0
     with agreed(group):
         if first:
             begin(target)
@@ -349,7 +350,7 @@ def _write(
             )
     with agreed(group):
         try:
-            dcp_save(dict(entries), storage_writer=FileSystemWriter(part), planner=_SavePlanner(), process_group=group)
+            dcp_save(dict(entries), storage_writer=FileSystemWriter(part), planner=SavePlanner(), process_group=group)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise RuntimeProgramError(f"{target} can't be saved: rank {rank}: {cause}") from None
@@ -364,7 +365,7 @@ def begin(target: Path) -> None:
     Raises:
         RuntimeProgramError: something else is there.
     """
-    old = _beside(target, "old")
+    old = beside(target, "old")
     if (old / RECORD).is_file() and not target.exists():
         old.rename(target)
     if target.exists() and not (target / RECORD).is_file():
@@ -373,12 +374,12 @@ def begin(target: Path) -> None:
     for left in [old, *target.parent.glob(".*.part")]:
         if left.is_dir():
             shutil.rmtree(left)
-    _beside(target, "part").mkdir()
+    beside(target, "part").mkdir()
 
 
 def finish(target: Path, record: Mapping[str, Any], plan: bytes | None, keep: int | None) -> None:
     """Make a checkpoint whole whose tensors are written, then the latest; then remove all but the last ``keep``."""
-    part, old = _beside(target, "part"), _beside(target, "old")
+    part, old = beside(target, "part"), beside(target, "old")
     if plan is not None:
         _written(part / PLAN, plan)
     _written(part / RECORD, json.dumps(record, indent=1).encode())
@@ -392,7 +393,7 @@ def finish(target: Path, record: Mapping[str, Any], plan: bytes | None, keep: in
     _sync(target.parent)
     surplus = [] if keep is None else whole_checkpoints(target.parent)[:-keep]
     for folder in surplus:
-        folder = folder.rename(_beside(folder, "part"))
+        folder = folder.rename(beside(folder, "part"))
         shutil.rmtree(folder)
     if old.exists():
         shutil.rmtree(old)

@@ -223,7 +223,8 @@ class State:
                 states[parameter] = dict(saved["numbers"].get(name, {}))
                 for key in keys.get(name, []):
                     size, dtype = sizes[(*STATE, name, key)]
-                    if len(size) or (parameter.ndim == 0 and key != "step"):
+                    like_parameter = len(size) or (self._dims(parameter) == 0 and key != "step")
+                    if like_parameter:
                         value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
                         stays = key == "step" and not (group.get("capturable") or group.get("fused"))
@@ -236,6 +237,9 @@ class State:
                     else:
                         entries[entry.key] = entry
         return entries, states
+
+    def _dims(self, parameter: Tensor) -> int:
+        return parameter.ndim if self.shards is None else len(self._ranges[self.names[parameter]][0])
 
     def hyperparameters(self, saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Return for each group of the optimizer the hyperparameters that a checkpoint has for its parameters.
