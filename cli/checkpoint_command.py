@@ -94,9 +94,9 @@ def show(found: list[dict[str, Any]], console: Console) -> None:
     for heading in ("checkpoint", "step", "plan", "tensors", "parameters", "weights", "optimizer", "its state"):
         table.add_column(heading, justify="left" if heading in ("checkpoint", "plan", "optimizer") else "right")
     for each in found:
-        latest = " (latest)" if each["latest"] and len(found) > 1 else ""
+        name = Path(each["path"]).name + (" (latest)" if each["latest"] else "")
         table.add_row(
-            f"{each['path']}{latest}",
+            name if len(found) > 1 else each["path"],
             str(each["step"]),
             _plan(each),
             str(each["model"]["tensors"] + each["state"]["tensors"]),

@@ -1,6 +1,7 @@
 """Checkpoints of small models: the models, an eager loop that knows nothing of graphpar, and a script that trains programs on ranks.
 
-The script gets a file of jobs. Each loads weights or a checkpoint, trains some steps of AdamW with two groups, saves, and writes its losses.
+The script gets a file of jobs. Each loads weights or a checkpoint, trains some steps of AdamW with two groups, saves, and writes its
+losses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -143,48 +145,42 @@ def main(jobs: Path) -> None:
 
 def _run(job: dict[str, Any], device: torch.device) -> None:
     report: dict[str, Any] = {"losses": []}
-    kind = job["kind"]
-    with Pipeline(job["program"], device, seed=job.get("seed", 0)) as pipeline:
-        loaded = None
-        # With another learning rate: that of the checkpoint counts.
-        lr = LR if job.get("load") is None else 1.0
-        optimizer = optimizer_of(pipeline.named_parameters(), job.get("optimizer", "AdamW"), lr)
-        if job.get("load") is None:
-            pipeline.load_weights(job["weights"])
-        else:
-            try:
-                loaded = pipeline.load_checkpoint(job["load"], optimizer)
-            except RuntimeProgramError as error:
-                report["error"] = str(error)
-        if loaded is not None:
-            report |= {"step": loaded.step, "data": dict(loaded.data), "seed": pipeline.seed, "path": str(loaded.path)}
-        if job.get("copy"):
-            pipeline.save_checkpoint(job["copy"], optimizer, step=loaded.step if loaded else 0)
-        begin, end = job.get("steps", (0, 0))
-        for step in range(begin, end):
-            loss = pipeline.step(batch_of(kind, step), broadcast_loss=True)
-            assert loss is not None
-            optimizer.step()
-            pipeline.zero_grad()
-            scheduled(optimizer)
-            report["losses"].append(loss.item())
-            if job.get("each"):
-                _save_each(pipeline, optimizer, job, step + 1)
-        if job.get("save"):
-            data = {"rows": end * ROWS}
-            try:
-                pipeline.save_checkpoint(job["save"], optimizer, step=end, data=data, keep=job.get("keep"))
-            except RuntimeProgramError as error:
-                report["error"] = str(error)
+    try:
+        with Pipeline(job["program"], device, seed=job.get("seed", 0)) as pipeline:
+            _train(pipeline, job, report)
+    except RuntimeProgramError as error:
+        report["error"] = str(error)
     if dist.get_rank() == 0:
         Path(job["report"]).write_text(json.dumps(report))
 
 
-def _save_each(pipeline: Pipeline, optimizer: torch.optim.Optimizer, job: dict[str, Any], step: int) -> None:
-    wait = job["each"] == "wait"
-    pipeline.save_checkpoint(Path(job["folder"]) / str(step), optimizer, step=step, keep=job.get("keep"), wait=wait)
-    if job.get("ends") == step:  # in the middle of writing
-        os.kill(os.getpid(), signal.SIGKILL)
+def _train(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any]) -> None:
+    begin, end = job.get("steps", (0, 0))
+    # With another learning rate: that of the checkpoint counts.
+    lr = LR if job.get("load") is None else 1.0
+    optimizer = optimizer_of(pipeline.named_parameters(), job.get("optimizer", "AdamW"), lr)
+    saved = None if job.get("weights_only") else optimizer
+    if job.get("load") is None:
+        pipeline.load_weights(job["weights"])
+    else:
+        loaded = pipeline.load_checkpoint(job["load"], saved)
+        report |= {"step": loaded.step, "data": dict(loaded.data), "seed": pipeline.seed, "path": str(loaded.path)}
+        if job.get("copy"):
+            pipeline.save_checkpoint(job["copy"], saved, step=loaded.step)
+    for step in range(begin, end):
+        loss = pipeline.step(batch_of(job["kind"], step), broadcast_loss=True)
+        assert loss is not None
+        optimizer.step()
+        pipeline.zero_grad()
+        scheduled(optimizer)
+        report["losses"].append(loss.item())
+        if job.get("folder"):
+            path, wait = Path(job["folder"]) / str(step + 1), job.get("wait", True)
+            pipeline.save_checkpoint(path, saved, step=step + 1, keep=job.get("keep"), wait=wait)
+            if step == begin and job.get("killed_after") is not None and dist.get_rank() in job["killed"]:
+                Timer(job["killed_after"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if job.get("save"):
+        pipeline.save_checkpoint(job["save"], saved, step=end, data={"rows": end * ROWS}, keep=job.get("keep"))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ def _described(folder: Path) -> dict[str, Any]:
     count = {path: torch.Size(shape).numel() for path, (shape, _) in sizes.items()}
     size = {path: count[path] * dtype.itemsize for path, (_, dtype) in sizes.items()}
     model = [path for path in sizes if path[:1] == MODEL]
+    model_bytes = sum(size[path] for path in model)
     return {
         "path": str(folder),
         "step": record["step"],
@@ -76,9 +77,9 @@ def _described(folder: Path) -> dict[str, Any]:
         "model": {
             "tensors": len(model),
             "elements": sum(count[path] for path in model),
-            "bytes": sum(map(size.get, model)),
+            "bytes": model_bytes,
         },
-        "state": {"tensors": len(sizes) - len(model), "bytes": sum(size.values()) - sum(map(size.get, model))},
+        "state": {"tensors": len(sizes) - len(model), "bytes": sum(size.values()) - model_bytes},
         "data": record["data"],
         "seed": record["seed"],
         "ties": record["ties"],
@@ -145,7 +146,7 @@ def convert(source: str | Path, out: Path, to: str | Path | None) -> dict[str, A
     path = Path(source)
     weights = path.name.endswith((".safetensors", ".safetensors.index.json")) or any(path.glob("*.safetensors"))
     if weights:
-        tensors = {(*MODEL, name): value for name, value in _untied(path, ties).items()}
+        found: dict[tuple[str, ...], Tensor] = {(*MODEL, name): value for name, value in _untied(path, ties).items()}
         record: dict[str, Any] = {
             "format": FORMAT, "step": 0, "time": time.time(), "seed": 0, "steps_done": 0, "data": {}, "ties": ties,
             "loss_scale": {"value": 1.0, "skipped": 0, "finite": 0}, "optimizer": None,
@@ -157,15 +158,15 @@ def convert(source: str | Path, out: Path, to: str | Path | None) -> dict[str, A
             whole_entry(key, torch.empty(shape, dtype=dtype)) for key, (shape, dtype) in tensors_of(metadata).items()
         ]
         read_entries(path, {entry.key: entry for entry in entries}, metadata)
-        tensors = {entry.path: entry.tensors[0] for entry in entries}
+        found = {entry.path: entry.tensors[0] for entry in entries}
     if program is not None and wanted is not None:
         _check(
-            path, {key[1]: value for key, value in tensors.items() if key[:1] == MODEL}, wanted, record["ties"] or ties
+            path, {key[1]: value for key, value in found.items() if key[:1] == MODEL}, wanted, record["ties"] or ties
         )
         record |= {"mesh": dict(program.mesh), "zero": program.zero}
     plan = program.folder / PLAN if program is not None else path / PLAN
-    _write(tensors, record, plan.read_bytes() if plan.is_file() and not (weights and program is None) else None, out)
-    return {"source": str(path), "out": str(out), "step": record["step"], "tensors": len(tensors)}
+    _write(found, record, plan.read_bytes() if plan.is_file() and not (weights and program is None) else None, out)
+    return {"source": str(path), "out": str(out), "step": record["step"], "tensors": len(found)}
 
 
 def program_tensors(program: Manifest) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
