@@ -12,6 +12,7 @@ A checkpoint is written as ``ckpt/.100.part`` and renamed when all of it is on d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -49,7 +50,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from graphpar.runtime.boxes import Box
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import RuntimeProgramError, near_match
-from graphpar.runtime.plan_record import read_object
 from graphpar.runtime.saved_state import MODEL, Entry, State, in_turns, joined_descriptions
 from graphpar.runtime.weights import listed
 
@@ -96,8 +96,11 @@ def find(path: str | Path) -> Path:
 
 def whole_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints in a folder, in the order in which they were saved."""
-    found = [record.parent for record in folder.glob(f"*/{RECORD}") if not record.parent.name.startswith(".")]
-    return sorted(found, key=lambda each: float(read_record(each)["time"]))
+    found: dict[Path, float] = {}
+    for record in folder.glob(f"[!.]*/{RECORD}"):
+        with contextlib.suppress(RuntimeProgramError):  # one that somebody has damaged
+            found[record.parent] = read_record(record.parent)["time"]
+    return sorted(found, key=lambda each: found[each])
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -106,13 +109,16 @@ def read_record(folder: Path) -> dict[str, Any]:
     Raises:
         RuntimeProgramError: it is damaged, or of another version.
     """
-    record = read_object(folder / RECORD)
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError) as error:
+        raise RuntimeProgramError(f"{folder} is damaged: {RECORD} can't be read ({error})") from error
     fields = ("format", "step", "time", "data", "seed", "steps_done", "ties", "optimizer", "loss_scale")
-    lacking = [field for field in fields if field not in record]
+    lacking = [field for field in fields if not isinstance(record, dict) or field not in record]
     if lacking or record["format"] != FORMAT:
         what = f"it lacks {', '.join(lacking)}" if lacking else f"its format is {record['format']}, not {FORMAT}"
-        raise RuntimeProgramError(f"{folder / RECORD} can't be read: {what}")
-    return record
+        raise RuntimeProgramError(f"{folder} is damaged: {RECORD} can't be read ({what})")
+    return dict(record)
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -140,10 +140,10 @@ def converted(bench: Bench, kind: str, sources: Sequence[str], targets: Sequence
     """Save under each source, go on under each target: what is loaded is what was saved, and training ends as on one device."""
     root = bench.root / "saved" / kind
     losses = fixture.eager(kind, ENDS_AT)[0]
-    for source in dict.fromkeys([*sources, *targets]):
+    for source in sources:
         first = {"steps": (0, SAVED_AT), "save": root / source}
         straight = {"steps": (0, ENDS_AT), "save": root / "straight" / source}
-        bench.run(kind, source, first, straight)
+        bench.run(kind, source, first, *([straight] if source in targets else []))
         assert error(tensors(root / source), reference(kind, SAVED_AT)) < TOLERANCE, source
     for target in targets:
         jobs = [
@@ -174,8 +174,8 @@ def test_a_few_plans_go_on_from_each_other(bench: Bench) -> None:
     seed = random.randrange(1_000_000)
     print(f"seed {seed}")  # pytest shows it where the test fails
     drawn = random.Random(seed)
-    pair = drawn.sample([name for name in LAYOUTS if name != "dp2 x tp2 x pp2"], 2)
-    converted(bench, drawn.choice(("17", "127", "128")), pair, pair)
+    source, target = drawn.sample([name for name in LAYOUTS if name != "dp2 x tp2 x pp2"], 2)
+    converted(bench, drawn.choice(("17", "127", "128")), [source], [source, target])
 
 
 @pytest.mark.slow
