@@ -12,6 +12,7 @@ import graphpar
 from graphpar.cli import (
     calibrate_command,
     check_command,
+    checkpoint_command,
     compile_command,
     completion_command,
     estimate_command,
@@ -27,6 +28,7 @@ COMMANDS: dict[str, ModuleType] = {
     "run": run_command,
     "verify": verify_command,
     "check": check_command,
+    "checkpoint": checkpoint_command,
     "report": report_command,
     "estimate": estimate_command,
     "calibrate": calibrate_command,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graphpar.runtime.checkpoint import Checkpoint
 from graphpar.runtime.distributed import Ranks, start
 from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError
 from graphpar.runtime.manifest import Manifest, load_manifest
@@ -10,6 +11,7 @@ from graphpar.runtime.random_streams import sample_keys
 
 __all__ = [
     "AgreedError",
+    "Checkpoint",
     "LaunchError",
     "Manifest",
     "Pipeline",

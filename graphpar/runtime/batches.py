@@ -110,7 +110,7 @@ class Feed:
         self._program = program
         self._groups = groups
         self._device = device
-        self._seed = seed
+        self.seed = seed
         self._names = names
         self._count = count
         self._wanted = {*names, *(program.count_inputs if count is not None else ())}
@@ -130,7 +130,7 @@ class Feed:
         given = dict(batch)
         for spec in self._program.inputs:
             if spec.role == "sample_keys" and spec.name not in given:
-                given[spec.name] = sample_keys(self._seed, step, spec.shape[0])
+                given[spec.name] = sample_keys(self.seed, step, spec.shape[0])
         values = {
             name: own_rows(self._program, name, value, self._groups.replica).to(self._device, non_blocking=True)
             for name, value in given.items()

@@ -198,8 +198,8 @@ def group_timeout(device: torch.device) -> timedelta | None:
     return timeout
 
 
-def agree(error: Exception | None) -> None:
-    """Raise on every rank if any rank has an error, so that no rank waits for one that gave up. A collective call.
+def agree(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank (of ``group``) if any has an error, so that no rank waits for one that gave up. A collective call.
 
     Raises:
         AgreedError: with the message of the rank, or of each rank if they differ.
@@ -207,7 +207,7 @@ def agree(error: Exception | None) -> None:
     own: str | None = None
     if error is not None:
         own = str(error) if isinstance(error, RuntimeProgramError) else f"{type(error).__name__}: {error}"
-    messages = gather_objects(own)
+    messages = gather_objects(own, group)
     if not any(message is not None for message in messages):
         return
     failed = {rank: message for rank, message in enumerate(messages) if message is not None}
@@ -227,11 +227,11 @@ def agree(error: Exception | None) -> None:
 
 
 @contextmanager
-def agreed() -> Iterator[None]:
-    """If the block raises on any rank, every rank raises ``AgreedError``."""
+def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """If the block raises on any rank (of ``group``), every rank raises ``AgreedError``."""
     error: Exception | None = None
     try:
         yield
     except Exception as found:
         error = found
-    agree(error)
+    agree(error, group)

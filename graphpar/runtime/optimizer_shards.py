@@ -61,6 +61,7 @@ class Unit:
     groups: Groups
     pieces: dict[str, nn.Parameter] = field(default_factory=dict)
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)  # where each piece begins in its parameter
     works: list[dist.Work] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -71,6 +72,7 @@ class Unit:
                 copy.data = self.flat[begin:end].view(copy.shape)
             if own and begin < own.stop and own.start < end:
                 place = max(begin, own.start), min(end, own.stop)
+                self.starts[name] = place[0] - begin
                 self.places[name] = place[0] - own.start, place[1] - own.start
                 self.pieces[name] = _view(self.flat[slice(*place)]) if self.even else copies[0]
             begin = end
@@ -174,6 +176,15 @@ class OptimizerShards:
         yield from self.pieces.items()
         if self._nothing is not None:
             yield "", self._nothing
+
+    def ranges(self) -> dict[str, tuple[torch.Size, int]]:
+        """Return of each piece the shape of the parameter that it is of, and the element at which it begins."""
+        return {
+            name: (copies[0].shape, unit.starts[name])
+            for unit in self.units
+            for name, copies in zip(unit.names, unit.copies)
+            if name in unit.pieces
+        }
 
     def send(self) -> None:
         """Start to send the values of this rank's pieces, and to receive those of others; a collective call."""

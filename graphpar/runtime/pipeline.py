@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.optim import Optimizer
 
+from graphpar.runtime import checkpoint
 from graphpar.runtime.batches import Feed
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
@@ -42,6 +45,7 @@ from graphpar.runtime.loss_scale import FIRST, LossScale
 from graphpar.runtime.manifest import StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.replicas import check_program, check_ranks, check_replicas
+from graphpar.runtime.saved_state import State
 from graphpar.runtime.schedules import Schedule, ShardedStage, Stage, build_schedule, keyword_names, microbatch
 from graphpar.runtime.split_backward import guard, is_whole
 from graphpar.runtime.stages import (
@@ -96,6 +100,7 @@ class Pipeline:
             check_program(self.program)
         self.groups = Groups(self.program.mesh, self.device)
         self._shards: OptimizerShards | None = None
+        self._saver = checkpoint.Saver()
         self._scale = LossScale(FIRST if self.program.scales_loss else 1.0)
         try:
             with agreed():
@@ -195,9 +200,12 @@ class Pipeline:
             self.close()
 
     def close(self) -> None:
-        """Destroy the process groups that this program created; a collective call."""
+        """Wait for a checkpoint that is being saved, and destroy the process groups that this program created; a collective call."""
         self._gradients.drop()
-        self.groups.close()
+        try:
+            self._saver.close()
+        finally:
+            self.groups.close()
 
     # Weights
 
@@ -294,6 +302,62 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that this rank updates, as an optimizer takes them."""
         return (parameter for _, parameter in self.named_parameters())
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        optimizer: Optimizer | None = None,
+        *,
+        step: int,
+        data: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Save weights, optimizer state and ``step`` between two steps, for programs of any plan; a collective call.
+
+        Each rank writes a part. The folder ``path`` appears when it is whole; then the file ``latest`` beside it names it.
+
+        Args:
+            path: a folder beside other checkpoints, such as ``ckpt/100``, on a disk that all machines share.
+            optimizer: that of this rank.
+            step: number of the last step that was taken.
+            data: position in the data, or whatever else is to be kept as JSON: that of rank 0.
+            keep: remove all but this many of the last checkpoints.
+            wait: False: copy what is saved and write it while training goes on. An error is then raised by the next call that saves
+                or loads, or by ``close``.
+
+        Raises:
+            RuntimeProgramError: it can't be saved, or gradients are yet to be reduced.
+        """
+        self._saver.wait()
+        with agreed():
+            self._gradients.check_reduced("save_checkpoint")
+        state = self._state(optimizer)
+        checkpoint.save(self, self._saver, state, path, step=step, data=data, keep=keep, wait=wait)
+
+    def load_checkpoint(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint:
+        """Load what a program of this model has saved, under any plan and from any number of ranks; a collective call.
+
+        The seed, the count of steps and the loss scale become those of the checkpoint, too.
+
+        Args:
+            path: a checkpoint, or a folder of checkpoints: the latest.
+            optimizer: that of this rank, of the same kind; its hyperparameters become those of the checkpoint. Without one the
+                weights alone are loaded.
+
+        Raises:
+            RuntimeProgramError: there is no checkpoint, it is damaged, or it does not fit the program or the optimizer: the message
+                lists tensors that are missing, unexpected or of other shapes. Then nothing is changed.
+        """
+        self._saver.wait()
+        return checkpoint.load(self, self._state(optimizer), path)
+
+    def _state(self, optimizer: Optimizer | None) -> State:
+        self.synchronize()
+        with agreed():
+            return State(self.stages, self.program, self.groups, self._shards, optimizer)
 
     # Training
 

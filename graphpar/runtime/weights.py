@@ -165,13 +165,13 @@ def check_names(path: str | Path, names: Iterable[str], program: Manifest, *, st
         unknown = [name for name in file if name not in known]
         missing = [name for name, others in wanted.items() if not any(other in file for other in others)]
     if missing:
-        raise RuntimeProgramError(f"{path} has no value for {_listed(missing)}.{near_match(missing[0], unknown)}")
+        raise RuntimeProgramError(f"{path} has no value for {listed(missing)}.{near_match(missing[0], unknown)}")
     if not strict:
         return
     if unknown:
         hint = near_match(unknown[0], known)
         raise RuntimeProgramError(
-            f"{path} has values that no stage of the program takes: {_listed(unknown)}.{hint} If they are to be left out, "
+            f"{path} has values that no stage of the program takes: {listed(unknown)}.{hint} If they are to be left out, "
             "load the file with strict=False."
         )
 
@@ -195,7 +195,7 @@ def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: 
                 found[name] = source
         if missing:
             hint = near_match(missing[0], (name for name in file if name not in wanted))
-            raise RuntimeProgramError(f"{path} has no value for {_listed(missing)}.{hint}")
+            raise RuntimeProgramError(f"{path} has no value for {listed(missing)}.{hint}")
         _copy(wanted, found, file, program, place)
 
 
@@ -207,7 +207,7 @@ def load_constants(module: nn.Module, path: Path, program: Manifest, place: Mapp
     with WeightFile(path) as file:
         missing = [name for name in wanted if name not in file]
         if missing:
-            raise RuntimeProgramError(f"{path} has no value for {_listed(missing)}. Emit the program again.")
+            raise RuntimeProgramError(f"{path} has no value for {listed(missing)}. Emit the program again.")
         _copy(wanted, {name: name for name in wanted}, file, program, place)
 
 
@@ -248,7 +248,7 @@ def _copy(
         if shape != file.shape(keys[name])
     ]
     if wrong:
-        raise RuntimeProgramError(f"{file.path} has values of other shapes: {_listed(wrong)}")
+        raise RuntimeProgramError(f"{file.path} has values of other shapes: {listed(wrong)}")
     for name, target in targets.items():
         _fill(target, file[keys[name]], name, program, place)
 
@@ -288,7 +288,7 @@ def fill_all(
             _fill(target, value, own, program, place)
         left.discard(first)
     if left:
-        raise RuntimeProgramError(f"the model is built without {_listed(sorted(left))}")
+        raise RuntimeProgramError(f"the model is built without {listed(sorted(left))}")
 
 
 def save_weights(state: Mapping[str, Tensor], path: str | Path, program: Manifest, groups: Groups) -> None:
@@ -343,6 +343,7 @@ def _wire_device(state: Mapping[str, Tensor]) -> torch.device:
     return next(iter(state.values())).device if state else torch.device("cuda" if on_gpu else "cpu")
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Name the first few, and count the rest."""
     rest = len(names) - LISTED
     return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")

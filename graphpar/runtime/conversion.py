@@ -1,0 +1,225 @@
+"""Checkpoints without ranks: what is in one, and its way to and from safetensors, in one process.
+
+    checkpoint ──merged──► model.safetensors              every name that model.state_dict() has
+    checkpoint ──exported──► sharded safetensors, index   as Hugging Face has them: tied weights once
+    safetensors, a folder of them ──converted──► checkpoint
+
+Whole tensors are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from graphpar.runtime.checkpoint import (
+    FORMAT,
+    PLAN,
+    RECORD,
+    SavePlanner,
+    begin,
+    beside,
+    check_names,
+    find,
+    finish,
+    read_entries,
+    read_metadata,
+    read_model,
+    read_record,
+    tensors_of,
+    whole_checkpoints,
+    whole_entry,
+)
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.manifest import Manifest, load_manifest
+from graphpar.runtime.saved_state import MODEL
+from graphpar.runtime.stages import emitted_package, empty_stage
+from graphpar.runtime.weights import WeightFile, listed, names_by_tie, whole_shape, write_tensors
+
+INDEX = "model.safetensors.index.json"
+Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def inspected(path: str | Path) -> list[dict[str, Any]]:
+    """Describe a checkpoint, or all of a folder of checkpoints, in the order in which they were saved.
+
+    Raises:
+        RuntimeProgramError: there is none, or one is damaged.
+    """
+    latest = find(path)
+    several = [] if (Path(path) / RECORD).is_file() else whole_checkpoints(Path(path))
+    return [{**_described(folder), "latest": folder == latest} for folder in several or [latest]]
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    record, sizes = read_record(folder), tensors_of(read_metadata(folder))
+    count = {path: torch.Size(shape).numel() for path, (shape, _) in sizes.items()}
+    size = {path: count[path] * dtype.itemsize for path, (_, dtype) in sizes.items()}
+    model = [path for path in sizes if path[:1] == MODEL]
+    model_bytes = sum(size[path] for path in model)
+    return {
+        "path": str(folder),
+        "step": record["step"],
+        "time": record["time"],
+        "mesh": record.get("mesh"),
+        "zero": record.get("zero"),
+        "optimizer": None if record["optimizer"] is None else record["optimizer"]["kind"],
+        "model": {
+            "tensors": len(model),
+            "elements": sum(count[path] for path in model),
+            "bytes": model_bytes,
+        },
+        "state": {"tensors": len(sizes) - len(model), "bytes": sum(size.values()) - model_bytes},
+        "data": record["data"],
+        "seed": record["seed"],
+        "ties": record["ties"],
+        "tensors": {
+            ".".join(path): {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+            for path, (shape, dtype) in sizes.items()
+        },
+    }
+
+
+def merge(path: str | Path, file: Path) -> dict[str, Any]:
+    """Write the whole model into one safetensors file, tied weights under all of their names, as ``state_dict`` has them."""
+    folder = find(path)
+    tensors = read_model(folder)
+    for group in read_record(folder)["ties"]:
+        value = next((tensors[name] for name in group if name in tensors), None)
+        tensors |= {} if value is None else dict.fromkeys(group, value)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(file.name + ".part")
+    write_tensors(part, tensors)
+    part.replace(file)
+    return {"checkpoint": str(folder), "out": str(file), "tensors": len(tensors)}
+
+
+def export(path: str | Path, out: Path, max_bytes: int) -> dict[str, Any]:
+    """Write the model as Hugging Face does: safetensors files of at most ``max_bytes`` where tensors are smaller, and an index.
+
+    Raises:
+        RuntimeProgramError: there are files in ``out`` already.
+    """
+    folder = find(path)
+    _check_empty(out)
+    shards: list[dict[str, int]] = [{}]
+    for path_, (shape, dtype) in tensors_of(read_metadata(folder)).items():
+        if path_[:1] == MODEL:
+            size = torch.Size(shape).numel() * dtype.itemsize
+            if shards[-1] and sum(shards[-1].values()) + size > max_bytes:
+                shards.append({})
+            shards[-1][path_[1]] = size
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    names = ["model.safetensors"] if len(shards) == 1 else names
+    out.mkdir(parents=True, exist_ok=True)
+    for name, shard in zip(names, shards):
+        save_file(read_model(folder, shard), str(out / name), metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(size for shard in shards for size in shard.values())
+        weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
+        (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    return {"checkpoint": str(folder), "out": str(out), "files": names, "tensors": sum(map(len, shards))}
+
+
+def convert(source: str | Path, out: Path, to: str | Path | None) -> dict[str, Any]:
+    """Write a checkpoint from safetensors, which become step 0, or from another checkpoint.
+
+    Args:
+        to: an emitted folder: the tensors are checked against its model, and its plan is noted.
+
+    Raises:
+        RuntimeProgramError: there is no source, or it does not fit the program; the message lists tensors.
+    """
+    program = None if to is None else load_manifest(to)
+    wanted = None if program is None else program_tensors(program)
+    ties = [] if program is None else [list(group) for group in program.ties]
+    path = Path(source)
+    weights = path.name.endswith((".safetensors", ".safetensors.index.json")) or any(path.glob("*.safetensors"))
+    if weights:
+        found: dict[tuple[str, ...], Tensor] = {(*MODEL, name): value for name, value in _untied(path, ties).items()}
+        record: dict[str, Any] = {
+            "format": FORMAT, "step": 0, "time": time.time(), "seed": 0, "steps_done": 0, "data": {}, "ties": ties,
+            "loss_scale": {"value": 1.0, "skipped": 0, "finite": 0}, "optimizer": None,
+        }  # fmt: skip
+    else:
+        path = find(source)
+        record, metadata = {**read_record(path), "time": time.time()}, read_metadata(path)
+        entries = [
+            whole_entry(key, torch.empty(shape, dtype=dtype)) for key, (shape, dtype) in tensors_of(metadata).items()
+        ]
+        read_entries(path, {entry.key: entry for entry in entries}, metadata)
+        found = {entry.path: entry.tensors[0] for entry in entries}
+    if program is not None and wanted is not None:
+        _check(
+            path, {key[1]: value for key, value in found.items() if key[:1] == MODEL}, wanted, record["ties"] or ties
+        )
+        record |= {"mesh": dict(program.mesh), "zero": program.zero}
+    plan = program.folder / PLAN if program is not None else path / PLAN
+    _write(found, record, plan.read_bytes() if plan.is_file() and not (weights and program is None) else None, out)
+    return {"source": str(path), "out": str(out), "step": record["step"], "tensors": len(found)}
+
+
+def program_tensors(program: Manifest) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the whole shapes and dtypes of an emitted program's parameters and persistent buffers, by first name."""
+    package, tied = emitted_package(program), names_by_tie(program.ties)
+    return {
+        tied.get(name, (name,))[0]: (tuple(whole_shape(program, name, tensor)), tensor.dtype)
+        for stage in program.stages
+        for name, tensor in empty_stage(package, stage, False).state_dict().items()
+    }
+
+
+def _untied(path: Path, ties: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+    """Read safetensors, where a tied weight may stand under each of its names."""
+    with WeightFile(path) as file:
+        tensors = {name: file[name] for name in file}
+    for group in ties:
+        given = [name for name in group if name in tensors]
+        for name in given[1:]:
+            if not torch.equal(tensors[given[0]], tensors[name]):
+                raise RuntimeProgramError(
+                    f"{path} has other values for {given[0]} and {name}, which are tied in the program"
+                )
+        values = [tensors.pop(name) for name in given]
+        tensors |= {group[0]: values[0]} if values else {}
+    return tensors
+
+
+def _check(path: Path, tensors: Mapping[str, Tensor], wanted: Described, ties: Sequence[Sequence[str]]) -> None:
+    check_names(path, wanted, set(tensors), ties, "the program")
+    wrong = [
+        f"{name} (expected {list(shape)} {dtype}, found {list(tensors[name].shape)} {tensors[name].dtype})"
+        for name, (shape, dtype) in wanted.items()
+        if name in tensors and (tuple(tensors[name].shape), tensors[name].dtype) != (shape, dtype)
+    ]
+    if wrong:
+        raise RuntimeProgramError(f"{path} has values of other shapes or dtypes: {listed(wrong)}".replace("torch.", ""))
+
+
+def _check_empty(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RuntimeProgramError(f"{out} is there and is not an empty folder; name one that is new")
+
+
+def _write(tensors: Mapping[tuple[str, ...], Tensor], record: Mapping[str, Any], plan: bytes | None, out: Path) -> None:
+    entries = [whole_entry(path, tensor.contiguous()) for path, tensor in tensors.items()]
+    begin(out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+        dcp_save(
+            {entry.key: entry for entry in entries},
+            storage_writer=FileSystemWriter(beside(out, "part")),
+            planner=SavePlanner(),
+            no_dist=True,
+        )
+    finish(out, record, plan, None)
