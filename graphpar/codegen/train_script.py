@@ -19,8 +19,7 @@ In this folder:
 
     torchrun --nproc-per-node {devices} train.py {example}
 
-It starts from weights/model.safetensors. Where that is missing, name a file of weights with --weights, or let
-`graphpar compile --weights` write the initial ones.
+{begins}
 
 {placement}
 """
@@ -28,6 +27,7 @@ It starts from weights/model.safetensors. Where that is missing, name a file of 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from graphpar.runtime import Pipeline, start
+from graphpar.runtime import Pipeline, {imported}start
 
 PROGRAM = Path(__file__).parent
 
@@ -67,12 +67,19 @@ def main() -> None:
     args = arguments()
     with start(args.timeout) as ranks:
         pipeline = Pipeline(PROGRAM, ranks.device, seed=args.seed)
-        pipeline.load_weights(args.weights)
+        pipeline.load_weights(args.weights)  # by default weights/, or the initial ones, which each rank makes
 {body}
 
 if __name__ == "__main__":
     main()
 '''
+
+_BEGINS = {
+    "train": "It starts from weights/model.safetensors, or what --weights names; where there are none, from the model's initial weights, "
+    "of which each rank makes its part. With --checkpoint it saves now and then, and goes on from the last checkpoint when it is started "
+    "again.",
+    "infer": "It reads weights/model.safetensors, or what --weights names; where there are none, it takes the model's initial weights.",
+}
 
 EXAMPLES = {
     "train": "--steps 100 --lr 1e-3 --save trained.safetensors",
@@ -87,11 +94,17 @@ _LOSSES = {
 
 _TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints: go on from its latest, and save there")
+    parser.add_argument("--checkpoint-every", type=int, default=1000, metavar="STEPS")
+    parser.add_argument("--keep", type=int, default=2, help="how many checkpoints to keep")
 """
 
 _TRAIN = """        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args.lr)
+        saved = pipeline.resume(args.checkpoint, optimizer) if args.checkpoint else None
+        first = saved.step if saved else 0
+        stop = StopSignal(ranks) if args.checkpoint else None
         history: list[dict[str, float]] = []
-        for step, batch in zip(range(args.steps), batches(args.seed, args.batch)):
+        for step, batch in enumerate(itertools.islice(batches(args.seed, args.batch), first, args.steps), first):
             began = time.perf_counter()
             loss = pipeline.step(batch, step=step)  # every .grad is now the single-device gradient
             norm = pipeline.clip_grad_norm_(args.clip)
@@ -102,6 +115,11 @@ _TRAIN = """        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args
                 taken = time.perf_counter() - began
                 history.append({**record, "seconds": taken})
                 print(f"step {step:4}   loss {loss:.6f}   gradient norm {norm:.4f}   {taken:.3f} s", flush=True)
+            done, ending = step + 1, stop is not None and stop.received()
+            if args.checkpoint and (ending or done == args.steps or done % args.checkpoint_every == 0):
+                pipeline.save_checkpoint(args.checkpoint / str(done), optimizer, step=done, keep=args.keep)
+            if ending:
+                return
         if args.json and pipeline.reports:
             args.json.write_text(json.dumps(history))
         if args.save:
@@ -148,12 +166,16 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         inputs="\n".join(inputs),
         name=program.name,
         verb=verb,
+        begins="\n".join(textwrap.wrap(_BEGINS[program.mode], WIDTH)),
+        imported="StopSignal, " if program.mode == "train" else "",
         options=_TRAIN_OPTIONS if program.mode == "train" else "",
         saved="trained weights" if program.mode == "train" else "outputs",
         recorded="loss, gradient norm and seconds of every step" if program.mode == "train" else "outputs' shapes",
         body=_TRAIN if program.mode == "train" else _INFER,
     )
-    return text if program.mode == "train" else text.replace("import load_file\n", "import load_file, save_file\n")
+    if program.mode == "train":
+        return text
+    return text.replace("import load_file\n", "import load_file, save_file\n").replace("import itertools\n", "")
 
 
 def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:

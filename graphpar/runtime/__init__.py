@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphpar.runtime.checkpoint import Checkpoint
-from graphpar.runtime.distributed import Ranks, start
+from graphpar.runtime.distributed import Ranks, StopSignal, start
 from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.pipeline import Pipeline
@@ -17,6 +17,7 @@ __all__ = [
     "Pipeline",
     "Ranks",
     "RuntimeProgramError",
+    "StopSignal",
     "load_manifest",
     "sample_keys",
     "start",

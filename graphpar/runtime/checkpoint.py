@@ -94,6 +94,12 @@ def find(path: str | Path) -> Path:
     )
 
 
+def is_in(path: str | Path) -> bool:
+    """Return whether ``path`` is a checkpoint, or has one, be it damaged."""
+    folder = Path(path)
+    return (folder / RECORD).is_file() or (folder / LATEST).is_file() or bool(whole_checkpoints(folder))
+
+
 def whole_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints in a folder, in the order in which they were saved."""
     found: dict[Path, float] = {}

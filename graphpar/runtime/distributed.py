@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -85,6 +86,25 @@ def start(timeout_s: float = 600.0) -> Iterator[Ranks]:
         if dist.is_initialized():
             dist.destroy_process_group()
             time.sleep(SETTLING_S)
+
+
+class StopSignal:
+    """Notes a SIGTERM, so that training can save and end after the step that is under way. A second one ends the process at once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._device = ranks.device
+        self._noted = False
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self._noted = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def received(self) -> bool:
+        """Return whether any rank was asked to end; a collective call."""
+        noted = torch.tensor(float(self._noted), device=self._device)
+        dist.all_reduce(noted, op=dist.ReduceOp.MAX)
+        return bool(noted)
 
 
 def _join(timeout_s: float) -> Ranks:

@@ -354,6 +354,10 @@ class Pipeline:
         self._saver.wait()
         return checkpoint.load(self, self._state(optimizer), path)
 
+    def resume(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint | None:
+        """Load the latest checkpoint of a folder as :meth:`load_checkpoint`, or nothing where no rank sees one; a collective call."""
+        return self.load_checkpoint(path, optimizer) if any(gather_objects(checkpoint.is_in(path))) else None
+
     def _state(self, optimizer: Optimizer | None) -> State:
         self.synchronize()
         with agreed():

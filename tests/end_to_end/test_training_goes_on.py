@@ -1,0 +1,140 @@
+"""Training with train.py that is ended in the middle, by whatever, goes on from its last checkpoint with the losses it would have had."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import graphpar as gp
+from tests.programs import example, example_file
+
+STEPS = 12
+STEP = re.compile(r"^step +(\d+) +loss (\S+) +gradient norm (\S+)", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two programs of a model, without weights, so that ranks make them."""
+    folder = tmp_path_factory.mktemp("training")
+    for name, mesh, options in (("tp", {"tp": 2}, {}), ("zero", {"dp_shard": 2}, {"zero": 1})):
+        plan = gp.plan(example("gpt"), mesh=mesh, **options)  # type: ignore[arg-type]
+        gp.partition(example("gpt"), plan, model_file=str(example_file("gpt").path.resolve())).save(folder / name)
+    return folder
+
+
+def _start(program: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    return subprocess.Popen(
+        [*command, "--steps", str(STEPS), *options],
+        cwd=program,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def _bounded(started: subprocess.Popen[str]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait(60)
+
+
+def _losses(text: str) -> dict[int, tuple[float, float]]:
+    return {int(step): (float(loss), float(norm)) for step, loss, norm in STEP.findall(text)}
+
+
+def _whole(program: Path, *options: str) -> dict[int, tuple[float, float]]:
+    started = _start(program, *options)
+    with _bounded(started):
+        printed = started.communicate(timeout=240)[0]
+        assert started.returncode == 0, printed
+    return _losses(printed)
+
+
+def _until(started: subprocess.Popen[str], step: int) -> str:
+    """Read what is printed until this step has been taken."""
+    assert started.stdout is not None
+    printed = ""
+    for line in started.stdout:
+        printed += line
+        if line.startswith(f"step {step:4} "):
+            return printed
+    raise AssertionError(printed)
+
+
+def _ranks(started: subprocess.Popen[str]) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(started.pid)], capture_output=True, text=True).stdout
+    return [int(pid) for pid in found.split()]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Mapping[int, tuple[float, float]]:
+    losses = _whole(folder / "tp")
+    assert sorted(losses) == list(range(STEPS))
+    return losses
+
+
+def _goes_on(
+    folder: Path, program: str, checkpoints: Path, expected: Mapping[int, tuple[float, float]], tolerance: float
+) -> None:
+    last = int((checkpoints / "latest").read_text())
+    losses = _whole(folder / program, "--checkpoint", str(checkpoints), "--checkpoint-every", "3")
+    assert sorted(losses) == list(range(last, STEPS))
+    for step, values in losses.items():
+        assert values == pytest.approx(expected[step], rel=tolerance), step
+
+
+def test_a_request_to_end_saves_first(
+    folder: Path, expected: Mapping[int, tuple[float, float]], tmp_path: Path
+) -> None:
+    """Training then goes on under another plan."""
+    started = _start(folder / "tp", "--checkpoint", str(tmp_path / "ck"), GRAPHPAR_DELAY="after_loss:100")
+    with _bounded(started):
+        printed = _until(started, 2)
+        os.kill(started.pid, signal.SIGTERM)
+        printed += started.communicate(timeout=60)[0]
+        left = _ranks(started)
+    last = max(_losses(printed))
+
+    assert 2 <= last < STEPS - 1 and not left
+    assert int((tmp_path / "ck" / "latest").read_text()) == last + 1
+    _goes_on(folder, "zero", tmp_path / "ck", expected, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", range(4))
+def test_after_a_kill_at_any_moment(
+    every: int, folder: Path, expected: Mapping[int, tuple[float, float]], tmp_path: Path
+) -> None:
+    """A rank alone, or all at once, in a step or in a save."""
+    seed = random.randrange(1_000_000)
+    print(f"seed {seed}")  # pytest shows it where the test fails
+    chance = random.Random(seed)
+    started = _start(folder / "tp", "--checkpoint", str(tmp_path / "ck"), "--checkpoint-every", "1")
+    with _bounded(started):
+        _until(started, chance.randrange(1, STEPS - 4))
+        time.sleep(chance.random() * 0.2)
+        if every % 2:
+            for process in (started.pid, *_ranks(started)):
+                os.kill(process, signal.SIGKILL)
+        else:
+            os.kill(chance.choice(_ranks(started)), signal.SIGKILL)
+        started.communicate(timeout=120)
+        assert started.returncode
+    _goes_on(folder, "tp", tmp_path / "ck", expected, 0.0)
