@@ -9,12 +9,17 @@ the loss is multiplied by the number of ranks.
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -41,13 +46,36 @@ def zero_redundancy(weights: Mapping[str, Tensor], device: torch.device, lr: flo
 
 def fsdp2(weights: Mapping[str, Tensor], device: torch.device, lr: float) -> Stepper:
     """All state sharded by ``fully_shard`` on each block and the root."""
+    return _stepper(*_fully_sharded(weights, device, lr))
+
+
+def saving(
+    weights: Mapping[str, Tensor], device: torch.device, lr: float, batch: Mapping[str, Tensor], folder: Path
+) -> Callable[[], Tensor]:
+    """Train one step of :func:`fsdp2`, and return what saves its state by ``dcp.save``; only the last one is kept, as in training."""
+    model, optimizer = _fully_sharded(weights, device, lr)
+    loss = _stepper(model, optimizer)(batch)
+    numbers = itertools.count()
+
+    def save() -> Tensor:
+        number = next(numbers)
+        state, of_optimizer = get_state_dict(model, optimizer)
+        dcp_save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder / str(number))
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / str(number - 1), ignore_errors=True)
+        return loss
+
+    return save
+
+
+def _fully_sharded(weights: Mapping[str, Tensor], device: torch.device, lr: float) -> tuple[nn.Module, Optimizer]:
     model = _model(weights).to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return _stepper(model, torch.optim.AdamW(model.parameters(), lr=lr))
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 def _model(weights: Mapping[str, Tensor]) -> gpt.GPT:

@@ -7,6 +7,7 @@
     tensor, whole sequence   against the same with all-reduces
     tensor                   against torch's DTensor and parallelize_module (benchmarks.dtensor)
     zero 0, 1, 3             against DDP, ZeroRedundancyOptimizer and FSDP2 (benchmarks.data_parallel)
+    checkpoint               against dcp.save of the same state under FSDP2; a step saves, and computes nothing
     zero 1, slow network     against the same program that waits for new values before it goes on; they arrive 100 ms late
 
 The tensor rows pin the inputs of the norms, so that both sides communicate alike whatever the search prefers.
@@ -20,6 +21,7 @@ where others use the machine. That both give the same loss in every step shows t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -98,11 +100,12 @@ CASES = (
     Case("zero 0", "DDP", "data", {"mesh": {"dp_replicate": DEVICES}, "microbatch_size": BATCH // DEVICES}),
     Case("zero 3", "FSDP2", "data", {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}),
     Case("zero 1", "ZeroRedundancyOptimizer", "data", _ZERO1),
+    Case("checkpoint", "dcp.save", "save", {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}),
     Case("zero 1, slow network", "not overlapped", "slow", _ZERO1),
 )
 
 
-SLOW, LATE_S = CASES[-1], 0.1
+SAVE, SLOW, LATE_S = CASES[-2], CASES[-1], 0.1
 _BY_TORCH = {
     "DDP": data_parallel.ddp,
     "FSDP2": data_parallel.fsdp2,
@@ -257,6 +260,10 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
             step = _megatron_step(name == "Megatron", weights, batch)
         elif name in _BY_TORCH:
             step = partial(_BY_TORCH[name](weights, ranks.device, LEARNING_RATE), batch)
+        elif name == SAVE.name:
+            step = _saving_step(folder, batch, ranks)
+        elif name == SAVE.against:
+            step = data_parallel.saving(weights, ranks.device, LEARNING_RATE, batch, folder / "by hand")
         elif name in (SLOW.name, SLOW.against):
             step = _emitted_step(
                 folder / SLOW.name, folder / "weights.safetensors", batch, ranks, LATE_S, name == SLOW.against
@@ -300,6 +307,22 @@ def _emitted_step(
         return loss
 
     return step
+
+
+def _saving_step(folder: Path, batch: dict[str, Tensor], ranks: Ranks) -> Step:
+    pipeline = Pipeline(folder / SAVE.name, ranks.device)
+    pipeline.load_weights(folder / "weights.safetensors")
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=LEARNING_RATE)
+    loss = pipeline.step(batch)
+    optimizer.step()
+    numbers = itertools.count()
+
+    def save() -> Tensor | None:
+        number = next(numbers)
+        pipeline.save_checkpoint(folder / "saved" / str(number), optimizer, step=number, keep=1)
+        return loss
+
+    return save
 
 
 class _Late:

@@ -108,9 +108,11 @@ def optimizer_of(
     named: Iterable[tuple[str, nn.Parameter]], kind: str = "AdamW", lr: float = LR
 ) -> torch.optim.Optimizer:
     groups = groups_of(named, lr)
-    if kind == "SGD":
-        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=lr, eps=1e-3, betas=(0.8, 0.95))
+    if kind == "AdamW":
+        return torch.optim.AdamW(groups, lr=lr, eps=1e-3, betas=(0.8, 0.95))
+    options = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.5}}.get(kind, {})
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, lr=lr, **options)
+    return optimizer
 
 
 @cache

@@ -314,6 +314,8 @@ def save(
     with agreed():
         if keep is not None and keep < 1:
             raise RuntimeProgramError(f"keep is {keep}; at least 1 checkpoint is kept")
+        if target.name.startswith(".") or target.name in ("", LATEST):
+            raise RuntimeProgramError(f"{str(path)!r} is no name for a checkpoint; name a folder such as ckpt/{step}")
         described = state.described()
         entries = {entry.key: entry for entry in in_turns([*state.model().values(), *state.optimizer_state().values()])}
         record = {

@@ -194,6 +194,25 @@ def test_experts_go_on_under_every_plan(bench: Bench) -> None:
     converted(bench, "moe", list(EXPERTS), list(EXPERTS))
 
 
+@pytest.mark.slow
+def test_optimizers_of_other_kinds(bench: Bench) -> None:
+    root, kinds = bench.root / "optimizers", ["SGD", "RMSprop", "Adagrad", "NAdam", "ASGD", "Adafactor"]
+    first = [{"optimizer": kind, "steps": (0, 2), "save": root / kind} for kind in kinds]
+    further = [
+        {"optimizer": kind, "load": root / kind, "copy": root / f"{kind} again", "steps": (2, 3)} for kind in kinds
+    ]
+
+    straight = bench.run("17", "tp2", *[{**job, "steps": (0, 3)} for job in first[:-1]])
+    saved = bench.run("17", "tp2", *first)
+    resumed = bench.run("17", "dp2 zero 1 flat", *further[:-1])
+
+    assert "Adafactor keeps" in saved[-1]["error"] and "has no place under another plan" in saved[-1]["error"]
+    for kind, was, now in zip(kinds, straight, resumed):
+        assert "error" not in now, (kind, now)
+        assert now["losses"] == pytest.approx(was["losses"][2:], rel=1e-4), kind
+        assert equal(tensors(root / f"{kind} again"), tensors(root / kind)), kind
+
+
 def chain(bench: Bench, layouts: Sequence[str]) -> None:
     """Each plan takes one step and hands over to the next; `latest` says where."""
     root, losses = bench.root / "chain" / str(len(layouts)), []
@@ -416,6 +435,7 @@ def test_what_does_not_fit_is_refused_with_names(bench: Bench, saved: Path, tmp_
         {"load": tmp_path / "lacks_checkpoint"},
         {"save": tmp_path, "steps": (0, 1)},
         {"save": tmp_path / "new", "keep": 0, "steps": (0, 1)},
+        {"save": tmp_path / "latest", "steps": (0, 1)},
     ]
     conversion.convert(saved, tmp_path / "kept", None)
 
@@ -429,6 +449,7 @@ def test_what_does_not_fit_is_refused_with_names(bench: Bench, saved: Path, tmp_
     assert "no value for norm.weight" in said[2]
     assert "is there and is no checkpoint" in said[3]
     assert "keep is 0" in said[4]
+    assert "is no name for a checkpoint" in said[5]
 
 
 @pytest.mark.parametrize(
