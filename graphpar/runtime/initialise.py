@@ -158,6 +158,35 @@ class _Recorder(TorchDispatchMode):
             return real.item()
 
 
+@contextmanager
+def _conversions() -> Iterator[None]:
+    """Let ``model.to(dtype)`` give modules other parameters: torch changes them in place, which those without values can't be."""
+    original = nn.Module._apply
+    made: dict[tuple[int, int], tuple[Any, ...]] = {}  # tied ones stay tied
+
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for key, parameter in self._parameters.items():
+            if parameter is not None:
+                with torch.no_grad():
+                    value = fn(parameter)
+                if value is not parameter:
+                    new = nn.Parameter(value, parameter.requires_grad)
+                    kept = made.setdefault((id(fn), id(parameter)), (new, fn, parameter))
+                    self._parameters[key] = kept[0]
+        for key, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[key] = fn(buffer)
+        return self
+
+    nn.Module._apply = apply  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
 def _covers_its_memory(fake: Tensor) -> bool:
     return fake.is_contiguous() and fake.numel() * fake.element_size() == fake.untyped_storage().nbytes()
 
@@ -266,7 +295,7 @@ def initial_values(build: Callable[[], nn.Module], seed: int) -> Iterator[tuple[
         torch.default_generator.manual_seed(seed)
         recorder = _Recorder()
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), recorder, recorder.whole_functions():
+            with FakeTensorMode(allow_non_fake_inputs=True), recorder, recorder.whole_functions(), _conversions():
                 model = build()
                 state = model.state_dict(keep_vars=True)
         except DataDependentOutputException as error:

@@ -18,6 +18,7 @@ from graphpar.runtime.initialise import initial_values
 from tests import architectures
 from tests.programs import example, example_file
 from tests.rank_pool import RankPool
+from tests.zoo import ZOO
 
 SEED = 3
 
@@ -60,8 +61,15 @@ class Odd(nn.Module):
         self.recurrent, self.attention = nn.LSTM(3, 4), nn.MultiheadAttention(8, 2)
 
 
+def _tied_in_16_bits() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(7, 5), nn.LSTM(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 7, bias=False))
+    model[3].weight = model[0].weight
+    return model.to(torch.bfloat16).double().half()
+
+
 BUILDS: dict[str, Callable[[], nn.Module]] = {
     "odd": Odd,
+    "tied in 16 bits": _tied_in_16_bits,
     **{name: functools.partial(architectures.build, name) for name in ("gpt2", "t5", "mixtral", "vit")},
 }
 
@@ -82,6 +90,13 @@ def _differing(build: Callable[[], nn.Module]) -> list[str]:
 @pytest.mark.parametrize("name", BUILDS)
 def test_equal_to_the_bit(name: str) -> None:
     assert not _differing(BUILDS[name])
+
+
+@pytest.mark.slow
+def test_all_models_are_equal_to_the_bit() -> None:
+    builds = {name: toy.build for name, toy in ZOO.items()}
+    builds |= {name: functools.partial(architectures.build, name) for name in architectures.ARCHITECTURES}
+    assert not {name: differing for name, build in builds.items() if (differing := _differing(build))}
 
 
 def test_the_generator_is_left_as_it_was() -> None:
