@@ -10,10 +10,15 @@ on them, but are not kept. So the values are those of ``torch.manual_seed(seed);
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.weights import no_weights
 
 aten = torch.ops.aten
 
@@ -274,11 +280,33 @@ def model_of(program: Manifest) -> Callable[[], nn.Module]:
         raise RuntimeProgramError(
             "the program doesn't know the file of its model; name a function that builds it, initialise(build), or load weights"
         )
-    from graphpar.frontend.build import unwrapped
-    from graphpar.frontend.modelfile import find_model_file, load_model_file
+    path = program.folder / program.model_file
+    if program.model_file.endswith(".py") and not path.is_file():
+        raise RuntimeProgramError(no_weights(program))
+    try:
+        module = _imported(path) if path.is_file() else importlib.import_module(program.model_file)
+        model = module.model
+    except Exception as error:
+        raise RuntimeProgramError(
+            f"there are no weights to load, and the model file {program.model_file} can't be imported to make them: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return lambda: model if isinstance(model, nn.Module) else model()
 
-    model = load_model_file(find_model_file(program.folder, program.model_file)).model
-    return lambda: unwrapped(model if isinstance(model, nn.Module) else model())
+
+def _imported(path: Path) -> ModuleType:
+    """Import a file under a name of its own; modules beside it can be imported by it."""
+    name = f"_graphpar_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their class's module up
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
+    return module
 
 
 def initial_values(build: Callable[[], nn.Module], seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -297,6 +325,8 @@ def initial_values(build: Callable[[], nn.Module], seed: int) -> Iterator[tuple[
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), recorder, recorder.whole_functions(), _conversions():
                 model = build()
+                while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+                    model = model.module
                 state = model.state_dict(keep_vars=True)
         except DataDependentOutputException as error:
             raise RuntimeProgramError(
