@@ -289,7 +289,8 @@ def power(node: fx.Node, shown: Printed) -> Expression | None:
 def batch_norm(node: fx.Node, shown: Printed) -> Expression | None:
     """``F.batch_norm``, in training where the module is."""
     given = dict(zip(["x", "weight", "bias", "mean", "var", "training", "momentum", "eps"], node.args))
-    options = {"training": "self.training" if given["training"] else "False"}
+    tracked = given["mean"] is not None  # else evaluation normalizes by the batch, too
+    options = {"training": ("self.training" if tracked else "True") if given["training"] else "False"}
     if given["training"]:
         options["momentum"] = shown(given["momentum"]).text
     options["eps"] = shown(given["eps"]).text

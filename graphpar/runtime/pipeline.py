@@ -5,8 +5,8 @@
     loss = pipeline.step(batch)                   # every .grad is now the single-device gradient
     pipeline.clip_grad_norm_(1.0); optimizer.step(); pipeline.zero_grad()
 
-One step: check the batch -> take the rows of this replica -> count the loss denominators (ranks of the last stage)
--> torch's schedule over the microbatches -> finish the gradients -> sum the loss over the replicas.
+One step: check the batch -> take the rows of this replica, unless it has no others -> count the loss denominators (ranks
+of the last stage) -> torch's schedule over the microbatches -> finish the gradients -> sum the loss over the replicas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
 from graphpar.runtime import checkpoint
-from graphpar.runtime.batches import Feed
+from graphpar.runtime.batches import Feed, Part
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.events import at
@@ -171,6 +171,11 @@ class Pipeline:
             guard(stage)
         self._torch_stages = stages
         return build_schedule(self.program, stages, self._scale.share_of_loss)
+
+    @property
+    def data(self) -> Part:
+        """The rows and the inputs of a global batch that this rank needs; :meth:`step` and :meth:`infer` take these alone, too."""
+        return self._feed.part
 
     @property
     def reports(self) -> bool:
@@ -376,7 +381,8 @@ class Pipeline:
         """Run forward and backward over the whole global batch; gradients are added to ``.grad``.
 
         Args:
-            batch: all inputs and targets by name, whole, the same on every rank.
+            batch: inputs and targets by name: all of them, whole, the same on every rank; or of each that ``data.names`` lists
+                the rows ``data.rows``.
             step: number of the step, for the random streams; by default steps are counted.
             broadcast_loss: return the loss on every rank.
             accumulate: keep the gradients where they are computed, without reducing them over ranks, for the next step without it,

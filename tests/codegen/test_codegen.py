@@ -109,6 +109,7 @@ def test_text_is_the_same_every_time_and_imports_torch_alone(name: str) -> None:
             else {
                 "torch",
                 "argparse",
+                "itertools",
                 "json",
                 "time",
                 "pathlib",
