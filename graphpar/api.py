@@ -233,10 +233,12 @@ def partition(program: Program, plan: Plan, *, model_file: str | None = None) ->
     return printed(compilation, report_data(compilation), model_file)
 
 
-def printed(compilation: Compilation, report: dict[str, Any], model_file: str | None = None) -> Parts:
-    """Print the stage modules of ``compilation``, with the files of its ``report``."""
+def printed(
+    compilation: Compilation, report: dict[str, Any], model_file: str | None = None, optimizer: str | None = None
+) -> Parts:
+    """Print the stage modules of ``compilation``, with the files of its ``report`` and the text of its ``optimizer.py``."""
     plan = compilation.plan
-    package = emit_package(compilation.sharded.local, plan, compilation.stages, report, model_file)
+    package = emit_package(compilation.sharded.local, plan, compilation.stages, report, model_file, optimizer)
     done = replace(compilation, package=package)
     return Parts(done, package.files | report_files(report, plan), report, model_file)
 
