@@ -126,6 +126,9 @@ def _add_workload(parser: Parser) -> None:
     )
     group.add_argument("--skip", metavar="PASS,...", help="leave optional passes out: see graphpar passes")
     group.add_argument("--mode", choices=("train", "infer"), help="default: train if there is a loss")
+    group.add_argument(
+        "--eval", action="store_true", help="trace in evaluation mode, too, so that pipeline.eval works on any model"
+    )
 
 
 def _add_output(parser: Parser) -> None:

@@ -21,6 +21,7 @@ from graphpar.cli.output import Result, check_writable, print_wrapped, progress,
 from graphpar.cli.passes_command import step_rows
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cli.trace import export_file
+from graphpar.codegen.optimizer_file import optimizer_file
 from graphpar.codegen.printer import print_graph
 from graphpar.codegen.saving import EditedFiles, check_target
 from graphpar.cost_models.estimates import Alone
@@ -222,6 +223,7 @@ def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None, cl
         given.precision if given else Precision.of(options.dtype, options.pure, options.param_dtype),
         _names(options.skip or ""),
         ended,
+        **({"evaluates": True} if options.eval else {}),
     )
 
 
@@ -334,7 +336,7 @@ def _write(
     """Write the program, with weights where they are asked for or small; returns what became of them, in words."""
     reference = file.reference or os.path.relpath(file.path.resolve(), folder.resolve())
     with progress("printing the stages"):
-        parts = api.printed(compilation, report, reference)
+        parts = api.printed(compilation, report, reference, optimizer_file(file.path, file.reference))
     wanted = options.weights if options.weights is not None else options.run or None
     size = _state_bytes(parts.program)
     state, said = None, "none; train.py takes a file of them with --weights"

@@ -17,6 +17,7 @@ def export_file(
     precision: Precision | None,
     skip: Sequence[str] = (),
     after_pass: Callable[[Step, Program], None] | None = None,
+    evaluates: bool = False,
 ) -> Program:
     """Trace the model with its example inputs, loss and passes; the rest is as :func:`graphpar.export` takes it.
 
@@ -31,6 +32,7 @@ def export_file(
         targets=file.targets,
         batch_dims=file.batch_dims,
         mode=mode,
+        evaluates=evaluates,
         dtype=None if precision is None else precision.dtype,
         param_dtype=None if precision is None else precision.param_dtype or None,
         passes=file.passes,

@@ -53,6 +53,7 @@ def export(
     batch_dims: Mapping[str, int | None] | None = None,
     *,
     mode: str | None = None,
+    evaluates: bool = False,
     dtype: str | None = None,
     pure: bool | None = None,
     param_dtype: str | None = None,
@@ -70,6 +71,8 @@ def export(
         targets: example targets for ``loss_fn``.
         batch_dims: ``{input name: dim or None}`` for inputs whose batch is not on dim 0.
         mode: "train" or "infer"; sets the modules' mode. By default they stay as they are built.
+        evaluates: make sure that ``pipeline.eval`` can be trusted, by a second trace in evaluation mode where the model's code asks
+            for its mode. Without it ``eval`` of such a model is refused.
         dtype: "fp32", "bf16" or "fp16": in which the model computes. With 16 bits, parameters, gradients and optimizer state
             stay in fp32, and so do losses; for inference parameters are stored in 16 bits, too. In fp32, the default, the model
             computes in the dtypes that it was built in.
@@ -88,7 +91,7 @@ def export(
     row_list = PASSES if passes is None else PassList.of(passes)
     check_skipped(row_list, skip)
     precision = Precision.of(dtype, pure, param_dtype)
-    source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode)
+    source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode, evaluates)
     raw = capture(source, batch_dims)
     if after_pass is not None:
         after_pass(STEPS[0], raw)
@@ -233,10 +236,12 @@ def partition(program: Program, plan: Plan, *, model_file: str | None = None) ->
     return printed(compilation, report_data(compilation), model_file)
 
 
-def printed(compilation: Compilation, report: dict[str, Any], model_file: str | None = None) -> Parts:
-    """Print the stage modules of ``compilation``, with the files of its ``report``."""
+def printed(
+    compilation: Compilation, report: dict[str, Any], model_file: str | None = None, optimizer: str | None = None
+) -> Parts:
+    """Print the stage modules of ``compilation``, with the files of its ``report`` and the text of its ``optimizer.py``."""
     plan = compilation.plan
-    package = emit_package(compilation.sharded.local, plan, compilation.stages, report, model_file)
+    package = emit_package(compilation.sharded.local, plan, compilation.stages, report, model_file, optimizer)
     done = replace(compilation, package=package)
     return Parts(done, package.files | report_files(report, plan), report, model_file)
 

@@ -60,13 +60,19 @@ class Package:
 
 
 def emit_package(
-    program: Program, plan: Plan, stages: Sequence[Stage], report: Mapping[str, Any], model_file: str | None = None
+    program: Program,
+    plan: Plan,
+    stages: Sequence[Stage],
+    report: Mapping[str, Any],
+    model_file: str | None = None,
+    optimizer: str | None = None,
 ) -> Package:
     """Print ``program``, split into ``stages``, as a package.
 
     Args:
         report: what ``plan.json`` holds of the decisions besides the plan itself.
         model_file: the model file that ``plan.json`` names: a path relative to the package, or a dotted module name.
+        optimizer: the text of ``optimizer.py``.
     """
     tensors, instances = stage_contents(program, stages)
     files = {"__init__.py": f'"""{program.name}, split into {plural(len(stages), "stage")} by graphpar."""\n'}
@@ -89,6 +95,8 @@ def emit_package(
         "report": report,
     }
     files["plan.json"] = json.dumps(record, indent=1) + "\n"
+    if optimizer is not None and program.mode == "train":
+        files["optimizer.py"] = optimizer
     files["train.py"] = train_script(program, plan, shown)
     if plan.mesh.size > 1:
         files |= launch_files(program.name, plan, EXAMPLES[plan.mode])
@@ -282,6 +290,7 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
         **({"owners": owners_of(program, plan, stages)} if plan.zero == 1 else {}),
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,
+        **({"no_eval": program.no_eval} if program.no_eval else {}),
     }
 
 

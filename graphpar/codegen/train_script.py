@@ -92,14 +92,15 @@ _LOSSES = {
     True: " Losses and gradients are means over the replicas, each of its own rows, as in DDP.",
 }
 
-_TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, default=1e-3)
+_TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints: go on from its latest, and save there")
     parser.add_argument("--checkpoint-every", type=int, default=1000, metavar="STEPS")
     parser.add_argument("--keep", type=int, default=2, help="how many checkpoints to keep")
 """
 
-_TRAIN = """        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args.lr)
+_TRAIN = """        optimizer = pipeline.optimizer(args.lr)  # of the model file, over this rank's parameters, or AdamW
+        schedule = pipeline.lr_schedule(optimizer)
         saved = pipeline.resume(args.checkpoint, optimizer) if args.checkpoint else None
         first = saved.step if saved else 0
         stop = StopSignal(ranks) if args.checkpoint else None
@@ -109,6 +110,7 @@ _TRAIN = """        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=args
             loss = pipeline.step(batch, step=step)  # every .grad is now the single-device gradient
             norm = pipeline.clip_grad_norm_(args.clip)
             optimizer.step()
+            schedule.step()
             pipeline.zero_grad()
             if loss is not None and pipeline.reports:  # one rank of the last stage
                 record = {"loss": loss.item(), "gradient_norm": norm.item()}  # waits for the device

@@ -30,6 +30,7 @@ from graphpar.codegen.operators import check_function
 from graphpar.errors import GraphparError
 from graphpar.frontend.build import build
 from graphpar.frontend.equal_masks import EqualMasks
+from graphpar.frontend.evaluation import difference, may_differ
 from graphpar.frontend.exported import to_program
 from graphpar.frontend.fixed_size import mark_batch
 from graphpar.frontend.inputs import Request, check_batch, leaf_paths, make_request
@@ -64,7 +65,25 @@ def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = N
     if program.mode == "infer" and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
     program.source = replace(source, precision=source.precision.resolved(program.mode))
+    if program.mode == "train" and may_differ(request.model):
+        program.no_eval = _no_eval(request, program) if source.evaluates else NOT_COMPARED
     return program
+
+
+NOT_COMPARED = (
+    "the program can't evaluate: the model's code asks whether it is in training, and it was not traced in both modes, which takes time; "
+    "compile it with --eval"
+)
+
+
+def _no_eval(request: Request, program: Program) -> str | None:
+    """Trace in evaluation mode, and return how that differs from ``program`` beyond dropout and BatchNorm."""
+    try:
+        exported, notes = _export(request, program.batch, symbolic=program.symbolic, evaluates=True)
+        other = to_program(request, exported, notes, symbolic=program.symbolic, size=program.batch)
+    except Exception as error:
+        return f"the program can't evaluate: the model can't be traced in evaluation mode: {_first_line(error)}"
+    return difference(program.graph, other.graph)
 
 
 def _with_own_loss(request: Request) -> Program:
@@ -272,7 +291,9 @@ def _first_line(error: Exception) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-def _export(request: Request, size: int, *, symbolic: bool) -> tuple[ExportedProgram, list[str]]:
+def _export(
+    request: Request, size: int, *, symbolic: bool, evaluates: bool = False
+) -> tuple[ExportedProgram, list[str]]:
     traced = _Traced(request)
     dims: list[dict[int, Any] | None] = []
     example: list[Tensor] = []
@@ -293,7 +314,7 @@ def _export(request: Request, size: int, *, symbolic: bool) -> tuple[ExportedPro
     with (
         warnings.catch_warnings(),
         torch_is_quiet(),
-        _in_mode(request),
+        _in_mode(request, "infer" if evaluates else request.module_mode),
         computed_in(request.model, request.precision.cast_to),
         watched,
         _lines_of(request.loss_fn),
@@ -318,11 +339,11 @@ def _example(leaf: Tensor, shape: list[int], mode: FakeTensorMode | None) -> Ten
 
 
 @contextlib.contextmanager
-def _in_mode(request: Request) -> Iterator[None]:
-    """Set the modules to the mode that the user asked for while they are traced; then restore all their attributes."""
+def _in_mode(request: Request, mode: str | None) -> Iterator[None]:
+    """Set the modules to ``mode``, if any, while they are traced; then restore all their attributes."""
     before = [(module, dict(vars(module))) for module in request.model.modules()]
-    if request.module_mode is not None:
-        request.model.train(request.module_mode == "train")
+    if mode is not None:
+        request.model.train(mode == "train")
     try:
         yield
     finally:

@@ -40,6 +40,7 @@ NAMES = (
     "shard_plan",
     "split_points",
     "optimizer",
+    "lr_schedule",
     "passes",
 )
 
@@ -214,7 +215,7 @@ def _read(module: ModuleType, path: Path, reference: str | None) -> ModelFile:
     shard_plan = _typed(found["shard_plan"], Mapping, shown, "shard_plan", "a dict of patterns and styles")
     batch_dims = _typed(found["batch_dims"], Mapping, shown, "batch_dims", "a dict of input names and dims")
     split = _typed(found["split_points"], list | tuple, shown, "split_points", "a list of module paths")
-    for name in ("loss_fn", "optimizer"):
+    for name in ("loss_fn", "optimizer", "lr_schedule"):
         _require(found[name] is None or callable(found[name]), shown, name, found[name], "a function")
     return ModelFile(
         model=model,

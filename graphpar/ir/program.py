@@ -106,6 +106,7 @@ class ModelSource:
     targets: tuple[Any, ...] = ()
     precision: Precision = field(default_factory=Precision)
     mode: str | None = None
+    evaluates: bool = False
 
 
 @dataclass(eq=False)
@@ -165,6 +166,7 @@ class Program:
     couplings: tuple[Coupling, ...] = ()
     counts: fx.Graph | None = None  # the loss denominators as a graph of the inputs alone
     count_names: tuple[str, ...] = ()
+    no_eval: str | None = None  # why the graph can't say what the model computes in evaluation
     random_calls: int = 0  # number of dropouts; each has its own random stream, in execution order
 
     def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:

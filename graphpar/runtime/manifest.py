@@ -118,6 +118,8 @@ class Manifest:
     """The dtype in which the stages read all parameters; None: in several."""
     model_file: str | None = None
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
+    no_eval: str | None = None
+    """Why a program for training can't compute what the model computes in evaluation."""
 
     @property
     def world_size(self) -> int:
@@ -215,6 +217,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
+        no_eval=interface.optional("no_eval", (str, type(None)), None),
     )
     _check(manifest, str(path))
     return manifest

@@ -186,6 +186,16 @@ class OptimizerShards:
             if name in unit.pieces
         }
 
+    @property
+    def whole_shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the parameters of which this rank updates 1-D slices, by name."""
+        return {
+            name: copies[0].shape
+            for unit in self.units
+            for name, copies in zip(unit.names, unit.copies)
+            if unit.even and name in unit.pieces
+        }
+
     def send(self) -> None:
         """Start to send the values of this rank's pieces, and to receive those of others; a collective call."""
         for unit in self.units:

@@ -44,6 +44,7 @@ from graphpar.runtime.initialise import initial_values, model_of
 from graphpar.runtime.loss_scale import FIRST, LossScale
 from graphpar.runtime.manifest import StageInterface, load_manifest
 from graphpar.runtime.optimizer_shards import OptimizerShards
+from graphpar.runtime.optimizers import build_lr_schedule, build_optimizer, factory, refuse_others
 from graphpar.runtime.replicas import check_program, check_ranks, check_replicas
 from graphpar.runtime.saved_state import State
 from graphpar.runtime.schedules import Schedule, ShardedStage, Stage, build_schedule, keyword_names, microbatch
@@ -109,6 +110,7 @@ class Pipeline:
                 with agreed():
                     self._shards = self._optimizer_shards()
             self._gradients = Gradients(self.stages, self.program, self.groups, self.device, self._shards)
+            self._others = refuse_others(self)
         except AgreedError:
             self.groups.close()
             raise
@@ -207,6 +209,7 @@ class Pipeline:
     def close(self) -> None:
         """Wait for a checkpoint that is being saved, and destroy the process groups that this program created; a collective call."""
         self._gradients.drop()
+        self._others.remove()
         try:
             self._saver.close()
         finally:
@@ -369,6 +372,29 @@ class Pipeline:
             return State(self.stages, self.program, self.groups, self._shards, optimizer)
 
     # Training
+
+    def optimizer(self, lr: float | None = None) -> torch.optim.Optimizer:
+        """Make the model file's ``optimizer`` over the pairs of :meth:`named_parameters`; AdamW where it has none.
+
+        Args:
+            lr: the learning rate of all of its groups; by default its own (of AdamW 1e-3).
+
+        Raises:
+            RuntimeProgramError: on all ranks, if it fails on one, or would train other parameters than this rank's.
+        """
+        with agreed():
+            whole = {} if self._shards is None else self._shards.whole_shapes
+            make = factory(self.program, self._package, "optimizer")
+            return build_optimizer(make, list(self.named_parameters()), whole, lr)
+
+    def lr_schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """Make the model file's ``lr_schedule(optimizer)``; one that keeps the learning rate where it has none.
+
+        Raises:
+            RuntimeProgramError: on all ranks, if it fails on one.
+        """
+        with agreed():
+            return build_lr_schedule(factory(self.program, self._package, "lr_schedule"), optimizer)
 
     def step(
         self,
@@ -541,6 +567,27 @@ class Pipeline:
         return norm
 
     # Inference
+
+    def eval(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Run the forward as in ``model.eval()``: no dropout, BatchNorm by its running statistics, which stay as they are.
+
+        Returns:
+            The outputs by name, of the whole global batch (of a program for training the loss), on the ranks of the last stage.
+
+        Raises:
+            RuntimeProgramError: the model computes something else in evaluation, which the program does not have; or the batch does
+                not fit.
+        """
+        if self.program.no_eval is not None:
+            raise RuntimeProgramError(self.program.no_eval)
+        modes = {module: module.training for stage in self.stages for module in stage.modules()}
+        for stage in self.stages:
+            stage.eval()
+        try:
+            return self.infer(batch)
+        finally:
+            for module, training in modes.items():
+                module.training = training
 
     def infer(self, batch: Mapping[str, Tensor], *, step: int | None = None) -> dict[str, Tensor] | None:
         """Run the forward alone, without gradients, and return the outputs by name on the ranks of the last stage, else ``None``.

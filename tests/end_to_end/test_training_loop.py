@@ -1,0 +1,109 @@
+"""What a training loop asks of a program: its own rows, evaluation, and the optimizer of the model file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import graphpar as gp
+from graphpar.codegen.optimizer_file import optimizer_file
+from graphpar.frontend.modelfile import ModelFile, example_batch, load_model_file
+from graphpar.runtime import load_manifest
+from graphpar.runtime.optimizers import RuntimeProgramError, build_optimizer
+from tests.end_to_end import training_loop_fixture as fixture
+from tests.end_to_end import training_loop_model as source
+from tests.rank_pool import RankPool
+
+FILE = Path(source.__file__)
+MESHES: list[tuple[dict[str, int], int]] = [
+    ({"pp": 2}, 0),
+    ({"dp_shard": 2}, 1),
+    ({"dp_shard": 2}, 3),
+    ({"dp_replicate": 2}, 0),
+]
+
+
+@pytest.fixture(scope="module")
+def file() -> ModelFile:
+    return load_model_file(FILE)
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [MESHES[0], *(pytest.param(*m, marks=pytest.mark.slow) for m in MESHES[1:])])
+def test_a_rank_needs_its_own_rows_and_evaluates_and_steps_as_the_model_file_says(
+    mesh: dict[str, int], zero: int, file: ModelFile, tmp_path: Path, pool: RankPool
+) -> None:
+    model = source.Net()
+    for name, buffer in model.named_buffers():
+        if name.endswith(("mean", "var")):
+            buffer.add_(0.5)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    exported = gp.export(model, kwargs=file.kwargs, loss_fn=file.loss_fn, targets=file.targets, evaluates=True)
+    options = {"zero": zero} if zero else {}
+    program = gp.partition(exported, gp.plan(exported, mesh=mesh, **options)).save(tmp_path / "out")
+    (program / "optimizer.py").write_text(optimizer_file(FILE) or "")
+    batch = example_batch(file, load_manifest(program).inputs)
+    save_file(batch, tmp_path / "batch.safetensors")
+    arguments = [program, tmp_path / "weights.safetensors", tmp_path / "batch.safetensors", tmp_path]
+    pool.torchrun(Path(fixture.__file__), [str(each) for each in arguments], nproc=2, timeout_s=120)
+    ranks = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+    inputs, targets = batch.values()
+    with torch.no_grad():
+        expected = source.loss_fn(model.eval()(inputs), targets).item()
+    last = ranks[1:] if "pp" in mesh else ranks
+    assert [rank["eval"]["loss"] for rank in last] == pytest.approx([expected] * len(last), rel=1e-6)
+    rows = [[0, 8], [0, 8]] if "pp" in mesh else [[0, 4], [4, 8]]
+    assert [rank["rows"] for rank in ranks] == rows
+    assert {name for rank in ranks for name in rank["names"]} == set(batch)
+    assert ranks[0]["losses"] == ranks[1]["losses"]
+    for rank in ranks:
+        assert rank["untouched"]
+        assert rank["lr"] == pytest.approx(1e-2)
+        assert "none of this program's parameters" in rank["refused"]
+        for name, decay in rank["decay"].items():
+            assert decay == (source.DECAY if name.endswith("weight") else 0.0), name
+    assert {name for rank in ranks for name in rank["decay"]} == {name for name, _ in model.named_parameters()}
+
+
+def test_a_model_that_does_something_else_in_evaluation_is_refused_there() -> None:
+    class Doubled(source.Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = super().forward(x)
+            return result * 2 if self.training else result
+
+    batch = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
+    given = {"loss_fn": source.loss_fn, "targets": batch[1:]}
+    assert gp.export(source.Net(), batch[:1], **given, evaluates=True).no_eval is None
+    refused = gp.export(Doubled(), batch[:1], **given, evaluates=True).no_eval
+    assert refused is not None
+    assert "in evaluation mode the model computes something else than in training" in refused
+
+
+def test_optimizer_py_has_what_the_factory_uses_and_no_more() -> None:
+    text = optimizer_file(FILE)
+    assert text is not None
+    made: dict[str, object] = {}
+    exec(compile(text, "optimizer.py", "exec"), made)
+    assert {"optimizer", "lr_schedule", "DECAY", "WARM_UP"} <= made.keys()
+    assert not {"Net", "Block", "model", "loss_fn", "example_inputs"} & made.keys()
+
+
+def test_groups_by_shape_and_foreign_parameters_are_refused() -> None:
+    piece = nn.Parameter(torch.zeros(3))
+    named = [("a.weight", piece)]
+
+    def by_shape(pairs: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for _, p in pairs]
+        return torch.optim.AdamW(groups)
+
+    build_optimizer(by_shape, named, {}, None)
+    with pytest.raises(RuntimeProgramError, match=r"a 1-D slice of a.weight; group by names"):
+        build_optimizer(by_shape, named, {"a.weight": torch.Size([3, 4])}, None)
+    foreign = nn.Parameter(torch.zeros(7))
+    with pytest.raises(RuntimeProgramError, match=r"shape \[7\] that is none of pipeline.named_parameters"):
+        build_optimizer(lambda _: torch.optim.AdamW([foreign]), named, {}, None)
