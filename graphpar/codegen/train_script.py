@@ -100,9 +100,9 @@ _TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, help="learning r
 """
 
 _TRAIN = """        optimizer = pipeline.optimizer(args.lr)  # of the model file, over this rank's parameters, or AdamW
-        schedule = pipeline.lr_schedule(optimizer)
         saved = pipeline.resume(args.checkpoint, optimizer) if args.checkpoint else None
         first = saved.step if saved else 0
+        schedule = pipeline.lr_schedule(optimizer, first)  # of the model file, or none
         stop = StopSignal(ranks) if args.checkpoint else None
         history: list[dict[str, float]] = []
         for step, batch in enumerate(itertools.islice(batches(args.seed, args.batch), first, args.steps), first):

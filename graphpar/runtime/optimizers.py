@@ -8,6 +8,7 @@ Names are the user's on every rank; shapes are those of what the rank holds, so 
 from __future__ import annotations
 
 import importlib
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -111,12 +112,17 @@ def _groups(made: Optimizer, pairs: Named) -> dict[str, dict[str, Any]]:
     return found
 
 
-def build_lr_schedule(make: Callable[..., Any] | None, optimizer: Optimizer) -> LRScheduler:
-    """Make the learning rate's schedule; one that changes nothing where ``make`` is ``None``.
+def build_lr_schedule(make: Callable[..., Any] | None, optimizer: Optimizer, done: int = 0) -> LRScheduler:
+    """Make the learning rate's schedule as it is after ``done`` steps; one that changes nothing where ``make`` is ``None``.
+
+    Args:
+        optimizer: where steps are done already, its groups have the rates of the last one, and the first in ``initial_lr``.
 
     Raises:
         RuntimeProgramError: ``make`` fails, or returns none.
     """
+    for group in optimizer.param_groups if done else ():
+        group["lr"] = group.get("initial_lr", group["lr"])
     if make is None:
         return LambdaLR(optimizer, lambda step: 1.0)
     try:
@@ -127,6 +133,10 @@ def build_lr_schedule(make: Callable[..., Any] | None, optimizer: Optimizer) -> 
         raise RuntimeProgramError(
             f"lr_schedule of the model file returned a {type(made).__name__}, not a torch.optim.lr_scheduler.LRScheduler"
         )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has made no step
+        for _ in range(done):
+            made.step()
     return made
 
 

@@ -387,14 +387,17 @@ class Pipeline:
             make = factory(self.program, self._package, "optimizer")
             return build_optimizer(make, list(self.named_parameters()), whole, lr)
 
-    def lr_schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    def lr_schedule(self, optimizer: torch.optim.Optimizer, done: int = 0) -> torch.optim.lr_scheduler.LRScheduler:
         """Make the model file's ``lr_schedule(optimizer)``; one that keeps the learning rate where it has none.
+
+        Args:
+            done: how many steps were made before, of a run that goes on.
 
         Raises:
             RuntimeProgramError: on all ranks, if it fails on one.
         """
         with agreed():
-            return build_lr_schedule(factory(self.program, self._package, "lr_schedule"), optimizer)
+            return build_lr_schedule(factory(self.program, self._package, "lr_schedule"), optimizer, done)
 
     def step(
         self,
