@@ -71,8 +71,8 @@ def export(
         targets: example targets for ``loss_fn``.
         batch_dims: ``{input name: dim or None}`` for inputs whose batch is not on dim 0.
         mode: "train" or "infer"; sets the modules' mode. By default they stay as they are built.
-        evaluates: make sure that ``pipeline.eval`` can be trusted, by a second trace in evaluation mode where the model's code asks
-            for its mode. Without it ``eval`` of such a model is refused.
+        evaluates: make sure that ``pipeline.eval`` can be trusted, by a second trace in evaluation mode. Without it ``eval`` is
+            refused for all models but those of torch's own modules.
         dtype: "fp32", "bf16" or "fp16": in which the model computes. With 16 bits, parameters, gradients and optimizer state
             stay in fp32, and so do losses; for inference parameters are stored in 16 bits, too. In fp32, the default, the model
             computes in the dtypes that it was built in.

@@ -70,10 +70,7 @@ def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = N
     return program
 
 
-NOT_COMPARED = (
-    "the program can't evaluate: the model's code asks whether it is in training, and it was not traced in both modes, which takes time; "
-    "compile it with --eval"
-)
+NOT_COMPARED = "the program can't evaluate: the model was traced in training alone, since a second trace takes time; compile it with --eval"
 
 
 def _no_eval(request: Request, program: Program) -> str | None:
