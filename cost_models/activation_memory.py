@@ -30,9 +30,10 @@ from torch.utils._pytree import tree_leaves
 from graphpar.cost_models.fake_operators import call_on_fakes
 from graphpar.cost_models.storage_tracker import Live, storage_of, unseen
 from graphpar.emitted import collectives
+from graphpar.emitted.recomputation import checkpointed
 from graphpar.errors import GraphparError
 from graphpar.hardware.devices import KINDS
-from graphpar.ir.program import Program, Runner, concrete_shape, value_of
+from graphpar.ir.program import Block, Program, Runner, concrete_shape, value_of
 from graphpar.quiet_torch import torch_is_quiet
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.stages import sendable
@@ -83,17 +84,25 @@ class Activations:
         device: ``cpu`` or ``cuda``.
         even_experts: assume that rows are spread evenly over the ranks' experts. The real spread is known only when the program
             runs, so without this a program with sharded experts is refused.
+        recomputed: how blocks are recomputed, by path: ``selective`` or ``full``.
 
     Raises:
         GraphparError: the device is of another kind.
     """
 
     def __init__(
-        self, program: Program, degrees: Mapping[str, int], *, device: str = "cpu", even_experts: bool = False
+        self,
+        program: Program,
+        degrees: Mapping[str, int],
+        *,
+        device: str = "cpu",
+        even_experts: bool = False,
+        recomputed: Mapping[str, str] | None = None,
     ) -> None:
         if device not in KINDS:
             raise GraphparError(f"device is {device!r}; memory is known for {' and '.join(KINDS)}.")
         self.program, self.degrees, self.device, self.even_experts = program, dict(degrees), device, even_experts
+        self.recomputed = recomputed or {}
         self.mode = FakeTensorMode()
         self.state: dict[str, Tensor] = {}
 
@@ -176,6 +185,12 @@ class _Forward(Runner):
 
     def tensor(self, name: str) -> Tensor:
         return self.activations.tensor(name)
+
+    def block(self, block: Block, prefix: str, args: tuple[Any, ...]) -> Any:
+        run, kind = super().block, self.activations.recomputed.get(prefix.removesuffix("."))
+        if kind is None:
+            return run(block, prefix, args)
+        return checkpointed(lambda *args: run(block, prefix, args), selective=kind == "selective")(*args)
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return call_on_fakes(node.target, args, kwargs, self.activations.device, self.activations.even_experts)

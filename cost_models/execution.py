@@ -31,6 +31,7 @@ class Execution:
         reshard: when gathered parameters are freed, see :func:`graphpar.passes.planning.sharded_state.check_reshard`.
         recompute: ``full`` keeps a unit's input only and runs its forward again before its backward; ``selective`` recomputes
             attention scores, where they are kept at all.
+        blocks: the kind of each block that the program itself recomputes, by path; what is kept and run again of them is measured.
         fused: each chain of elementwise operators and normalisations is one kernel; else each operator reads and writes memory.
         overlap_gradients: gradients are reduced over replicas during the backward of the last microbatch.
         prefetch: sharded parameters are gathered for the next unit while this one computes.
@@ -51,6 +52,7 @@ class Execution:
     shards: int = 1
     reshard: str | int = "default"
     recompute: str = "none"
+    blocks: tuple[tuple[str, str], ...] = ()
     fused: bool = False
     overlap_gradients: bool = True
     prefetch: bool = True

@@ -25,7 +25,7 @@ from graphpar.errors import GraphparError
 from graphpar.frontend.build import ModelLike
 from graphpar.frontend.capture import capture
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.plan import Plan
+from graphpar.ir.plan import Plan, Recompute
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource, Program
 from graphpar.parts import Parts
@@ -130,6 +130,7 @@ def plan(
     reshard: str | int | None = None,
     prefetch: str | None = None,
     prefetch_distance: int | None = None,
+    recompute: Recompute | None = None,
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -164,6 +165,9 @@ def plan(
         prefetch: when ZeRO-3 gathers a unit's parameters for its backward: before the backward of the unit before it computes
             (``"pre"``, the default; in the forward, too), after it (``"post"``), or when it is needed (``"none"``).
         prefetch_distance: how many units are gathered ahead, 1 by default.
+        recompute: what blocks run again in the backward instead of keeping it: ``"none"``, ``"full"`` (all but their inputs), or
+            ``"selective"`` (what is cheap: not collectives, attention, and every second product); or one of these by pattern over the
+            paths of blocks, the last that matches: ``{"layers.*": "full", "layers.0": "none"}``.
         dtype: that of ``export``, to be checked.
         reduce_dtype: the dtype in which gradients are summed over dp_replicate and dp_shard; by default that of the parameters.
         top: how many of the plans that were not taken are kept in ``plan.found``.
@@ -192,6 +196,7 @@ def plan(
         reshard=reshard,
         prefetch=prefetch,
         prefetch_distance=prefetch_distance,
+        recompute=recompute,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
         top=top,

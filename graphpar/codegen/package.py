@@ -32,8 +32,9 @@ from graphpar.codegen.launch_files import launch_files
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
+from graphpar.codegen.recomputation import FUNCTIONS_OF, recomputation_function, recomputed_in
 from graphpar.codegen.train_script import EXAMPLES, train_script
-from graphpar.emitted import collectives, random_streams
+from graphpar.emitted import collectives, random_streams, recomputation
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
@@ -89,6 +90,8 @@ def emit_package(
         files["random_streams.py"] = inspect.getsource(random_streams)
     if plan.sharding.degrees:
         files["collectives.py"] = inspect.getsource(collectives)
+    if recomputed_in(program, plan, stages):
+        files["recomputation.py"] = inspect.getsource(recomputation)
     record = plan.to_json() | {
         "interface": interface(program, plan, stages),
         "model_file": model_file,
@@ -211,6 +214,9 @@ def _stage_file(
             if plan.zero == 1
             else units_function(tree, units, plan, order_of(stage, units))
         )
+    kinds = recomputed_in(program, plan, [stage])
+    if kinds:
+        parts.append(recomputation_function(stage_tree(program, infos, calls), kinds))
     names = set(exported)
     if needs_parameters and "parameters" not in exported:
         parts.insert(0, _PARAMETERS)
@@ -238,7 +244,11 @@ def _assembled(
     shared = sorted(name for name in blocks if name in words)
     if shared:
         local.append(_import("blocks", shared))
-    for module, functions in (("collectives", COLLECTIVES), ("random_streams", FUNCTIONS)):
+    for module, functions in (
+        ("collectives", COLLECTIVES),
+        ("random_streams", FUNCTIONS),
+        ("recomputation", FUNCTIONS_OF.values()),
+    ):
         called = sorted(name for name in functions if re.search(rf"(?<![.\w]){name}\(", text))
         if called:
             local.append(_import(module, called))
@@ -279,6 +289,7 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
                 "counts": list(stage.counts),
                 "receives": [_boundary(boundary, plan) for boundary in stage.receives],
                 "sends": [_boundary(boundary, plan) for boundary in stage.sends],
+                **({"recomputes": True} if recomputed_in(program, plan, [stage]) else {}),
             }
             for stage in stages
         ],

@@ -143,6 +143,8 @@ class Pipeline:
         """A stage whose parameters have memory for what this rank stores of them, still without values."""
         stage = empty_stage(self._package, spec, self.program.mode == "train")
         check_local_shapes(stage, self.program)
+        if spec.recomputes:  # inside of what FSDP2 gathers, as its hooks run once
+            stage_function(self._package, spec, "recompute_units")(stage)
         units = stage_function(self._package, spec, "fully_shard_units") if self.program.zero >= 2 else None
         if units is not None and self.program.fully_sharded:
             fully_shard_stage(stage, units, self.groups, self.device, self.program)
@@ -169,8 +171,8 @@ class Pipeline:
             )
             for adapter, spec in zip(self._adapters, self._interfaces)
         ]
-        for stage in stages:
-            guard(stage)
+        for stage, spec in zip(stages, self._interfaces):
+            guard(stage, whole=spec.recomputes)
         self._torch_stages = stages
         return build_schedule(self.program, stages, self._scale.share_of_loss)
 

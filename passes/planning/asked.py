@@ -15,7 +15,7 @@ from graphpar.annotations.patterns import read_entry
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import Plan, split_points_of
+from graphpar.ir.plan import Plan, Recompute, split_points_of
 from graphpar.ir.precision import Precision, check_dtype
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import SHOWN
@@ -30,6 +30,7 @@ from graphpar.passes.planning.choose import (
 )
 from graphpar.passes.planning.planner import free_axes
 from graphpar.passes.planning.planning import estimate_plan, search_plan
+from graphpar.passes.planning.recomputation import check_recompute
 from graphpar.passes.planning.sharded_state import (
     check_level,
     check_prefetch,
@@ -97,6 +98,7 @@ def ask(
     reshard: str | int | None = None,
     prefetch: str | None = None,
     prefetch_distance: int | None = None,
+    recompute: Recompute | None = None,
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -119,6 +121,8 @@ def ask(
     _check_count("top", top, least=0)
     check_dtype("dtype", dtype)
     check_dtype("reduce_dtype", reduce_dtype)
+    if recompute is not None:
+        check_recompute(recompute)
     _check_edges(edge_layers)
     count = _device_count(hardware, devices)
     if count is None and not mesh and table is None:
@@ -140,6 +144,7 @@ def ask(
         reshard=reshard,
         prefetch=prefetch,
         prefetch_distance=prefetch_distance,
+        recompute="none" if recompute is None else recompute,
         dtype=dtype or "",
         reduce_dtype=reduce_dtype,
         layers_per_stage=layers_per_stage,

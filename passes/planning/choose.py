@@ -20,12 +20,13 @@ from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import Plan, SplitAt
+from graphpar.ir.plan import Plan, Recompute, SplitAt
 from graphpar.ir.program import Program
 from graphpar.ir.sharding import Sharding
 from graphpar.operators.discover import discovered
 from graphpar.operators.rules import has_rule
 from graphpar.passes.normalize.coupled import batch_warning, coupled_text, placed_axes
+from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.sharded_state import (
     check_prefetch,
     check_reduced,
@@ -86,6 +87,7 @@ class PlanConstraints:
     reshard: str | int | None = None
     prefetch: str | None = None
     prefetch_distance: int | None = None
+    recompute: Recompute = "none"
     dtype: str = "fp32"
     param_dtype: str = "fp32"
     reduce_dtype: str | None = None
@@ -128,6 +130,7 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
     if pins.schedule is not None:
         check_pipelined(pins.schedule, mesh)
     split_points = pinned_split_points(program, mesh, pins)
+    recomputed_blocks(program, pins.recompute)
     if split_points:
         positions_of(program, split_points)  # report a misspelt name before anything else
     if pins.table is not None:
@@ -349,6 +352,7 @@ def _plan(
         prefetch_distance=distance,
         zero1_by=pins.zero1_by or ZERO1_BY[0],
         reshard=pins.reshard or "default",
+        recompute=pins.recompute,
         fully_sharded=stored_in_shards(program, stages) if zero >= 2 else frozenset(),
         allow_batch_coupling=pins.allow_batch_coupling,
         dp_mean=pins.dp_mean,

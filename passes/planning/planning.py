@@ -33,6 +33,7 @@ from graphpar.passes.planning.choose import (
 )
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.planner import Planner, free_axes
+from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.sharded_state import (
     gathers_again,
     level_of,
@@ -113,7 +114,10 @@ def planner_for(
     zero = level_of(pinned.get("dp_shard", 1), pins.zero)
     again = gathers_again(pinned.get("pp", 1), zero, reshard)
     prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)
-    execution = _execution(program, zero, reshard, prefetch, distance, pins.reduce_dtype)
+    execution = replace(
+        _execution(program, zero, reshard, prefetch, distance, pins.reduce_dtype),
+        blocks=tuple(recomputed_blocks(program, pins.recompute).items()),
+    )
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dominant_dtype(program), shown=top)
 
 
@@ -145,10 +149,10 @@ def pricing_of(
     """
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
-    run = execution or replace(
-        _execution(program, plan.zero, plan.reshard, plan.prefetch, plan.prefetch_distance, plan.reduce_dtype),
-        recompute=plan.recompute,
-    )
+    if execution is None:
+        shared = plan.zero, plan.reshard, plan.prefetch, plan.prefetch_distance, plan.reduce_dtype
+        execution = _execution(program, *shared)
+    run = replace(execution, blocks=tuple(recomputed_blocks(program, plan.recompute).items()))
     sharded = sharded_as(program, plan)
     local = sharded.local
     units = units_of_ranks(sharded, run, device=cluster.device.kind, wanted=plan.split_points)

@@ -25,6 +25,7 @@ from graphpar.passes.planning.choose import (
     check_pipelined,
     choose,
 )
+from graphpar.passes.planning.recomputation import check_recompute
 from graphpar.passes.planning.sharded_state import (
     check_prefetch,
     check_reshard,
@@ -70,6 +71,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         reshard=given.reshard,
         prefetch=given.prefetch,
         prefetch_distance=given.prefetch_distance or None,
+        recompute=given.recompute,
         dtype=given.dtype,
         param_dtype=given.param_dtype,
         reduce_dtype=given.reduce_dtype,
@@ -109,10 +111,7 @@ def check_alone(plan: Plan) -> None:
     Raises:
         GraphparError: it asks for something unsupported, or contradicts itself.
     """
-    if plan.recompute != "none":
-        raise GraphparError(
-            f"The plan's recompute is {plan.recompute!r}, which emitted programs don't do in this version; it must be 'none'."
-        )
+    check_recompute(plan.recompute)
     check_zero(plan.mesh, plan.zero, plan.mode)
     check_zero1_by(plan.zero1_by if plan.zero == 1 or plan.zero1_by != ZERO1_BY[0] else None, plan.zero)
     check_reshard(plan.mesh, plan.zero, plan.reshard)
