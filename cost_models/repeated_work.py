@@ -11,29 +11,28 @@ from torch import fx
 
 from graphpar.cost_models.workload import Phase, Work, Works
 from graphpar.ir.program import Block, value_of
+from graphpar.ir.recomputation import Recomputation
 from graphpar.operators.contractions import ONE, matrices
 from graphpar.operators.record import Kind, Reads
 from graphpar.operators.table import record_of
 
 
-def repeated_work(works: Works, graph: fx.Graph, kinds: Mapping[str, str]) -> Work:
-    """Return the forward work that runs again in the backward of a stage; ``kinds`` of its blocks, by path."""
+def repeated_work(works: Works, graph: fx.Graph, recomputed: Mapping[str, Recomputation]) -> Work:
+    """Return the forward work that runs again in the backward of a stage; ``recomputed`` are its blocks, by path."""
     found, known = Work(), dict[tuple[str, str], Work]()
     for node in graph.nodes:
-        if node.op == "call_module" and (kind := kinds.get(str(node.target), "none")) != "none":
+        if node.op == "call_module" and (how := recomputed.get(str(node.target))) is not None:
             block = works.program.block_of(node)
-            if (block.name, kind) not in known:
-                known[block.name, kind] = _again(works, block, kind)
-            found = found + known[block.name, kind]
+            if (block.name, how.kind) not in known:
+                known[block.name, how.kind] = _again(works, block, how)
+            found = found + known[block.name, how.kind]
     return found
 
 
-def _again(works: Works, block: Block, kind: str) -> Work:
+def _again(works: Works, block: Block, how: Recomputation) -> Work:
     nodes = list(block.graph.nodes)
     last = max((place for place, node in enumerate(nodes) if _saves(works, block, node)), default=0)
-    without = {node.name for node in nodes[last:]}
-    if kind == "selective":
-        without |= _kept(block)
+    without = {node.name for node in nodes[last:]} | (_selected(block) if how.kind == "selective" else how.nodes)
     work = works.of(block.graph, block.name, without)
     return Work({row: times for row, times in work.rows.items() if row.phase is Phase.FORWARD})
 
@@ -45,8 +44,8 @@ def _saves(works: Works, block: Block, node: fx.Node) -> bool:
     return record.reads is not Reads.NOTHING or record.kind is Kind.RANDOM
 
 
-def _kept(block: Block) -> set[str]:
-    """Return the nodes whose results selective recomputation keeps: see ``KEPT`` and ``PRODUCTS`` there."""
+def _selected(block: Block) -> set[str]:
+    """Return the nodes whose results selective recomputation keeps: see ``selected`` there."""
     kept, products = set[str](), 0
     for node in block.graph.nodes:
         if node.op == "call_function" and ("transition" in node.meta or record_of(node).kind is Kind.ATTENTION):

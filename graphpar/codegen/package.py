@@ -32,7 +32,8 @@ from graphpar.codegen.launch_files import launch_files
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
-from graphpar.codegen.recomputation import FUNCTIONS_OF, recomputation_function, recomputed_in
+from graphpar.codegen.recomputation import FUNCTIONS as RECOMPUTING
+from graphpar.codegen.recomputation import recomputation_function, recomputed_in
 from graphpar.codegen.train_script import EXAMPLES, train_script
 from graphpar.emitted import collectives, random_streams, recomputation
 from graphpar.ir.owners import owners
@@ -216,7 +217,7 @@ def _stage_file(
         )
     kinds = recomputed_in(program, plan, [stage])
     if kinds:
-        parts.append(recomputation_function(stage_tree(program, infos, calls), kinds))
+        parts.append(recomputation_function(stage_tree(program, infos, calls), program, plan, kinds))
     names = set(exported)
     if needs_parameters and "parameters" not in exported:
         parts.insert(0, _PARAMETERS)
@@ -247,7 +248,7 @@ def _assembled(
     for module, functions in (
         ("collectives", COLLECTIVES),
         ("random_streams", FUNCTIONS),
-        ("recomputation", FUNCTIONS_OF.values()),
+        ("recomputation", RECOMPUTING),
     ):
         called = sorted(name for name in functions if re.search(rf"(?<![.\w]){name}\(", text))
         if called:

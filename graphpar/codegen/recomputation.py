@@ -12,18 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from graphpar.codegen.attributes import Tree
 from graphpar.codegen.classes import docstring
 from graphpar.codegen.fully_sharded import modules_of
+from graphpar.codegen.layout import wrapped
+from graphpar.cost_models.kept_results import recomputations
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
+from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
 from graphpar.passes.planning.recomputation import recomputed_blocks
 
 NAME = "recompute_units"
-FUNCTIONS_OF = {"selective": "recompute_selectively", "full": "recompute"}
-"""The functions of ``recomputation.py`` by kind."""
+FUNCTIONS = ("recompute", "recompute_selectively", "recompute_but")
+"""The functions of ``recomputation.py``."""
 
 _KEPT = {
-    "selective": "A block keeps what enters it and the results of KEPT and of every second of PRODUCTS (recomputation.py)",
-    "full": "A block keeps only what enters it",
+    "selective": "keeps what enters it and what recompute_selectively names (recomputation.py)",
+    "full": "keeps only what enters it",
 }
 
 
@@ -35,26 +38,40 @@ def recomputed_in(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict
     return {path: kinds[path] for path in calls if path in kinds}
 
 
-def recomputation_function(tree: Tree, kinds: Mapping[str, str]) -> str:
+def recomputation_function(tree: Tree, program: Program, plan: Plan, kinds: Mapping[str, str]) -> str:
     """Print the function; ``tree`` is the stage's."""
-    used = dict.fromkeys(kinds.values())
-    kept = "; ".join(f"{FUNCTIONS_OF[kind]}: {_KEPT[kind][0].lower()}{_KEPT[kind][1:]}" for kind in used)
-    kept = kept if len(used) > 1 else _KEPT[next(iter(used))]
-    lines = [
-        f"def {NAME}(stage: nn.Module) -> None:",
-        *docstring(f"Recomputation. {kept}, and runs its forward again in the backward."),
-    ]
-    for kind, paths in _runs(kinds):
+    device = plan.cluster.device.kind if plan.cluster is not None else "cpu"
+    found = recomputations(program, plan.mesh.degrees(), kinds, device)
+    used = list(dict.fromkeys(kinds[path] for path in found))
+    kept = [f"a block {_KEPT.get(kind) or _budget(kind)}" for kind in used]
+    what = f"{'; or '.join(kept)}, and runs its forward again in the backward."
+    lines = [f"def {NAME}(stage: nn.Module) -> None:", *docstring(f"Recomputation: {what}")]
+    for how, paths in _runs({path: found[path] for path in kinds}):
         for text, variable in modules_of(tree, paths):
-            call = FUNCTIONS_OF[kind]
+            indent = "    "
             if variable:
-                lines += [f"    for {variable} in {text}:", f"        {call}({variable})"]
-            else:
-                lines.append(f"    {call}({text})")
+                lines.append(f"    for {variable} in {text}:")
+                indent += "    "
+            lines += wrapped(_call(how, variable or text), indent)
     return "\n".join(lines) + "\n"
 
 
-def _runs(kinds: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield blocks of one kind that follow each other."""
-    for kind, run in itertools.groupby(kinds, key=kinds.__getitem__):
-        yield kind, list(run)
+def _budget(kind: str) -> str:
+    share = float(kind.removeprefix("budget:"))
+    return f"keeps what enters it and the listed results, in all at most {share:.0%} of what it would keep otherwise"
+
+
+def _call(how: Recomputation, module: str) -> str:
+    if how.kind == "selective":
+        return f"recompute_selectively({module})"
+    if not how.calls:
+        return f"recompute({module})"
+    kept = ", ".join(f'"{name}": {numbers}' for name, numbers in how.calls.items())
+    return f"recompute_but({module}, {{{kept}}})"
+
+
+def _runs(found: Mapping[str, Recomputation]) -> Iterator[tuple[Recomputation, list[str]]]:
+    """Yield blocks that are recomputed alike and follow each other."""
+    for _, run in itertools.groupby(found, key=lambda path: (found[path].kind, repr(found[path].calls))):
+        paths = list(run)
+        yield found[paths[0]], paths

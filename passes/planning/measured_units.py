@@ -14,12 +14,14 @@ from torch import Tensor, fx
 from graphpar.cost_models.activation_memory import Activations, Reach, attributes
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import tensor_bytes
+from graphpar.cost_models.kept_results import recomputations
 from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Unit, UnitClass, UnitMemory
 from graphpar.cost_models.repeated_work import repeated_work
 from graphpar.cost_models.workload import Size, Works
 from graphpar.errors import GraphparError
 from graphpar.ir.plan import SplitAt, SplitPoint
 from graphpar.ir.program import Program, batch_coefficients, value_of
+from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.applications import first_applications
 from graphpar.passes.sharding.shard import Sharded
@@ -115,7 +117,7 @@ def _units(
     positions = [position for position, _ in split_points]
     stages = split(program, positions)
     works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
-    recomputed = dict(execution.blocks)
+    recomputed = recomputations(program, degrees, dict(execution.blocks), device)
     activations = Activations(program, degrees, device=device, even_experts=True, recomputed=recomputed)
     kinds: dict[Any, UnitClass] = {}
     memories: dict[Any, Callable[[], UnitMemory]] = {}
@@ -140,7 +142,7 @@ def _units(
     return units
 
 
-def _signature(program: Program, stage: Stage, recomputed: Mapping[str, str]) -> Any:
+def _signature(program: Program, stage: Stage, recomputed: Mapping[str, Recomputation]) -> Any:
     """Return a key that is equal for stages that do the same work: their operators, shapes, and data flow."""
     places = {node: place for place, node in enumerate(stage.graph.nodes)}
     rows = []
@@ -150,8 +152,8 @@ def _signature(program: Program, stage: Stage, recomputed: Mapping[str, str]) ->
         shape = (tuple(map(str, value.shape)), str(value.dtype)) if isinstance(value, Tensor) else ()
         info = program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         frozen = node.op == "get_attr" and not (info is not None and info.requires_grad)
-        kind = recomputed.get(str(node.target)) if node.op == "call_module" else None
-        rows.append((node.op, target, kind, shape, frozen, tuple(places[a] for a in node.all_input_nodes)))
+        how = recomputed.get(str(node.target)) if node.op == "call_module" else None
+        rows.append((node.op, target, how and how.kind, shape, frozen, tuple(places[a] for a in node.all_input_nodes)))
     return tuple(rows), tuple(b.requires_grad for b in stage.receives), tuple(b.requires_grad for b in stage.sends)
 
 

@@ -1,6 +1,7 @@
 """Which blocks run their forward again in the backward: one kind for all, or patterns over the paths of blocks.
 
 "full"                                     every block
+"budget:0.6"                               every block, to at most this share of the bytes that it would keep
 {"layers.*": "full", "layers.0": "none"}   of patterns that match one block the last counts; others are not recomputed
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphpar.annotations.patterns import matching
-from graphpar.cost_models.execution import RECOMPUTE
+from graphpar.cost_models.execution import RECOMPUTE, share_of
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.plan import Recompute
 from graphpar.ir.program import Program
@@ -54,9 +55,11 @@ def check_recompute(value: Any) -> None:
 
 
 def _check_kind(what: str, kind: Any) -> None:
+    if isinstance(kind, str) and share_of(kind) is not None:
+        return
     if not isinstance(kind, str) or kind not in RECOMPUTE:
         hint = near_match(kind, RECOMPUTE) if isinstance(kind, str) else ""
-        raise GraphparError(f"{what} is {kind!r}; it must be one of {', '.join(RECOMPUTE)}.{hint}")
+        raise GraphparError(f"{what} is {kind!r}; it must be one of {', '.join(RECOMPUTE)}, or budget:SHARE.{hint}")
 
 
 def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
@@ -77,15 +80,22 @@ def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
         raise GraphparError(
             f"recompute is {asked!r}, but {program.name} has no block, a module that repeats, to run again; leave it out."
         )
-    if isinstance(asked, str):
-        return dict.fromkeys(paths, asked)
     found: dict[str, str] = {}
+    if isinstance(asked, str):
+        found = dict.fromkeys(paths, _same_as(asked))
+        return {path: kind for path, kind in found.items() if kind != "none"}
     for pattern, kind in asked.items():
         matched = matching(pattern, paths)
         if not matched:
             raise GraphparError(_matches_nothing(pattern, paths))
-        found |= dict.fromkeys(matched, kind)
+        found |= dict.fromkeys(matched, _same_as(kind))
     return {path: found[path] for path in paths if found.get(path, "none") != "none"}
+
+
+def _same_as(kind: str) -> str:
+    """Return ``none`` or ``full`` for a budget that is the same."""
+    share = share_of(kind)
+    return kind if share not in (0.0, 1.0) else "none" if share else "full"
 
 
 def _matches_nothing(pattern: str, paths: list[str]) -> str:
