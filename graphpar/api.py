@@ -25,9 +25,10 @@ from graphpar.errors import GraphparError
 from graphpar.frontend.build import ModelLike
 from graphpar.frontend.capture import capture
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.plan import Plan, Recompute
+from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource, Program
+from graphpar.ir.recomputation import Recompute
 from graphpar.parts import Parts
 from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.planning.asked import Splits, ask, planned
@@ -246,7 +247,9 @@ def printed(
 ) -> Parts:
     """Print the stage modules of ``compilation``, with the files of its ``report`` and the text of its ``optimizer.py``."""
     plan = compilation.plan
-    package = emit_package(compilation.sharded.local, plan, compilation.stages, report, model_file, optimizer)
+    package = emit_package(
+        compilation.sharded.local, plan, compilation.stages, report, model_file, optimizer, compilation.recomputed
+    )
     done = replace(compilation, package=package)
     return Parts(done, package.files | report_files(report, plan), report, model_file)
 

@@ -13,12 +13,8 @@ from graphpar.codegen.attributes import Tree
 from graphpar.codegen.classes import docstring
 from graphpar.codegen.fully_sharded import modules_of
 from graphpar.codegen.layout import wrapped
-from graphpar.cost_models.kept_results import recomputations
-from graphpar.ir.plan import Plan
-from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
-from graphpar.passes.planning.recomputation import recomputed_blocks
 
 NAME = "recompute_units"
 FUNCTIONS = ("recompute", "recompute_selectively", "recompute_but")
@@ -30,23 +26,20 @@ _KEPT = {
 }
 
 
-def recomputed_in(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, str]:
-    """Return the kinds of the blocks of ``stages`` that are recomputed, by path."""
+def recomputed_in(stages: Sequence[Stage], recomputed: Mapping[str, Recomputation]) -> dict[str, Recomputation]:
+    """Return those of ``recomputed`` that ``stages`` run, in their order."""
     nodes = [node for stage in stages for node in stage.graph.nodes]
     calls = dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")
-    kinds = recomputed_blocks(program, plan.recompute)
-    return {path: kinds[path] for path in calls if path in kinds}
+    return {path: recomputed[path] for path in calls if path in recomputed}
 
 
-def recomputation_function(tree: Tree, program: Program, plan: Plan, kinds: Mapping[str, str]) -> str:
-    """Print the function; ``tree`` is the stage's."""
-    device = plan.cluster.device.kind if plan.cluster is not None else "cpu"
-    found = recomputations(program, plan.mesh.degrees(), kinds, device)
-    used = list(dict.fromkeys(kinds[path] for path in found))
+def recomputation_function(tree: Tree, recomputed: Mapping[str, Recomputation]) -> str:
+    """Print the function; ``tree`` is the stage's, ``recomputed`` its blocks by path."""
+    used = dict.fromkeys(how.kind for how in recomputed.values())
     kept = [f"a block {_KEPT.get(kind) or _budget(kind)}" for kind in used]
     what = f"{'; or '.join(kept)}, and runs its forward again in the backward."
     lines = [f"def {NAME}(stage: nn.Module) -> None:", *docstring(f"Recomputation: {what}")]
-    for how, paths in _runs({path: found[path] for path in kinds}):
+    for how, paths in _runs(recomputed):
         for text, variable in modules_of(tree, paths):
             indent = "    "
             if variable:
@@ -70,8 +63,8 @@ def _call(how: Recomputation, module: str) -> str:
     return f"recompute_but({module}, {{{kept}}})"
 
 
-def _runs(found: Mapping[str, Recomputation]) -> Iterator[tuple[Recomputation, list[str]]]:
+def _runs(recomputed: Mapping[str, Recomputation]) -> Iterator[tuple[Recomputation, list[str]]]:
     """Yield blocks that are recomputed alike and follow each other."""
-    for _, run in itertools.groupby(found, key=lambda path: (found[path].kind, repr(found[path].calls))):
+    for _, run in itertools.groupby(recomputed, key=lambda path: (recomputed[path].kind, repr(recomputed[path].calls))):
         paths = list(run)
-        yield found[paths[0]], paths
+        yield recomputed[paths[0]], paths

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from graphpar.emitted.recomputation import Keeps, listed_in, selected
 
+Recompute = str | Mapping[str, str]
+"""How blocks are recomputed: one kind for all, or kinds by pattern over their paths."""
+
 
 @dataclass(frozen=True)
 class Recomputation:

@@ -13,8 +13,8 @@ from typing import Any
 from graphpar.annotations.patterns import matching
 from graphpar.cost_models.execution import RECOMPUTE, share_of
 from graphpar.errors import GraphparError, near_match
-from graphpar.ir.plan import Recompute
 from graphpar.ir.program import Program
+from graphpar.ir.recomputation import Recompute
 from graphpar.text import listed
 
 

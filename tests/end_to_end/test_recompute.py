@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 import graphpar as gp
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.workload import Collective
-from graphpar.ir.plan import Recompute
+from graphpar.ir.recomputation import Recompute
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.recomputation import recomputed_blocks
-from graphpar.passes.sharding.shard import sharded_as
+from graphpar.passes.sharding.planned import sharded_as
 from graphpar.verification.reference import run_reference
 from tests.programs import example
 from tests.rank_pool import RankPool
