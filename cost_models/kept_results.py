@@ -29,8 +29,9 @@ from graphpar.emitted.recomputation import name_of
 from graphpar.ir.program import Block, Program, concrete_shape, value_of
 from graphpar.ir.recomputation import Recomputation
 
-FLOPS_A_BYTE = 200
-"""How many flops take the time of a byte of memory; in 16 bits it is 156 on an A100 and 295 on an H100 (their data sheets)."""
+FLOPS_A_BYTE = {2: 200, 4: 20, 8: 15}
+"""How many flops take the time of a byte of memory, by bytes an element: on an A100 156, 10 and 10, on an H100 295, 20 and 20 (their
+data sheets)."""
 SENT_BYTES = 10
 """How many bytes of memory take the time of a byte that is sent; of an H100 and its NVLink 7, of a link between machines 67."""
 ROWS = 8
@@ -139,7 +140,7 @@ def _bytes_for(work: Work, rows: int) -> float:
         return SENT_BYTES * work.rows[row] * row.nbytes.at(rows)
     if isinstance(row, Traffic):
         return float(work.rows[row] * row.nbytes.at(rows))
-    return work.flops(rows) / FLOPS_A_BYTE
+    return work.flops(rows) / FLOPS_A_BYTE.get(row.itemsize, FLOPS_A_BYTE[2])
 
 
 class _Noted(Forward):

@@ -24,12 +24,13 @@ def repeated_work(works: Works, graph: fx.Graph, recomputed: Mapping[str, Recomp
         if node.op == "call_module" and (how := recomputed.get(str(node.target))) is not None:
             block = works.program.block_of(node)
             if (block.name, how.kind) not in known:
-                known[block.name, how.kind] = _again(works, block, how)
+                known[block.name, how.kind] = repeated_in(works, block, how)
             found = found + known[block.name, how.kind]
     return found
 
 
-def _again(works: Works, block: Block, how: Recomputation) -> Work:
+def repeated_in(works: Works, block: Block, how: Recomputation) -> Work:
+    """Return the forward work that an instance of ``block`` repeats."""
     nodes = list(block.graph.nodes)
     last = max((place for place, node in enumerate(nodes) if _saves(works, block, node)), default=0)
     without = {node.name for node in nodes[last:]} | (_selected(block) if how.kind == "selective" else how.nodes)

@@ -16,7 +16,7 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import dominant_dtype
 from graphpar.cost_models.halved import halved
 from graphpar.cost_models.pricing import Pricing
-from graphpar.errors import GraphparError
+from graphpar.errors import GraphparError, NothingFits
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan
@@ -27,7 +27,7 @@ from graphpar.passes.planning.choose import choose, coupling_reason, global_batc
 from graphpar.passes.planning.constraints import PlanConstraints, check_data_axes
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.planner import Planner, free_axes
-from graphpar.passes.planning.recomputation import recomputed_blocks
+from graphpar.passes.planning.recomputation import least_first, recomputed_blocks
 from graphpar.passes.planning.sharded_state import (
     gathers_again,
     level_of,
@@ -66,7 +66,7 @@ def search_plan(
         reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
         raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
     if found.best is None:
-        raise GraphparError(_misfit(program, cluster, pinned, pins, found))
+        raise NothingFits(_misfit(program, cluster, pinned, pins, found))
     best = found.best
     decided = replace(
         pins,
@@ -237,6 +237,10 @@ def _misfit(
 
 def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, needed: int) -> str:
     memory = f"devices with {bytes_text(needed)}"
+    most = least_first(program)[-1]
+    if pins.recompute != most:
+        if planner_for(program, cluster, pinned, replace(pins, recompute=most)).any_that_fits() is not None:
+            return f" With recompute={most!r} it would fit, and so would {memory}."
     if pins.microbatch_size is not None:
         smaller = planner_for(program, cluster, pinned, replace(pins, microbatch_size=None)).any_that_fits(largest=True)
         if smaller is not None:

@@ -17,6 +17,15 @@ from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.text import listed
 
+AUTO = "auto"
+"""The least recomputation with which a plan fits."""
+_LEAST_FIRST = ("none", "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
+
+
+def least_first(program: Program) -> tuple[str, ...]:
+    """Return the kinds that :data:`AUTO` tries, in order."""
+    return _LEAST_FIRST if program.mode == "train" and program.blocks else _LEAST_FIRST[:1]
+
 
 def read_recompute(text: str) -> Recompute:
     """Read a kind, or ``PATTERN=KIND,PATTERN=KIND,...``, as the command line has it.
