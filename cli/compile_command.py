@@ -108,7 +108,8 @@ def _add_pins(parser: Parser) -> None:
     group.add_argument(
         "--recompute",
         metavar="KIND",
-        help="what blocks run again in the backward: none (default), selective, full, budget:0.6, auto, or by pattern: 'layers.*=full,layers.0=none'",
+        help="what blocks run again in the backward: none (default), selective, full, budget:0.6, auto, "
+        "or by pattern: 'layers.*=full,layers.0=none'",
     )
 
 

@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 from graphpar.cost_models.activation_memory import Activations, Forward
 from graphpar.cost_models.execution import share_of
+from graphpar.cost_models.repeated_work import after_last
 from graphpar.cost_models.storage_tracker import storage_of
 from graphpar.cost_models.workload import Collective, Phase, Traffic, Work, Works
-from graphpar.emitted.recomputation import name_of
+from graphpar.emitted.recomputation import NAMES, name_of
 from graphpar.ir.program import Block, Program, concrete_shape, value_of
 from graphpar.ir.recomputation import Recomputation
 
@@ -44,13 +45,14 @@ _PARTS = 4096
 
 @dataclass(frozen=True)
 class Result:
-    """What the operators of a node make: their names with the numbers of their calls, their bytes, and the cost to repeat them.
+    """What the main operator of a node makes, the number of its call, its bytes, and the cost to repeat the node.
 
     ``cost`` is in bytes of memory that take as long.
     """
 
     node: str
-    calls: tuple[tuple[str, int], ...]
+    operator: str
+    number: int
     nbytes: int
     cost: int
 
@@ -107,10 +109,16 @@ def results_of(activations: Activations, works: Works, block: Block) -> Results:
         shared = {storage_of(tensor) for tensor in entering if not tensor.requires_grad}
         kept = sum(nbytes for key, nbytes in saved.items() if key not in parameters | shared)
     del made
-    costs = {node.name: _cost(works, block, node) for node in block.graph.nodes}
-    results = [Result(name, tuple(calls), noted.nbytes[name], costs[name]) for name, calls in noted.calls.items()]
+    never = after_last(works, block)
+    costs = {node.name: 0 if node.name in never else _cost(works, block, node) for node in block.graph.nodes}
+    results = [Result(name, *_main(calls), costs[name]) for name, calls in noted.calls.items() if calls]
     own = sum(tensor.untyped_storage().nbytes() for tensor in entering if tensor.requires_grad)
     return Results(tuple(results), kept, own)
+
+
+def _main(calls: Sequence[tuple[str, int, int]]) -> tuple[str, int, int]:
+    """Return the operator that does the work of a node: others only lay out what it takes or makes, or read it."""
+    return next((call for call in reversed(calls) if call[0] in NAMES.values()), calls[-1])
 
 
 def _given(works: Works, block: Block, node: fx.Node) -> Any:
@@ -144,13 +152,12 @@ def _bytes_for(work: Work, rows: int) -> float:
 
 
 class _Noted(Forward):
-    """Runs a block and notes of each node the operators that make a result in new memory."""
+    """Runs a block and notes of each node the operators that make results in new memory, with the numbers of their calls and bytes."""
 
     def __init__(self, activations: Activations) -> None:
         super().__init__(activations)
         self.numbers = Counter[str]()
-        self.calls: dict[str, list[tuple[str, int]]] = {}
-        self.nbytes = Counter[str]()
+        self.calls: dict[str, list[tuple[str, int, int]]] = {}
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls[node.name] = []
@@ -176,8 +183,7 @@ class _Dispatched(TorchDispatchMode):
         }
         new = [nbytes for key, nbytes in made.items() if key not in given]
         if new and name != _WAIT:
-            self.noted.calls[self.node].append((name, number))
-            self.noted.nbytes[self.node] += sum(new)
+            self.noted.calls[self.node].append((name, number, sum(new)))
         return result
 
 
@@ -204,8 +210,8 @@ def _recomputation(activations: Activations, works: Works, block: Block, kind: s
         return Recomputation(kind)
     kept = results_of(activations, works, block).within(share)
     calls: dict[str, list[int]] = {}
-    for name, number in (call for result in kept for call in result.calls):
-        calls.setdefault(name, []).append(number)
+    for result in kept:
+        calls.setdefault(result.operator, []).append(result.number)
     return Recomputation(
         kind, {name: tuple(numbers) for name, numbers in calls.items()}, frozenset(r.node for r in kept)
     )

@@ -31,11 +31,16 @@ def repeated_work(works: Works, graph: fx.Graph, recomputed: Mapping[str, Recomp
 
 def repeated_in(works: Works, block: Block, how: Recomputation) -> Work:
     """Return the forward work that an instance of ``block`` repeats."""
-    nodes = list(block.graph.nodes)
-    last = max((place for place, node in enumerate(nodes) if _saves(works, block, node)), default=0)
-    without = {node.name for node in nodes[last:]} | (_selected(block) if how.kind == "selective" else how.nodes)
+    without = after_last(works, block) | (_selected(block) if how.kind == "selective" else how.nodes)
     work = works.of(block.graph, block.name, without)
     return Work({row: times for row, times in work.rows.items() if row.phase is Phase.FORWARD})
+
+
+def after_last(works: Works, block: Block) -> set[str]:
+    """Return the nodes that no repetition of ``block`` comes to."""
+    nodes = list(block.graph.nodes)
+    last = max((place for place, node in enumerate(nodes) if _saves(works, block, node)), default=0)
+    return {node.name for node in nodes[last:]}
 
 
 def _saves(works: Works, block: Block, node: fx.Node) -> bool:

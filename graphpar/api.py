@@ -166,9 +166,10 @@ def plan(
         prefetch: when ZeRO-3 gathers a unit's parameters for its backward: before the backward of the unit before it computes
             (``"pre"``, the default; in the forward, too), after it (``"post"``), or when it is needed (``"none"``).
         prefetch_distance: how many units are gathered ahead, 1 by default.
-        recompute: what blocks run again in the backward instead of keeping it: ``"none"``, ``"full"`` (all but their inputs), or
-            ``"selective"`` (what is cheap: not collectives, attention, and every second product); or one of these by pattern over the
-            paths of blocks, the last that matches: ``{"layers.*": "full", "layers.0": "none"}``.
+        recompute: what blocks run again in the backward instead of keeping it: ``"none"``, ``"full"`` (all but their inputs),
+            ``"selective"`` (what is cheap: not collectives, attention, and every second product), or ``"budget:0.6"`` (what is cheapest
+            for its bytes, until a block keeps this share of them); or one of these by pattern over the paths of blocks, the last that
+            matches: ``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices' memory.
         dtype: that of ``export``, to be checked.
         reduce_dtype: the dtype in which gradients are summed over dp_replicate and dp_shard; by default that of the parameters.
         top: how many of the plans that were not taken are kept in ``plan.found``.

@@ -238,9 +238,9 @@ def _misfit(
 def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, needed: int) -> str:
     memory = f"devices with {bytes_text(needed)}"
     most = least_first(program)[-1]
-    if pins.recompute != most:
-        if planner_for(program, cluster, pinned, replace(pins, recompute=most)).any_that_fits() is not None:
-            return f" With recompute={most!r} it would fit, and so would {memory}."
+    recomputing = planner_for(program, cluster, pinned, replace(pins, recompute=most))
+    if pins.recompute != most and recomputing.any_that_fits() is not None:
+        return f" With recompute={most!r} it would fit, and so would {memory}."
     if pins.microbatch_size is not None:
         smaller = planner_for(program, cluster, pinned, replace(pins, microbatch_size=None)).any_that_fits(largest=True)
         if smaller is not None:
