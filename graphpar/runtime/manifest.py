@@ -120,6 +120,8 @@ class Manifest:
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
     no_eval: str | None = None
     """Why a program for training can't compute what the model computes in evaluation."""
+    coupled: str | None = None
+    """Why a program for training can't compute a batch in parts, one after the other."""
 
     @property
     def world_size(self) -> int:
@@ -218,6 +220,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
         no_eval=interface.optional("no_eval", (str, type(None)), None),
+        coupled=interface.optional("coupled", (str, type(None)), None),
     )
     _check(manifest, str(path))
     return manifest

@@ -11,7 +11,7 @@ of the last stage) -> torch's schedule over the microbatches -> finish the gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
 from graphpar.runtime import checkpoint
-from graphpar.runtime.batches import Feed, Part
+from graphpar.runtime.batches import Feed, Part, together
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.events import at
@@ -401,7 +401,7 @@ class Pipeline:
 
     def step(
         self,
-        batch: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
         *,
         step: int | None = None,
         broadcast_loss: bool = False,
@@ -411,7 +411,8 @@ class Pipeline:
 
         Args:
             batch: inputs and targets by name: all of them, whole, the same on every rank; or of each that ``data.names`` lists
-                the rows ``data.rows``.
+                the rows ``data.rows``. A sequence of batches is computed one after the other, as if it were one batch that has
+                all of them: loss and gradients are this one's, whatever the loss divides by.
             step: number of the step, for the random streams; by default steps are counted.
             broadcast_loss: return the loss on every rank.
             accumulate: keep the gradients where they are computed, without reducing them over ranks, for the next step without it,
@@ -422,13 +423,27 @@ class Pipeline:
             the backward: then ``skipped_steps`` counts one more, and every ``.grad`` is what it was before.
 
         Raises:
-            RuntimeProgramError: the batch does not fit the program, before anything is sent.
+            RuntimeProgramError: the batch does not fit the program, or several can't be computed one after the other, before anything
+                is sent.
         """
         if self.program.mode != "train":
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
         self._places.check()
         at(step=self.steps_done if step is None else step)
-        values = self._feed.values(batch, self.steps_done if step is None else step)
+        batches = together(self.program, batch)
+        losses = [
+            self._run(values, accumulate or place < len(batches))
+            for place, values in enumerate(self._feed.values(batches, self.steps_done if step is None else step), 1)
+        ]
+        loss = torch.stack([each for each in losses if each is not None]).sum() if self.has_last_stage else None
+        replicas = self.groups["batch"]
+        if loss is not None and replicas is not None:
+            dist.all_reduce(loss, group=replicas)
+        self.steps_done += 1
+        return self._broadcast(loss) if broadcast_loss else loss
+
+    def _run(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
+        """Forward and backward of a batch, and unless it accumulates the reduction of gradients; returns this replica's loss."""
         if self._shards is not None:
             self._shards.begin_step()
         self._gradients.take(accumulate)
@@ -442,11 +457,7 @@ class Pipeline:
                 self._scale.update(finite)
         if self._shards is not None:
             self._shards.end_step()
-        replicas = self.groups["batch"]
-        if loss is not None and replicas is not None:
-            dist.all_reduce(loss, group=replicas)
-        self.steps_done += 1
-        return self._broadcast(loss) if broadcast_loss else loss
+        return loss
 
     def assert_idle(self) -> None:
         """Check that no step is under way on this rank, as between two steps: nothing is pending, gathered or set aside.
@@ -598,7 +609,7 @@ class Pipeline:
         They are those of the whole global batch. For a program that was emitted for training this is the loss.
         """
         self.synchronize()
-        values = self._feed.values(batch, self.steps_done if step is None else step)
+        (values,) = self._feed.values([batch], self.steps_done if step is None else step)
         with torch.no_grad():
             for stage in self.stages if self.program.gathers_by_table else ():
                 gather(stage)
