@@ -291,17 +291,21 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,
         **({"no_eval": program.no_eval} if program.no_eval else {}),
-        **({"coupled": coupled} if (coupled := _coupled(program, plan)) and program.mode == "train" else {}),
+        **(_whole(program, plan) if program.mode == "train" else {}),
     }
 
 
-def _coupled(program: Program, plan: Plan) -> str | None:
-    """Why a batch can't be computed in parts, one after the other; None where it can, or the user accepts what comes of it."""
-    if program.unsplittable is not None or plan.allow_batch_coupling or not program.couplings:
-        return program.unsplittable
+def _whole(program: Program, plan: Plan) -> dict[str, str]:
+    """Say why a batch can't be computed in parts, one after the other, where the user does not accept what comes of it."""
+    if program.unsplittable is not None:
+        return {"unsplittable": program.unsplittable}
+    if plan.allow_batch_coupling or not program.couplings:
+        return {}
     first, *others = program.couplings
     more = f", and so do {plural(len(others), 'other operator')}" if others else ""
-    return f"{first}{more}; compile with --allow-batch-coupling to accept that each batch is computed by itself"
+    return {
+        "coupled": f"{first}{more}; compile with --allow-batch-coupling to accept that each batch is computed by itself"
+    }
 
 
 def owners_of(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:

@@ -28,16 +28,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import time
-from collections.abc import Iterator
+{modules}from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from graphpar.runtime import Pipeline, {imported}start
+from graphpar.runtime import {imported}
 
 PROGRAM = Path(__file__).parent
 
@@ -53,7 +51,7 @@ def batches(seed: int, path: Path | None) -> Iterator[dict[str, Tensor]]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="{verb} {name} on {devices} devices.")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=count, default=10)
 {options}    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--weights", type=Path, help="safetensors file or folder (default: weights/)")
     parser.add_argument("--batch", type=Path, help="safetensors file with one batch, used for every step")
@@ -94,9 +92,15 @@ _LOSSES = {
 
 _TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    parser.add_argument("--accumulate", type=count, default=1, metavar="N", help="batches of a step, as if they were one")
+    parser.add_argument("--eval-every", type=count, metavar="STEPS", help="evaluate on batches that are held out")
+    parser.add_argument("--eval-batches", type=count, default=1, metavar="M")
     parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints: go on from its latest, and save there")
-    parser.add_argument("--checkpoint-every", type=int, default=1000, metavar="STEPS")
-    parser.add_argument("--keep", type=int, default=2, help="how many checkpoints to keep")
+    parser.add_argument("--checkpoint-every", type=count, default=1000, metavar="STEPS")
+    parser.add_argument("--keep", type=count, default=2, help="how many checkpoints to keep")
+    parser.add_argument("--log-file", type=Path, help="file to which a line of JSON is added for each step, as it happens")
+    parser.add_argument("--log-every", type=count, default=1, metavar="N", help="wait for the loss at every Nth step only")
+    parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard")
 """
 
 _TRAIN = """        optimizer = pipeline.optimizer(args.lr)  # of the model file, over this rank's parameters, or AdamW
@@ -104,26 +108,27 @@ _TRAIN = """        optimizer = pipeline.optimizer(args.lr)  # of the model file
         first = saved.step if saved else 0
         schedule = pipeline.lr_schedule(optimizer, first)  # of the model file, or none
         stop = StopSignal(ranks) if args.checkpoint else None
-        history: list[dict[str, float]] = []
-        for step, batch in enumerate(itertools.islice(batches(args.seed, args.batch), first, args.steps), first):
-            began = time.perf_counter()
-            loss = pipeline.step(batch, step=step)  # every .grad is now the single-device gradient
-            norm = pipeline.clip_grad_norm_(args.clip)
-            optimizer.step()
-            schedule.step()
-            pipeline.zero_grad()
-            if loss is not None and pipeline.reports:  # one rank of the last stage
-                record = {"loss": loss.item(), "gradient_norm": norm.item()}  # waits for the device
-                taken = time.perf_counter() - began
-                history.append({**record, "seconds": taken})
-                print(f"step {step:4}   loss {loss:.6f}   gradient norm {norm:.4f}   {taken:.3f} s", flush=True)
-            done, ending = step + 1, stop is not None and stop.received()
-            if args.checkpoint and (ending or done == args.steps or done % args.checkpoint_every == 0):
-                pipeline.save_checkpoint(args.checkpoint / str(done), optimizer, step=done, keep=args.keep)
-            if ending:
-                return
-        if args.json and pipeline.reports:
-            args.json.write_text(json.dumps(history))
+        held_out = list(itertools.islice(batches(args.seed + 1, args.batch), args.eval_batches)) if args.eval_every else []
+        if held_out:
+            pipeline.check_eval()
+        data = itertools.islice(batches(args.seed, args.batch), first * args.accumulate, None)
+        with Log(pipeline, args.steps, first, every=args.log_every, batches=args.accumulate, file=args.log_file,
+                 history=args.json, tensorboard=args.tensorboard) as log:  # fmt: skip
+            for step in range(first, args.steps):
+                loss = pipeline.step([next(data) for _ in range(args.accumulate)], step=step)
+                norm = pipeline.clip_grad_norm_(args.clip)  # every .grad is the single-device gradient
+                optimizer.step()
+                log.step(step, loss, norm, optimizer)
+                schedule.step()
+                pipeline.zero_grad()
+                done, ending = step + 1, stop is not None and stop.received()
+                if args.eval_every and done % args.eval_every == 0:
+                    log.held_out(step, pipeline.eval(held_out))  # the loss of all of them, as in model.eval()
+                if args.checkpoint and (ending or done == args.steps or done % args.checkpoint_every == 0):
+                    pipeline.save_checkpoint(args.checkpoint / str(done), optimizer, step=done, keep=args.keep)
+                    log.restart()
+                if ending:
+                    return
         if args.save:
             pipeline.save_weights(args.save)
 """
@@ -169,7 +174,8 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         name=program.name,
         verb=verb,
         begins="\n".join(textwrap.wrap(_BEGINS[program.mode], WIDTH)),
-        imported="StopSignal, " if program.mode == "train" else "",
+        modules="" if program.mode == "train" else "import json\nimport time\n",
+        imported="Log, Pipeline, StopSignal, count, start" if program.mode == "train" else "Pipeline, count, start",
         options=_TRAIN_OPTIONS if program.mode == "train" else "",
         saved="trained weights" if program.mode == "train" else "outputs",
         recorded="loss, gradient norm and seconds of every step" if program.mode == "train" else "outputs' shapes",

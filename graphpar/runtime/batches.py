@@ -139,9 +139,12 @@ def agree_on_batch(program: Manifest, batch: Mapping[str, Tensor], needed: Colle
 
 
 def together(
-    program: Manifest, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+    program: Manifest, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], training: bool
 ) -> Sequence[Mapping[str, Tensor]]:
     """List the batches of a step: one, or several that stand for one that has all of them.
+
+    Args:
+        training: whether operators that mix examples do so; BatchNorm in evaluation does not.
 
     Raises:
         RuntimeProgramError: there is none, or several, and what is computed of an example depends on the other examples of its batch.
@@ -149,9 +152,12 @@ def together(
     batches = [batch] if isinstance(batch, Mapping) else list(batch)
     if not batches:
         raise RuntimeProgramError("a step was given no batch")
-    if len(batches) > 1 and program.coupled is not None:
+    reason = program.unsplittable or (program.coupled if training else None)
+    if program.mode != "train":
+        reason = "only losses add up, and this program returns outputs"
+    if len(batches) > 1 and reason is not None:
         raise RuntimeProgramError(
-            f"{len(batches)} batches one after the other are not one batch that has all of them: {program.coupled}"
+            f"{len(batches)} batches one after the other are not one batch that has all of them: {reason}"
         )
     return batches
 

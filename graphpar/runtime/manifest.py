@@ -121,7 +121,9 @@ class Manifest:
     no_eval: str | None = None
     """Why a program for training can't compute what the model computes in evaluation."""
     coupled: str | None = None
-    """Why a program for training can't compute a batch in parts, one after the other."""
+    """What a program for training computes of the examples of a batch together, so that the batch can't be computed in parts."""
+    unsplittable: str | None = None
+    """Why the loss of a program for training is no sum over examples."""
 
     @property
     def world_size(self) -> int:
@@ -221,6 +223,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         model_file=plan.optional("model_file", (str, type(None)), None),
         no_eval=interface.optional("no_eval", (str, type(None)), None),
         coupled=interface.optional("coupled", (str, type(None)), None),
+        unsplittable=interface.optional("unsplittable", (str, type(None)), None),
     )
     _check(manifest, str(path))
     return manifest

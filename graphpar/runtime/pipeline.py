@@ -430,7 +430,7 @@ class Pipeline:
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
         self._places.check()
         at(step=self.steps_done if step is None else step)
-        batches = together(self.program, batch)
+        batches = together(self.program, batch, training=True)
         losses = [
             self._run(values, accumulate or place < len(batches))
             for place, values in enumerate(self._feed.values(batches, self.steps_done if step is None else step), 1)
@@ -582,23 +582,32 @@ class Pipeline:
 
     # Inference
 
-    def eval(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def check_eval(self) -> None:
+        """Check that the program can evaluate.
+
+        Raises:
+            RuntimeProgramError: the model computes something else in evaluation, which the program does not have.
+        """
+        if self.program.no_eval is not None:
+            raise RuntimeProgramError(self.program.no_eval)
+
+    def eval(self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor] | None:
         """Run the forward as in ``model.eval()``: no dropout, BatchNorm by its running statistics, which stay as they are.
 
         Returns:
-            The outputs by name, of the whole global batch (of a program for training the loss), on the ranks of the last stage.
+            The outputs by name, of the whole global batch (of a program for training the loss), on the ranks of the last stage. The
+            loss of several batches is that of one batch that has all of them.
 
         Raises:
             RuntimeProgramError: the model computes something else in evaluation, which the program does not have; or the batch does
                 not fit.
         """
-        if self.program.no_eval is not None:
-            raise RuntimeProgramError(self.program.no_eval)
+        self.check_eval()
         modes = {module: module.training for stage in self.stages for module in stage.modules()}
         for stage in self.stages:
             stage.eval()
         try:
-            return self.infer(batch)
+            return self._forward(batch, self.steps_done)
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -608,11 +617,23 @@ class Pipeline:
 
         They are those of the whole global batch. For a program that was emitted for training this is the loss.
         """
+        return self._forward([batch], self.steps_done if step is None else step)
+
+    def _forward(
+        self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], step: int
+    ) -> dict[str, Tensor] | None:
+        """The outputs of a batch, or the sums of those of several."""
         self.synchronize()
-        (values,) = self._feed.values([batch], self.steps_done if step is None else step)
+        found: list[dict[str, Tensor] | None] = []
         with torch.no_grad():
-            for stage in self.stages if self.program.gathers_by_table else ():
-                gather(stage)
-            outputs = forward_only(self.program, self._adapters, values, self.groups)
-        self._free()
-        return outputs
+            for values in self._feed.values(together(self.program, batch, training=False), step):
+                for stage in self.stages if self.program.gathers_by_table else ():
+                    gather(stage)
+                found.append(forward_only(self.program, self._adapters, values, self.groups))
+                self._free()
+        outputs = [each for each in found if each is not None]
+        return (
+            {name: sum(each[name] for each in outputs[1:]) + outputs[0][name] for name in outputs[0]}
+            if outputs
+            else None
+        )

@@ -69,7 +69,9 @@ def test_a_run_shows_its_steps_at_once_and_leaves_nothing_when_it_is_ended(
         code = process.wait(LIMIT_S)
         watchdog.cancel()
     assert re.fullmatch(
-        r" step    1   loss \d\.\d{6}   gradient norm \d+\.\d{4}   \d+\.\d{3} s, predicted \d+\.\d{3} s\n", step
+        r" step    1   loss \d\.\d{6}   gradient norm \d+\.\d{4}   \d+\.\d{3} s, predicted \d+\.\d{3} s   lr 1\.00e-03   [\d,]+ tokens/s"
+        r"   memory \d+\.\d\d GiB\n",
+        step,
     )
     assert (
         len(started) >= 4 and len(folders) >= 2
