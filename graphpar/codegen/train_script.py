@@ -65,7 +65,7 @@ def main() -> None:
     args = arguments()
     with start(args.timeout) as ranks:
         pipeline = Pipeline(PROGRAM, ranks.device, seed=args.seed)
-        pipeline.load_weights(args.weights)  # by default weights/, or the initial ones, which each rank makes
+{check}        pipeline.load_weights(args.weights)  # by default weights/, or the initial ones, which each rank makes
 {body}
 
 if __name__ == "__main__":
@@ -101,6 +101,11 @@ _TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, help="learning r
     parser.add_argument("--log-file", type=Path, help="file to which a line of JSON is added for each step, as it happens")
     parser.add_argument("--log-every", type=count, default=1, metavar="N", help="wait for the loss at every Nth step only")
     parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard")
+    parser.add_argument("--check", action="store_true", help="compare the first step with the model's own, and end")
+"""
+
+_CHECK = """        if args.check:
+            return check_first_step(pipeline)  # against what compile --check-values stored
 """
 
 _TRAIN = """        optimizer = pipeline.optimizer(args.lr)  # of the model file, over this rank's parameters, or AdamW
@@ -175,7 +180,10 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         verb=verb,
         begins="\n".join(textwrap.wrap(_BEGINS[program.mode], WIDTH)),
         modules="" if program.mode == "train" else "import json\nimport time\n",
-        imported="Log, Pipeline, StopSignal, count, start" if program.mode == "train" else "Pipeline, count, start",
+        check=_CHECK if program.mode == "train" else "",
+        imported="Log, Pipeline, StopSignal, check_first_step, count, start"
+        if program.mode == "train"
+        else "Pipeline, count, start",
         options=_TRAIN_OPTIONS if program.mode == "train" else "",
         saved="trained weights" if program.mode == "train" else "outputs",
         recorded="loss, gradient norm and seconds of every step" if program.mode == "train" else "outputs' shapes",

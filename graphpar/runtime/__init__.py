@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphpar.runtime.arguments import count
+from graphpar.runtime.check import check_first_step
 from graphpar.runtime.checkpoint import Checkpoint
 from graphpar.runtime.distributed import Ranks, StopSignal, start
 from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError
@@ -21,6 +22,7 @@ __all__ = [
     "Ranks",
     "RuntimeProgramError",
     "StopSignal",
+    "check_first_step",
     "count",
     "load_manifest",
     "sample_keys",

@@ -1,0 +1,148 @@
+"""The loop of the emitted train.py: what it logs, evaluates, checks and refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import graphpar as gp
+from graphpar.cli.main import main
+from graphpar.runtime import LaunchError, Log, RuntimeProgramError, count, load_manifest
+from graphpar.runtime import log as log_module
+from graphpar.runtime.optimizers import build_lr_schedule
+from tests.programs import example, example_file
+from tests.rank_pool import RankPool
+
+GPT = str(example_file("gpt").path)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loop") / "out"
+    assert main(["compile", GPT, "--mesh", "dp_replicate=2", "--eval", "--check-values", "-o", str(folder)]) == 0
+    return folder
+
+
+def run(pool: RankPool, program: Path, *options: Any) -> None:
+    pool.torchrun(program / "train.py", [str(option) for option in options], nproc=2, timeout_s=120)
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_each_step_is_logged_beside_its_prediction(pool: RankPool, program: Path, tmp_path: Path) -> None:
+    file, history = tmp_path / "log.jsonl", tmp_path / "history.json"
+    options = ["--log-file", file, "--json", history, "--accumulate", 2]
+    run(pool, program, "--steps", 4, *options, "--log-every", 3, "--eval-every", 2, "--eval-batches", 2)
+    run(pool, program, "--steps", 1, *options)
+
+    steps = [record for record in records(file) if "loss" in record]
+    held_out = [record for record in records(file) if "held_out_loss" in record]
+    assert [record["step"] for record in steps] == [0, 1, 2, 3, 0]  # appended
+    assert [record["step"] for record in held_out] == [1, 3]
+    assert all(record["held_out_loss"] == pytest.approx(5.35, abs=0.3) for record in held_out)
+    assert steps[4]["loss"] == steps[0]["loss"] and steps[4]["gradient_norm"] == steps[0]["gradient_norm"]
+    batch = load_manifest(program).inputs[0].shape
+    meant = json.loads((program / "plan.json").read_text())["report"]["predicted"]
+    for record in steps:
+        assert record["tokens_per_s"] == pytest.approx(2 * batch[0] * batch[1] / record["seconds"])
+        assert record["lr"] == 1e-3 and record["mfu"] is None  # no CPU has a peak
+        assert record["peak_memory_bytes"] > 2**20
+        assert record["predicted"]["seconds"] == pytest.approx(2 * meant["step_time_s"])
+        assert record["predicted"]["peak_memory_bytes"] == meant["peak_memory_bytes"][0]
+    (one,) = json.loads(history.read_text())
+    assert one.keys() == {"loss", "gradient_norm", "seconds"} and one["loss"] == steps[4]["loss"]
+
+
+def test_the_first_step_is_checked(pool: RankPool, program: Path) -> None:
+    run(pool, program, "--check")
+    stored = program / "check" / "first_step.json"
+    text = stored.read_text()
+    values = json.loads(text)
+    try:
+        stored.write_text(json.dumps({**values, "gradient_norm": values["gradient_norm"] * 1.01}))
+        with pytest.raises(LaunchError, match=r"not the model's: gradient norm (\S+), the model's (\S+), which differ"):
+            run(pool, program, "--check")
+        stored.unlink()
+        with pytest.raises(LaunchError, match="nothing is stored to compare with: compile with --check-values"):
+            run(pool, program, "--check")
+    finally:
+        stored.write_text(text)
+
+
+def test_what_cannot_be_done_is_refused_at_once(pool: RankPool, tmp_path: Path) -> None:
+    folder = gp.partition(example("gpt"), gp.plan(example("gpt"), mesh={"dp_replicate": 2}), model_file=GPT).save(
+        tmp_path / "out"
+    )
+    with pytest.raises(LaunchError, match="--eval"):
+        run(pool, folder, "--eval-every", 5)
+    for text in ("0", "-1", "1.5", "x"):
+        with pytest.raises(Exception, match=f"it is {text}; it must be a whole number of at least 1"):
+            count(text)
+    assert count("12") == 12
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(RuntimeProgramError, match="ReduceLROnPlateau, which needs a metric at each step"):
+        build_lr_schedule(lr_scheduler.ReduceLROnPlateau, optimizer)
+
+
+def _pipeline(program: Path) -> Any:
+    return SimpleNamespace(
+        reports=True,
+        device=torch.device("cpu"),
+        groups=SimpleNamespace(place={"pp": 0}),
+        program=load_manifest(program),
+    )
+
+
+def test_nothing_is_read_between_the_steps_that_are_shown(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file has a line of a step before the next step begins."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    reads: list[int] = []
+    stack = torch.stack
+    monkeypatch.setattr(log_module.torch, "stack", lambda values: reads.append(len(values)) or stack(values))
+    seen = []
+    with Log(_pipeline(program), 7, every=3, file=tmp_path / "log") as log:
+        for step in range(7):
+            log.step(step, torch.tensor(float(step)), torch.tensor(1.0), optimizer)
+            seen.append(len(records(tmp_path / "log")))
+    assert reads == [6, 6, 2] and seen == [0, 0, 3, 3, 3, 6, 7]
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["2", "5", "6"]
+
+
+def test_tensorboard_is_asked_for_where_it_is_not(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeProgramError, match="pip install tensorboard"):
+        Log(_pipeline(program), 1, tensorboard=tmp_path)
+
+
+def test_a_request_to_end_leaves_the_history(program: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    options = ["--steps", "100000", "--checkpoint", str(tmp_path / "ck"), "--json", str(tmp_path / "h.json")]
+    started = subprocess.Popen([*command, *options], cwd=program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                               text=True, start_new_session=True)  # fmt: skip
+    try:
+        assert started.stdout is not None
+        next(line for line in started.stdout if line.startswith("step    2 "))
+        started.terminate()
+        printed = started.communicate(timeout=60)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+    last = max([2, *(int(line.split()[1]) for line in printed.splitlines() if line.startswith("step"))])
+    assert len(json.loads((tmp_path / "h.json").read_text())) == last + 1
