@@ -60,6 +60,9 @@ def main(jobs: Path) -> None:
                     report["skipped"].append(pipeline.skipped_steps)
                     optimizer.step()
                     pipeline.zero_grad()
+                if pipeline.program.no_eval is None:
+                    held_out = pipeline.eval([load_file(file) for file in job["steps"][0]])
+                    report["held_out"] = held_out and {name: float(value) for name, value in held_out.items()}
                 pipeline.save_weights(folder / "trained.safetensors")
             if ranks.rank == 0:
                 (folder / "trained.json").write_text(json.dumps(report))

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,20 +124,3 @@ def test_tensorboard_is_asked_for_where_it_is_not(
     monkeypatch.setattr(log_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeProgramError, match="pip install tensorboard"):
         Log(_pipeline(program), 1, tensorboard=tmp_path)
-
-
-def test_a_request_to_end_leaves_the_history(program: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    options = ["--steps", "100000", "--checkpoint", str(tmp_path / "ck"), "--json", str(tmp_path / "h.json")]
-    started = subprocess.Popen([*command, *options], cwd=program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                               text=True, start_new_session=True)  # fmt: skip
-    try:
-        assert started.stdout is not None
-        next(line for line in started.stdout if line.startswith("step    2 "))
-        started.terminate()
-        printed = started.communicate(timeout=60)[0]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
-    last = max([2, *(int(line.split()[1]) for line in printed.splitlines() if line.startswith("step"))])
-    assert len(json.loads((tmp_path / "h.json").read_text())) == last + 1

@@ -182,7 +182,7 @@ class Dropped(nn.Module):
 def test_dropout_is_that_of_one_batch_and_batch_norm_is_refused(pool: RankPool, tmp_path: Path) -> None:
     def exported(model: nn.Module, rows: int) -> tuple[gp.Program, gp.Plan, nn.Module, None]:
         ids, labels = torch.cat([parity.batch_of(-1)["ids"]] * rows), torch.cat([parity.batch_of(-1)["labels"]] * rows)
-        program = gp.export(model, (ids,), loss_fn=parity.loss_fn, targets=(labels,))
+        program = gp.export(model, (ids,), loss_fn=parity.loss_fn, targets=(labels,), evaluates=True)
         return program, gp.plan(program, mesh={"dp_replicate": 2}), model, None
 
     normed = Dropped()
@@ -201,6 +201,13 @@ def test_dropout_is_that_of_one_batch_and_batch_norm_is_refused(pool: RankPool, 
     found, expected = (json.loads((folder / "trained.json").read_text()) for folder in (parts, whole))
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    trained_model = Dropped().eval()
+    trained_model.load_state_dict(load_file(parts / "trained.safetensors"))
+    ids, labels = (torch.cat([batch[name] for batch in batches_of(0)]) for name in ("ids", "labels"))
+    assert found["held_out"]["loss"] == pytest.approx(parity.loss_fn(trained_model(ids), labels).item(), rel=1e-6)
+    normed.load_state_dict(load_file(refused / "trained.safetensors"))
+    held_out = json.loads((refused / "trained.json").read_text())["held_out"]["loss"]
+    assert held_out == pytest.approx(parity.loss_fn(normed.eval()(ids), labels).item(), rel=1e-6)
     said = json.loads((refused / "trained.json").read_text())["refused"]
     assert said.startswith("3 batches one after the other are not one batch that has all of them: batch_norm")
     assert "--allow-batch-coupling" in said
