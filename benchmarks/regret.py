@@ -42,7 +42,8 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.program import Program
 from graphpar.parts import untied
 from graphpar.passes.planning.candidates import Priced
-from graphpar.passes.planning.choose import PlanConstraints, choose
+from graphpar.passes.planning.choose import choose
+from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planning import planner_for
 from graphpar.runtime import Pipeline, Ranks, start
 from graphpar.runtime.launch import torchrun

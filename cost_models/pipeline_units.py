@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from graphpar.cost_models.workload import Size, Work
-from graphpar.ir.plan import SplitAt
+from graphpar.ir.split_points import SplitAt
 from graphpar.ir.stage import Stage
 
 ROWS = (2, 3)

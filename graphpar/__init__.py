@@ -21,7 +21,7 @@ _EXPORTS = {
     "Plan": "graphpar.api",
     "Program": "graphpar.api",
     "Recorded": "graphpar.verification.recorded",
-    "SplitPoint": "graphpar.ir.plan",
+    "SplitPoint": "graphpar.ir.split_points",
     "check": "graphpar.api",
     "estimate": "graphpar.api",
     "export": "graphpar.api",
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from graphpar.errors import GraphparError
     from graphpar.hardware.cluster import Cluster
     from graphpar.ir.mesh import Mesh
-    from graphpar.ir.plan import Plan, SplitPoint
+    from graphpar.ir.plan import Plan
     from graphpar.ir.program import Program
+    from graphpar.ir.split_points import SplitPoint
     from graphpar.operators.rules import register_rule
     from graphpar.parts import Parts
     from graphpar.passes.table import PASSES, Pass

@@ -17,7 +17,8 @@ from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
 from graphpar.passes.own_units import with_own_units
 from graphpar.passes.planning.planning import estimate_plan, in_bf16_s
-from graphpar.passes.sharding.shard import Sharded, sharded_as
+from graphpar.passes.sharding.planned import sharded_as
+from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of, split
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.ir.plan import SplitAt, SplitPoint
 from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of
+from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.naming import unique_names, value_name
 from graphpar.passes.normalize.applications import first_applications

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import graphpar as gp
-from graphpar.frontend.capture import own_loss
+from graphpar.frontend.outputs import own_loss
 from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.precision import Precision, check_dtype
 from graphpar.ir.sharding import Sharding
+from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.runtime.axes import REPLICAS, ZERO1_BY
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import R, Shard, Type
@@ -24,21 +24,6 @@ if TYPE_CHECKING:
     from graphpar.cost_models.estimates import Alone, Estimate
     from graphpar.passes.planning.candidates import SearchResult
     from graphpar.passes.sharding.shard import Sharded
-
-
-class SplitPoint(Enum):
-    """Which end of a module a stage begins at. The values are those of ``torch.distributed.pipelining.SplitPoint``."""
-
-    BEGINNING = "beginning"
-    END = "end"
-
-
-@dataclass(frozen=True)
-class SplitAt:
-    """A split point: a stage begins before the module ``path``, or after it (``SplitPoint.END``)."""
-
-    path: str
-    where: SplitPoint = SplitPoint.BEGINNING
 
 
 @dataclass(frozen=True)
@@ -288,27 +273,3 @@ def _split_point(entry: Record) -> SplitAt:
 _SMALLEST = Plan("", "train", Mesh(), "GPipe", 1, 1, (), ())
 FIELDS = (*_SMALLEST.to_json(), "interface", "model_file", "report")
 """The fields of ``plan.json``: those of a plan, and what an emitted program has besides."""
-
-
-def split_points_of(entries: Sequence[str | Mapping[str, str]] | Mapping[str, Any]) -> tuple[SplitAt, ...]:
-    """Read split points as a user writes them: paths, ``{"path": "end"}``, or torch's ``{path: SplitPoint.END}``.
-
-    Raises:
-        GraphparError: one is neither at the beginning nor at the end of a module.
-    """
-    pairs: list[tuple[str, Any]] = []
-    items: Any = entries.items() if isinstance(entries, Mapping) else entries
-    for entry in items:
-        if isinstance(entry, str):
-            pairs.append((entry, SplitPoint.BEGINNING))
-        elif isinstance(entry, Mapping):
-            pairs += list(entry.items())
-        else:
-            pairs.append(tuple(entry))
-    points = []
-    for path, where in pairs:
-        name = str(getattr(where, "name", where)).lower()
-        if name not in ("beginning", "end"):
-            raise GraphparError(f"Split point {path!r}: {where!r} must be 'beginning' or 'end'.")
-        points.append(SplitAt(path, SplitPoint(name)))
-    return tuple(points)

@@ -22,28 +22,23 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from graphpar.runtime.checkpoint import (
+from graphpar.runtime.checkpoint import check_names
+from graphpar.runtime.checkpoint_folders import (
     FORMAT,
     PLAN,
     RECORD,
-    SavePlanner,
     begin,
     beside,
-    check_names,
     find,
     finish,
-    read_entries,
-    read_metadata,
-    read_model,
     read_record,
-    tensors_of,
     whole_checkpoints,
-    whole_entry,
 )
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.saved_state import MODEL
 from graphpar.runtime.stages import emitted_package, empty_stage
+from graphpar.runtime.stored_boxes import SavePlanner, read_entries, read_metadata, read_model, tensors_of, whole_entry
 from graphpar.runtime.weights import WeightFile, listed, names_by_tie, whole_shape, write_tensors
 
 INDEX = "model.safetensors.index.json"

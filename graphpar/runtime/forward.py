@@ -7,11 +7,12 @@ same stage overlap with the neighbours' work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphpar.runtime.distributed import gather_tensors
 from graphpar.runtime.errors import RuntimeProgramError
@@ -63,6 +64,19 @@ def forward_only(
     return {
         spec.name: _join(program, spec, tuple(gather_tensors(outputs[spec.name], replicas))) for spec in program.outputs
     }
+
+
+@contextmanager
+def evaluating(stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Have all modules in evaluation mode, and then as they were."""
+    modes = {module: module.training for stage in stages for module in stage.modules()}
+    for stage in stages:
+        stage.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def _receive(

@@ -22,6 +22,10 @@ class LossScale:
     skipped: int = 0
     finite: int = 0  # steps since the scale has changed
 
+    def take(self, other: LossScale) -> None:
+        """Go on as ``other``."""
+        self.value, self.skipped, self.finite = other.value, other.skipped, other.finite
+
     def scaled(self, loss: Tensor) -> Tensor:
         """Return ``loss`` as the backward takes it."""
         return loss if self.value == 1.0 else loss * self.value

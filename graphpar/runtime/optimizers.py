@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import importlib
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import Optimizer
 
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
-
-if TYPE_CHECKING:
-    from graphpar.runtime.pipeline import Pipeline
 
 LEARNING_RATE = 1e-3
 """Of AdamW, where the model file has no ``optimizer``."""
@@ -143,34 +138,3 @@ def build_lr_schedule(make: Callable[..., Any] | None, optimizer: Optimizer, don
         for _ in range(done):
             made.step()
     return made
-
-
-def refuse_others(pipeline: Pipeline) -> RemovableHandle:
-    """Refuse the steps of optimizers that were meant for ``pipeline`` and would not train it, until the handle is removed.
-
-    These have the parameters of its stages where it updates pieces of them, or, while its gradients wait to be used, only
-    parameters of something else that have none: those of the model on one device.
-    """
-    known = weakref.ref(pipeline)
-
-    def check(optimizer: Optimizer, *_: Any) -> None:
-        pipeline = known()
-        if pipeline is None:
-            return
-        own = dict.fromkeys(pipeline.parameters())
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strange = [parameter for parameter in given if parameter not in own and parameter.numel()]
-        if not strange:
-            return
-        names = {p: name for stage in pipeline.stages for name, p in stage.named_parameters()}
-        inner = next((names[parameter] for parameter in strange if parameter in names), None)
-        useless = len(strange) == len(given) and all(parameter.grad is None for parameter in given)
-        if inner is not None or (useless and any(parameter.grad is not None for parameter in own)):
-            what = (
-                f"has {inner}, of which this rank updates a piece" if inner else "has none of this program's parameters"
-            )
-            raise RuntimeProgramError(
-                f"an optimizer that {what} would change nothing; build it over pipeline.named_parameters()"
-            )
-
-    return register_optimizer_step_pre_hook(check)

@@ -19,49 +19,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
 from graphpar.runtime import checkpoint
 from graphpar.runtime.batches import Feed, Part, together
+from graphpar.runtime.checkpoint_folders import is_in
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.events import at
-from graphpar.runtime.forward import forward_only
+from graphpar.runtime.forward import evaluating, forward_only
 from graphpar.runtime.fully_sharded import (
-    begin_microbatch,
     drop_gradients,
     free,
-    fully_shard_stage,
     gather,
-    hold_new_memory,
-    local,
 )
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.idle import Places, left_in_schedule, left_in_stage
+from graphpar.runtime.idle import Places, left_in_stage
 from graphpar.runtime.initialise import initial_values, model_of
 from graphpar.runtime.loss_scale import FIRST, LossScale
-from graphpar.runtime.manifest import StageInterface, load_manifest
+from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.microbatches import Microbatches
+from graphpar.runtime.norm import clip
 from graphpar.runtime.optimizer_shards import OptimizerShards
-from graphpar.runtime.optimizers import build_lr_schedule, build_optimizer, factory, refuse_others
+from graphpar.runtime.optimizers import build_lr_schedule, build_optimizer, factory
+from graphpar.runtime.other_optimizers import OtherOptimizers
 from graphpar.runtime.replicas import check_program, check_ranks, check_replicas
 from graphpar.runtime.saved_state import State
-from graphpar.runtime.schedules import Schedule, ShardedStage, Stage, build_schedule, keyword_names, microbatch
-from graphpar.runtime.split_backward import guard, is_whole
+from graphpar.runtime.schedules import keyword_names
+from graphpar.runtime.split_backward import is_whole
 from graphpar.runtime.stages import (
     StageAdapter,
     bind_collectives,
     emitted_package,
-    empty_stage,
-    example,
-    keywords,
-    materialise,
     stage_function,
 )
+from graphpar.runtime.stored import optimizer_shards, stored_stage
 from graphpar.runtime.watch import watch
 from graphpar.runtime.weights import (
-    check_local_shapes,
     check_names,
     fill_all,
     load_constants,
@@ -108,9 +103,11 @@ class Pipeline:
                 self._build()
             if self.program.zero == 1:
                 with agreed():
-                    self._shards = self._optimizer_shards()
+                    self._shards = optimizer_shards(
+                        self._package, self._interfaces, self.stages, self.program, self.groups
+                    )
             self._gradients = Gradients(self.stages, self.program, self.groups, self.device, self._shards)
-            self._others = refuse_others(self)
+            self._others = OtherOptimizers(self.stages, self.parameters, self.program)
         except AgreedError:
             self.groups.close()
             raise
@@ -119,9 +116,10 @@ class Pipeline:
         """Everything that needs no other rank."""
         self._package = emitted_package(self.program)
         bind_collectives(self.program, self._package, self.groups)
-        train = self.program.mode == "train"
         self._interfaces = self.program.stages_of(self.groups.place["pp"])
-        self.stages = [self._build_stage(spec) for spec in self._interfaces]
+        self.stages = [
+            stored_stage(self._package, spec, self.program, self.groups, self.device) for spec in self._interfaces
+        ]
         for stage in self.stages:
             load_constants(stage, self.program.folder / CONSTANTS, self.program, self.groups.place)
         self._adapters = [
@@ -133,46 +131,10 @@ class Pipeline:
         count = stage_function(self._package, self.program.stages[-1], "global_counts") if counts else None
         self._feed = Feed(self.program, self.groups, self.device, self.seed, names, count)
         self.has_last_stage = self._interfaces[-1].index == len(self.program.stages) - 1
-        self._torch_stages: list[PipelineStage] = []
-        self._schedule = self._build_schedule() if train and self.program.pp > 1 else None
+        self._microbatches = Microbatches(self.program, self._adapters, self.groups, self.device, self._scale)
         named = [(f"stage_{spec.index}", stage) for spec, stage in zip(self._interfaces, self.stages)]
-        watch(named, self._torch_stages, self.rank, self.device, self.program.world_size)
+        watch(named, self._microbatches.torch_stages, self.rank, self.device, self.program.world_size)
         self._places = Places(self.stages, self.device)
-
-    def _build_stage(self, spec: StageInterface) -> nn.Module:
-        """A stage whose parameters have memory for what this rank stores of them, still without values."""
-        stage = empty_stage(self._package, spec, self.program.mode == "train")
-        check_local_shapes(stage, self.program)
-        units = stage_function(self._package, spec, "fully_shard_units") if self.program.zero >= 2 else None
-        if units is not None and self.program.fully_sharded:
-            fully_shard_stage(stage, units, self.groups, self.device, self.program)
-        materialise(stage, self.device)
-        hold_new_memory(stage)
-        return stage
-
-    def _optimizer_shards(self) -> OptimizerShards:
-        functions = [stage_function(self._package, spec, "optimizer_units") for spec in self._interfaces]
-        modules = [function(stage) for function, stage in zip(functions, self.stages)]
-        return OptimizerShards(self.stages, modules, self.program, self.groups)
-
-    def _build_schedule(self) -> Schedule:
-        kind = ShardedStage if self.program.fully_sharded else Stage
-        stages: list[PipelineStage] = [
-            kind(
-                adapter,
-                spec.index,
-                len(self.program.stages),
-                self.device,
-                input_args=tuple(example(tensor, self.device) for tensor in spec.receives),
-                output_args=self._output_example(spec.index),
-                group=self.groups["pp"],
-            )
-            for adapter, spec in zip(self._adapters, self._interfaces)
-        ]
-        for stage in stages:
-            guard(stage)
-        self._torch_stages = stages
-        return build_schedule(self.program, stages, self._scale.share_of_loss)
 
     @property
     def data(self) -> Part:
@@ -188,14 +150,7 @@ class Pipeline:
     @property
     def whole_backward_stages(self) -> list[int]:
         """This rank's stages whose backward a zero-bubble schedule does not split; known after the first step."""
-        return [stage.stage_index for stage in self._torch_stages if is_whole(stage)]
-
-    def _output_example(self, index: int) -> tuple[Tensor, ...]:
-        sends = self.program.stages[index].sends
-        if sends:
-            return tuple(example(tensor, self.device) for tensor in sends)
-        loss = self.program.outputs[0]
-        return (torch.empty(loss.shape, dtype=loss.dtype, device=self.device, requires_grad=True),)
+        return [stage.stage_index for stage in self._microbatches.torch_stages if is_whole(stage)]
 
     def __enter__(self) -> Pipeline:
         return self
@@ -209,7 +164,7 @@ class Pipeline:
     def close(self) -> None:
         """Wait for a checkpoint that is being saved, and destroy the process groups that this program created; a collective call."""
         self._gradients.drop()
-        self._others.remove()
+        self._others.close()
         try:
             self._saver.close()
         finally:
@@ -343,7 +298,8 @@ class Pipeline:
         with agreed():
             self._gradients.check_reduced("save_checkpoint")
         state = self._state(optimizer)
-        checkpoint.save(self, self._saver, state, path, step=step, data=data, keep=keep, wait=wait)
+        progress = checkpoint.Progress(self.seed, self.steps_done, self._scale)
+        checkpoint.save(self._saver, state, progress, path, step=step, data=data, keep=keep, wait=wait)
 
     def load_checkpoint(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint:
         """Load what a program of this model has saved, under any plan and from any number of ranks; a collective call.
@@ -360,11 +316,16 @@ class Pipeline:
                 lists tensors that are missing, unexpected or of other shapes. Then nothing is changed.
         """
         self._saver.wait()
-        return checkpoint.load(self, self._state(optimizer), path)
+        loaded, progress = checkpoint.load(self._state(optimizer), path)
+        if self.program.scales_loss and progress.scale.value != 1.0:
+            self._scale.take(progress.scale)
+        self.seed = self._feed.seed = progress.seed
+        self.steps_done = progress.steps_done
+        return loaded
 
     def resume(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint | None:
         """Load the latest checkpoint of a folder as :meth:`load_checkpoint`, or nothing where no rank sees one; a collective call."""
-        return self.load_checkpoint(path, optimizer) if any(gather_objects(checkpoint.is_in(path))) else None
+        return self.load_checkpoint(path, optimizer) if any(gather_objects(is_in(path))) else None
 
     def _state(self, optimizer: Optimizer | None) -> State:
         self.synchronize()
@@ -447,7 +408,7 @@ class Pipeline:
         if self._shards is not None:
             self._shards.begin_step()
         self._gradients.take(accumulate)
-        loss = (self._run_alone if self._schedule is None else self._run_schedule)(values, accumulate)
+        loss = self._microbatches.run(values, accumulate)
         self._free()
         if accumulate:
             self._gradients.keep(self.parameters())
@@ -465,7 +426,7 @@ class Pipeline:
         Raises:
             RuntimeProgramError: a step did not end; the message lists what it left.
         """
-        left = [*self._gradients.left(), *left_in_schedule(self._schedule, self._torch_stages)]
+        left = [*self._gradients.left(), *self._microbatches.left()]
         left += self._shards.left() if self._shards is not None else ()
         for spec, stage in zip(self._interfaces, self.stages):
             left += left_in_stage(f"stage_{spec.index}", stage)
@@ -488,35 +449,6 @@ class Pipeline:
     def skipped_steps(self) -> int:
         """How many steps left no gradients, since one was not finite on some rank (fp16)."""
         return self._scale.skipped
-
-    def _run_alone(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor:
-        """All microbatches one after the other, with nothing to send."""
-        counts = {name: values[name] for name in values if name in self.program.count_names}
-        inputs = {name: values[name] for name in values if name not in counts}
-        losses: list[Tensor] = []
-        last = self.program.microbatches - 1
-        for i in range(self.program.microbatches):
-            at(microbatch=i)
-            if self.program.fully_sharded:
-                begin_microbatch(self.stages[0], reduces=not accumulate, frees=self.program.zero == 3 or i == last)
-            loss: Tensor = self._adapters[0](**keywords({**microbatch(self.program, inputs, i), **counts}))
-            if loss.requires_grad:
-                self._scale.scaled(loss).backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
-
-    def _run_schedule(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
-        """torch's schedule. It wants a target that it can split; the targets are keyword inputs here."""
-        assert self._schedule is not None
-        for stage in self._torch_stages:
-            if isinstance(stage, ShardedStage):
-                stage.begin(reduces=not accumulate)
-        losses: list[Tensor] = []
-        target = torch.zeros(self.program.microbatches, device=self.device)
-        self._schedule.step(target=target, losses=losses, return_outputs=False, **keywords(values))
-        if not self.has_last_stage:
-            return None
-        return torch.stack([loss.detach() for loss in losses]).sum() / self._scale.value
 
     def _free(self) -> None:
         """Free what FSDP2 still holds gathered, such as a unit without a backward: it would not see the optimizer's step."""
@@ -567,18 +499,7 @@ class Pipeline:
             RuntimeProgramError: the last step was one with ``accumulate``.
         """
         self._gradients.check_reduced("clip_grad_norm_")
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for parameter in self._gradients.counted:
-            if parameter.grad is not None:
-                precise = torch.promote_types(parameter.grad.dtype, torch.float32)
-                squares += torch.linalg.vector_norm(local(parameter.grad), dtype=precise) ** 2
-        dist.all_reduce(squares)
-        norm = squares.sqrt()
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                local(parameter.grad).mul_(scale.to(parameter.grad.dtype))
-        return norm
+        return clip(self._gradients.counted, self.parameters(), max_norm, self.device)
 
     # Inference
 
@@ -603,14 +524,8 @@ class Pipeline:
                 not fit.
         """
         self.check_eval()
-        modes = {module: module.training for stage in self.stages for module in stage.modules()}
-        for stage in self.stages:
-            stage.eval()
-        try:
+        with evaluating(self.stages):
             return self._forward(batch, self.steps_done)
-        finally:
-            for module, training in modes.items():
-                module.training = training
 
     def infer(self, batch: Mapping[str, Tensor], *, step: int | None = None) -> dict[str, Tensor] | None:
         """Run the forward alone, without gradients, and return the outputs by name on the ranks of the last stage, else ``None``.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.errors import GraphparError
-from graphpar.frontend.capture import named_outputs, own_loss
+from graphpar.frontend.outputs import named_outputs, own_loss
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, ModelSource

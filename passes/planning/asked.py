@@ -15,18 +15,18 @@ from graphpar.annotations.patterns import read_entry
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import Plan, split_points_of
+from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision, check_dtype
 from graphpar.ir.program import Program
+from graphpar.ir.split_points import split_points_of
 from graphpar.passes.planning.candidates import SHOWN
-from graphpar.passes.planning.choose import (
+from graphpar.passes.planning.choose import checked_table, choose
+from graphpar.passes.planning.constraints import (
     PlanConstraints,
     check_degrees,
     check_dp_mean,
     check_microbatch_size,
     check_pipelined,
-    checked_table,
-    choose,
 )
 from graphpar.passes.planning.planner import free_axes
 from graphpar.passes.planning.planning import estimate_plan, search_plan

@@ -11,7 +11,7 @@ from typing import Any
 
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import SplitAt
+from graphpar.ir.split_points import SplitAt
 from graphpar.passes.planning.why_not import why_not
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.schedules.registry import SCHEDULES

@@ -17,8 +17,8 @@ from graphpar.cost_models.flops import tensor_bytes
 from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Unit, UnitClass, UnitMemory
 from graphpar.cost_models.workload import Size, Works
 from graphpar.errors import GraphparError
-from graphpar.ir.plan import SplitAt, SplitPoint
 from graphpar.ir.program import Program, batch_coefficients, value_of
+from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.applications import first_applications
 from graphpar.passes.sharding.shard import Sharded

@@ -24,8 +24,8 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import SplitAt
 from graphpar.ir.program import Program
+from graphpar.ir.split_points import SplitAt
 from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.candidates import SHOWN, Candidate, PlannerConstraints, Priced, SearchResult
 from graphpar.passes.planning.measured_units import units_of_ranks

@@ -19,18 +19,12 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.ir.plan import Plan, SplitAt
+from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
+from graphpar.ir.split_points import SplitAt
 from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, SearchResult
-from graphpar.passes.planning.choose import (
-    PlanConstraints,
-    check_data_axes,
-    choose,
-    coupling_reason,
-    global_batch,
-    pinned_split_points,
-    solve,
-)
+from graphpar.passes.planning.choose import choose, coupling_reason, global_batch, pinned_split_points, solve
+from graphpar.passes.planning.constraints import PlanConstraints, check_data_axes
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.planner import Planner, free_axes
 from graphpar.passes.planning.sharded_state import (
@@ -39,7 +33,8 @@ from graphpar.passes.planning.sharded_state import (
     prefetching,
 )
 from graphpar.passes.planning.split_points import marked_split_points
-from graphpar.passes.sharding.shard import Sharded, sharded_as
+from graphpar.passes.sharding.planned import sharded_as
+from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of
 from graphpar.runtime.plan_record import DTYPES
 from graphpar.schedules.order import order_of

@@ -18,8 +18,8 @@ from torch import fx
 
 from graphpar.cost_models.flops import node_flops
 from graphpar.errors import GraphparError, near_match
-from graphpar.ir.plan import SplitAt, SplitPoint
 from graphpar.ir.program import Program
+from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.passes.normalize.applications import first_applications
 from graphpar.passes.split import split_candidates
 

@@ -17,14 +17,8 @@ from graphpar.ir.program import Program
 from graphpar.ir.sharding import Decision, Sharding
 from graphpar.operators.transitions import path
 from graphpar.passes.normalize.coupled import placed_axes
-from graphpar.passes.planning.choose import (
-    CUSTOM,
-    PlanConstraints,
-    check_degrees,
-    check_microbatch_size,
-    check_pipelined,
-    choose,
-)
+from graphpar.passes.planning.choose import CUSTOM, choose
+from graphpar.passes.planning.constraints import PlanConstraints, check_degrees, check_microbatch_size, check_pipelined
 from graphpar.passes.planning.sharded_state import (
     check_prefetch,
     check_reshard,

@@ -18,7 +18,6 @@ from torch import Tensor, fx
 
 from graphpar.emitted import collectives
 from graphpar.ir.batch_sizes import is_size
-from graphpar.ir.plan import Plan
 from graphpar.ir.program import Block, Program, TensorInfo, batch_coefficients, operator_name, value_of
 from graphpar.ir.sharding import Decision, Sharding, Types
 from graphpar.operators.gradients import block_results, differentiable_nodes
@@ -68,14 +67,6 @@ def problem_of(program: Program, sharding: Sharding, rows: int) -> Problem | Non
     sized = of_a_replica(program, rows, sharding.degrees)
     ready = prepared(sized, sharding.variants, sharding.points, sharding.degrees)
     return build_problem(ready, sharding.degrees)
-
-
-def sharded_as(program: Program, plan: Plan) -> Sharded:
-    """Return ``program`` as ``plan`` shards it; the result cached on the plan is reused where it is of this program."""
-    if plan.sharded is not None and plan.sharded.serves(program, plan.sharding, plan.microbatch_size):
-        return plan.sharded
-    rows = plan.microbatch_size
-    return sharded(program, plan.sharding, rows, problem_of(program, plan.sharding, rows))
 
 
 def shard(program: Program, sharding: Sharding) -> Program:

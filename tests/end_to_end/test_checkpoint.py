@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import graphpar as gp
 from graphpar.cli.main import main
-from graphpar.runtime import LaunchError, RuntimeProgramError, checkpoint, conversion
+from graphpar.runtime import LaunchError, RuntimeProgramError, checkpoint_folders, conversion, stored_boxes
 from graphpar.runtime.boxes import boxes_of, flat_boxes
 from graphpar.runtime.layout import Shard, local_shard
 from tests import checkpoint_fixture as fixture
@@ -223,8 +223,11 @@ def chain(bench: Bench, layouts: Sequence[str]) -> None:
         losses += report["losses"]
         assert step == 0 or (report["step"], report["seed"]) == (step, 5)
     assert losses == pytest.approx(fixture.eager("17", len(layouts))[0], rel=1e-5)
-    assert error(tensors(checkpoint.find(root)), reference("17", len(layouts))) < TOLERANCE
-    assert [each.name for each in checkpoint.whole_checkpoints(root)] == [str(len(layouts) - 1), str(len(layouts))]
+    assert error(tensors(checkpoint_folders.find(root)), reference("17", len(layouts))) < TOLERANCE
+    assert [each.name for each in checkpoint_folders.whole_checkpoints(root)] == [
+        str(len(layouts) - 1),
+        str(len(layouts)),
+    ]
 
 
 @pytest.mark.slow
@@ -306,9 +309,9 @@ def test_it_is_written_while_training_goes_on(bench: Bench) -> None:
 
     _, failed = bench.run("17", "dp2 zero 1", {"steps": (0, 4), "folder": root, "wait": False, "keep": 2}, fails)
 
-    assert [each.name for each in checkpoint.whole_checkpoints(root)] == ["3", "4"]
+    assert [each.name for each in checkpoint_folders.whole_checkpoints(root)] == ["3", "4"]
     assert sorted(path.name for path in root.iterdir()) == ["3", "4", "latest"]
-    assert error(tensors(checkpoint.find(root)), reference("17", 4)) < TOLERANCE
+    assert error(tensors(checkpoint_folders.find(root)), reference("17", 4)) < TOLERANCE
     assert "file" in failed["error"] and len(failed["losses"]) == 2  # said by the next one that saves
 
 
@@ -321,9 +324,9 @@ def killed(bench: Bench, moments: Iterator[float], wait: bool) -> None:
         job |= {"load": root} if begin else {}
         with pytest.raises(LaunchError):
             bench.run("17", "dp2 zero 3", {**job, "killed": [[0, 1], [1], [0]][number % 3]})
-        last = checkpoint.find(root)
+        last = checkpoint_folders.find(root)
         begin = int(last.name)
-        assert checkpoint.read_record(last)["step"] == begin
+        assert checkpoint_folders.read_record(last)["step"] == begin
         assert error(tensors(last), reference("17", begin)) < 1e-3, moment
     (report,) = bench.run(
         "17", "1 device", {"load": root, "steps": (begin, begin + 2), "save": root / "end", "keep": 1}
@@ -347,14 +350,14 @@ def test_a_kill_between_any_two_changes_of_a_folder(
 ) -> None:
     """Whatever was the last call that changed a name or a file, what is found is whole."""
     root = tmp_path / "ckpt"
-    record = checkpoint.read_record(saved)
+    record = checkpoint_folders.read_record(saved)
 
     def save(name: str, time: float) -> None:
-        checkpoint.begin(root / name)
+        checkpoint_folders.begin(root / name)
         for file in saved.glob("*.distcp"):
             shutil.copy(file, root / f".{name}.part")
         shutil.copy(saved / ".metadata", root / f".{name}.part")
-        checkpoint.finish(root / name, {**record, "time": time}, b"{}", 1)
+        checkpoint_folders.finish(root / name, {**record, "time": time}, b"{}", 1)
 
     class Killed(BaseException):
         pass
@@ -373,7 +376,8 @@ def test_a_kill_between_any_two_changes_of_a_folder(
 
     save("1", 1.0)
     for owner, name in (
-        (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (checkpoint, "_written"), (checkpoint, "_sync"), (shutil, "rmtree")
+        (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (checkpoint_folders, "_written"), (checkpoint_folders, "_sync"),
+        (shutil, "rmtree")
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     moments, when = 0, 2.0
@@ -384,7 +388,7 @@ def test_a_kill_between_any_two_changes_of_a_folder(
                 save(name, when)
             except Killed:
                 left = 10**6
-                assert checkpoint.read_metadata(checkpoint.find(root)) is not None, allowed
+                assert stored_boxes.read_metadata(checkpoint_folders.find(root)) is not None, allowed
                 moments += 1
                 left = allowed
                 continue
@@ -516,6 +520,6 @@ def test_runs_of_elements_are_few_boxes() -> None:
 
 
 def test_a_checkpoint_is_found(saved: Path, tmp_path: Path) -> None:
-    assert checkpoint.find(saved) == checkpoint.find(saved.parent) == saved
+    assert checkpoint_folders.find(saved) == checkpoint_folders.find(saved.parent) == saved
     with pytest.raises(RuntimeProgramError, match=r"is no checkpoint, and no folder of checkpoints"):
-        checkpoint.find(tmp_path)
+        checkpoint_folders.find(tmp_path)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import graphpar as gp
-from graphpar.ir.plan import SplitAt, SplitPoint
 from graphpar.ir.program import Program
+from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage
 from graphpar.passes.split import _boundary_names, positions_of, split
 from tests.equality import Case, assert_exact, assert_same, eager, run

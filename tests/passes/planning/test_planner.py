@@ -24,7 +24,7 @@ from graphpar.hardware.devices import DEVICES, Device
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import Priced
-from graphpar.passes.planning.choose import PlanConstraints
+from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planner import DEPTHS, Planner
 from graphpar.passes.planning.planning import estimate_plan, planner_for, search_plan
 from graphpar.schedules.registry import SCHEDULES, check_legal

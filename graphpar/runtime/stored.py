@@ -1,0 +1,45 @@
+"""The stages of a rank, with memory for what it stores of their parameters and of the optimizer's state.
+
+stage_0.py ──► a module without memory ──ZeRO 2, 3: its units as FSDP2 shards them──► memory, still without values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from graphpar.runtime.fully_sharded import fully_shard_stage, hold_new_memory
+from graphpar.runtime.groups import Groups
+from graphpar.runtime.manifest import Manifest, StageInterface
+from graphpar.runtime.optimizer_shards import OptimizerShards
+from graphpar.runtime.stages import empty_stage, materialise, stage_function
+from graphpar.runtime.weights import check_local_shapes
+
+
+def stored_stage(
+    package: str, interface: StageInterface, program: Manifest, groups: Groups, device: torch.device
+) -> nn.Module:
+    """Build a stage whose parameters have memory for what this rank stores of them, still without values.
+
+    Raises:
+        RuntimeProgramError: its file does not fit the plan.
+    """
+    stage = empty_stage(package, interface, program.mode == "train")
+    check_local_shapes(stage, program)
+    units = stage_function(package, interface, "fully_shard_units") if program.zero >= 2 else None
+    if units is not None and program.fully_sharded:
+        fully_shard_stage(stage, units, groups, device, program)
+    materialise(stage, device)
+    hold_new_memory(stage)
+    return stage
+
+
+def optimizer_shards(
+    package: str, interfaces: Sequence[StageInterface], stages: Sequence[nn.Module], program: Manifest, groups: Groups
+) -> OptimizerShards:
+    """Divide the optimizer's state of this rank's stages (ZeRO level 1)."""
+    functions = [stage_function(package, interface, "optimizer_units") for interface in interfaces]
+    modules = [function(stage) for function, stage in zip(functions, stages)]
+    return OptimizerShards(stages, modules, program, groups)

@@ -1,0 +1,157 @@
+"""``PlanConstraints``: what the user has decided, and whether a mesh, a batch and a program allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.program import Program
+from graphpar.ir.split_points import SplitAt
+from graphpar.passes.normalize.coupled import coupled_text
+from graphpar.passes.planning.sharded_state import (
+    check_prefetch,
+    check_reduced,
+    check_reshard,
+    gathers_again,
+    level_of,
+)
+from graphpar.passes.sharding.shard import Sharded
+from graphpar.runtime.axes import REPLICAS
+from graphpar.schedules.registry import get_schedule
+
+
+@dataclass(frozen=True)
+class PlanConstraints:
+    """The user's decisions; graphpar decides what is None."""
+
+    schedule: str | None = None
+    microbatch_size: int | None = None
+    global_batch: int | None = None
+    split_points: tuple[SplitAt, ...] | None = None
+    stages: tuple[tuple[str, ...], ...] | None = None  # module paths of each stage
+    table: str | None = None  # the user's own schedule table, as CSV text
+    allow_batch_coupling: bool = False
+    dp_mean: bool = False
+    zero: int | None = None
+    zero1_by: str | None = None
+    reshard: str | int | None = None
+    prefetch: str | None = None
+    prefetch_distance: int | None = None
+    dtype: str = "fp32"
+    param_dtype: str = "fp32"
+    reduce_dtype: str | None = None
+    layers_per_stage: int | None = None
+    edge_layers: tuple[int, int] | None = None  # how many layers the modules before and after the layers count as
+    shard_plan: Mapping[str, Any] | None = None
+    cluster: Cluster | None = None  # of as many devices as the mesh
+    sharded: Sharded | None = None  # already solved, for the mesh's compute axes
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether split points are given as numbers of layers."""
+        return self.layers_per_stage is not None or self.edge_layers is not None
+
+    def check_one_way(self, computed: bool = False) -> None:
+        """Check that split points are given in at most one way; ``computed``: a function of the program will give them.
+
+        Raises:
+            GraphparError: several ways are used.
+        """
+        ways = {
+            "split points": self.split_points is not None or computed,
+            "lists of modules a stage": self.stages is not None,
+            "layers a stage": self.by_layers,
+        }
+        given = [name for name, is_given in ways.items() if is_given]
+        if len(given) > 1:
+            raise GraphparError(f"Give {' or '.join(given)}, not both: each says where the stages begin.")
+
+
+def check_degrees(mesh: Mesh, batch: int | None) -> None:
+    """Check that the mesh's degrees can run, and divide ``batch`` rows where that number is known.
+
+    Raises:
+        GraphparError: they can't.
+    """
+    if batch is not None and batch % mesh.replicas:
+        shown = " x ".join(f"{axis}={mesh.degrees()[axis]}" for axis in REPLICAS if mesh.degrees()[axis] > 1)
+        raise GraphparError(
+            f"A global batch of {batch} does not divide over {shown}; each replica takes as many rows. "
+            f"Degrees that do: {', '.join(_divisors(batch))}."
+        )
+
+
+def check_data_axes(mesh: Mesh, pins: PlanConstraints, program: Program) -> None:
+    """Check that what is pinned about losses, gradients and state of replicas can be done on ``mesh``.
+
+    Raises:
+        GraphparError: it can't.
+    """
+    level = level_of(mesh.dp_shard, pins.zero)
+    check_reduced(mesh, pins.reduce_dtype, program.mode)
+    check_dp_mean(mesh, pins, program)
+    check_reshard(mesh, level, pins.reshard or "default")
+    check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
+
+
+def check_dp_mean(mesh: Mesh, pins: PlanConstraints, program: Program | None = None) -> None:
+    """Check that the loss can be the mean of the replicas' own losses, if that is asked for.
+
+    Raises:
+        GraphparError: it can't.
+    """
+    if not pins.dp_mean:
+        return
+    if mesh.replicas == 1:
+        raise GraphparError(
+            "dp_mean takes the mean of the replicas' own losses, but the mesh gives no replicas; give mesh dp_replicate=2 or more, or "
+            "dp_shard."
+        )
+    if program is not None and program.mode != "train":
+        raise GraphparError(
+            "dp_mean says what the loss of training is; this program is for inference, so leave it out."
+        )
+    if program is not None and (program.couplings or program.unsplittable is not None):
+        raise GraphparError(
+            f"dp_mean takes the mean of the replicas' own losses, but {program.unsplittable or coupled_text(program.couplings)}, over the "
+            "rows of all replicas; leave it out."
+        )
+
+
+def check_pipelined(schedule: str, mesh: Mesh) -> None:
+    """Check that without a pipeline no schedule is asked for that needs several stages a rank.
+
+    Raises:
+        GraphparError: it is.
+    """
+    row = get_schedule(schedule)
+    if mesh.pp == 1 and row.min_stages > 1:
+        shown = (
+            ", ".join(f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1) or "of one device"
+        )
+        raise GraphparError(
+            f"Schedule {row.name} needs a pipeline with {row.min_stages} stages a rank, but the mesh {shown} has pp=1; give pp=2 or "
+            "more, or leave the schedule out."
+        )
+
+
+def check_microbatch_size(size: int, batch: int, replicas: int) -> None:
+    """Check that microbatches of ``size`` rows divide the rows of each replica evenly.
+
+    Raises:
+        GraphparError: they don't; the sizes that do are listed.
+    """
+    rows = batch // replicas
+    if size < 1 or rows % size:
+        whose = f"The {rows} rows of a replica do" if replicas > 1 else f"A global batch of {batch} does"
+        raise GraphparError(
+            f"{whose} not divide into microbatches of {size}; sizes that do: {', '.join(_divisors(rows))}."
+        )
+
+
+def _divisors(rows: int) -> list[str]:
+    return [str(number) for number in range(1, rows + 1) if rows % number == 0]
