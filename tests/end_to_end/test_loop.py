@@ -124,3 +124,36 @@ def test_tensorboard_is_asked_for_where_it_is_not(
     monkeypatch.setattr(log_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeProgramError, match="pip install tensorboard"):
         Log(_pipeline(program), 1, tensorboard=tmp_path)
+
+
+def test_on_a_gpu_of_the_plan_mfu_and_memory_stand_beside_what_is_predicted(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = json.loads((program / "plan.json").read_text())
+    plan["report"]["predicted"] |= {
+        "device": "H200-SXM-141GB",
+        "mfu": 0.5,
+        "step_time_s": 0.2,
+        "peak_memory_bytes": [3 * 2**30],
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    pipeline = _pipeline(tmp_path)
+    pipeline.device = torch.device("cuda")
+    names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3"]
+    cuda = {
+        "get_device_name": lambda _: names.pop(0),
+        "max_memory_allocated": lambda _: 2**31,
+        "reset_peak_memory_stats": lambda _: None,
+    }
+    for name, function in cuda.items():
+        monkeypatch.setattr(log_module.torch.cuda, name, function)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    for file in (tmp_path / "same", tmp_path / "other"):
+        with Log(pipeline, 1, file=file) as log:
+            log.step(0, torch.tensor(1.0), torch.tensor(1.0), optimizer)
+    (same,), (other,) = records(tmp_path / "same"), records(tmp_path / "other")
+    assert same["mfu"] == pytest.approx(0.5 * 0.2 / same["seconds"]) and other["mfu"] is None
+    assert same["predicted"]["here"] and not other["predicted"]["here"]
+    line, elsewhere = capsys.readouterr().out.splitlines()
+    assert "predicted 0.200 s" in line and line.endswith(", predicted 50.0%   memory 2.00 GiB, predicted 3.00 GiB")
+    assert "predicted" not in elsewhere
