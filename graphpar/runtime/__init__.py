@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphpar.runtime.checkpoint import Checkpoint
+from graphpar.runtime.data import TokenDataset, load, pad
 from graphpar.runtime.distributed import Ranks, StopSignal, start
 from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError
 from graphpar.runtime.manifest import Manifest, load_manifest
@@ -18,7 +19,10 @@ __all__ = [
     "Ranks",
     "RuntimeProgramError",
     "StopSignal",
+    "TokenDataset",
+    "load",
     "load_manifest",
+    "pad",
     "sample_keys",
     "start",
 ]
