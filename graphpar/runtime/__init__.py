@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphpar.runtime.arguments import count
 from graphpar.runtime.check import check_first_step
 from graphpar.runtime.checkpoint import Checkpoint
+from graphpar.runtime.data import TokenDataset, load, pad
 from graphpar.runtime.distributed import Ranks, StopSignal, start
 from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError
 from graphpar.runtime.log import Log
@@ -22,9 +23,12 @@ __all__ = [
     "Ranks",
     "RuntimeProgramError",
     "StopSignal",
+    "TokenDataset",
     "check_first_step",
     "count",
+    "load",
     "load_manifest",
+    "pad",
     "sample_keys",
     "start",
 ]
