@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.arguments import Commands, add_json, add_program, count, seconds
-from graphpar.cli.output import Result, program_folder, progress
+from graphpar.cli.output import Result, program_folder, progress, steps_shown
 from graphpar.errors import GraphparError
 from graphpar.text import bytes_text, plural, seconds_text
 
@@ -67,7 +67,7 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
         f"\n {folder} on {plural(devices, 'local process', 'local processes')}{_predicted_text(predicted, plan)}\n",
         flush=True,
     )
-    with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch:
+    with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch, steps_shown(steps) as echo:
         history = Path(scratch) / "history.json"
         arguments = ["--steps", str(steps), "--json", str(history)]
         if (folder / "batch.safetensors").is_file():  # else train.py makes random batches
@@ -75,7 +75,7 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
         try:
             result = torchrun(
                 script, arguments, nproc=devices, timeout_s=timeout_s, folders=[scratch],
-                on_stdout=lambda line: print(f" {line}", flush=True),
+                on_stdout=echo,
                 on_stderr=lambda line: print(line, file=sys.stderr, flush=True),
             )  # fmt: skip
         except LaunchError as error:

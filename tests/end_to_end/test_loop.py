@@ -61,6 +61,17 @@ def test_each_step_is_logged_beside_its_prediction(pool: RankPool, program: Path
     assert one.keys() == {"loss", "gradient_norm", "seconds"} and one["loss"] == steps[4]["loss"]
 
 
+@pytest.mark.slow
+def test_accumulated_training_goes_on_where_it_was_in_the_data(pool: RankPool, program: Path, tmp_path: Path) -> None:
+    run(pool, program, "--steps", 4, "--accumulate", 3, "--json", tmp_path / "whole.json")
+    for steps, name in ((2, "first.json"), (4, "then.json")):
+        options = ["--checkpoint", tmp_path / "ck", "--log-file", tmp_path / "log", "--json", tmp_path / name]
+        run(pool, program, "--steps", steps, "--accumulate", 3, *options)
+    whole, first, then = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("whole", "first", "then"))
+    assert [each["loss"] for each in first + then] == [each["loss"] for each in whole]
+    assert [each["step"] for each in records(tmp_path / "log")] == [0, 1, 2, 3]
+
+
 def test_the_first_step_is_checked(pool: RankPool, program: Path) -> None:
     run(pool, program, "--check")
     stored = program / "check" / "first_step.json"
