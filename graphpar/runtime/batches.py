@@ -230,8 +230,8 @@ class Feed:
         """
         if len(batches) != self._agreed:
             agree_on_number(batches)
-            if not self._agreed:
-                agree_on_batch(self._program, batches[0], self.part.names, self.part.replica)
+            for batch in batches if not self._agreed else ():
+                agree_on_batch(self._program, batch, self.part.names, self.part.replica)
             self._agreed = len(batches)
         for batch in batches:
             check_batch(self._program, batch, self.part.names)
