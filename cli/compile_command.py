@@ -147,6 +147,11 @@ def _add_output(parser: Parser) -> None:
         action=argparse.BooleanOptionalAction,
         help="write the initial weights too (default: where they take at most 1 GiB)",
     )
+    group.add_argument(
+        "--check-values",
+        action="store_true",
+        help="run the model's first step here and store its loss and gradient norm, with which train.py --check compares",
+    )
     add_json(group)
     group.add_argument("-v", "--verbose", action="store_true", help="say how long each step of the compilation took")
     group.add_argument("--html", metavar="FILE", help="write the report as a page too")

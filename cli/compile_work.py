@@ -176,8 +176,8 @@ def _request(options: argparse.Namespace) -> _Request:
 def _check_options(options: argparse.Namespace) -> None:
     """Refuse what is wrong with the options themselves, before anything takes time."""
     if options.no_emit:
-        for flag in ("out", "weights", "run"):
-            if getattr(options, flag):
+        for flag in ("out", "weights", "check-values", "run"):
+            if getattr(options, flag.replace("-", "_")):
                 raise GraphparError(
                     f"--no-emit writes no program, so --{flag} has nothing to do; leave one of them out."
                 )
@@ -356,8 +356,18 @@ def _write(
             if wanted:
                 raise
             said += f". The initial ones can't be built: {error}"
+    if options.check_values and parts.program.mode != "train":
+        raise GraphparError("--check-values stores a step of training; this program is for inference, so leave it out.")
+    first = None
+    if options.check_values:
+        from graphpar.verification.first_step import first_step
+
+        with progress("running the model's first step"):
+            first = first_step(parts)
     with progress(f"writing {folder}"):
         parts.save(folder, state, options.force)
+        if first is not None:
+            first.save(folder)
     return said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 import time
@@ -79,6 +80,25 @@ def phases() -> Iterator[Callable[[str], None]]:
             status.update(text)
 
         yield phase
+
+
+@contextlib.contextmanager
+def steps_shown(steps: int) -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints a line at once; in a terminal a bar below follows the lines ``step N``."""
+    if not sys.stdout.isatty():
+        yield lambda line: print(f" {line}", flush=True)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(TextColumn(" steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task("", total=steps)
+
+        def show(line: str) -> None:
+            bar.console.print(f" {line}", markup=False, highlight=False, soft_wrap=True)
+            if found := re.match(r"step +(\d+) ", line):
+                bar.update(task, completed=int(found[1]) + 1)
+
+        yield show
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.arguments import Commands, add_json, add_program, count, seconds
-from graphpar.cli.output import Result, program_folder, progress
+from graphpar.cli.output import Result, program_folder, progress, steps_shown
 from graphpar.errors import GraphparError
 from graphpar.text import bytes_text, plural, seconds_text
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from graphpar.runtime.manifest import Manifest
-
-STEP = "step "
-"""How the lines of ``train.py`` about a step begin."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -49,8 +46,7 @@ def run(options: argparse.Namespace) -> Result:
 def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
     """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did.
 
-    Each line that a rank prints goes to standard output at once; the line of a step also has its prediction, if that was for
-    devices of this machine's kind.
+    Each line that a rank prints goes to standard output at once.
     """
     from graphpar.cli.plan_file import read_program, reading_report
     from graphpar.runtime.errors import LaunchError
@@ -67,22 +63,19 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
         predicted = prediction(plan, devices)
     prepare(folder, program)
 
-    def echo(line: str) -> None:
-        beside = f", predicted {predicted['step_time_s']:.3f} s" if predicted and predicted["here"] else ""
-        print(f" {line}{beside if line.startswith(STEP) else ''}", flush=True)
-
     print(
         f"\n {folder} on {plural(devices, 'local process', 'local processes')}{_predicted_text(predicted, plan)}\n",
         flush=True,
     )
-    with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch:
+    with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch, steps_shown(steps) as echo:
         history = Path(scratch) / "history.json"
         arguments = ["--steps", str(steps), "--json", str(history)]
         if (folder / "batch.safetensors").is_file():  # else train.py makes random batches
             arguments += ["--batch", str(folder / "batch.safetensors")]
         try:
             result = torchrun(
-                script, arguments, nproc=devices, timeout_s=timeout_s, folders=[scratch], on_stdout=echo,
+                script, arguments, nproc=devices, timeout_s=timeout_s, folders=[scratch],
+                on_stdout=echo,
                 on_stderr=lambda line: print(line, file=sys.stderr, flush=True),
             )  # fmt: skip
         except LaunchError as error:

@@ -41,18 +41,19 @@ def traced_once(
     precision: Precision | None,
     skip: Sequence[str] = (),
     after_pass: Callable[[Step, Program], None] | None = None,
+    evaluates: bool = False,
 ) -> Program:
     """In the place of the commands' :func:`graphpar.cli.trace.export_file`: an example is traced once a process, and its steps are
     shown again to whom asks for them."""
     path = file.path.resolve()
     if path.parent != EXAMPLES or file.passes is not None:
-        return export_file(file, mode, precision, skip, after_pass)
+        return export_file(file, mode, precision, skip, after_pass, evaluates)
     leaves = tree_leaves((file.args, file.kwargs, file.targets))
     shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    key = (path.stem, mode, precision or Precision(), tuple(skip), shapes)
+    key = (path.stem, mode, precision or Precision(), tuple(skip), shapes, evaluates)
     if key not in _TRACED:
         steps: list[tuple[Step, Program]] = []
-        program = export_file(file, mode, precision, skip, lambda row, made: steps.append((row, made)))
+        program = export_file(file, mode, precision, skip, lambda row, made: steps.append((row, made)), evaluates)
         _TRACED[key] = steps, program
     steps, program = _TRACED[key]
     for row, made in steps if after_pass is not None else ():

@@ -311,6 +311,20 @@ def interface(
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,
         **({"no_eval": program.no_eval} if program.no_eval else {}),
+        **(_whole(program, plan) if program.mode == "train" else {}),
+    }
+
+
+def _whole(program: Program, plan: Plan) -> dict[str, str]:
+    """Say why a batch can't be computed in parts, one after the other, where the user does not accept what comes of it."""
+    if program.unsplittable is not None:
+        return {"unsplittable": program.unsplittable}
+    if plan.allow_batch_coupling or not program.couplings:
+        return {}
+    first, *others = program.couplings
+    more = f", and so do {plural(len(others), 'other operator')}" if others else ""
+    return {
+        "coupled": f"{first}{more}; compile with --allow-batch-coupling to accept that each batch is computed by itself"
     }
 
 

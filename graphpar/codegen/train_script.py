@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from graphpar.codegen.layout import WIDTH
+from graphpar.codegen.token_inputs import token_inputs
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Input, Program
 from graphpar.runtime.axes import AXES, AXIS
@@ -28,35 +30,65 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import time
-from collections.abc import Iterator
+{modules}from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from graphpar.runtime import Pipeline, {imported}start
+from graphpar.runtime import {imported}
 
 PROGRAM = Path(__file__).parent
 
 
-def batches(seed: int, path: Path | None) -> Iterator[dict[str, Tensor]]:
-    """Random batches, to be replaced by your data. Every rank must yield the same whole batch of {batch} examples."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield load_file(path) if path else {{
+class RandomExamples(Dataset[dict[str, Tensor]]):
+    """Examples that depend on their index and the seed alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return {examples}
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed * len(self) + index)
+        return {{
 {inputs}
         }}
 
 
+def dataset(args: argparse.Namespace, seed: int, held_out: bool) -> Dataset[dict[str, Tensor]]:
+    """To be replaced by your data: item i is a dict of one example's inputs and targets. Each rank loads its rows.
+
+    ``held_out``: the examples on which nothing is trained, for evaluation.
+    """
+    if args.data:
+{tokens}
+    return RandomExamples(seed + held_out)
+
+
+def batches(
+    args: argparse.Namespace, pipeline: Pipeline, first: int = 0, held_out: bool = False
+) -> Iterator[dict[str, Tensor]]:
+    """What this rank needs of each global batch of {batch} examples, from batch number ``first`` on; held-out ones once."""
+    if args.batch:
+        return itertools.repeat(load_file(args.batch))
+    seed = pipeline.seed  # that of the checkpoint, when training goes on
+    return load(
+        pipeline, lambda: dataset(args, seed, held_out), seed=seed, first=first, workers=args.workers, once=held_out
+    )
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="{verb} {name} on {devices} devices.")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=count, default=10)
 {options}    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--weights", type=Path, help="safetensors file or folder (default: weights/)")
     parser.add_argument("--batch", type=Path, help="safetensors file with one batch, used for every step")
+    parser.add_argument("--data", type=Path, help="text, file of tokens, or folder of these")
+    parser.add_argument("--workers", type=int, default=0, help="processes of each rank that load examples")
     parser.add_argument("--save", type=Path, help="where to write the {saved}")
     parser.add_argument("--json", type=Path, help="where to write the {recorded}")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that a rank waits for another")
@@ -67,12 +99,16 @@ def main() -> None:
     args = arguments()
     with start(args.timeout) as ranks:
         pipeline = Pipeline(PROGRAM, ranks.device, seed=args.seed)
-        pipeline.load_weights(args.weights)  # by default weights/, or the initial ones, which each rank makes
+{check}        pipeline.load_weights(args.weights)  # by default weights/, or the initial ones, which each rank makes
 {body}
 
 if __name__ == "__main__":
     main()
 '''
+
+_IMPORTED = (
+    "Log", "Pipeline", "RuntimeProgramError", "StopSignal", "TokenDataset", "check_first_step", "count", "load", "start",
+)  # fmt: skip
 
 _BEGINS = {
     "train": "It starts from weights/model.safetensors, or what --weights names; where there are none, from the model's initial weights, "
@@ -94,41 +130,58 @@ _LOSSES = {
 
 _TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    parser.add_argument("--accumulate", type=count, default=1, metavar="N", help="batches a step, as if they were one")
+    parser.add_argument("--eval-every", type=count, metavar="STEPS", help="evaluate on batches that are held out")
+    parser.add_argument("--eval-batches", type=count, default=1, metavar="M")
     parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints: go on from its latest, and save there")
-    parser.add_argument("--checkpoint-every", type=int, default=1000, metavar="STEPS")
-    parser.add_argument("--keep", type=int, default=2, help="how many checkpoints to keep")
+    parser.add_argument("--checkpoint-every", type=count, default=1000, metavar="STEPS")
+    parser.add_argument("--keep", type=count, default=2, help="how many checkpoints to keep")
+    parser.add_argument("--log-file", type=Path, help="file to which each step adds a line of JSON at once")
+    parser.add_argument("--log-every", type=count, default=1, metavar="N", help="read the loss at every Nth step only")
+    parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard")
+    parser.add_argument("--check", action="store_true", help="compare the first step with the model's own, and end")
+"""
+
+_CHECK = """        if args.check:
+            return check_first_step(pipeline)  # against what compile --check-values stored
 """
 
 _TRAIN = """        optimizer = pipeline.optimizer(args.lr)  # of the model file, over this rank's parameters, or AdamW
         saved = pipeline.resume(args.checkpoint, optimizer) if args.checkpoint else None
         first = saved.step if saved else 0
+        begun = saved.data.get("examples", 0) // pipeline.program.global_batch if saved else 0  # under any plan
         schedule = pipeline.lr_schedule(optimizer, first)  # of the model file, or none
         stop = StopSignal(ranks) if args.checkpoint else None
-        history: list[dict[str, float]] = []
-        for step, batch in enumerate(itertools.islice(batches(args.seed, args.batch), first, args.steps), first):
-            began = time.perf_counter()
-            loss = pipeline.step(batch, step=step)  # every .grad is now the single-device gradient
-            norm = pipeline.clip_grad_norm_(args.clip)
-            optimizer.step()
-            schedule.step()
-            pipeline.zero_grad()
-            if loss is not None and pipeline.reports:  # one rank of the last stage
-                record = {"loss": loss.item(), "gradient_norm": norm.item()}  # waits for the device
-                taken = time.perf_counter() - began
-                history.append({**record, "seconds": taken})
-                print(f"step {step:4}   loss {loss:.6f}   gradient norm {norm:.4f}   {taken:.3f} s", flush=True)
-            done, ending = step + 1, stop is not None and stop.received()
-            if args.checkpoint and (ending or done == args.steps or done % args.checkpoint_every == 0):
-                pipeline.save_checkpoint(args.checkpoint / str(done), optimizer, step=done, keep=args.keep)
-            if ending:
-                return
-        if args.json and pipeline.reports:
-            args.json.write_text(json.dumps(history))
+        held_out: list[dict[str, Tensor]] = []
+        if args.eval_every:
+            pipeline.check_eval()
+            held_out += itertools.islice(batches(args, pipeline, held_out=True), args.eval_batches)
+        data = batches(args, pipeline, begun)
+        with Log(pipeline, args.steps, first, every=args.log_every, batches=args.accumulate, file=args.log_file,
+                 history=args.json, tensorboard=args.tensorboard) as log:  # fmt: skip
+            for step in range(first, args.steps):
+                loss = pipeline.step([next(data) for _ in range(args.accumulate)], step=step)
+                norm = pipeline.clip_grad_norm_(args.clip)  # every .grad is the single-device gradient
+                optimizer.step()
+                log.step(step, loss, norm, optimizer)
+                schedule.step()
+                pipeline.zero_grad()
+                done, ending = step + 1, stop is not None and stop.received()
+                if args.eval_every and done % args.eval_every == 0:
+                    log.held_out(step, pipeline.eval(held_out))  # the loss of all of them, as in model.eval()
+                if args.checkpoint and (ending or done == args.steps or done % args.checkpoint_every == 0):
+                    position = {"examples": (begun + (done - first) * args.accumulate) * pipeline.program.global_batch}
+                    pipeline.save_checkpoint(
+                        args.checkpoint / str(done), optimizer, step=done, data=position, keep=args.keep
+                    )
+                    log.restart()
+                if ending:
+                    return
         if args.save:
             pipeline.save_weights(args.save)
 """
 
-_INFER = """        for step, batch in zip(range(args.steps), batches(args.seed, args.batch)):
+_INFER = """        for step, batch in zip(range(args.steps), batches(args, pipeline)):
             began = time.perf_counter()
             outputs = pipeline.infer(batch, step=step)
             if outputs is not None and pipeline.reports:  # one rank of the last stage
@@ -155,29 +208,33 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         f"microbatch{'es' if plan.microbatches > 1 else ''} of {size} example{'s' if size > 1 else ''}{replicas}."
     )
     inputs = [
-        f'            "{entry.name}": {_random(entry, plan)},'
-        for entry in program.inputs
-        if entry.role != "sample_keys"
+        f'            "{entry.name}": {_random(entry)},' for entry in program.inputs if entry.role != "sample_keys"
     ]
+    tokens, body = _tokens(program), _TRAIN if program.mode == "train" else _INFER
+    check = _CHECK if program.mode == "train" else ""
     text = _TEMPLATE.format(
         title=textwrap.fill(f"{title}{_LOSSES[plan.dp_mean] if program.mode == 'train' else ''}", WIDTH - len('"""')),
         devices=plan.mesh.size,
         example=EXAMPLES[program.mode],
         placement="\n".join(_placement(plan, stages)),
         batch=plan.global_batch,
+        examples=f"{max(1_000_000, plan.global_batch):_}",
         inputs="\n".join(inputs),
+        tokens=tokens,
         name=program.name,
         verb=verb,
         begins="\n".join(textwrap.wrap(_BEGINS[program.mode], WIDTH)),
-        imported="StopSignal, " if program.mode == "train" else "",
+        modules="" if program.mode == "train" else "import json\nimport time\n",
+        check=check,
+        imported=", ".join(name for name in _IMPORTED if name in f"{tokens} {check} {body} Pipeline count load start"),
         options=_TRAIN_OPTIONS if program.mode == "train" else "",
         saved="trained weights" if program.mode == "train" else "outputs",
         recorded="loss, gradient norm and seconds of every step" if program.mode == "train" else "outputs' shapes",
-        body=_TRAIN if program.mode == "train" else _INFER,
+        body=body,
     )
     if program.mode == "train":
         return text
-    return text.replace("import load_file\n", "import load_file, save_file\n").replace("import itertools\n", "")
+    return text.replace("import load_file\n", "import load_file, save_file\n")
 
 
 def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
@@ -199,13 +256,41 @@ def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
     return lines
 
 
-def _random(entry: Input, plan: Plan) -> str:
-    size = repr(entry.shape_at(plan.global_batch))
+def _tokens(program: Program) -> str:
+    """What ``dataset()`` does with ``--data``."""
+    found = token_inputs(program)
+    if isinstance(found, str):
+        reason = f"--data is for models that predict the next token, but {found}: replace dataset() in train.py"
+        return "\n".join(
+            [
+                "        raise RuntimeProgramError(",
+                *(f"            {json.dumps(line, ensure_ascii=False)}" for line in _lines(reason)),
+                "        )",
+            ]
+        )
+    more: dict[str, object] = {"dtype": found.ids.dtype} if found.ids.dtype is not torch.int64 else {}
+    if found.labels is not None:
+        more |= {"labels": json.dumps(found.labels.name), "ahead": found.ahead, "padded": found.padded}
+    options = {"length": found.length, "vocabulary": found.vocabulary, "ids": json.dumps(found.ids.name), **more}
+    given = [f"{name}={value}" for name, value in options.items()]
+    inside = textwrap.fill(", ".join(["args.data", *given, "held_out=held_out"]), WIDTH - 12)
+    return textwrap.indent(f"return TokenDataset(\n{textwrap.indent(inside, '    ')}\n)", " " * 8)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines of a literal, which together are ``text``."""
+    lines = textwrap.wrap(text, WIDTH - 20)
+    return [f"{line} " for line in lines[:-1]] + lines[-1:]
+
+
+def _random(entry: Input) -> str:
+    size = repr(tuple(size for dim, size in enumerate(entry.shape) if dim != entry.batch_dim))
+    generator = "generator=generator" if entry.batch_dim is not None else "generator=torch.Generator().manual_seed(0)"
     if entry.dtype.is_floating_point:
         dtype = "" if entry.dtype is torch.float32 else f", dtype={entry.dtype}"
-        return f"torch.randn({size}, generator=generator{dtype})"
+        return f"torch.randn({size}, {generator}{dtype})"
     if entry.dtype is torch.bool:
-        return f"torch.rand({size}, generator=generator) < 0.5"
+        return f"torch.rand({size}, {generator}) < 0.5"
     low, high = entry.values
     dtype = "" if entry.dtype is torch.int64 else f", dtype={entry.dtype}"
-    return f"torch.randint({max(0, low)}, {max(high, 0) + 1}, {size}, generator=generator{dtype})"
+    return f"torch.randint({max(0, low)}, {max(high, 0) + 1}, {size}, {generator}{dtype})"

@@ -8,7 +8,7 @@ first step also compares the batches of all ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,6 +138,58 @@ def agree_on_batch(program: Manifest, batch: Mapping[str, Tensor], needed: Colle
             )
 
 
+def together(
+    program: Manifest, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], training: bool
+) -> Sequence[Mapping[str, Tensor]]:
+    """List the batches of a step: one, or several that stand for one that has all of them.
+
+    Args:
+        training: whether operators that mix examples do so; BatchNorm in evaluation does not.
+
+    Raises:
+        RuntimeProgramError: there is none, or several, and what is computed of an example depends on the other examples of its batch.
+    """
+    batches = [batch] if isinstance(batch, Mapping) else list(batch)
+    if not batches:
+        raise RuntimeProgramError("a step was given no batch")
+    reason = program.unsplittable or (program.coupled if training else None)
+    if program.mode != "train":
+        reason = "only losses add up, and this program returns outputs"
+    if len(batches) > 1 and reason is not None:
+        raise RuntimeProgramError(
+            f"{len(batches)} batches one after the other are not one batch that has all of them: {reason}"
+        )
+    return batches
+
+
+def agree_on_number(batches: Sequence[object]) -> None:
+    """Check that every rank was given as many batches; a collective call.
+
+    Raises:
+        AgreedError: on every rank.
+    """
+    numbers = gather_objects(len(batches))
+    other = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
+    if other is not None:
+        raise AgreedError(
+            f"rank 0 was given {numbers[0]} batches for a step, but rank {other} {numbers[other]}; give every rank as many"
+        )
+
+
+def check_shared(program: Manifest, batches: Sequence[Mapping[str, Tensor]]) -> None:
+    """Check that inputs without a batch dim are the same in all of ``batches``, as in one batch that has all of them.
+
+    Raises:
+        RuntimeProgramError: one differs.
+    """
+    for spec in program.inputs if len(batches) > 1 else ():
+        values = [batch[spec.name] for batch in batches if spec.batch_dim is None and spec.name in batch]
+        if any(value is not values[0] and not torch.equal(value, values[0]) for value in values):
+            raise RuntimeProgramError(
+                f"the input {spec.name} has no batch dim, so it must be the same in all {len(batches)} batches of a step"
+            )
+
+
 class Feed:
     """What this rank's stages take from a batch.
 
@@ -165,41 +217,53 @@ class Feed:
         rows, replica = program.global_batch // program.replicas, groups.replica
         given = tuple(spec.name for spec in program.inputs if spec.name in self._wanted and spec.role != "sample_keys")
         self.part = Part(replica, program.replicas, slice(replica * rows, (replica + 1) * rows), given)
-        self._agreed = False
+        self._agreed = 0  # on how many batches at once
 
-    def values(self, batch: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """Return the inputs by name: checked, this replica's rows, on the device, with denominators and keys of random streams.
+    def values(self, batches: Sequence[Mapping[str, Tensor]], step: int) -> Iterator[dict[str, Tensor]]:
+        """Return for each batch the inputs by name: checked, this replica's rows, with denominators and keys of random streams.
+
+        Denominators are those of all batches together, and keys those of one batch that has all of them, so that the shares of the
+        loss add up to its. A batch is moved to the device when it is taken.
 
         Raises:
-            RuntimeProgramError: the batch does not fit the program.
+            RuntimeProgramError: a batch does not fit the program.
         """
-        if self._agreed:
+        if len(batches) != self._agreed:
+            agree_on_number(batches)
+            for batch in batches if not self._agreed else ():
+                agree_on_batch(self._program, batch, self.part.names, self.part.replica)
+            self._agreed = len(batches)
+        for batch in batches:
             check_batch(self._program, batch, self.part.names)
-        else:
-            agree_on_batch(self._program, batch, self.part.names, self.part.replica)
-            self._agreed = True
-        given = dict(batch)
-        for spec in self._program.inputs:
-            if spec.role == "sample_keys" and spec.name not in given:
-                given[spec.name] = sample_keys(self.seed, step, spec.shape[0])
-        values = {
-            name: own_rows(self._program, name, value, self.part.replica).to(self._device, non_blocking=True)
-            for name, value in given.items()
-            if name in self._wanted
-        }
-        counts = self._global_counts(values)
-        return {name: counts[name] if name in counts else values[name] for name in self._names}
+        check_shared(self._program, batches)
+        given = [dict(batch) for batch in batches]
+        for spec in (spec for spec in self._program.inputs if spec.role == "sample_keys"):
+            keys = sample_keys(self.seed, step, len(batches) * spec.shape[0]).split(spec.shape[0])
+            for batch, own in zip(given, keys):
+                batch.setdefault(spec.name, own)
+        counts = self._global_counts(given)
+        wanted = [name for name in self._names if name not in counts]
+        return ({**{name: self._taken(batch, name) for name in wanted}, **counts} for batch in given)
 
-    def _global_counts(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The denominators of the loss over the whole global batch, or with ``dp_mean`` over this replica's rows.
+    def _taken(self, batch: Mapping[str, Tensor], name: str) -> Tensor:
+        """This replica's rows of an input, on the device."""
+        return own_rows(self._program, name, batch[name], self.part.replica).to(self._device, non_blocking=True)
 
-        Emitted code counts one microbatch at a time.
+    def _global_counts(self, batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The denominators of the loss over all rows of all batches, or with ``dp_mean`` over this replica's rows.
+
+        Emitted code counts one microbatch at a time. What it counts stays on the device, in ``batches``.
         """
         if self._count is None:
             return {}
-        inputs = {name: values[name] for name in self._program.count_inputs}
+        parts: list[Sequence[Tensor]] = []
         with torch.no_grad():
-            parts = [self._count(**microbatch(self._program, inputs, i)) for i in range(self._program.microbatches)]
+            for batch in batches:
+                inputs = {name: self._taken(batch, name) for name in self._program.count_inputs}
+                batch.update(inputs)
+                parts += [
+                    self._count(**microbatch(self._program, inputs, i)) for i in range(self._program.microbatches)
+                ]
             totals = [torch.stack(shares).sum(0) for shares in zip(*parts)]
         replicas = self._groups["batch"]
         for total in totals if replicas is not None and not self._program.dp_mean else ():

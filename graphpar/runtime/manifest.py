@@ -122,6 +122,10 @@ class Manifest:
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
     no_eval: str | None = None
     """Why a program for training can't compute what the model computes in evaluation."""
+    coupled: str | None = None
+    """What a program for training computes of the examples of a batch together, so that the batch can't be computed in parts."""
+    unsplittable: str | None = None
+    """Why the loss of a program for training is no sum over examples."""
 
     @property
     def world_size(self) -> int:
@@ -220,6 +224,8 @@ def load_manifest(folder: str | Path) -> Manifest:
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
         no_eval=interface.optional("no_eval", (str, type(None)), None),
+        coupled=interface.optional("coupled", (str, type(None)), None),
+        unsplittable=interface.optional("unsplittable", (str, type(None)), None),
     )
     _check(manifest, str(path))
     return manifest

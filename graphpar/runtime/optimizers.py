@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 
 from graphpar.runtime.errors import RuntimeProgramError
@@ -114,7 +114,7 @@ def build_lr_schedule(make: Callable[..., Any] | None, optimizer: Optimizer, don
         optimizer: where steps are done already, its groups have the rates of the last one, and the first in ``initial_lr``.
 
     Raises:
-        RuntimeProgramError: ``make`` fails, or returns none.
+        RuntimeProgramError: ``make`` fails, or returns none, or one whose steps need a metric.
     """
     for group in optimizer.param_groups if done else ():
         group["lr"] = group.get("initial_lr", group["lr"])
@@ -127,6 +127,11 @@ def build_lr_schedule(make: Callable[..., Any] | None, optimizer: Optimizer, don
     if not isinstance(made, LRScheduler):
         raise RuntimeProgramError(
             f"lr_schedule of the model file returned a {type(made).__name__}, not a torch.optim.lr_scheduler.LRScheduler"
+        )
+    if isinstance(made, ReduceLROnPlateau):
+        raise RuntimeProgramError(
+            "lr_schedule of the model file returned a ReduceLROnPlateau, which needs a metric at each step; return a schedule that depends "
+            "on the number of steps alone, or step your own in the loop"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the optimizer has made no step

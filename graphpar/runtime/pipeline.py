@@ -11,7 +11,7 @@ of the last stage) -> torch's schedule over the microbatches -> finish the gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphpar.runtime import checkpoint
-from graphpar.runtime.batches import Feed, Part
+from graphpar.runtime.batches import Feed, Part, together
 from graphpar.runtime.checkpoint_folders import is_in
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
@@ -362,7 +362,7 @@ class Pipeline:
 
     def step(
         self,
-        batch: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
         *,
         step: int | None = None,
         broadcast_loss: bool = False,
@@ -372,7 +372,8 @@ class Pipeline:
 
         Args:
             batch: inputs and targets by name: all of them, whole, the same on every rank; or of each that ``data.names`` lists
-                the rows ``data.rows``.
+                the rows ``data.rows``. A sequence of batches is computed one after the other, as if it were one batch that has
+                all of them: loss and gradients are this one's, whatever the loss divides by.
             step: number of the step, for the random streams; by default steps are counted.
             broadcast_loss: return the loss on every rank.
             accumulate: keep the gradients where they are computed, without reducing them over ranks, for the next step without it,
@@ -383,13 +384,27 @@ class Pipeline:
             the backward: then ``skipped_steps`` counts one more, and every ``.grad`` is what it was before.
 
         Raises:
-            RuntimeProgramError: the batch does not fit the program, before anything is sent.
+            RuntimeProgramError: the batch does not fit the program, or several can't be computed one after the other, before anything
+                is sent.
         """
         if self.program.mode != "train":
             raise RuntimeProgramError("the program was emitted for inference: call infer()")
         self._places.check()
         at(step=self.steps_done if step is None else step)
-        values = self._feed.values(batch, self.steps_done if step is None else step)
+        batches = together(self.program, batch, training=True)
+        losses = [
+            self._run(values, accumulate or place < len(batches))
+            for place, values in enumerate(self._feed.values(batches, self.steps_done if step is None else step), 1)
+        ]
+        loss = torch.stack([each for each in losses if each is not None]).sum() if self.has_last_stage else None
+        replicas = self.groups["batch"]
+        if loss is not None and replicas is not None:
+            dist.all_reduce(loss, group=replicas)
+        self.steps_done += 1
+        return self._broadcast(loss) if broadcast_loss else loss
+
+    def _run(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
+        """Forward and backward of a batch, and unless it accumulates the reduction of gradients; returns this replica's loss."""
         if self._shards is not None:
             self._shards.begin_step()
         self._gradients.take(accumulate)
@@ -403,11 +418,7 @@ class Pipeline:
                 self._scale.update(finite)
         if self._shards is not None:
             self._shards.end_step()
-        replicas = self.groups["batch"]
-        if loss is not None and replicas is not None:
-            dist.all_reduce(loss, group=replicas)
-        self.steps_done += 1
-        return self._broadcast(loss) if broadcast_loss else loss
+        return loss
 
     def assert_idle(self) -> None:
         """Check that no step is under way on this rank, as between two steps: nothing is pending, gathered or set aside.
@@ -492,31 +503,52 @@ class Pipeline:
 
     # Inference
 
-    def eval(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def check_eval(self) -> None:
+        """Check that the program can evaluate.
+
+        Raises:
+            RuntimeProgramError: the model computes something else in evaluation, which the program does not have.
+        """
+        if self.program.no_eval is not None:
+            raise RuntimeProgramError(self.program.no_eval)
+
+    def eval(self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor] | None:
         """Run the forward as in ``model.eval()``: no dropout, BatchNorm by its running statistics, which stay as they are.
 
         Returns:
-            The outputs by name, of the whole global batch (of a program for training the loss), on the ranks of the last stage.
+            The outputs by name, of the whole global batch (of a program for training the loss), on the ranks of the last stage. The
+            loss of several batches is that of one batch that has all of them.
 
         Raises:
             RuntimeProgramError: the model computes something else in evaluation, which the program does not have; or the batch does
                 not fit.
         """
-        if self.program.no_eval is not None:
-            raise RuntimeProgramError(self.program.no_eval)
+        self.check_eval()
         with evaluating(self.stages):
-            return self.infer(batch)
+            return self._forward(batch, self.steps_done)
 
     def infer(self, batch: Mapping[str, Tensor], *, step: int | None = None) -> dict[str, Tensor] | None:
         """Run the forward alone, without gradients, and return the outputs by name on the ranks of the last stage, else ``None``.
 
         They are those of the whole global batch. For a program that was emitted for training this is the loss.
         """
+        return self._forward([batch], self.steps_done if step is None else step)
+
+    def _forward(
+        self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], step: int
+    ) -> dict[str, Tensor] | None:
+        """The outputs of a batch, or the sums of those of several."""
         self.synchronize()
-        values = self._feed.values(batch, self.steps_done if step is None else step)
+        found: list[dict[str, Tensor] | None] = []
         with torch.no_grad():
-            for stage in self.stages if self.program.gathers_by_table else ():
-                gather(stage)
-            outputs = forward_only(self.program, self._adapters, values, self.groups)
-        self._free()
-        return outputs
+            for values in self._feed.values(together(self.program, batch, training=False), step):
+                for stage in self.stages if self.program.gathers_by_table else ():
+                    gather(stage)
+                found.append(forward_only(self.program, self._adapters, values, self.groups))
+                self._free()
+        outputs = [each for each in found if each is not None]
+        return (
+            {name: sum(each[name] for each in outputs[1:]) + outputs[0][name] for name in outputs[0]}
+            if outputs
+            else None
+        )

@@ -58,6 +58,7 @@ class Reference:
     persistent: frozenset[str]  # names of buffers in the state_dict
     batches: list[dict[str, Tensor]]
     gradients: list[Mapping[str, Tensor]] = field(default_factory=list)  # a step
+    norms: list[float] = field(default_factory=list)  # of the whole model's gradient, a step
     parameters: Mapping[str, Tensor] = field(default_factory=dict)  # after the last step
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     outputs: list[Mapping[str, Tensor]] = field(default_factory=list)  # of an inference program, a batch
@@ -298,6 +299,7 @@ def _train(setting: _Setting, policy: Policy, reference: Reference) -> None:
         squares = sum(_squares(trained))
         reference.finite &= math.isfinite(loss) and math.isfinite(squares)
         reference.losses.append(loss)
+        reference.norms.append(math.sqrt(squares) if math.isfinite(squares) else math.inf)
         reference.gradients.append(_gradients(named, reference, step))
         if step == 0:
             reference.learning_rate = _stable_rate(squares)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -104,7 +105,8 @@ def test_a_request_to_end_saves_first(
     folder: Path, expected: Mapping[int, tuple[float, float]], tmp_path: Path
 ) -> None:
     """Training then goes on under another plan."""
-    started = _start(folder / "tp", "--checkpoint", str(tmp_path / "ck"), GRAPHPAR_DELAY="after_loss:100")
+    options = ["--checkpoint", str(tmp_path / "ck"), "--json", str(tmp_path / "history.json")]
+    started = _start(folder / "tp", *options, GRAPHPAR_DELAY="after_loss:100")
     with _bounded(started):
         printed = _until(started, 2)
         os.kill(started.pid, signal.SIGTERM)
@@ -114,6 +116,7 @@ def test_a_request_to_end_saves_first(
 
     assert 2 <= last < STEPS - 1 and not left
     assert int((tmp_path / "ck" / "latest").read_text()) == last + 1
+    assert len(json.loads((tmp_path / "history.json").read_text())) == last + 1
     _goes_on(folder, "zero", tmp_path / "ck", expected, 1e-4)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -69,7 +71,9 @@ def test_a_run_shows_its_steps_at_once_and_leaves_nothing_when_it_is_ended(
         code = process.wait(LIMIT_S)
         watchdog.cancel()
     assert re.fullmatch(
-        r" step    1   loss \d\.\d{6}   gradient norm \d+\.\d{4}   \d+\.\d{3} s, predicted \d+\.\d{3} s\n", step
+        r" step    1   loss \d\.\d{6}   gradient norm \d+\.\d{4}   \d+\.\d{3} s, predicted \d+\.\d{3} s   lr 1\.00e-03   [\d,]+ tokens/s"
+        r"   memory \d+\.\d\d GiB\n",
+        step,
     )
     assert (
         len(started) >= 4 and len(folders) >= 2
@@ -77,6 +81,57 @@ def test_a_run_shows_its_steps_at_once_and_leaves_nothing_when_it_is_ended(
     assert code == (-number if number == signal.SIGKILL else 128 + number)
     assert gone(started, 30.0)
     assert list(tmp_path.iterdir()) == []
+
+
+def marked(folder: Path) -> list[int]:
+    """The processes that were started with ``folder`` for temporary files."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"TMPDIR={folder}".encode() in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGKILL", "SIGKILL of a rank"])
+@pytest.mark.parametrize("early", [True, False])
+def test_nothing_is_left_5_seconds_after_a_signal_at_any_moment(
+    program: Path, tmp_path: Path, number: str, early: bool
+) -> None:
+    seed = random.randrange(1_000_000)
+    print(f"seed {seed}")  # pytest shows it where the test fails
+    chance = random.Random(seed)
+    command = [sys.executable, "-m", "graphpar.cli.main", "run", str(program), "--steps", "1000000"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path.parent)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert process.stdout is not None
+        if not early:
+            next(line for line in process.stdout if line.startswith(" step    1 "))
+        time.sleep(chance.random() * 8)
+        target = process.pid
+        if number.endswith("rank"):
+            ranks = [pid for pid in marked(tmp_path) if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
+            target = chance.choice(ranks) if ranks else target
+        os.kill(target, getattr(signal, number.split()[0]))
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and (process.poll() is None or marked(tmp_path)):
+            time.sleep(0.1)
+        left = marked(tmp_path)
+        assert process.returncode
+        assert not left and list(tmp_path.iterdir()) == []
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)

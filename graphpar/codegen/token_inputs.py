@@ -1,0 +1,111 @@
+"""Which inputs of a language model are its token ids and its labels, so that ``train.py --data`` can read any text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.emitted import collectives
+from graphpar.ir.program import Input, Program, run_plain
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
+from graphpar.runtime.data import IGNORED
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """The inputs of a language model.
+
+    Attributes:
+        length: tokens of a sequence.
+        vocabulary: how many tokens the model knows.
+        labels: none for inference.
+        ahead: 1 where the label of a position is the next token, 0 where the loss itself compares with the next one.
+        padded: whether the loss ignores labels of -100.
+    """
+
+    ids: Input
+    length: int
+    vocabulary: int
+    labels: Input | None = None
+    ahead: int = 0
+    padded: bool = False
+
+
+def token_inputs(program: Program) -> TokenInputs | str:
+    """Find the inputs of a language model; a string says why the program is none."""
+    given = [entry for entry in program.inputs if entry.role != "sample_keys"]
+    vocabularies = _vocabularies(program)
+    rows = [entry for entry in given if entry.batch_dim == 0 and len(entry.shape) == 2 and _is_integer(entry)]
+    found = [entry for entry in rows if entry.name in vocabularies]
+    if len(found) != 1:
+        names = " and ".join(entry.name for entry in found)
+        return f"{names} are all token ids" if found else "no input is a batch of token ids"
+    (ids,) = found
+    length, vocabulary = ids.shape[1], vocabularies[ids.name]
+    others = [entry for entry in given if entry is not ids]
+    if program.mode != "train":
+        return f"it can't fill the input {others[0].name}" if others else TokenInputs(ids, length, vocabulary)
+    labels = others[0] if others else ids
+    if len(others) > 1 or labels not in rows or labels.shape != ids.shape:
+        strange = next((entry for entry in others if entry not in rows or entry.shape != ids.shape), labels)
+        names = strange.name if strange is not labels else " and ".join(entry.name for entry in others)
+        return f"it can't fill {names} from a text"
+    counted = _counted(program, labels)
+    whole = ids.shape[0] * length
+    if counted == (whole, whole - ids.shape[0], whole - ids.shape[0]):
+        return TokenInputs(ids, length, vocabulary, labels, 1, True) if others else "the model predicts its own inputs"
+    if counted == (whole, whole, whole):
+        return TokenInputs(ids, length, vocabulary, labels, 1) if others else "the model predicts its own inputs"
+    if counted == (whole - ids.shape[0], whole - ids.shape[0], whole - 2 * ids.shape[0]):
+        return TokenInputs(ids, length, vocabulary, labels, 0, bool(others))
+    return f"the loss doesn't say whether {labels.name} are the next tokens"
+
+
+def _is_integer(entry: Input) -> bool:
+    return not entry.dtype.is_floating_point and entry.dtype is not torch.bool
+
+
+def _vocabularies(program: Program) -> dict[str, int]:
+    """The rows of the table in which each input looks up rows."""
+    found: dict[str, int] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or record_of(node).kind is not Kind.LOOKUP:
+            continue
+        operands = [_source(argument) for argument in node.all_input_nodes]
+        tables = [operand for operand in operands if operand.op == "get_attr"]
+        for operand in operands:
+            if operand.op == "placeholder" and tables:
+                info = program.tensor_info(str(tables[0].target))
+                rows = (info.whole or info.shape)[0]
+                found[str(operand.target)] = min(rows, found.get(str(operand.target), rows))
+    return found
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a value is made of by changes of shape and by collectives."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        if not record_of(node).same_elements and getattr(node.target, "__module__", "") != collectives.__name__:
+            break
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _counted(program: Program, labels: Input) -> tuple[int, ...] | None:
+    """How many labels the loss divides by: of all, without those of first positions, and without those of last ones."""
+    if program.counts is None:
+        return None
+    placeholders = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
+    if placeholders != [labels.name]:
+        return None
+
+    def count(ignored: int | None) -> int:
+        values = torch.ones(labels.shape, dtype=labels.dtype)
+        if ignored is not None:
+            values[:, ignored] = IGNORED
+        results: list[Tensor] = run_plain(program.counts, [values])  # type: ignore[arg-type]
+        return int(results[0])
+
+    return count(None), count(0), count(-1)
