@@ -62,7 +62,7 @@ class RandomExamples(Dataset[dict[str, Tensor]]):
 
 
 def dataset(args: argparse.Namespace, seed: int, held_out: bool) -> Dataset[dict[str, Tensor]]:
-    """To be replaced by your data: item i is a dict of one example's inputs and targets by name. Each rank loads its rows only.
+    """To be replaced by your data: item i is a dict of one example's inputs and targets by name; each rank loads its rows.
 
     ``held_out``: the examples on which nothing is trained, for evaluation.
     """
@@ -138,7 +138,7 @@ _TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, help="learning r
 _TRAIN = """        optimizer = pipeline.optimizer(args.lr)  # of the model file, over this rank's parameters, or AdamW
         saved = pipeline.resume(args.checkpoint, optimizer) if args.checkpoint else None
         first = saved.step if saved else 0
-        begun = saved.data.get("examples", 0) // pipeline.program.global_batch if saved else 0  # batches, under any plan
+        begun = saved.data.get("examples", 0) // pipeline.program.global_batch if saved else 0  # batches taken before
         schedule = pipeline.lr_schedule(optimizer, first)  # of the model file, or none
         stop = StopSignal(ranks) if args.checkpoint else None
         history: list[dict[str, float]] = []
