@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphpar.codegen.optimizer_file import optimizer_file
 from graphpar.codegen.package import emit_package
 from graphpar.codegen.printer import program_text
 from graphpar.cost_models.estimates import Estimate
@@ -228,19 +229,38 @@ def _take_parts(value: object, function: str) -> None:
         )
 
 
-def partition(program: Program, plan: Plan, *, model_file: str | None = None) -> Parts:
+def partition(
+    program: Program, plan: Plan, *, model_file: str | None = None, optimizer: str | Path | None = None
+) -> Parts:
     """Split ``program`` as ``plan`` says and print the stage modules.
 
     Args:
         model_file: the model file that ``plan.json`` shall name: a path relative to the package, or a dotted module name.
+        optimizer: a Python file with the functions ``optimizer`` and ``lr_schedule`` that the program shall use, such as the model file;
+            without it the program trains with AdamW, whatever ``model_file`` has.
 
     Raises:
-        GraphparError: the plan is for another program, or contradicts itself.
+        GraphparError: the plan is for another program, or contradicts itself; or the file of ``optimizer`` has neither function.
     """
     _take(program, Program, "partition")
     _take(plan, Plan, "partition", "second")
     compilation = compiled(program, validate_plan(program, plan))
-    return printed(compilation, report_data(compilation), model_file)
+    text = None if optimizer is None else _optimizer(program, Path(optimizer))
+    return printed(compilation, report_data(compilation), model_file, text)
+
+
+def _optimizer(program: Program, path: Path) -> str:
+    """The text of ``optimizer.py``, of the functions of a file."""
+    if program.mode != "train":
+        raise GraphparError(
+            f"The program is for inference, so it has no use for the optimizer of {path}; leave it out."
+        )
+    if not path.is_file():
+        raise GraphparError(f"There is no file {path}, which is to define optimizer or lr_schedule.")
+    text = optimizer_file(path)
+    if text is None:
+        raise GraphparError(f"{path} defines neither optimizer nor lr_schedule.")
+    return text
 
 
 def printed(

@@ -102,6 +102,12 @@ def order_of(stage: Stage, units: Sequence[str]) -> list[str]:
     return [path for path in calls if path in units and calls.count(path) == 1]
 
 
+def gathered_in_turn(program: Program, stage: Stage) -> list[str]:
+    """Return the units of a stage that can be gathered ahead, see :func:`order_of`."""
+    blocks = {str(node.target): str(node.meta["block"]) for node in stage.graph.nodes if node.op == "call_module"}
+    return order_of(stage, units_of(program, stage, blocks))
+
+
 def units_function(tree: Tree, units: Sequence[str], plan: Plan, order: Sequence[str] = ()) -> str:
     """Print the function; ``tree`` is the stage's.
 

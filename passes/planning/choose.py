@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from graphpar.annotations.patterns import names_of, resolve
-from graphpar.codegen.fully_sharded import stored_in_shards
+from graphpar.codegen.fully_sharded import gathered_in_turn, stored_in_shards
 from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -36,6 +36,7 @@ from graphpar.passes.planning.constraints import (
 )
 from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.sharded_state import (
+    check_reach,
     check_reduced,
     check_reshard,
     gathers_again,
@@ -207,6 +208,7 @@ def _plan(
     check_dp_mean(mesh, pins, program)
     again = gathers_again(mesh.pp, zero, pins.reshard)
     prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)
+    check_reach(distance, max(map(len, (gathered_in_turn(program, stage) for stage in stages))))
     return Plan(
         model=program.name,
         mode=program.mode,
