@@ -29,7 +29,7 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
     """Check that the blocks of ``program`` can be compiled.
 
     Raises:
-        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two.
+        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two, or blocks keep some results.
     """
     backends = torch._dynamo.list_backends(None)  # type: ignore[no-untyped-call, arg-type]
     if backend not in backends:
@@ -39,6 +39,12 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
         raise RuntimeProgramError(
             f"the schedule {program.schedule} splits backwards in two, which compiled blocks run as one; compile the model with another "
             "schedule, such as 1F1B, or leave compile out"
+        )
+    kinds = {program.recompute} if isinstance(program.recompute, str) else set(program.recompute.values())
+    if partly := sorted(kinds - {"none", "full"}):
+        raise RuntimeProgramError(
+            f"blocks are recomputed by {', '.join(partly)}, which keeps the results of operators that a compiled block does not have; "
+            "compile the model with --recompute full or none, or leave compile out"
         )
     if backend == "inductor" and device.type == "cpu":
         from torch._inductor import cpp_builder

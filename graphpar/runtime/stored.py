@@ -37,10 +37,10 @@ def stored_stage(
     """
     stage = empty_stage(package, interface, program.mode == "train")
     check_local_shapes(stage, program)
-    if interface.recomputes:  # inside of what FSDP2 gathers, as its hooks run once
-        stage_function(package, interface, "recompute_units")(stage)
     if backend is not None:  # inside of what FSDP2 gathers
         compile_blocks(stage, package, backend)
+    if interface.recomputes:  # inside of what FSDP2 gathers, as its hooks run once
+        stage_function(package, interface, "recompute_units")(stage)
     units = stage_function(package, interface, "fully_shard_units") if program.zero >= 2 else None
     if units is not None and program.fully_sharded:
         fully_shard_stage(stage, units, groups, device, program)
