@@ -45,7 +45,7 @@ def compared(name: str, meshes: list[str], backend: str, tmp_path: Path, pool: R
 
 
 def test_compiled_blocks_train_as_others(tmp_path: Path, pool: RankPool) -> None:
-    for name, found in compared("gpt_dropout", ["tp", "zero 1", "zero 3", "1F1B"], "aot_eager", tmp_path, pool).items():
+    for name, found in compared("gpt", ["tp", "zero 1", "zero 3", "1F1B"], "aot_eager", tmp_path, pool).items():
         assert found["compiled"] == pytest.approx(found["plain"], rel=1e-5), name
         assert found["differs"] < 1e-5, name
         assert found["graphs"] and not found["breaks"], (name, found)
