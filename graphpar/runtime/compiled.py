@@ -2,12 +2,13 @@
 
     block.forward ──torch.compile──► the same numbers from fused kernels; what FSDP2, ZeRO-1 and pipelines do around it stays as it is
 
-A block is compiled once for all its instances, with the collectives in it. Where torch can't follow an operator, such as a user's own,
-the block is compiled in parts around it.
+A block is compiled once for all its instances, with the collectives in it. It is compiled in parts around what torch can't follow, such
+as a user's own operator, and around the masks of dropout: they count on whole numbers that wrap around, which inductor's bounds don't know.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -59,6 +60,9 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
 
 def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
     """Compile the forwards of the blocks of ``stage``, or its own where it has none; before FSDP2 shards them."""
+    streams = sys.modules.get(f"{package}.random_streams")
+    if streams is not None and not hasattr(streams.keep_mask, "_torchdynamo_disable"):
+        streams.keep_mask = torch.compiler.disable(streams.keep_mask)  # type: ignore[attr-defined]
     for module in list(blocks(stage, package)) or [stage]:
         module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
 

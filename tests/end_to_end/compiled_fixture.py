@@ -38,7 +38,7 @@ def trained(program: Path, ranks: Ranks, compile: bool | str) -> tuple[list[floa
 
 def main(folder: str, backend: str) -> None:
     seen: dict[str, Any] = {}
-    with start(300) as ranks:
+    with start(200) as ranks:
         for program in sorted(path.parent for path in Path(folder).glob("*/plan.json")):
             torch._dynamo.reset()
             plain, expected = trained(program, ranks, False)

@@ -62,7 +62,7 @@ def test_a_function_that_computes_the_same(parts: gp.Parts) -> None:
     assert {"loss", "gradient", "norm", "parameter", "buffer"} == set(outcome.max_error)
 
 
-@pytest.mark.parametrize("factor", [2.0, 1.001])
+@pytest.mark.parametrize("factor", [pytest.param(2.0, marks=pytest.mark.slow), 1.001])
 def test_a_function_that_computes_something_else(parts: gp.Parts, factor: float) -> None:
     outcome = gp.verify(parts, 2, reference=lambda model, batch: by_hand(model, batch) * factor)
 
@@ -100,7 +100,10 @@ def test_a_run_made_elsewhere(parts: gp.Parts) -> None:
     assert set(outcome.worst) == {"loss", "gradient", "parameter", "buffer"}
 
 
-@pytest.mark.parametrize("what", ["momentum", "state", "gradients"])
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param("momentum", marks=pytest.mark.slow), "state", pytest.param("gradients", marks=pytest.mark.slow)],
+)
 def test_a_run_that_differs(parts: gp.Parts, what: str) -> None:
     run = _run()
     if what == "momentum":
