@@ -7,6 +7,7 @@ A comment before a fenced block says how it is checked:
     <!-- emitted: MODEL OPTIONS -> FILE: NAME, NAME -->     those classes and functions of an emitted file
     <!-- printed: graphpar ... -->                          what the command prints, seconds aside
     <!-- table: NAME -->                                    a Markdown table made by a function here
+    <!-- train -->                                          typed one after the other, ends with the losses that the page states
 
 ``python -m tests.docs.test_docs`` writes the last three anew.
 """
@@ -18,6 +19,7 @@ import ast
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import runpy
 import shlex
@@ -269,7 +271,8 @@ def test_compile_commands_run(arguments: list[str], tmp_path: Path, monkeypatch:
 def test_torchrun_runs_as_the_page_and_the_docstring_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a fresh folder, but for the number of steps, and with a port that is free."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (shown,) = [block.text for block in ALL if block.language == "sh" and "torchrun" in block.text]
+    shells = [block for block in ALL if block.language == "sh" and block.kind != "train"]
+    (shown,) = [block.text for block in shells if "torchrun" in block.text]
     monkeypatch.chdir(tmp_path)
     for words in map(shlex.split, shown.splitlines()):
         if words[0] == "graphpar":
@@ -283,6 +286,40 @@ def test_torchrun_runs_as_the_page_and_the_docstring_say(tmp_path: Path, monkeyp
                 [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]], check=True, timeout=180
             )
             assert Path("trained.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_tutorial_trains_to_the_losses_that_it_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    page = ROOT / "docs" / "tutorial.md"
+    (model,) = [block.text for block in blocks(page) if block.kind == "file"]
+    (tmp_path / "letters.py").write_text(model)
+    monkeypatch.chdir(tmp_path)
+    losses: list[dict[int, float]] = []
+    for block in (block for block in blocks(page) if block.kind == "train"):
+        for words in map(shlex.split, block.text.replace("\\\n", " ").splitlines()):
+            if words[0] == "graphpar":
+                assert main(words[1:]) == 0
+                continue
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
+            done = subprocess.run(
+                command,
+                check=True,
+                timeout=900,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+            )
+            found = re.findall(r"^step +(\d+) +loss (\S+)", done.stdout, re.MULTILINE)
+            losses.append({int(step): float(loss) for step, loss in found})
+
+    one, two, four = losses
+    assert (min(two), max(two), min(four), max(four)) == (0, 99, 100, 199)
+    stated = {0: 5.67, 99: 2.42, 100: 2.47, 199: 2.16}
+    for step, loss in stated.items():
+        assert f"{loss}" in page.read_text()
+        assert one[step] == pytest.approx(loss, abs=0.02)
+        assert {**two, **four}[step] == pytest.approx(one[step], abs=0.01)
 
 
 def test_the_schedule_table_that_is_shown_runs() -> None:
