@@ -105,6 +105,12 @@ def _add_pins(parser: Parser) -> None:
     group.add_argument(
         "--prefetch-distance", type=count, metavar="K", help="how many blocks are gathered ahead (default: 1)"
     )
+    group.add_argument(
+        "--recompute",
+        metavar="KIND",
+        help="what blocks run again in the backward: none (default), selective, full, budget:0.6, auto, "
+        "or by pattern: 'layers.*=full,layers.0=none'",
+    )
 
 
 def _reshard(text: str) -> str | int:

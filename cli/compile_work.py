@@ -35,6 +35,7 @@ from graphpar.ir.program import Program
 from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.planning.asked import Asked, ask, check_batch, planned
 from graphpar.passes.planning.planning import on_one_device
+from graphpar.passes.planning.recomputation import read_recompute
 from graphpar.passes.planning.validate_plan import check_alone, validate_plan
 from graphpar.passes.table import PASSES, PassList, Step, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
@@ -62,6 +63,7 @@ _PLAN_DECIDES = (
     "shard_plan",
     "zero",
     "zero1_by",
+    "recompute",
     "prefetch",
     "prefetch_distance",
     "dp_mean",
@@ -281,6 +283,7 @@ def _wanted(options: argparse.Namespace) -> dict[str, Any]:
         "reshard": options.reshard,
         "prefetch": options.prefetch,
         "prefetch_distance": options.prefetch_distance,
+        "recompute": None if options.recompute is None else read_recompute(options.recompute),
         "dtype": options.dtype,
         "reduce_dtype": options.reduce_dtype,
         "top": options.top,

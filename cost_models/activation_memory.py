@@ -30,9 +30,11 @@ from torch.utils._pytree import tree_leaves
 from graphpar.cost_models.fake_operators import call_on_fakes
 from graphpar.cost_models.storage_tracker import Live, storage_of, unseen
 from graphpar.emitted import collectives
+from graphpar.emitted.recomputation import checkpointed
 from graphpar.errors import GraphparError
 from graphpar.hardware.devices import KINDS
-from graphpar.ir.program import Program, Runner, concrete_shape, value_of
+from graphpar.ir.program import Block, Program, Runner, concrete_shape, value_of
+from graphpar.ir.recomputation import Recomputation
 from graphpar.quiet_torch import torch_is_quiet
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.stages import sendable
@@ -83,17 +85,25 @@ class Activations:
         device: ``cpu`` or ``cuda``.
         even_experts: assume that rows are spread evenly over the ranks' experts. The real spread is known only when the program
             runs, so without this a program with sharded experts is refused.
+        recomputed: how blocks are recomputed, by path.
 
     Raises:
         GraphparError: the device is of another kind.
     """
 
     def __init__(
-        self, program: Program, degrees: Mapping[str, int], *, device: str = "cpu", even_experts: bool = False
+        self,
+        program: Program,
+        degrees: Mapping[str, int],
+        *,
+        device: str = "cpu",
+        even_experts: bool = False,
+        recomputed: Mapping[str, Recomputation] | None = None,
     ) -> None:
         if device not in KINDS:
             raise GraphparError(f"device is {device!r}; memory is known for {' and '.join(KINDS)}.")
         self.program, self.degrees, self.device, self.even_experts = program, dict(degrees), device, even_experts
+        self.recomputed = recomputed or {}
         self.mode = FakeTensorMode()
         self.state: dict[str, Tensor] = {}
 
@@ -112,7 +122,7 @@ class Activations:
         """
         for rows in sizes:
             self._check_size(rows)
-        with self._ready():
+        with self.ready():
             if self.program.symbolic and min(sizes) > 1:
                 found = _of_many_rows(self, stage, sizes)
                 if found is not None:
@@ -129,7 +139,7 @@ class Activations:
             )
 
     @contextlib.contextmanager
-    def _ready(self) -> Iterator[None]:
+    def ready(self) -> Iterator[None]:
         """Use fake tensors, and bind the axes to groups that send nothing (operators on fake tensors never ask for a group)."""
         before = dict(collectives._axes)
         collectives._axes.update({axis: ("fake", self.degrees.get(axis, 1), 0) for axis in AXES})
@@ -167,7 +177,7 @@ class Activations:
 # ---- running a stage ---------------------------------------------------------------------------------------------
 
 
-class _Forward(Runner):
+class Forward(Runner):
     """Interprets a stage's graph on fake tensors."""
 
     def __init__(self, activations: Activations) -> None:
@@ -176,6 +186,12 @@ class _Forward(Runner):
 
     def tensor(self, name: str) -> Tensor:
         return self.activations.tensor(name)
+
+    def block(self, block: Block, prefix: str, args: tuple[Any, ...]) -> Any:
+        run, recomputed = super().block, self.activations.recomputed.get(prefix.removesuffix("."))
+        if recomputed is None:
+            return run(block, prefix, args)
+        return checkpointed(lambda *args: run(block, prefix, args), recomputed.keeps)(*args)
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return call_on_fakes(node.target, args, kwargs, self.activations.device, self.activations.even_experts)
@@ -197,7 +213,7 @@ def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> bo
     return True
 
 
-class _Sharing(_Forward):
+class _Sharing(Forward):
     """Collects the storages of the values that every stage recomputes."""
 
     def __init__(self, activations: Activations, names: Sequence[str]) -> None:

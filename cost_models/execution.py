@@ -16,6 +16,25 @@ OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
 RECOMPUTE = ("none", "selective", "full")
 
 
+def share_of(kind: str) -> float | None:
+    """Return the share of ``budget:SHARE``; None for other kinds.
+
+    Raises:
+        GraphparError: it is not a number from 0 to 1.
+    """
+    if not kind.startswith("budget:"):
+        return None
+    try:
+        share = float(kind.removeprefix("budget:"))
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise GraphparError(
+            f"recompute is {kind!r}, but a budget is the share of a block's bytes that it keeps, from 0 to 1, such as budget:0.6."
+        )
+    return share
+
+
 @dataclass(frozen=True)
 class Execution:
     """How a rank's program runs.
@@ -31,6 +50,7 @@ class Execution:
         reshard: when gathered parameters are freed, see :func:`graphpar.passes.planning.sharded_state.check_reshard`.
         recompute: ``full`` keeps a unit's input only and runs its forward again before its backward; ``selective`` recomputes
             attention scores, where they are kept at all.
+        blocks: the kind of each block that the program itself recomputes, by path; what is kept and run again of them is measured.
         fused: each chain of elementwise operators and normalisations is one kernel; else each operator reads and writes memory.
         overlap_gradients: gradients are reduced over replicas during the backward of the last microbatch.
         prefetch: sharded parameters are gathered for the next unit while this one computes.
@@ -51,6 +71,7 @@ class Execution:
     shards: int = 1
     reshard: str | int = "default"
     recompute: str = "none"
+    blocks: tuple[tuple[str, str], ...] = ()
     fused: bool = False
     overlap_gradients: bool = True
     prefetch: bool = True

@@ -22,11 +22,16 @@ def halved(units: Sequence[Unit]) -> list[Unit]:
 
 def _kind(kind: UnitClass, parameters: int) -> UnitClass:
     cast = Size(6.0 * parameters)  # 4 bytes of an element, and 2
-    rows = Counter[Row]((Traffic(Phase.FORWARD, cast), Traffic(Phase.WEIGHT, cast)))
-    for row, times in kind.work.rows.items():
-        rows[_row(row)] += times
+    casts = Work(dict(Counter[Row]((Traffic(Phase.FORWARD, cast), Traffic(Phase.WEIGHT, cast)))))
     sends = tuple((0.5 * size, gradient) for size, gradient in kind.sends)
-    return UnitClass(Work(dict(rows)), sends, lambda: kind.memory)
+    return UnitClass(casts + _work(kind.work), sends, lambda: kind.memory, _work(kind.again))
+
+
+def _work(work: Work) -> Work:
+    rows = Counter[Row]()
+    for row, times in work.rows.items():
+        rows[_row(row)] += times
+    return Work(dict(rows))
 
 
 def _row(row: Row) -> Row:

@@ -76,10 +76,17 @@ class UnitClass:
 
     Attributes:
         sends: for each value that crosses to the next unit, its bytes, and whether a gradient comes back.
+        again: the forward work that its blocks repeat in the backward.
     """
 
-    def __init__(self, work: Work, sends: tuple[tuple[Size, bool], ...], measure: Callable[[], UnitMemory]) -> None:
-        self.work, self.sends, self._measure = work, sends, measure
+    def __init__(
+        self,
+        work: Work,
+        sends: tuple[tuple[Size, bool], ...],
+        measure: Callable[[], UnitMemory],
+        again: Work | None = None,
+    ) -> None:
+        self.work, self.sends, self._measure, self.again = work, sends, measure, again or Work()
 
     @cached_property
     def memory(self) -> UnitMemory:

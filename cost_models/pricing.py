@@ -105,9 +105,13 @@ class Pricing:
         shown = 1.0 - self.execution.overlap_tp
         seconds = [self.compute.phase_s(busy[phase]) + shown * sum(sent[phase].values()) for phase in Phase]
         again = self._again(busy[Phase.FORWARD], seconds[Phase.FORWARD])
+        repeated = [self._repeated(unit.kind, rows) for unit in self.units[first:after]]
+        run_again = summed([busy_again for busy_again, _ in repeated])
+        sent_again = summed_by_axis([each for _, each in repeated])
         times = 2 if self.execution.recompute == "full" else 1
-        there, back = sent[0], summed_by_axis([sent[0]] * (times - 1) + sent[1:])
+        there, back = sent[0], summed_by_axis([sent[0]] * (times - 1) + [sent_again] + sent[1:])
         everything = summed_by_axis([there, back])
+        again += self.compute.phase_s(run_again) + shown * sum(sent_again.values())
         forward, backward = seconds[0], again + seconds[1] + seconds[2]
         exposed = [{axis: shown * value for axis, value in way.items()} for way in (there, back)]
         if self._sharded and (self.mesh.pp == 1 or not self.execution.kept_for_step):
@@ -116,8 +120,19 @@ class Pricing:
             everything = summed_by_axis([everything, {"dp_shard": gathered}])
             longer = forward - plain[0], backward - plain[1]
             exposed = [summed_by_axis([way, {"dp_shard": more}]) for way, more in zip(exposed, longer)]
-        compute = sum(phase.busy for phase in busy) + (again if times == 1 else busy[0].busy)
-        return StageSeconds(forward, backward, seconds[2], everything, exposed[0], exposed[1], compute)
+        twice = self._again(busy[Phase.FORWARD], busy[Phase.FORWARD].busy)
+        compute = sum(phase.busy for phase in busy) + twice + run_again.busy
+        # A stage that recomputes runs its backward whole, but the first, whose backward is all weight half.
+        split = seconds[2] if first == 0 or not any(unit.kind.again.rows for unit in self.units[first:after]) else 0.0
+        return StageSeconds(forward, backward, split, everything, exposed[0], exposed[1], compute)
+
+    def _repeated(self, kind: UnitClass, rows: int) -> tuple[PhaseSeconds, dict[str, float]]:
+        """Return what a unit's blocks run again in the backward, and the seconds of its collectives by axis."""
+        sent = {
+            axis: sum(times * self.collective_s(row, rows) for row, times in collectives)
+            for axis, collectives in collectives_of(kind.again).items()
+        }
+        return self.compute.seconds(kind.again, rows)[Phase.FORWARD], sent
 
     def _again(self, busy: PhaseSeconds, seconds: float) -> float:
         """Return the seconds of recomputation in the backward."""

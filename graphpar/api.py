@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphpar.codegen.optimizer_file import optimizer_file
 from graphpar.codegen.package import emit_package
 from graphpar.codegen.printer import program_text
 from graphpar.cost_models.estimates import Estimate
@@ -28,6 +29,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource, Program
+from graphpar.ir.recomputation import Recompute
 from graphpar.parts import Parts
 from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.planning.asked import Splits, ask, planned
@@ -130,6 +132,7 @@ def plan(
     reshard: str | int | None = None,
     prefetch: str | None = None,
     prefetch_distance: int | None = None,
+    recompute: Recompute | None = None,
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -164,6 +167,10 @@ def plan(
         prefetch: when ZeRO-3 gathers a unit's parameters for its backward: before the backward of the unit before it computes
             (``"pre"``, the default; in the forward, too), after it (``"post"``), or when it is needed (``"none"``).
         prefetch_distance: how many units are gathered ahead, 1 by default.
+        recompute: what blocks run again in the backward instead of keeping it: ``"none"``, ``"full"`` (all but their inputs),
+            ``"selective"`` (what is cheap: not collectives, attention, and every second product), or ``"budget:0.6"`` (what is cheapest
+            for its bytes, until a block keeps this share of them); or one of these by pattern over the paths of blocks, the last that
+            matches: ``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices' memory.
         dtype: that of ``export``, to be checked.
         reduce_dtype: the dtype in which gradients are summed over dp_replicate and dp_shard; by default that of the parameters.
         top: how many of the plans that were not taken are kept in ``plan.found``.
@@ -192,6 +199,7 @@ def plan(
         reshard=reshard,
         prefetch=prefetch,
         prefetch_distance=prefetch_distance,
+        recompute=recompute,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
         top=top,
@@ -221,19 +229,38 @@ def _take_parts(value: object, function: str) -> None:
         )
 
 
-def partition(program: Program, plan: Plan, *, model_file: str | None = None) -> Parts:
+def partition(
+    program: Program, plan: Plan, *, model_file: str | None = None, optimizer: str | Path | None = None
+) -> Parts:
     """Split ``program`` as ``plan`` says and print the stage modules.
 
     Args:
         model_file: the model file that ``plan.json`` shall name: a path relative to the package, or a dotted module name.
+        optimizer: a Python file with the functions ``optimizer`` and ``lr_schedule`` that the program shall use, such as the model file;
+            without it the program trains with AdamW, whatever ``model_file`` has.
 
     Raises:
-        GraphparError: the plan is for another program, or contradicts itself.
+        GraphparError: the plan is for another program, or contradicts itself; or the file of ``optimizer`` has neither function.
     """
     _take(program, Program, "partition")
     _take(plan, Plan, "partition", "second")
     compilation = compiled(program, validate_plan(program, plan))
-    return printed(compilation, report_data(compilation), model_file)
+    text = None if optimizer is None else _optimizer(program, Path(optimizer))
+    return printed(compilation, report_data(compilation), model_file, text)
+
+
+def _optimizer(program: Program, path: Path) -> str:
+    """The text of ``optimizer.py``, of the functions of a file."""
+    if program.mode != "train":
+        raise GraphparError(
+            f"The program is for inference, so it has no use for the optimizer of {path}; leave it out."
+        )
+    if not path.is_file():
+        raise GraphparError(f"There is no file {path}, which is to define optimizer or lr_schedule.")
+    text = optimizer_file(path)
+    if text is None:
+        raise GraphparError(f"{path} defines neither optimizer nor lr_schedule.")
+    return text
 
 
 def printed(
@@ -241,7 +268,9 @@ def printed(
 ) -> Parts:
     """Print the stage modules of ``compilation``, with the files of its ``report`` and the text of its ``optimizer.py``."""
     plan = compilation.plan
-    package = emit_package(compilation.sharded.local, plan, compilation.stages, report, model_file, optimizer)
+    package = emit_package(
+        compilation.sharded.local, plan, compilation.stages, report, model_file, optimizer, compilation.recomputed
+    )
     done = replace(compilation, package=package)
     return Parts(done, package.files | report_files(report, plan), report, model_file)
 

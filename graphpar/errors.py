@@ -14,6 +14,10 @@ class GraphparError(ValueError):
     """Something that the user must change."""
 
 
+class NothingFits(GraphparError):
+    """No plan fits in the devices' memory."""
+
+
 def near_match(name: str, known: Iterable[str]) -> str:
     """Write the suffix ``" Did you mean 'x'?"``; empty when no name is close. Names that begin with ``name`` come first."""
     names = list(known)

@@ -5,18 +5,22 @@ program, plan ──compiled──► Compilation(sharded, stages, estimate) ─
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from graphpar.codegen.package import Package
 from graphpar.cost_models.estimates import Estimate
+from graphpar.cost_models.kept_results import recomputations
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
+from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
 from graphpar.passes.own_units import with_own_units
 from graphpar.passes.planning.planning import estimate_plan, in_bf16_s
+from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.sharding.planned import sharded_as
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of, split
@@ -31,6 +35,7 @@ class Compilation:
         sharded: the program of a rank; ``stages``: the same, split.
         cluster: the hardware of ``estimate``, which is None where the plan can't be priced; ``unpriced`` says why.
         in_bf16_s: estimated seconds of a step in bf16, for an fp32 plan on devices that are faster in bf16.
+        recomputed: the blocks that run their forward again in the backward, by path.
         seconds: wall-clock time of each step from ``split`` on.
     """
 
@@ -43,6 +48,7 @@ class Compilation:
     unpriced: str | None = None
     in_bf16_s: float | None = None
     package: Package | None = None
+    recomputed: Mapping[str, Recomputation] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
@@ -60,7 +66,11 @@ def compiled(program: Program, plan: Plan, cluster: Cluster | None = None) -> Co
         sharded = replace(sharded, local=local)
     seconds = {"split": perf_counter() - started}
     hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
-    return priced(Compilation(program, plan, sharded, stages, hardware, seconds=seconds), hardware)
+    kinds = recomputed_blocks(program, plan.recompute)
+    recomputed = recomputations(sharded.local, plan.mesh.degrees(), kinds, hardware.device.kind) if kinds else {}
+    return priced(
+        Compilation(program, plan, sharded, stages, hardware, recomputed=recomputed, seconds=seconds), hardware
+    )
 
 
 def priced(compilation: Compilation, cluster: Cluster) -> Compilation:

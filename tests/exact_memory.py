@@ -126,7 +126,7 @@ class Activations(activation_memory.Activations):
         self._check_size(rows)
         key = stage.index, rows
         if key not in self._passes:
-            with self._ready():
+            with self.ready():
                 self._passes[key] = _measure_passes(self, stage, rows)
         return self._passes[key]
 
@@ -140,19 +140,19 @@ class Activations(activation_memory.Activations):
             return self.saved(stage, rows).total
         key = stage.index, rows
         if key not in self._for_weight:
-            with self._ready():
+            with self.ready():
                 self._for_weight[key] = _measure_for_weight(self, stage, rows)
         return self._for_weight[key]
 
     def _measured(self, stage: Stage, rows: int) -> Saved:
         key = stage.index, rows
         if key not in self._saved:
-            with self._ready():
+            with self.ready():
                 self._saved[key] = _measure_saved(self, stage, rows)
         return self._saved[key]
 
 
-class _Forward(activation_memory._Forward):
+class _Forward(activation_memory.Forward):
     """With ``kept``, blocks are replayed, and what they keep is noted there."""
 
     activations: Activations

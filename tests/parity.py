@@ -132,6 +132,7 @@ class Combination:
     dtype: str = "fp32"
     reshard: str | None = None
     whole_sequence: bool = False  # with tp: norms compute on whole sequences
+    recompute: str | None = None
 
     @property
     def devices(self) -> int:
@@ -153,6 +154,8 @@ class Combination:
             pins["prefetch"] = self.prefetch
         if self.reshard is not None:
             pins["reshard"] = self.reshard
+        if self.recompute is not None:
+            pins["recompute"] = self.recompute
         if self.whole_sequence:
             pins["shard_plan"] = {
                 "layers.*.norm*": {"inputs": ["I@tp"]},
@@ -165,7 +168,7 @@ class Combination:
         mesh = " x ".join(f"{axis}={degree}" for axis, degree in self.mesh)
         more = [self.schedule, self.prefetch and f"prefetch {self.prefetch}"]
         more += [f"{self.accumulated} accumulated" if self.accumulated > 1 else None, "clip" if self.clipped else None]
-        more += [self.dtype if self.dtype != "fp32" else None]
+        more += [self.dtype if self.dtype != "fp32" else None, self.recompute and f"recompute {self.recompute}"]
         return ", ".join([self.model, f"zero {self.level}", mesh, *filter(None, more)])
 
 
@@ -197,6 +200,7 @@ def combinations() -> Iterator[Combination]:
                     prefetch=("pre", "post", "none")[number % 3] if level == "3" and "pp" not in others else None,
                     accumulated=(1, 3)[number % 2],
                     clipped=number % 3 == 0,
+                    recompute=(None, "full", "selective", None, "full")[number % 5],
                 )
         for schedule in SCHEDULES:
             number += 1

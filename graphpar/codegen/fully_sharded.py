@@ -102,6 +102,12 @@ def order_of(stage: Stage, units: Sequence[str]) -> list[str]:
     return [path for path in calls if path in units and calls.count(path) == 1]
 
 
+def gathered_in_turn(program: Program, stage: Stage) -> list[str]:
+    """Return the units of a stage that can be gathered ahead, see :func:`order_of`."""
+    blocks = {str(node.target): str(node.meta["block"]) for node in stage.graph.nodes if node.op == "call_module"}
+    return order_of(stage, units_of(program, stage, blocks))
+
+
 def units_function(tree: Tree, units: Sequence[str], plan: Plan, order: Sequence[str] = ()) -> str:
     """Print the function; ``tree`` is the stage's.
 
@@ -123,9 +129,9 @@ def units_function(tree: Tree, units: Sequence[str], plan: Plan, order: Sequence
     if ahead is not None:
         summary += f" {ahead.described()}"
     lines = [f"def {NAME}(stage: nn.Module, **options: Any) -> {returned}:", *docstring(summary)]
-    for text, variable in _modules(tree, units):
+    for text, variable in modules_of(tree, units):
         if variable:
-            lines += [f"    for {variable} in {text}.values():", f"        fully_shard({variable}, **options)"]
+            lines += [f"    for {variable} in {text}:", f"        fully_shard({variable}, **options)"]
         else:
             lines.append(f"    fully_shard({text}, **options)")
     lines.append("    fully_shard(stage, **options)")
@@ -178,8 +184,8 @@ def _gathered_ahead(tree: Tree, order: Sequence[str], others: Sequence[str], ahe
 def _elements(tree: Tree, order: Sequence[str]) -> Iterator[str]:
     """Yield the units in this order as elements of a list, all children of a container as one."""
     for _, group in itertools.groupby(order, lambda path: path.rpartition(".")[0]):
-        for text, loop in _modules(tree, list(group)):
-            yield f"*{text}.values()" if loop else text
+        for text, loop in modules_of(tree, list(group)):
+            yield f"*{text}" if loop else text
 
 
 def optimizer_units_function(tree: Tree, units: Sequence[str], degree: int) -> str:
@@ -188,17 +194,25 @@ def optimizer_units_function(tree: Tree, units: Sequence[str], degree: int) -> s
     how = "its gradients are summed together, and it waits for its new values when it is entered"
     summary = f"ZeRO-1 over dp_shard={degree}. {what}: {how}."
     lines = [f"def {OPTIMIZER_UNITS}(stage: nn.Module) -> list[nn.Module]:", *docstring(summary), "    return ["]
-    for text, loop in _modules(tree, units):
-        lines.append(f"        *{text}.values()," if loop else f"        {text},")
+    for text, loop in modules_of(tree, units):
+        lines.append(f"        *{text}," if loop else f"        {text},")
     return "\n".join([*lines, "        stage,", "    ]"]) + "\n"
 
 
-def _modules(tree: Tree, units: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield how the function refers to its units: one, or all children of a container, then with the variable of a loop over them."""
+def modules_of(tree: Tree, units: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield how a function refers to modules of a stage: one, or children of a container that follow each other, then with the
+    variable of a loop over them.
+    """
     for parent, names in _by_parent(units).items():
         container = _at(tree, parent)
-        if len(names) > 1 and container.keyed() and list(container.children) == names:
-            yield (_of_stage(reference(tree, parent)) if parent else "stage"), loop_variable(parent)
+        children = list(container.children)
+        first = children.index(names[0])
+        if len(names) > 1 and container.keyed() and children[first : first + len(names)] == names:
+            text = f"{_of_stage(reference(tree, parent)) if parent else 'stage'}.values()"
+            if names != children:
+                after = first + len(names)
+                text = f"list({text})[{first or ''}:{after if after < len(children) else ''}]"
+            yield text, loop_variable(parent)
         else:
             for name in names:
                 yield _of_stage(reference(tree, f"{parent}.{name}" if parent else name)), None

@@ -32,11 +32,14 @@ from graphpar.codegen.launch_files import launch_files
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
+from graphpar.codegen.recomputation import FUNCTIONS as RECOMPUTING
+from graphpar.codegen.recomputation import recomputation_function, recomputed_in
 from graphpar.codegen.train_script import EXAMPLES, train_script
-from graphpar.emitted import collectives, random_streams
+from graphpar.emitted import collectives, random_streams, recomputation
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
+from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages import emitted_package, stage_module
@@ -66,6 +69,7 @@ def emit_package(
     report: Mapping[str, Any],
     model_file: str | None = None,
     optimizer: str | None = None,
+    recomputed: Mapping[str, Recomputation] | None = None,
 ) -> Package:
     """Print ``program``, split into ``stages``, as a package.
 
@@ -73,7 +77,9 @@ def emit_package(
         report: what ``plan.json`` holds of the decisions besides the plan itself.
         model_file: the model file that ``plan.json`` names: a path relative to the package, or a dotted module name.
         optimizer: the text of ``optimizer.py``.
+        recomputed: the blocks that run their forward again in the backward, by path.
     """
+    recomputed = recomputed or {}
     tensors, instances = stage_contents(program, stages)
     files = {"__init__.py": f'"""{program.name}, split into {plural(len(stages), "stage")} by graphpar."""\n'}
     operators = operators_file(_graphs(program, stages), program.name, _taken(program, stages))
@@ -84,13 +90,17 @@ def emit_package(
         files["blocks.py"] = blocks
     shown = [", ".join(names) or "no parameters" for names in compressed([stage.modules for stage in stages])]
     for stage, modules, infos, calls in zip(stages, shown, tensors, instances):
-        files[f"stage_{stage.index}.py"] = _stage_file(program, plan, stage, modules, infos, calls, exported, operators)
+        files[f"stage_{stage.index}.py"] = _stage_file(
+            program, plan, stage, modules, infos, calls, exported, operators, recomputed_in([stage], recomputed)
+        )
     if program.random_calls:
         files["random_streams.py"] = inspect.getsource(random_streams)
     if plan.sharding.degrees:
         files["collectives.py"] = inspect.getsource(collectives)
+    if recomputed:
+        files["recomputation.py"] = inspect.getsource(recomputation)
     record = plan.to_json() | {
-        "interface": interface(program, plan, stages),
+        "interface": interface(program, plan, stages, recomputed),
         "model_file": model_file,
         "report": report,
     }
@@ -198,6 +208,7 @@ def _stage_file(
     calls: Mapping[str, str],
     exported: set[str],
     operators: OperatorsFile | None,
+    recomputed: Mapping[str, Recomputation],
 ) -> str:
     text, needs_parameters = stage_class(program, stage, modules, infos, calls)
     parts = [text]
@@ -211,6 +222,8 @@ def _stage_file(
             if plan.zero == 1
             else units_function(tree, units, plan, order_of(stage, units))
         )
+    if recomputed:
+        parts.append(recomputation_function(stage_tree(program, infos, calls), recomputed))
     names = set(exported)
     if needs_parameters and "parameters" not in exported:
         parts.insert(0, _PARAMETERS)
@@ -238,7 +251,11 @@ def _assembled(
     shared = sorted(name for name in blocks if name in words)
     if shared:
         local.append(_import("blocks", shared))
-    for module, functions in (("collectives", COLLECTIVES), ("random_streams", FUNCTIONS)):
+    for module, functions in (
+        ("collectives", COLLECTIVES),
+        ("random_streams", FUNCTIONS),
+        ("recomputation", RECOMPUTING),
+    ):
         called = sorted(name for name in functions if re.search(rf"(?<![.\w]){name}\(", text))
         if called:
             local.append(_import(module, called))
@@ -263,7 +280,9 @@ def _import(module: str, names: Sequence[str]) -> str:
 # ---- the runtime's interface -----------------------------------------------------------------------------------
 
 
-def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, Any]:
+def interface(
+    program: Program, plan: Plan, stages: Sequence[Stage], recomputed: Mapping[str, Recomputation]
+) -> dict[str, Any]:
     """Describe for the runtime: inputs, what each stage takes and sends, loss denominators, ties."""
     counts_inputs: list[str] = []
     if program.counts is not None:
@@ -279,6 +298,7 @@ def interface(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str
                 "counts": list(stage.counts),
                 "receives": [_boundary(boundary, plan) for boundary in stage.receives],
                 "sends": [_boundary(boundary, plan) for boundary in stage.sends],
+                **({"recomputes": True} if recomputed_in([stage], recomputed) else {}),
             }
             for stage in stages
         ],

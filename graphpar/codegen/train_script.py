@@ -85,6 +85,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="{verb} {name} on {devices} devices.")
     parser.add_argument("--steps", type=count, default=10)
 {options}    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
     parser.add_argument("--weights", type=Path, help="safetensors file or folder (default: weights/)")
     parser.add_argument("--batch", type=Path, help="safetensors file with one batch, used for every step")
     parser.add_argument("--data", type=Path, help="text, file of tokens, or folder of these")
@@ -98,7 +99,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     with start(args.timeout) as ranks:
-        pipeline = Pipeline(PROGRAM, ranks.device, seed=args.seed)
+        pipeline = Pipeline(PROGRAM, ranks.device, seed=args.seed, compile=args.compile)
 {check}        pipeline.load_weights(args.weights)  # by default weights/, or the initial ones, which each rank makes
 {body}
 

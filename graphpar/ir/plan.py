@@ -12,6 +12,7 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.precision import Precision, check_dtype
+from graphpar.ir.recomputation import Recompute
 from graphpar.ir.sharding import Sharding
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.runtime.axes import REPLICAS, ZERO1_BY
@@ -40,6 +41,7 @@ class Plan:
         fully_sharded: the parameters of which each rank of dp_shard stores a shard (ZeRO 2 and 3).
         prefetch, prefetch_distance: when ZeRO-3 gathers parameters ahead of a backward (of :data:`PREFETCH`; None where it has no gather
             of its own), and of how many units.
+        recompute: which blocks run their forward again in the backward, see :mod:`graphpar.passes.planning.recomputation`.
         dp_mean: whether the loss is the mean of the replicas' own losses, as DDP has it, and not that of the global batch.
         sharding: how every operator is sharded.
         cluster: the hardware that it was decided for; None where only a mesh is known.
@@ -67,7 +69,7 @@ class Plan:
     fully_sharded: frozenset[str] = frozenset()
     prefetch: str | None = None
     prefetch_distance: int = 0
-    recompute: str = "none"
+    recompute: Recompute = "none"
     allow_batch_coupling: bool = False
     dp_mean: bool = False
     sharding: Sharding = field(default_factory=Sharding)
@@ -130,7 +132,7 @@ class Plan:
             "reshard": self.reshard,
             "prefetch": self.prefetch,
             "prefetch_distance": self.prefetch_distance,
-            "recompute": self.recompute,
+            "recompute": self.recompute if isinstance(self.recompute, str) else dict(self.recompute),
             "allow_batch_coupling": self.allow_batch_coupling,
             "dp_mean": self.dp_mean,
             "split": [{"path": point.path, "where": point.where.value} for point in self.split_points],
@@ -174,7 +176,7 @@ class Plan:
                 ),
                 prefetch=plan.optional("prefetch", str, None),
                 prefetch_distance=plan.optional("prefetch_distance", int, 0),
-                recompute=plan.optional("recompute", str, "none"),
+                recompute=plan.optional("recompute", (str, dict), "none"),
                 allow_batch_coupling=plan.optional("allow_batch_coupling", bool, False),
                 dp_mean=plan.optional("dp_mean", bool, False),
                 sharding=Sharding.from_json(plan.record("sharding"), record.parameters)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd, whole_step
 from graphpar.hardware.cluster import Cluster
+from graphpar.report.recomputation import recomputation_data
 from graphpar.report.sharding import sharding_data
 from graphpar.report.state import state_data, whole_bytes
 from graphpar.schedules.simulation import Timeline, simulate
@@ -65,6 +66,8 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
     state = state_data(program, plan, stages)
     if state is not None:
         data["state"] = state
+    if compilation.recomputed:
+        data["recomputation"] = recomputation_data(compilation)
     experts = _expert_data(program, rows)
     if experts is not None:
         data["experts"] = experts

@@ -21,6 +21,7 @@ from graphpar.report.predicted import (
     searched_text,
     stage_columns,
 )
+from graphpar.report.recomputation import recomputation_text
 from graphpar.report.state import state_text
 from graphpar.schedules.simulation import CLOSINGS, Timeline
 from graphpar.schedules.table import KINDS
@@ -61,6 +62,11 @@ def html(data: Mapping[str, Any]) -> str:
         "<h2>Stages</h2>",
         _stages(data),
         *([f'<p class="soft">{escape(state_text(data["state"]))}.</p>'] if "state" in data else []),
+        *(
+            [f'<p class="soft">Recomputed: {escape(recomputation_text(data["recomputation"]))}.</p>']
+            if "recomputation" in data
+            else []
+        ),
         *_runners_up(data),
         "<h2>Schedule</h2>",
         _schedule(data),

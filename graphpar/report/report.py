@@ -26,6 +26,7 @@ from graphpar.report.predicted import (
     runners_up,
     timeline_legend,
 )
+from graphpar.report.recomputation import recomputation_text
 from graphpar.report.stages import stage_table
 from graphpar.report.state import state_text
 from graphpar.report.trace import chrome_trace
@@ -150,6 +151,8 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines += sharding_lines(data)
     if "state" in data:
         lines.append(("State", state_text(data["state"])))
+    if "recomputation" in data:
+        lines.append(("Recompute", recomputation_text(data["recomputation"])))
     if data.get("zero"):
         lines += [("Gathers", text) for text in _gathers(data)]
     if "experts" in data:

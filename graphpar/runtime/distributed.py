@@ -139,7 +139,8 @@ def fail(error: Exception) -> None:
     user = isinstance(cause, RuntimeProgramError)
     message = str(cause) if user else f"{type(cause).__name__}: {cause}"
     if secondary:
-        message = f"another rank went away, or was waited for too long ({re.sub(r'^[[].*?[]] *', '', str(cause))})"
+        cause_text = re.sub(r"^\[.*?\] *", "", str(cause))
+        message = f"another rank went away, or was waited for too long ({cause_text})"
     frames, raised = ("", f"error: {message}\n") if user or secondary else _short_traceback(cause)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -253,8 +254,7 @@ def _run(calls: list[_Call], wanted: Mapping[str, Tensor], *, draws: bool = True
     names: dict[int, list[str]] = {}
     for name, tensor in wanted.items():
         names.setdefault(_storage(tensor), []).append(name)
-    random = [call for call in calls if call.generator is not None]
-    restored = {call.before for call in random}
+    restored = {call.before for call in calls if call.generator is not None}
     memory = _Memory()
     for index, call in enumerate(calls):
         if live[index] and call.generator is not None and not draws:
@@ -309,6 +309,64 @@ def _imported(path: Path) -> ModuleType:
     return module
 
 
+def _recorded(build: Callable[[], nn.Module], seed: int) -> tuple[_Recorder, dict[str, Tensor]]:
+    """Build the model without values; returns the operators that make them, and its parameters and buffers by name."""
+    torch.default_generator.manual_seed(seed)
+    recorder = _Recorder()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), recorder, recorder.whole_functions(), _conversions():
+            model = build()
+            while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+                model = model.module
+            return recorder, model.state_dict(keep_vars=True)
+    except DataDependentOutputException as error:
+        raise RuntimeProgramError(
+            f"the code that builds the model looks at the values of its weights ({error.func}), which are not computed yet"
+        ) from error
+
+
+@contextmanager
+def _seeded_by_itself(again: Callable[[], object]) -> Iterator[None]:
+    """Check that what runs inside seeds the generators of Python and NumPy that it draws from: their states are its own then.
+
+    Args:
+        again: runs it once more.
+
+    Raises:
+        RuntimeProgramError: it does not, so each rank would draw other numbers.
+    """
+    kept = _other_generators()
+    try:
+        yield
+        found = _other_generators()
+        used = [name for name, (state, _) in found.items() if state != kept[name][0]]
+        if not used:
+            return
+        random.seed(repr(kept["Python's random"][0]))
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(random.getrandbits(32))
+        again()
+        for name, (state, _) in _other_generators().items():
+            if name in used and state != found[name][0]:
+                raise RuntimeProgramError(
+                    f"the code that builds the model draws from {name}, which no seed of this program sets, so ranks would have other "
+                    "weights; draw from torch, or seed it there"
+                )
+    finally:
+        for _, restore in kept.values():
+            restore()
+
+
+def _other_generators() -> dict[str, tuple[object, Callable[[], None]]]:
+    """The states of Python's and NumPy's generators, and functions that go back to them."""
+    state = random.getstate()
+    found: dict[str, tuple[object, Callable[[], None]]] = {"Python's random": (state, lambda: random.setstate(state))}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = held = numpy.random.get_state()
+        found["numpy.random"] = (kind, keys.tobytes(), *rest), lambda: numpy.random.set_state(held)
+    return found
+
+
 def initial_values(build: Callable[[], nn.Module], seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and persistent buffers that ``build`` gives a model after ``torch.manual_seed(seed)``, by name.
 
@@ -316,22 +374,13 @@ def initial_values(build: Callable[[], nn.Module], seed: int) -> Iterator[tuple[
     state of torch's generator is afterwards what it was.
 
     Raises:
-        RuntimeProgramError: what ``build`` does depends on values of random numbers, or it returns no module.
+        RuntimeProgramError: what ``build`` does depends on values of random numbers, or draws them from generators of Python or
+            NumPy that it does not seed, or it returns no module.
     """
     kept = torch.get_rng_state()
     try:
-        torch.default_generator.manual_seed(seed)
-        recorder = _Recorder()
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True), recorder, recorder.whole_functions(), _conversions():
-                model = build()
-                while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-                    model = model.module
-                state = model.state_dict(keep_vars=True)
-        except DataDependentOutputException as error:
-            raise RuntimeProgramError(
-                f"the code that builds the model looks at the values of its weights ({error.func}), which are not computed yet"
-            ) from error
+        with _seeded_by_itself(lambda: _recorded(build, seed)):
+            recorder, state = _recorded(build, seed)
         if (empty := next((name for name, tensor in state.items() if tensor.is_meta), None)) is not None:
             raise RuntimeProgramError(f"the model is built without values: {empty} is on the device meta")
         for name, tensor in state.items():

@@ -71,6 +71,8 @@ class StageInterface:
     counts: tuple[str, ...]
     receives: tuple[TensorInterface, ...]
     sends: tuple[TensorInterface, ...]
+    recomputes: bool = False
+    """Whether blocks of it run their forward again in the backward."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,7 @@ def _stages(placements: Sequence[StageRecord], interfaces: list[Record]) -> tupl
             counts=interface.strings("counts"),
             receives=tuple(_tensor(record) for record in interface.records("receives")),
             sends=tuple(_tensor(record) for record in interface.records("sends")),
+            recomputes=interface.optional("recomputes", bool, False),
         )
         for placement, interface in zip(placements, interfaces)
     )

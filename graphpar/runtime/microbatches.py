@@ -61,8 +61,8 @@ class Microbatches:
             )
             for stage in self._stages
         ]
-        for stage in self.torch_stages:
-            guard(stage)
+        for torch_stage, stage in zip(self.torch_stages, self._stages):
+            guard(torch_stage, whole=stage.interface.recomputes)
         return build_schedule(self._program, self.torch_stages, self._scale.share_of_loss)
 
     def _output_example(self, stage: StageAdapter) -> tuple[Tensor, ...]:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from graphpar.runtime import checkpoint
 from graphpar.runtime.batches import Feed, Part, together
 from graphpar.runtime.checkpoint_folders import is_in
+from graphpar.runtime.compiled import backend_of, check_compiles
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import AgreedError, RuntimeProgramError
 from graphpar.runtime.events import at
@@ -79,12 +80,16 @@ class Pipeline:
         folder: the emitted folder.
         device: where this rank computes.
         seed: of the random streams (dropout).
+        compile: whether ``torch.compile`` compiles the blocks, or with which of its backends; the first steps take longer then. Not for
+            schedules that split backwards in two.
 
     Raises:
-        RuntimeProgramError: the folder is broken, or the number of ranks is not the plan's.
+        RuntimeProgramError: the folder is broken, the number of ranks is not the plan's, or its blocks can't be compiled.
     """
 
-    def __init__(self, folder: str | Path, device: torch.device | str = "cpu", seed: int = 0) -> None:
+    def __init__(
+        self, folder: str | Path, device: torch.device | str = "cpu", seed: int = 0, *, compile: bool | str = False
+    ) -> None:
         self.device = torch.device(device)
         self.seed = seed
         self.steps_done = 0
@@ -92,6 +97,9 @@ class Pipeline:
         with agreed():
             self.program = load_manifest(folder)
             check_ranks(self.program)
+            self._backend = backend_of(compile)
+            if self._backend is not None:
+                check_compiles(self.program, self._backend, self.device)
         with agreed():
             check_program(self.program)
         self.groups = Groups(self.program.mesh, self.device)
@@ -118,7 +126,8 @@ class Pipeline:
         bind_collectives(self.program, self._package, self.groups)
         self._interfaces = self.program.stages_of(self.groups.place["pp"])
         self.stages = [
-            stored_stage(self._package, spec, self.program, self.groups, self.device) for spec in self._interfaces
+            stored_stage(self._package, spec, self.program, self.groups, self.device, self._backend)
+            for spec in self._interfaces
         ]
         for stage in self.stages:
             load_constants(stage, self.program.folder / CONSTANTS, self.program, self.groups.place)

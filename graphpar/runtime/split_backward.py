@@ -14,7 +14,8 @@ parameters with common joins after the other. Seen from a parameter, this is
   that joins where ``p`` does and also where ``q`` does.
 
 The first stage is always right, because torch runs its whole backward in W. A stage that this module finds
-unsafe runs its whole backward in I and nothing in W: never wrong, but it does not fill bubbles.
+unsafe runs its whole backward in I and nothing in W: never wrong, but it does not fill bubbles. So does one that recomputes, since
+``torch.utils.checkpoint`` runs a block again for every call of the autograd engine.
 """
 
 from __future__ import annotations
@@ -28,9 +29,15 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
 
-def guard(stage: PipelineStage) -> None:
-    """At the first forward of ``stage``, make its backward whole if splitting it would be wrong."""
+def guard(stage: PipelineStage, *, whole: bool = False) -> None:
+    """At the first forward of ``stage``, make its backward whole if splitting it would be wrong.
+
+    ``whole``: it is made whole anyway, as where blocks run again in the backward: each half would run them again.
+    """
     if stage.stage_index == 0:
+        return
+    if whole:
+        stage.dw_builder = _nothing_left
         return
 
     def decide(module: nn.Module, received: tuple[Tensor, ...], output: Any) -> None:

@@ -176,7 +176,8 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 def stage_function(package: str, stage: StageInterface, name: str) -> Callable[..., Any]:
     """Return a function of a stage's file.
 
-    ``global_counts`` computes a microbatch's share of the loss denominators, ``fully_shard_units`` calls FSDP2.
+    ``global_counts`` computes a microbatch's share of the loss denominators, ``fully_shard_units`` calls FSDP2,
+    ``recompute_units`` ``torch.utils.checkpoint``.
     """
     found = getattr(stage_module(package, stage), name, None)
     if found is None:

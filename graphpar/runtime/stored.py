@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from graphpar.runtime.compiled import compile_blocks
 from graphpar.runtime.fully_sharded import fully_shard_stage, hold_new_memory
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface
@@ -19,15 +20,27 @@ from graphpar.runtime.weights import check_local_shapes
 
 
 def stored_stage(
-    package: str, interface: StageInterface, program: Manifest, groups: Groups, device: torch.device
+    package: str,
+    interface: StageInterface,
+    program: Manifest,
+    groups: Groups,
+    device: torch.device,
+    backend: str | None = None,
 ) -> nn.Module:
     """Build a stage whose parameters have memory for what this rank stores of them, still without values.
+
+    Args:
+        backend: of ``torch.compile``, which compiles its blocks; None: they run as they are.
 
     Raises:
         RuntimeProgramError: its file does not fit the plan.
     """
     stage = empty_stage(package, interface, program.mode == "train")
     check_local_shapes(stage, program)
+    if interface.recomputes:  # inside of what FSDP2 gathers, as its hooks run once
+        stage_function(package, interface, "recompute_units")(stage)
+    if backend is not None:  # inside of what FSDP2 gathers
+        compile_blocks(stage, package, backend)
     units = stage_function(package, interface, "fully_shard_units") if program.zero >= 2 else None
     if units is not None and program.fully_sharded:
         fully_shard_stage(stage, units, groups, device, program)

@@ -63,6 +63,12 @@ _SUMS = (
     torch.sub,
     *(getattr(torch.Tensor, name) for name in ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__")),
 )
+_CASTS = {
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
+}
 _NEW = (torch.Tensor.new_empty, torch.Tensor.new_full, torch.Tensor.new_ones, torch.Tensor.new_zeros)
 """They take only a dtype and a device from their operand."""
 
@@ -142,11 +148,15 @@ class _Operators(TorchFunctionMode):
         super().__init__()
         self.axes, self.placed, self.result = axes, placed, result
         self.counts: Counter[str] = Counter()
+        self.read: dict[nn.Parameter, set[torch.dtype]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__" and func is not torch.Tensor.T.__get__:  # type: ignore[attr-defined]
             return func(*args, **kwargs)
+        for operand in (*args, *kwargs.values()):
+            if isinstance(operand, nn.Parameter):
+                self.read.setdefault(operand, set()).add(_cast_to(func, args, kwargs) or operand.dtype)
         if func is F.linear:
             return self._affine(torch.matmul, args[0], _transposed(args[1]), _argument(args, kwargs, 2, "bias"))
         if func in (torch.addmm, torch.Tensor.addmm) and not kwargs:
@@ -258,6 +268,12 @@ class _Operators(TorchFunctionMode):
         return value
 
 
+def _cast_to(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    if func is torch.Tensor.to:
+        return next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), None)
+    return _CASTS.get(func)
+
+
 def _transposed(weight: Tensor) -> Tensor:
     return weight.t()
 
@@ -313,8 +329,9 @@ class _Stage:
             counts = {
                 name: give(torch.ones((), device=device), self._everywhere(), self.axes) for name in self.stage.counts
             }
-            with _Operators(self.axes, self.program.placed, self.result), torch.set_grad_enabled(train):
+            with _Operators(self.axes, self.program.placed, self.result) as operators, torch.set_grad_enabled(train):
                 returned = module(*values, **inputs, **counts)
+            self._check_gathers(module, operators.read)
             outputs = returned if isinstance(returned, tuple) else (returned,)
             if not self.stage.sends:
                 self._check_outputs(outputs, train)
@@ -323,6 +340,21 @@ class _Stage:
                     sent = [value for value in outputs if value.requires_grad]
                     torch.autograd.backward(sent, [torch.zeros_like(value) for value in sent])
         return outputs
+
+    def _check_gathers(self, module: nn.Module, read: Mapping[nn.Parameter, set[torch.dtype]]) -> None:
+        """Check that no parameter is gathered in fewer bits than those in which it is read."""
+        gathered = self.program.gather_dtype
+        if gathered is None:
+            return
+        for name, parameter in module.named_parameters():
+            lost = [dtype for dtype in read.get(parameter, ()) if torch.promote_types(dtype, gathered) != gathered]
+            if lost and name in self.program.fully_sharded:
+                self._problem(
+                    f"{name} is read in {lost[0]}, but interface.gather_dtype gathers it in {gathered}".replace(
+                        "torch.", ""
+                    )
+                )
+                return
 
     def _is_small(self) -> bool:
         module = build_stage(self.package, self.stage, torch.device("meta"), True)

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from graphpar.codegen.printer import RESERVED
 from graphpar.emitted import random_streams
 from graphpar.ir.batch_sizes import multiple_of_batch
 from graphpar.ir.program import (
@@ -267,7 +269,7 @@ def block_names(regions: list[Region]) -> dict[str, str]:
         by_class.setdefault(simple, {}).setdefault(region.digest, []).append(region.path)
     for simple, variants in by_class.items():
         if len(variants) == 1:
-            names[next(iter(variants))] = simple
+            names[next(iter(variants))] = _free(simple, names.values())
             continue
         prefixes = {digest: _common_prefix(paths) for digest, paths in variants.items()}
         positions = max(len(prefix) for prefix in prefixes.values())
@@ -283,10 +285,17 @@ def block_names(regions: list[Region]) -> dict[str, str]:
             for part in parts:
                 word = "".join(piece[:1].upper() + piece[1:] for piece in part.split("_"))
                 name += f"_{word}" if word[:1].isdigit() and name[-1:].isdigit() else word
-            while name in names.values():
-                name += "Variant"
-            names[digest] = name
+            names[digest] = _free(name, names.values())
     return names
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    """Return ``name``, changed where the emitted files have it already."""
+    if re.fullmatch(r"Stage\d+", name) or name in RESERVED:
+        name += "Block"
+    while name in taken:
+        name += "Variant"
+    return name
 
 
 def _common_prefix(paths: Iterable[str]) -> list[str]:

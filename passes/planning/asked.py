@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from graphpar.annotations.patterns import read_entry
-from graphpar.errors import GraphparError
+from graphpar.errors import GraphparError, NothingFits
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision, check_dtype
 from graphpar.ir.program import Program
+from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import split_points_of
 from graphpar.passes.planning.candidates import SHOWN
 from graphpar.passes.planning.choose import checked_table, choose
@@ -30,6 +31,7 @@ from graphpar.passes.planning.constraints import (
 )
 from graphpar.passes.planning.planner import free_axes
 from graphpar.passes.planning.planning import estimate_plan, search_plan
+from graphpar.passes.planning.recomputation import AUTO, check_recompute, least_first
 from graphpar.passes.planning.sharded_state import (
     check_level,
     check_prefetch,
@@ -97,6 +99,7 @@ def ask(
     reshard: str | int | None = None,
     prefetch: str | None = None,
     prefetch_distance: int | None = None,
+    recompute: Recompute | None = None,
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -119,6 +122,8 @@ def ask(
     _check_count("top", top, least=0)
     check_dtype("dtype", dtype)
     check_dtype("reduce_dtype", reduce_dtype)
+    if recompute is not None and recompute != AUTO:
+        check_recompute(recompute)
     _check_edges(edge_layers)
     count = _device_count(hardware, devices)
     if count is None and not mesh and table is None:
@@ -140,6 +145,7 @@ def ask(
         reshard=reshard,
         prefetch=prefetch,
         prefetch_distance=prefetch_distance,
+        recompute="none" if recompute is None else recompute,
         dtype=dtype or "",
         reduce_dtype=reduce_dtype,
         layers_per_stage=layers_per_stage,
@@ -158,12 +164,33 @@ def planned(program: Program, asked: Asked) -> Plan:
     pins = replace(asked.pins, dtype=precision.dtype, param_dtype=precision.param_dtype)
     if asked.split is not None:
         pins = replace(pins, split_points=split_points_of(asked.split(program)))
+    if pins.recompute == AUTO:
+        return _least_recomputation(program, asked, pins)
+    return _planned(program, asked, pins)
+
+
+def _planned(program: Program, asked: Asked, pins: PlanConstraints) -> Plan:
     if asked.complete:
         chosen = choose(program, Mesh.resolve(asked.mesh, asked.devices), pins)
         if pins.cluster is None:
             return chosen
         return replace(chosen, predicted=estimate_plan(program, chosen, pins.cluster))
     return search_plan(program, pins.cluster or Cluster.of_this_machine(asked.size), asked.mesh, pins, asked.top)
+
+
+def _least_recomputation(program: Program, asked: Asked, pins: PlanConstraints) -> Plan:
+    """Return the plan with the least recomputation that fits in the devices' memory; where none fits, as with the most."""
+    *less, most = least_first(program)
+    cluster = pins.cluster or Cluster.of_this_machine(asked.size)
+    for kind in less:
+        try:
+            plan = _planned(program, asked, replace(pins, recompute=kind))
+        except NothingFits:
+            continue
+        estimate = plan.predicted or estimate_plan(program, plan, cluster)
+        if max(estimate.peak_memory_bytes) <= estimate.memory_bytes:
+            return plan
+    return _planned(program, asked, replace(pins, recompute=most))
 
 
 def _precision(program: Program, asked: str) -> Precision:

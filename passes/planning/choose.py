@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from graphpar.annotations.patterns import names_of, resolve
-from graphpar.codegen.fully_sharded import stored_in_shards
+from graphpar.codegen.fully_sharded import gathered_in_turn, stored_in_shards
 from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -34,7 +34,9 @@ from graphpar.passes.planning.constraints import (
     check_microbatch_size,
     check_pipelined,
 )
+from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.sharded_state import (
+    check_reach,
     check_reduced,
     check_reshard,
     gathers_again,
@@ -88,6 +90,7 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
     if pins.schedule is not None:
         check_pipelined(pins.schedule, mesh)
     split_points = pinned_split_points(program, mesh, pins)
+    recomputed_blocks(program, pins.recompute)
     if split_points:
         positions_of(program, split_points)  # report a misspelt name before anything else
     if pins.table is not None:
@@ -205,6 +208,7 @@ def _plan(
     check_dp_mean(mesh, pins, program)
     again = gathers_again(mesh.pp, zero, pins.reshard)
     prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)
+    check_reach(distance, max(map(len, (gathered_in_turn(program, stage) for stage in stages))))
     return Plan(
         model=program.name,
         mode=program.mode,
@@ -223,6 +227,7 @@ def _plan(
         prefetch_distance=distance,
         zero1_by=pins.zero1_by or ZERO1_BY[0],
         reshard=pins.reshard or "default",
+        recompute=pins.recompute,
         fully_sharded=stored_in_shards(program, stages) if zero >= 2 else frozenset(),
         allow_batch_coupling=pins.allow_batch_coupling,
         dp_mean=pins.dp_mean,

@@ -10,6 +10,7 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
+from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.normalize.coupled import coupled_text
 from graphpar.passes.planning.sharded_state import (
@@ -41,6 +42,7 @@ class PlanConstraints:
     reshard: str | int | None = None
     prefetch: str | None = None
     prefetch_distance: int | None = None
+    recompute: Recompute = "none"
     dtype: str = "fp32"
     param_dtype: str = "fp32"
     reduce_dtype: str | None = None

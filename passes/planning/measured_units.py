@@ -14,10 +14,13 @@ from torch import Tensor, fx
 from graphpar.cost_models.activation_memory import Activations, Reach, attributes
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import tensor_bytes
+from graphpar.cost_models.kept_results import recomputations
 from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Unit, UnitClass, UnitMemory
+from graphpar.cost_models.repeated_work import repeated_work
 from graphpar.cost_models.workload import Size, Works
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, batch_coefficients, value_of
+from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage
 from graphpar.passes.normalize.applications import first_applications
@@ -73,10 +76,10 @@ def units_of_ranks(
 ) -> list[Unit]:
     """Return :func:`units_of` the program that a rank runs, cached on ``sharded`` with what was measured of them."""
     run = execution or Execution()
-    asked = device, run.fused, run.gradient_bytes, tuple(wanted)
+    asked = device, run.fused, run.gradient_bytes, run.blocks, tuple(wanted)
     if asked not in sharded.units:
         split_points = unit_split_points(sharded.local, wanted)
-        key = *asked[:3], tuple(split_points)  # pinned split points may be among those found anyway
+        key = *asked[:4], tuple(split_points)  # pinned split points may be among those found anyway
         if key not in sharded.units:
             sharded.units[key] = _units(sharded.local, sharded.sharding.degrees, run, device, split_points)
         sharded.units[asked] = sharded.units[key]
@@ -97,7 +100,7 @@ def units_of(
     Args:
         program: the result of :func:`graphpar.passes.sharding.shard.shard`.
         degrees: ranks by axis.
-        execution: whether kernels are fused, and the dtype of gradients.
+        execution: whether kernels are fused, the dtype of gradients, and which blocks are recomputed.
         device: ``cpu`` or ``cuda``, as :class:`Activations` takes it.
         wanted: further split points at which a unit begins.
     """
@@ -114,7 +117,8 @@ def _units(
     positions = [position for position, _ in split_points]
     stages = split(program, positions)
     works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
-    activations = Activations(program, degrees, device=device, even_experts=True)
+    recomputed = recomputations(program, degrees, dict(execution.blocks), device)
+    activations = Activations(program, degrees, device=device, even_experts=True, recomputed=recomputed)
     kinds: dict[Any, UnitClass] = {}
     memories: dict[Any, Callable[[], UnitMemory]] = {}
     shared: set[str] = set()
@@ -125,18 +129,20 @@ def _units(
     units = []
     for stage, position, point in zip(stages, [0, *positions], [None, *(point for _, point in split_points)]):
         again = shared & set(stage.recomputed)
-        signature = _signature(program, stage)
+        signature = _signature(program, stage, recomputed)
         key = signature, frozenset(again)
         if key not in kinds:
             measure = memories.setdefault(signature, functools.cache(partial(_memory, activations, stage)))
-            kinds[key] = UnitClass(works.of(stage.graph, without=again), _sends(program, stage), measure)
+            work = works.of(stage.graph, without=again)
+            repeated = repeated_work(works, stage.graph, recomputed)
+            kinds[key] = UnitClass(work, _sends(program, stage), measure, repeated)
         shared |= set(stage.recomputed)
         held, buffers = _held(program, degrees, stage, several)
         units.append(Unit(point, position, stage.modules, kinds[key], held, buffers, _inputs(program, stage), stage))
     return units
 
 
-def _signature(program: Program, stage: Stage) -> Any:
+def _signature(program: Program, stage: Stage, recomputed: Mapping[str, Recomputation]) -> Any:
     """Return a key that is equal for stages that do the same work: their operators, shapes, and data flow."""
     places = {node: place for place, node in enumerate(stage.graph.nodes)}
     rows = []
@@ -146,7 +152,8 @@ def _signature(program: Program, stage: Stage) -> Any:
         shape = (tuple(map(str, value.shape)), str(value.dtype)) if isinstance(value, Tensor) else ()
         info = program.parameters.get(str(node.target)) if node.op == "get_attr" else None
         frozen = node.op == "get_attr" and not (info is not None and info.requires_grad)
-        rows.append((node.op, target, shape, frozen, tuple(places[a] for a in node.all_input_nodes)))
+        how = recomputed.get(str(node.target)) if node.op == "call_module" else None
+        rows.append((node.op, target, how and how.kind, shape, frozen, tuple(places[a] for a in node.all_input_nodes)))
     return tuple(rows), tuple(b.requires_grad for b in stage.receives), tuple(b.requires_grad for b in stage.sends)
 
 

@@ -16,7 +16,7 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import dominant_dtype
 from graphpar.cost_models.halved import halved
 from graphpar.cost_models.pricing import Pricing
-from graphpar.errors import GraphparError
+from graphpar.errors import GraphparError, NothingFits
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan
@@ -27,6 +27,7 @@ from graphpar.passes.planning.choose import choose, coupling_reason, global_batc
 from graphpar.passes.planning.constraints import PlanConstraints, check_data_axes
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.planner import Planner, free_axes
+from graphpar.passes.planning.recomputation import least_first, recomputed_blocks
 from graphpar.passes.planning.sharded_state import (
     gathers_again,
     level_of,
@@ -65,7 +66,7 @@ def search_plan(
         reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
         raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
     if found.best is None:
-        raise GraphparError(_misfit(program, cluster, pinned, pins, found))
+        raise NothingFits(_misfit(program, cluster, pinned, pins, found))
     best = found.best
     decided = replace(
         pins,
@@ -108,7 +109,10 @@ def planner_for(
     zero = level_of(pinned.get("dp_shard", 1), pins.zero)
     again = gathers_again(pinned.get("pp", 1), zero, reshard)
     prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)
-    execution = _execution(program, zero, reshard, prefetch, distance, pins.reduce_dtype)
+    execution = replace(
+        _execution(program, zero, reshard, prefetch, distance, pins.reduce_dtype),
+        blocks=tuple(recomputed_blocks(program, pins.recompute).items()),
+    )
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dominant_dtype(program), shown=top)
 
 
@@ -140,10 +144,10 @@ def pricing_of(
     """
     if cluster.size != plan.mesh.size:
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
-    run = execution or replace(
-        _execution(program, plan.zero, plan.reshard, plan.prefetch, plan.prefetch_distance, plan.reduce_dtype),
-        recompute=plan.recompute,
-    )
+    if execution is None:
+        shared = plan.zero, plan.reshard, plan.prefetch, plan.prefetch_distance, plan.reduce_dtype
+        execution = _execution(program, *shared)
+    run = replace(execution, blocks=tuple(recomputed_blocks(program, plan.recompute).items()))
     sharded = sharded_as(program, plan)
     local = sharded.local
     units = units_of_ranks(sharded, run, device=cluster.device.kind, wanted=plan.split_points)
@@ -233,6 +237,10 @@ def _misfit(
 
 def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, needed: int) -> str:
     memory = f"devices with {bytes_text(needed)}"
+    most = least_first(program)[-1]
+    recomputing = planner_for(program, cluster, pinned, replace(pins, recompute=most))
+    if pins.recompute != most and recomputing.any_that_fits() is not None:
+        return f" With recompute={most!r} it would fit, and so would {memory}."
     if pins.microbatch_size is not None:
         smaller = planner_for(program, cluster, pinned, replace(pins, microbatch_size=None)).any_that_fits(largest=True)
         if smaller is not None:

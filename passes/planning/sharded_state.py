@@ -100,6 +100,22 @@ def prefetching(again: bool, prefetch: str | None, distance: int | None) -> tupl
     return prefetch or PREFETCH[0], 0 if prefetch == "none" else distance or 1
 
 
+def check_reach(distance: int, units: int) -> None:
+    """Check that there are as many units to gather ahead as ``distance`` says.
+
+    Args:
+        units: how many the largest stage has besides itself.
+
+    Raises:
+        GraphparError: there are fewer.
+    """
+    if distance > max(1, units):
+        raise GraphparError(
+            f"prefetch_distance={distance} gathers {distance} units ahead, but no stage has more than {units} besides the rest of it; give "
+            f"at most {max(1, units)}."
+        )
+
+
 def check_reduced(mesh: Mesh, dtype: str | None, mode: str = "train") -> None:
     """Check that there are sums of gradients over replicas where a dtype for them is given.
 

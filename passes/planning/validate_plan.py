@@ -19,6 +19,7 @@ from graphpar.operators.transitions import path
 from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.choose import CUSTOM, choose
 from graphpar.passes.planning.constraints import PlanConstraints, check_degrees, check_microbatch_size, check_pipelined
+from graphpar.passes.planning.recomputation import check_recompute
 from graphpar.passes.planning.sharded_state import (
     check_prefetch,
     check_reshard,
@@ -64,6 +65,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         reshard=given.reshard,
         prefetch=given.prefetch,
         prefetch_distance=given.prefetch_distance or None,
+        recompute=given.recompute,
         dtype=given.dtype,
         param_dtype=given.param_dtype,
         reduce_dtype=given.reduce_dtype,
@@ -103,10 +105,7 @@ def check_alone(plan: Plan) -> None:
     Raises:
         GraphparError: it asks for something unsupported, or contradicts itself.
     """
-    if plan.recompute != "none":
-        raise GraphparError(
-            f"The plan's recompute is {plan.recompute!r}, which emitted programs don't do in this version; it must be 'none'."
-        )
+    check_recompute(plan.recompute)
     check_zero(plan.mesh, plan.zero, plan.mode)
     check_zero1_by(plan.zero1_by if plan.zero == 1 or plan.zero1_by != ZERO1_BY[0] else None, plan.zero)
     check_reshard(plan.mesh, plan.zero, plan.reshard)

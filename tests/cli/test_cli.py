@@ -580,7 +580,10 @@ def test_a_plan_that_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
     assert "version 7" in edited(version=7)
     assert "does not divide into microbatches of 3" in edited(microbatch_size=3)
-    assert "recompute is 'full', which emitted programs don't do" in edited(recompute="full")
+    assert (
+        "recompute is 'ful'; it must be one of none, selective, full, or budget:SHARE. Did you mean 'full'"
+        in edited(recompute="ful")
+    )
     assert "The plan is for 'GPT'" in edited(model="GPT")
     for wrong in (-1, 2):
         assert f"The plan contradicts itself: microbatches is {wrong}, but a global batch of" in edited(

@@ -492,6 +492,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown time": ({"mesh": {"dp_shard": 2}, "prefetch": "past"}, "one of pre, post, none. Did you mean 'post'"),
     "none of some": ({"mesh": {"dp_shard": 2}, "prefetch": "none", "prefetch_distance": 2}, "gathers nothing ahead"),
     "none ahead": ({"mesh": {"dp_shard": 2}, "prefetch_distance": 0}, "it must be at least 1"),
+    "too far ahead": (
+        {"mesh": {"dp_shard": 2}, "prefetch_distance": 99},
+        "gathers 99 units ahead, but no stage has more than",
+    ),
 }
 
 

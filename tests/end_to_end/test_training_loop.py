@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 import graphpar as gp
 from graphpar.codegen.optimizer_file import optimizer_file
+from graphpar.errors import GraphparError
 from graphpar.frontend.modelfile import ModelFile, example_batch, load_model_file
 from graphpar.runtime import load_manifest
 from graphpar.runtime.optimizers import RuntimeProgramError, build_lr_schedule, build_optimizer
@@ -46,8 +47,7 @@ def test_a_rank_needs_its_own_rows_and_evaluates_and_steps_as_the_model_file_say
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     exported = gp.export(model, kwargs=file.kwargs, loss_fn=file.loss_fn, targets=file.targets, evaluates=True)
     options = {"zero": zero} if zero else {}
-    program = gp.partition(exported, gp.plan(exported, mesh=mesh, **options)).save(tmp_path / "out")
-    (program / "optimizer.py").write_text(optimizer_file(FILE) or "")
+    program = gp.partition(exported, gp.plan(exported, mesh=mesh, **options), optimizer=FILE).save(tmp_path / "out")
     batch = example_batch(file, load_manifest(program).inputs)
     save_file(batch, tmp_path / "batch.safetensors")
     arguments = [program, tmp_path / "weights.safetensors", tmp_path / "batch.safetensors", tmp_path]
@@ -93,6 +93,17 @@ def test_optimizer_py_has_what_the_factory_uses_and_no_more() -> None:
     exec(compile(text, "optimizer.py", "exec"), made)
     assert {"optimizer", "lr_schedule", "DECAY", "WARM_UP"} <= made.keys()
     assert not {"Net", "Block", "model", "loss_fn", "example_inputs"} & made.keys()
+
+
+def test_a_file_without_an_optimizer_is_refused(tmp_path: Path) -> None:
+    model, batch = source.Net(), torch.zeros(4, 8)
+    program = gp.export(model, (batch,), loss_fn=lambda output: output.sum())
+    plan = gp.plan(program)
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(GraphparError, match=r"empty.py defines neither optimizer nor lr_schedule"):
+        gp.partition(program, plan, optimizer=tmp_path / "empty.py")
+    with pytest.raises(GraphparError, match=r"There is no file .*none.py"):
+        gp.partition(program, plan, optimizer=tmp_path / "none.py")
 
 
 def test_groups_by_shape_and_foreign_parameters_are_refused() -> None:

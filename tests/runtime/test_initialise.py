@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -176,3 +178,21 @@ def test_on_ranks_they_are_those_of_one_device(
     saved = load_file(tmp_path / "saved.safetensors")
     assert set(saved) == set(expected)
     assert not [name for name, value in saved.items() if not torch.equal(value, expected[name])]
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_draws_from_generators_that_no_seed_sets_are_refused(draw: Callable[[], float]) -> None:
+    def build() -> nn.Module:
+        return nn.Linear(3 + int(draw() * 0), 2)
+
+    def seeded() -> nn.Module:
+        random.seed(1)
+        np.random.seed(1)
+        return build()
+
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    with pytest.raises(RuntimeProgramError, match=r"draws from .*random, which no seed of this program sets"):
+        list(initial_values(build, SEED))
+    list(initial_values(seeded, SEED))
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())
+    assert not _differing(seeded)

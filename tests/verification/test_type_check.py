@@ -26,6 +26,7 @@ from graphpar.passes.sharding.pins import prepared
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.shard import lower
 from graphpar.verification.type_check import CheckResult, check_folder
+from tests.architectures import program_of
 from tests.programs import example, norms_pinned
 
 Emit = Callable[..., Path]
@@ -543,3 +544,24 @@ def test_a_process_that_has_a_process_group_is_told_so(tmp_path: Path) -> None:
             check_folder(folder)
     finally:
         dist.destroy_process_group()
+
+
+def test_an_edited_dtype_of_gathers_is_found(tmp_path: Path) -> None:
+    program = example("gpt")
+    folder = gp.partition(program, gp.plan(program, mesh={"dp_shard": 2})).save(tmp_path / "out")
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["interface"]["gather_dtype"] == "fp32"
+    plan["interface"]["gather_dtype"] = "bf16"
+    (folder / "plan.json").write_text(json.dumps(plan))
+
+    (problem,) = check_folder(folder).problems
+
+    assert "is read in float32, but interface.gather_dtype gathers it in bfloat16" in problem
+
+
+def test_parameters_are_gathered_in_the_dtype_of_the_computation(tmp_path: Path) -> None:
+    program = program_of("gpt2", dtype="bf16")
+    folder = gp.partition(program, gp.plan(program, mesh={"dp_shard": 2})).save(tmp_path / "out")
+
+    assert json.loads((folder / "plan.json").read_text())["interface"]["gather_dtype"] == "bf16"
+    assert check_folder(folder).problems == []

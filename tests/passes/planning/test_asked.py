@@ -162,7 +162,7 @@ EDITS = [
     ({"zero1_by": "flat"}, "zero1_by=flat says how ZeRO-1 divides the state"),
     ({"zero1_by": "flta"}, "zero1_by is 'flta'"),
     ({"prefetch_distance": -1}, "only zero=3 gathers them then"),
-    ({"recompute": "full"}, "recompute is 'full'"),
+    ({"recompute": "ful"}, "recompute is 'ful'; it must be one of"),
     ({"microbatch_size": 3}, "does not divide into microbatches of 3"),
     ({"schedule": "ZB-H1"}, "actions is "),
     ({"schedule": "zbv", "mesh": gp.Mesh()}, "has pp=1"),

@@ -1,0 +1,217 @@
+"""What a block that is recomputed keeps: by a list of operators, or within a share of the bytes that it would keep otherwise.
+
+    block ──a run on fake tensors──► each operator's result: bytes, and what it costs to make it again
+                                           │
+                             0-1 knapsack: the results that cost most, in the bytes allowed
+
+Each operator whose result is not kept runs again, so the costs add up, and the knapsack is exact for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graphpar.cost_models.activation_memory import Activations, Forward
+from graphpar.cost_models.execution import share_of
+from graphpar.cost_models.repeated_work import after_last
+from graphpar.cost_models.storage_tracker import storage_of
+from graphpar.cost_models.workload import Collective, Phase, Traffic, Work, Works
+from graphpar.emitted.recomputation import NAMES, name_of
+from graphpar.ir.program import Block, Program, concrete_shape, value_of
+from graphpar.ir.recomputation import Recomputation
+
+FLOPS_A_BYTE = {2: 200, 4: 20, 8: 15}
+"""How many flops take the time of a byte of memory, by bytes an element: on an A100 156, 10 and 10, on an H100 295, 20 and 20 (their
+data sheets)."""
+SENT_BYTES = 10
+"""How many bytes of memory take the time of a byte that is sent; of an H100 and its NVLink 7, of a link between machines 67."""
+ROWS = 8
+"""The microbatch for which results are chosen, so that the choice is that of the program and not of a plan."""
+_WAIT = "_c10d_functional.wait_tensor"
+"""It returns what it waits for; on fake tensors a copy."""
+_PARTS = 4096
+"""The knapsack counts bytes in so many parts of all results' bytes, rounded up."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the main operator of a node makes, the number of its call, its bytes, and the cost to repeat the node.
+
+    ``cost`` is in bytes of memory that take as long.
+    """
+
+    node: str
+    operator: str
+    number: int
+    nbytes: int
+    cost: int
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of a block in the order of its forward, and its bytes kept for the backward: without recomputation, and with full."""
+
+    results: tuple[Result, ...]
+    kept: int
+    given: int
+
+    def within(self, share: float) -> list[Result]:
+        """Return the results that cost most to repeat, of which with what is given at most ``share`` of ``kept`` is kept."""
+        return knapsack(self.results, int(share * self.kept) - self.given)
+
+
+def knapsack(results: Sequence[Result], room: int) -> list[Result]:
+    """Return those of the highest cost that take at most ``room`` bytes, and of several such choices the smallest."""
+    worth = [result for result in results if result.cost > 0 and result.nbytes > 0]
+    unit = max(1, -(-sum(result.nbytes for result in worth) // _PARTS))
+    size = max(0, room) // unit
+    best = np.zeros(size + 1, dtype=np.int64)
+    taken = np.zeros((len(worth), size + 1), dtype=bool)
+    for place, result in enumerate(worth):
+        weight = -(-result.nbytes // unit)
+        if weight <= size:
+            with_it = best[: size + 1 - weight] + result.cost
+            taken[place, weight:] = with_it > best[weight:]
+            best[weight:] = np.maximum(best[weight:], with_it)
+    left, chosen = int(np.argmax(best == best[-1])), []
+    for place in range(len(worth) - 1, -1, -1):
+        if taken[place, left]:
+            chosen.append(worth[place])
+            left -= -(-worth[place].nbytes // unit)
+    return chosen[::-1]
+
+
+def results_of(activations: Activations, works: Works, block: Block) -> Results:
+    """Measure the operators of a block of a rank's program, each for :data:`ROWS` rows."""
+    noted, saved = _Noted(activations), dict[int, int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with activations.ready():
+        placeholders = [node for node in block.graph.nodes if node.op == "placeholder"]
+        given = [_given(works, block, node) for node in placeholders]
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            made = noted.run_graph(block.graph, f"{block.instances[0]}.", given)
+        parameters = {storage_of(tensor) for tensor in activations.state.values()}
+        entering = [tensor for tensor in given if isinstance(tensor, Tensor)]
+        shared = {storage_of(tensor) for tensor in entering if not tensor.requires_grad}
+        kept = sum(nbytes for key, nbytes in saved.items() if key not in parameters | shared)
+    del made
+    never = after_last(works, block)
+    costs = {node.name: 0 if node.name in never else _cost(works, block, node) for node in block.graph.nodes}
+    results = [Result(name, *_main(calls), costs[name]) for name, calls in noted.calls.items() if calls]
+    own = sum(tensor.untyped_storage().nbytes() for tensor in entering if tensor.requires_grad)
+    return Results(tuple(results), kept, own)
+
+
+def _main(calls: Sequence[tuple[str, int, int]]) -> tuple[str, int, int]:
+    """Return the operator that does the work of a node: others only lay out what it takes or makes, or read it."""
+    return next((call for call in reversed(calls) if call[0] in NAMES.values()), calls[-1])
+
+
+def _given(works: Works, block: Block, node: fx.Node) -> Any:
+    value = value_of(node)
+    if not isinstance(value, Tensor):
+        return value
+    rows = ROWS if works.program.symbolic else works.program.batch
+    floating = value.is_floating_point() and works.has_gradient(node, block.name)
+    return torch.empty(concrete_shape(node, rows), dtype=value.dtype).requires_grad_(floating)
+
+
+def _cost(works: Works, block: Block, node: fx.Node) -> int:
+    others = {other.name for other in block.graph.nodes} - {node.name}
+    rows = ROWS if works.program.symbolic else works.program.batch
+    return int(sum(_bytes_for(work, rows) for work in _forward(works.of(block.graph, block.name, others))))
+
+
+def _forward(work: Work) -> Iterator[Work]:
+    for row, times in work.rows.items():
+        if row.phase is Phase.FORWARD:
+            yield Work({row: times})
+
+
+def _bytes_for(work: Work, rows: int) -> float:
+    (row,) = work.rows
+    if isinstance(row, Collective):
+        return SENT_BYTES * work.rows[row] * row.nbytes.at(rows)
+    if isinstance(row, Traffic):
+        return float(work.rows[row] * row.nbytes.at(rows))
+    return work.flops(rows) / FLOPS_A_BYTE.get(row.itemsize, FLOPS_A_BYTE[2])
+
+
+class _Noted(Forward):
+    """Runs a block and notes of each node the operators that make results in new memory, with the numbers of their calls and bytes."""
+
+    def __init__(self, activations: Activations) -> None:
+        super().__init__(activations)
+        self.numbers = Counter[str]()
+        self.calls: dict[str, list[tuple[str, int, int]]] = {}
+
+    def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.calls[node.name] = []
+        with _Dispatched(self, node.name):
+            return super().call(node, args, kwargs)
+
+
+class _Dispatched(TorchDispatchMode):
+    def __init__(self, noted: _Noted, node: str) -> None:
+        super().__init__()
+        self.noted, self.node = noted, node
+
+    def __torch_dispatch__(self, func: Any, types: Collection[Any], args: Any = (), kwargs: Any = None) -> Any:
+        name = name_of(func, args, kwargs or {})
+        number = self.noted.numbers[name]
+        self.noted.numbers[name] += 1
+        given = {storage_of(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        made = {
+            storage_of(item): item.untyped_storage().nbytes()
+            for item in tree_leaves(result)
+            if isinstance(item, Tensor)
+        }
+        new = [nbytes for key, nbytes in made.items() if key not in given]
+        if new and name != _WAIT:
+            self.noted.calls[self.node].append((name, number, sum(new)))
+        return result
+
+
+def recomputations(
+    program: Program, degrees: Mapping[str, int], kinds: Mapping[str, str], device: str
+) -> dict[str, Recomputation]:
+    """Say for each block of a rank's program, by path, what it keeps; ``kinds`` are those of the blocks that are recomputed."""
+    works = Works(program, degrees)
+    activations = Activations(program, degrees, device=device, even_experts=True)
+    known: dict[tuple[str, str], Recomputation] = {}
+    found = {}
+    for block in program.blocks.values():
+        for path in dict.fromkeys(block.instances):
+            if kind := kinds.get(path):
+                key = block.name, kind
+                if key not in known:
+                    known[key] = _recomputation(activations, works, block, kind)
+                found[path] = known[key]
+    return found
+
+
+def _recomputation(activations: Activations, works: Works, block: Block, kind: str) -> Recomputation:
+    if (share := share_of(kind)) is None:
+        return Recomputation(kind)
+    kept = results_of(activations, works, block).within(share)
+    calls: dict[str, list[int]] = {}
+    for result in kept:
+        calls.setdefault(result.operator, []).append(result.number)
+    return Recomputation(
+        kind, {name: tuple(numbers) for name, numbers in calls.items()}, frozenset(r.node for r in kept)
+    )

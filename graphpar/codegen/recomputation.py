@@ -1,0 +1,70 @@
+"""Print the function that names the blocks of a stage which run their forward again in the backward.
+
+for layer in stage.model.layers.values():
+    recompute(layer)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from graphpar.codegen.attributes import Tree
+from graphpar.codegen.classes import docstring
+from graphpar.codegen.fully_sharded import modules_of
+from graphpar.codegen.layout import wrapped
+from graphpar.ir.recomputation import Recomputation
+from graphpar.ir.stage import Stage
+
+NAME = "recompute_units"
+FUNCTIONS = ("recompute", "recompute_selectively", "recompute_but")
+"""The functions of ``recomputation.py``."""
+
+_KEPT = {
+    "selective": "keeps what enters it and what recompute_selectively names (recomputation.py)",
+    "full": "keeps only what enters it",
+}
+
+
+def recomputed_in(stages: Sequence[Stage], recomputed: Mapping[str, Recomputation]) -> dict[str, Recomputation]:
+    """Return those of ``recomputed`` that ``stages`` run, in their order."""
+    nodes = [node for stage in stages for node in stage.graph.nodes]
+    calls = dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")
+    return {path: recomputed[path] for path in calls if path in recomputed}
+
+
+def recomputation_function(tree: Tree, recomputed: Mapping[str, Recomputation]) -> str:
+    """Print the function; ``tree`` is the stage's, ``recomputed`` its blocks by path."""
+    used = dict.fromkeys(how.kind for how in recomputed.values())
+    kept = [f"a block {_KEPT.get(kind) or _budget(kind)}" for kind in used]
+    what = f"{'; or '.join(kept)}, and runs its forward again in the backward."
+    lines = [f"def {NAME}(stage: nn.Module) -> None:", *docstring(f"Recomputation: {what}")]
+    for how, paths in _runs(recomputed):
+        for text, variable in modules_of(tree, paths):
+            indent = "    "
+            if variable:
+                lines.append(f"    for {variable} in {text}:")
+                indent += "    "
+            lines += wrapped(_call(how, variable or text), indent)
+    return "\n".join(lines) + "\n"
+
+
+def _budget(kind: str) -> str:
+    share = float(kind.removeprefix("budget:"))
+    return f"keeps what enters it and the listed results, in all at most {share:.0%} of what it would keep otherwise"
+
+
+def _call(how: Recomputation, module: str) -> str:
+    if how.kind == "selective":
+        return f"recompute_selectively({module})"
+    if not how.calls:
+        return f"recompute({module})"
+    kept = ", ".join(f'"{name}": {numbers}' for name, numbers in how.calls.items())
+    return f"recompute_but({module}, {{{kept}}})"
+
+
+def _runs(recomputed: Mapping[str, Recomputation]) -> Iterator[tuple[Recomputation, list[str]]]:
+    """Yield blocks that are recomputed alike and follow each other."""
+    for _, run in itertools.groupby(recomputed, key=lambda path: (recomputed[path].kind, repr(recomputed[path].calls))):
+        paths = list(run)
+        yield recomputed[paths[0]], paths

@@ -1,0 +1,33 @@
+"""``Recomputation``: how a block runs its forward again in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from graphpar.emitted.recomputation import Keeps, listed_in, selected
+
+Recompute = str | Mapping[str, str]
+"""How blocks are recomputed: one kind for all, or kinds by pattern over their paths."""
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """How a block is recomputed.
+
+    Attributes:
+        kind: ``selective``, ``full`` or ``budget:SHARE``.
+        calls: whose results a budget keeps: numbers of calls in a forward, by the name of the operator.
+        nodes: the same as names of the block's nodes.
+    """
+
+    kind: str
+    calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    nodes: frozenset[str] = frozenset()
+
+    @property
+    def keeps(self) -> Keeps | None:
+        """Whether the result of an operator's call is kept; None where none is."""
+        if self.kind == "selective":
+            return selected
+        return listed_in(self.calls) if self.calls else None

@@ -1,0 +1,66 @@
+"""``torch.compile`` of a program's blocks.
+
+    block.forward ──torch.compile──► the same numbers from fused kernels; what FSDP2, ZeRO-1 and pipelines do around it stays as it is
+
+A block is compiled once for all its instances, with the collectives in it. Where torch can't follow an operator, such as a user's own,
+the block is compiled in parts around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.manifest import Manifest
+
+SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""The schedules that split backwards in two."""
+
+
+def backend_of(compile: bool | str) -> str | None:
+    """Return the backend that is meant; None: blocks run as they are."""
+    return ("inductor" if compile else None) if isinstance(compile, bool) else compile
+
+
+def check_compiles(program: Manifest, backend: str, device: torch.device) -> None:
+    """Check that the blocks of ``program`` can be compiled.
+
+    Raises:
+        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two.
+    """
+    backends = torch._dynamo.list_backends(None)  # type: ignore[no-untyped-call, arg-type]
+    if backend not in backends:
+        raise RuntimeProgramError(f"torch.compile has no backend {backend!r}; there are {', '.join(backends)}")
+    cells = (cell for row in (program.actions or {}).values() for cell in row if cell)
+    if program.schedule in SPLIT or any("W" in cell.replace("UNSHARD", "") for cell in cells):
+        raise RuntimeProgramError(
+            f"the schedule {program.schedule} splits backwards in two, which compiled blocks run as one; compile the model with another "
+            "schedule, such as 1F1B, or leave compile out"
+        )
+    if backend == "inductor" and device.type == "cpu":
+        from torch._inductor import cpp_builder
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except Exception as error:
+            raise RuntimeProgramError(
+                f"torch.compile needs a C++ compiler on the CPU ({error}); install one, or leave compile out"
+            ) from error
+
+
+def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
+    """Compile the forwards of the blocks of ``stage``, or its own where it has none; before FSDP2 shards them."""
+    for module in list(blocks(stage, package)) or [stage]:
+        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
+
+
+def blocks(module: nn.Module, package: str) -> Iterator[nn.Module]:
+    """Yield the outermost modules in ``module`` of classes that the emitted ``blocks.py`` has."""
+    for child in module.children():
+        if type(child).__module__ == f"{package}.blocks":
+            yield child
+        else:
+            yield from blocks(child, package)

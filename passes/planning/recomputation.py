@@ -1,0 +1,115 @@
+"""Which blocks run their forward again in the backward: one kind for all, or patterns over the paths of blocks.
+
+"full"                                     every block
+"budget:0.6"                               every block, to at most this share of the bytes that it would keep
+{"layers.*": "full", "layers.0": "none"}   of patterns that match one block the last counts; others are not recomputed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphpar.annotations.patterns import matching
+from graphpar.cost_models.execution import RECOMPUTE, share_of
+from graphpar.errors import GraphparError, near_match
+from graphpar.ir.program import Program
+from graphpar.ir.recomputation import Recompute
+from graphpar.text import listed
+
+AUTO = "auto"
+"""The least recomputation with which a plan fits."""
+_LEAST_FIRST = ("none", "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
+
+
+def least_first(program: Program) -> tuple[str, ...]:
+    """Return the kinds that :data:`AUTO` tries, in order."""
+    return _LEAST_FIRST if program.mode == "train" and program.blocks else _LEAST_FIRST[:1]
+
+
+def read_recompute(text: str) -> Recompute:
+    """Read a kind, or ``PATTERN=KIND,PATTERN=KIND,...``, as the command line has it.
+
+    Raises:
+        GraphparError: an entry has no kind, or a pattern is there twice.
+    """
+    if "=" not in text:
+        return text
+    entries = [entry.strip() for entry in text.split(",")]
+    for entry in entries:
+        if entry.count("=") != 1:
+            raise GraphparError(f"recompute: {entry!r} is not PATTERN=KIND, such as layers.*=full.")
+    patterns = [entry.partition("=")[0].strip() for entry in entries]
+    for pattern in patterns:
+        if patterns.count(pattern) > 1:
+            raise GraphparError(f"recompute: the pattern {pattern!r} is given twice.")
+    return {pattern: entry.partition("=")[2].strip() for pattern, entry in zip(patterns, entries)}
+
+
+def check_recompute(value: Any) -> None:
+    """Check what is asked for, as far as that needs no program.
+
+    Raises:
+        GraphparError: it is of a wrong type, or names an unknown kind.
+    """
+    if isinstance(value, Mapping):
+        if not value:
+            raise GraphparError("recompute is an empty dict; give patterns over blocks, or leave it out.")
+        for pattern, kind in value.items():
+            if not isinstance(pattern, str):
+                raise GraphparError(f"recompute's keys are patterns over the paths of blocks, but one is {pattern!r}.")
+            _check_kind(f"recompute of {pattern!r}", kind)
+    else:
+        _check_kind("recompute", value)
+
+
+def _check_kind(what: str, kind: Any) -> None:
+    if isinstance(kind, str) and share_of(kind) is not None:
+        return
+    if not isinstance(kind, str) or kind not in RECOMPUTE:
+        hint = near_match(kind, RECOMPUTE) if isinstance(kind, str) else ""
+        raise GraphparError(f"{what} is {kind!r}; it must be one of {', '.join(RECOMPUTE)}, or budget:SHARE.{hint}")
+
+
+def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
+    """Return the kind of each block that is recomputed, by its path.
+
+    Raises:
+        GraphparError: a pattern matches no block, there is no block, or no backward.
+    """
+    check_recompute(asked)
+    if asked == "none":
+        return {}
+    if program.mode != "train":
+        raise GraphparError(
+            f"recompute is {asked!r}, but {program.name} is compiled for inference, which has no backward."
+        )
+    paths = list(dict.fromkeys(path for block in program.blocks.values() for path in block.instances))
+    if not paths:
+        raise GraphparError(
+            f"recompute is {asked!r}, but {program.name} has no block, a module that repeats, to run again; leave it out."
+        )
+    found: dict[str, str] = {}
+    if isinstance(asked, str):
+        found = dict.fromkeys(paths, _same_as(asked))
+        return {path: kind for path, kind in found.items() if kind != "none"}
+    for pattern, kind in asked.items():
+        matched = matching(pattern, paths)
+        if not matched:
+            raise GraphparError(_matches_nothing(pattern, paths))
+        found |= dict.fromkeys(matched, _same_as(kind))
+    return {path: found[path] for path in paths if found.get(path, "none") != "none"}
+
+
+def _same_as(kind: str) -> str:
+    """Return ``none`` or ``full`` for a budget that is the same."""
+    share = share_of(kind)
+    return kind if share not in (0.0, 1.0) else "none" if share else "full"
+
+
+def _matches_nothing(pattern: str, paths: list[str]) -> str:
+    deeper = matching(f"**.{pattern}", paths)
+    levels = pattern.count(".") + 1
+    prefixes = list(dict.fromkeys(".".join(path.split(".")[:-levels]) for path in deeper))
+    hint = f" Did you mean '{prefixes[0]}.{pattern}'?" if len(prefixes) == 1 else near_match(pattern, paths)
+    return f"recompute's pattern {pattern!r} matches no block; blocks are {listed(paths, 4)}.{hint}"

@@ -1,0 +1,127 @@
+"""What recomputed blocks keep: the knapsack against all choices, and the bytes that emitted stages keep against what is predicted."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import graphpar as gp
+from graphpar.cost_models.activation_memory import Activations
+from graphpar.cost_models.kept_results import Result, knapsack
+from graphpar.cost_models.storage_tracker import Live
+from graphpar.hardware.cluster import Cluster
+from graphpar.runtime.groups import Groups
+from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.stages import (
+    StageAdapter,
+    bind_collectives,
+    build_stage,
+    emitted_package,
+    keywords,
+    stage_function,
+)
+from tests.cost_models.test_memory import ROWS, _filled, _inputs, _rank_0, _tuple
+from tests.programs import example
+
+KINDS = ("none", "budget:0.9", "selective", "budget:0.6", "budget:0.3", "full")
+FAST = [("gpt2_tiny", {"tp": 2}), ("gpt_dropout", {})]
+SLOW = [
+    ("llama", {"cp": 2}),
+    ("t5", {}),
+    ("bert", {"pp": 2}),
+    ("vit", {"tp": 2}),
+    ("resnet_batchnorm", {}),
+    ("gpt", {"tp": 4}),
+]
+
+sizes = st.integers(0, 50)
+
+
+@given(st.lists(st.tuples(sizes, sizes), max_size=8), st.integers(-3, 200))
+def test_the_knapsack_is_the_best_of_all_choices(items: list[tuple[int, int]], room: int) -> None:
+    results = [Result(str(place), "", 0, nbytes, cost) for place, (nbytes, cost) in enumerate(items)]
+    worth = [result for result in results if result.nbytes and result.cost]
+    every = [
+        (sum(r.cost for r in some), -sum(r.nbytes for r in some))
+        for count in range(len(worth) + 1)
+        for some in itertools.combinations(worth, count)
+        if sum(r.nbytes for r in some) <= max(0, room)
+    ]
+    found = knapsack(results, room)
+    assert (sum(r.cost for r in found), -sum(r.nbytes for r in found)) == max(every)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**9), st.integers(1, 10**6)), max_size=30),
+    st.lists(st.floats(0, 1), min_size=2),
+)
+def test_more_room_never_keeps_less(items: list[tuple[int, int]], shares: list[float]) -> None:
+    results = [Result(str(place), "", 0, nbytes, cost) for place, (nbytes, cost) in enumerate(items)]
+    whole = sum(result.nbytes for result in results)
+    unit = max(1, -(-whole // 4096))
+    kept = [sum(-(-r.nbytes // unit) for r in knapsack(results, int(share * whole))) for share in sorted(shares)]
+    assert kept == sorted(kept)
+    for share in shares:
+        assert sum(r.nbytes for r in knapsack(results, int(share * whole))) <= share * whole
+
+
+def _kept(parts: gp.Parts, index: int) -> int:
+    """The bytes that the emitted stage has between a forward and its backward, on real tensors."""
+    manifest = load_manifest(parts.folder)
+    package, interface = emitted_package(manifest), manifest.stages[index]
+    with _rank_0(manifest) as groups:
+        bind_collectives(manifest, package, cast(Groups, groups))
+        module = _filled(build_stage(package, interface, torch.device("cpu"), True))
+        if interface.recomputes:
+            stage_function(package, interface, "recompute_units")(module)
+        adapter = StageAdapter(module, interface)
+        received, named = _inputs(parts, index, ROWS)
+        with Live() as live:
+            outputs = _tuple(adapter(*received, **keywords(named)))
+            _, left = live.mark()
+        torch.autograd.backward(
+            [value for value in outputs if value.requires_grad],
+            [torch.ones_like(value) for value in outputs if value.requires_grad],
+        )
+    return int(left)
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_kept_bytes(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
+    program, found = example(name), []
+    for kind in KINDS:
+        plan = gp.plan(
+            program, mesh=mesh, microbatch_size=ROWS, global_batch=8, allow_batch_coupling=True, recompute=kind
+        )
+        parts = gp.partition(program, plan)
+        activations = Activations(parts.program, plan.mesh.degrees(), recomputed=parts.compilation.recomputed)
+        kept = 0
+        for stage in parts.stages:
+            reach = activations.reach(stage, ROWS)
+            real = _kept(parts, stage.index)
+            assert reach.inside + reach.shared + reach.sent == pytest.approx(real, rel=0.02), kind
+            kept += real
+        found.append(kept)
+    none, most, selective, middle, least, full = found
+    assert full < selective < none
+    assert full < least < middle < most < none
+
+
+def test_the_peak_grows_with_the_budget() -> None:
+    program, cluster = example("llama"), Cluster.parse("2xH100")
+    peaks, seconds = [], []
+    for kind in ("full", *(f"budget:{tenths / 10}" for tenths in range(1, 10)), "none"):
+        predicted = gp.plan(
+            program, cluster, mesh={"tp": 2}, microbatch_size=2, global_batch=8, recompute=kind
+        ).predicted
+        assert predicted is not None
+        peaks.append(max(predicted.peak_memory_bytes))
+        seconds.append(predicted.step_time_s)
+    assert peaks == sorted(peaks)
+    assert seconds[0] == max(seconds) and seconds[-1] == min(seconds)

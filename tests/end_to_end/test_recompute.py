@@ -1,0 +1,108 @@
+"""Programs whose blocks run their forward again: the numbers of those that don't, to the bit, and the collectives that are said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import graphpar as gp
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.workload import Collective
+from graphpar.ir.recomputation import Recompute
+from graphpar.passes.planning.measured_units import units_of_ranks
+from graphpar.passes.planning.recomputation import recomputed_blocks
+from graphpar.passes.sharding.planned import sharded_as
+from graphpar.verification.reference import run_reference
+from tests.programs import example
+from tests.rank_pool import RankPool
+
+FIXTURE = Path(__file__).parents[1] / "recomputation_fixture.py"
+KINDS: tuple[Recompute, ...] = ("full", "selective", "budget:0.5")
+STEPS = 2
+
+
+def run(
+    pool: RankPool, root: Path, name: str, mesh: dict[str, int], kinds: Sequence[Recompute], **asked: Any
+) -> list[Path]:
+    """Train the example without recomputation and with each of ``kinds``; return the folders."""
+    program = example(name)
+    asked = {"microbatch_size": 2, "global_batch": 8, "allow_batch_coupling": True, **asked}
+    plans = [gp.plan(program, mesh=mesh, recompute=kind, **asked) for kind in ("none", *kinds)]
+    assert program.source is not None
+    reference = run_reference(program.source, plans[0], program.inputs, STEPS)
+    batches = [str(reference.batch_file(step)) for step in range(STEPS)]
+    folders = [gp.partition(program, plan).save(root / str(place)) for place, plan in enumerate(plans)]
+    cases = [{"program": str(each), "weights": str(reference.weights), "batches": batches} for each in folders]
+    (root / "cases.json").write_text(json.dumps(cases))
+    pool.torchrun(FIXTURE, [str(root / "cases.json")], nproc=plans[0].mesh.size, timeout_s=300)
+    return folders
+
+
+def same_bits(folders: Sequence[Path]) -> None:
+    plain, *others = folders
+    for file in sorted(plain.glob("found_*.safetensors")):
+        expected = load_file(file)
+        assert any(name.startswith("gradient") for name in expected)
+        for folder in others:
+            found = load_file(folder / file.name)
+            assert found.keys() == expected.keys()
+            differing = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+            assert not differing, f"{folder.name}: {differing}"
+
+
+def sent(folder: Path, rank: int = 0) -> dict[str, int]:
+    counts: dict[str, int] = json.loads((folder / f"found_{rank}.json").read_text())
+    return counts
+
+
+@pytest.mark.parametrize("name", ["gpt_dropout", "resnet_batchnorm"])
+def test_one_rank(pool: RankPool, tmp_path: Path, name: str) -> None:
+    """Dropout draws the same masks again, and statistics of BatchNorm are written once."""
+    same_bits(run(pool, tmp_path, name, {}, KINDS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2_tiny", "llama", "mixtral", "t5", "bert", "vit"])
+def test_one_rank_of_other_models(pool: RankPool, tmp_path: Path, name: str) -> None:
+    same_bits(run(pool, tmp_path, name, {}, KINDS))
+
+
+ON_RANKS = [
+    ("gpt_dropout", {"tp": 2}, {}),
+    ("gpt_dropout", {"pp": 2}, {"schedule": "ZBVZeroBubble"}),
+    ("gpt_dropout", {"pp": 2}, {"schedule": "InterleavedZeroBubble"}),
+    ("gpt_dropout", {"dp_shard": 2}, {"zero": 3}),
+    ("llama", {"cp": 2}, {}),
+    ("mixtral", {"ep": 2}, {}),
+    ("resnet_batchnorm", {"dp_replicate": 2}, {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh", "asked"), ON_RANKS, ids=lambda part: str(part))
+def test_ranks(pool: RankPool, tmp_path: Path, name: str, mesh: dict[str, int], asked: dict[str, Any]) -> None:
+    same_bits(run(pool, tmp_path, name, mesh, KINDS, **asked))
+
+
+def test_collectives_are_kept_or_repeated_as_said(pool: RankPool, tmp_path: Path) -> None:
+    kinds: tuple[Recompute, ...] = ("selective", "full", {"transformer.h.0": "full"}, "budget:0.3", "budget:0.9")
+    folders = run(pool, tmp_path, "gpt2_tiny", {"tp": 2}, kinds)
+    same_bits(folders)
+    program, plain = example("gpt2_tiny"), sum(sent(folders[0]).values())
+    for kind, folder in zip(kinds, folders[1:], strict=True):
+        plan = gp.Plan.load(folder)
+        said = _repeated(program, plan) * plan.microbatches * STEPS
+        assert sum(sent(folder).values()) == plain + said, kind
+        assert (said > 0) == ("full" in str(kind)), kind
+
+
+def _repeated(program: gp.Program, plan: gp.Plan) -> int:
+    blocks = tuple(recomputed_blocks(program, plan.recompute).items())
+    units = units_of_ranks(sharded_as(program, plan), Execution(blocks=blocks), device="cpu", wanted=[])
+    return sum(times for unit in units for row, times in unit.kind.again.rows.items() if isinstance(row, Collective))
