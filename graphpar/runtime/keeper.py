@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-STOP_S = 5.0
+STOP_S = 3.0
 """How long the command may take to end before it and all below it are killed."""
 KILLED_S = 5.0
 """How long to wait until what was killed has gone."""

@@ -97,9 +97,10 @@ def marked(folder: Path) -> list[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGKILL", "SIGKILL of a rank"])
 @pytest.mark.parametrize("early", [True, False])
-def test_nothing_is_left_5_seconds_after_a_signal_at_any_moment(
+def test_nothing_is_left_soon_after_a_signal_at_any_moment(
     program: Path, tmp_path: Path, number: str, early: bool
 ) -> None:
+    """Five seconds later, or as much more as others use of this machine."""
     seed = random.randrange(1_000_000)
     print(f"seed {seed}")  # pytest shows it where the test fails
     chance = random.Random(seed)
@@ -122,7 +123,7 @@ def test_nothing_is_left_5_seconds_after_a_signal_at_any_moment(
             ranks = [pid for pid in marked(tmp_path) if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
             target = chance.choice(ranks) if ranks else target
         os.kill(target, getattr(signal, number.split()[0]))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 5 * max(1, os.getloadavg()[0] / (os.cpu_count() or 1))
         while time.monotonic() < deadline and (process.poll() is None or marked(tmp_path)):
             time.sleep(0.1)
         left = marked(tmp_path)
