@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
@@ -35,6 +34,7 @@ from graphpar.frontend.fixed_size import mark_batch
 from graphpar.frontend.inputs import Request, check_batch, make_request
 from graphpar.frontend.outputs import named_outputs, note_scalars, own_loss
 from graphpar.frontend.precision import LossesInFull, cast_floating, computed_in, in_full
+from graphpar.frontend.regions import plain_regions, region_of
 from graphpar.frontend.watched import (
     COLLECTIVE_MODULES,
     DataAsDetached,
@@ -76,8 +76,8 @@ NOT_COMPARED = "the program can't evaluate: the model was traced in training alo
 def _no_eval(request: Request, program: Program) -> str | None:
     """Trace in evaluation mode, and return how that differs from ``program`` beyond dropout and BatchNorm."""
     try:
-        exported, notes = _export(request, program.batch, symbolic=program.symbolic, evaluates=True)
-        other = to_program(request, exported, notes, symbolic=program.symbolic, size=program.batch)
+        exported, regions = _export(request, program.batch, symbolic=program.symbolic, evaluates=True)
+        other = to_program(request, exported, regions, symbolic=program.symbolic, size=program.batch)
     except Exception as error:
         return f"the program can't evaluate: the model can't be traced in evaluation mode: {_first_line(error)}"
     return difference(program.graph, other.graph)
@@ -191,7 +191,7 @@ def _trace(request: Request) -> Program:
 def _trace_static(request: Request, size: int, why: Exception | None, other_size: int | None = None) -> Program:
     """Trace at a fixed batch; find the dims that follow the batch by comparing with a trace at another size."""
     try:
-        exported, notes = _export(request, size, symbolic=False)
+        exported, regions = _export(request, size, symbolic=False)
     except GraphparError:
         raise
     except Exception as error:
@@ -204,7 +204,7 @@ def _trace_static(request: Request, size: int, why: Exception | None, other_size
         reason = f"it can be traced only with {size} rows: with {other_size}{_where(error, request.model)}: {_first_line(error)}"
     else:
         reason = mark_batch(exported, other, size, other_size)
-    program = to_program(request, exported, notes, symbolic=False, size=size)
+    program = to_program(request, exported, regions, symbolic=False, size=size)
     program.unsplittable = reason
     program.retrace = functools.partial(_retrace, request, why)
     if why is not None:
@@ -243,14 +243,14 @@ def _export(
         dims.append({dim % leaf.ndim: batch} if symbolic and dim is not None else None)
     _check_averages(request)
     training = [module.training for module in traced.modules()]
-    notes: list[str] = []
-    watched = _watch_erased_regions(notes, request.training)
+    regions: list[str] = []
     with (
         warnings.catch_warnings(),
         torch_is_quiet(),
         _in_mode(request, "infer" if evaluates else request.module_mode),
         computed_in(request.model, request.precision.cast_to),
-        watched,
+        _watch_backwards(request.training),
+        plain_regions(lambda function: regions.append(region_of(request.model, function))),
         _lines_of(request.loss_fn),
         masks_as_given(),
     ):
@@ -260,7 +260,7 @@ def _export(
         )
     assert training == [module.training for module in traced.modules()]
     check_collectives(exported)
-    return exported, notes
+    return exported, regions
 
 
 def _example(leaf: Tensor, shape: list[int], mode: FakeTensorMode | None) -> Tensor:
@@ -342,8 +342,8 @@ def _lines_of(loss_fn: Callable[..., Any] | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
-    """Keep custom backwards, which a trace would silently lose, and note the user's checkpoint regions."""
+def _watch_backwards(training: bool) -> Iterator[None]:
+    """Keep custom backwards, which a trace would silently lose."""
     inside = False  # of a custom function
     functions: Any = torch.autograd.function
     transformed = functions.custom_function_call
@@ -351,12 +351,9 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
     autograd: Any = torch.autograd
     transforms: Any = torch._functorch.eager_transforms
     backward, jvp = autograd._engine_run_backward, transforms.jvp_increment_nesting
-    checkpoint_regions = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
-        if cls is torch.utils.checkpoint.CheckpointFunction:
-            notes.append("checkpoint")
         if inside or not training or cls.__module__.startswith("torch."):
             return plain_apply(cls, *args, **kwargs)
         if kwargs:
@@ -380,21 +377,15 @@ def _watch_erased_regions(notes: list[str], training: bool) -> Iterator[None]:
             "records only forward operators, so these gradients would be constants in the program; write the derivative out."
         )
 
-    def regions(*args: Any, **kwargs: Any) -> Any:
-        notes.append("checkpoint")
-        return checkpoint_regions(*args, **kwargs)
-
     # One class above Function, so that a method bound before, ``scaled = Scaled.apply``, is caught, too.
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     functions.custom_function_call = under_transforms
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = regions
     autograd._engine_run_backward = transforms.jvp_increment_nesting = differentiates
     try:
         yield
     finally:
         del _SingleLevelFunction.apply  # type: ignore[attr-defined]
         functions.custom_function_call = transformed
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = checkpoint_regions
         autograd._engine_run_backward, transforms.jvp_increment_nesting = backward, jvp
 
 

@@ -32,7 +32,7 @@ from graphpar.ir.source import source_of
 def to_program(
     request: Request,
     exported: ExportedProgram,
-    notes: list[str],
+    regions: list[str],
     *,
     symbolic: bool,
     size: int | None = None,
@@ -40,7 +40,7 @@ def to_program(
     """Make a :class:`Program` of a trace, with the user's names.
 
     Args:
-        notes: what the trace erased, for warnings.
+        regions: the modules that the model runs under ``torch.utils.checkpoint``, which the trace does not show.
         symbolic: the batch size is a symbol in the trace; else it is the number ``size``.
     """
     model = request.model
@@ -62,7 +62,7 @@ def to_program(
     outputs = tuple(
         Output(name, _batch_dim(node)) for name, node in zip(request.output_names, cast(Any, output_node.args[0]))
     )
-    program = Program(
+    return Program(
         name=type(model).__name__,
         mode=mode,
         graph=graph,
@@ -82,13 +82,8 @@ def to_program(
             if isinstance(module, fx.GraphModule)
         },
         stored=stored,
+        regions=tuple(dict.fromkeys(regions)),
     )
-    if "checkpoint" in notes:
-        program = program.warn(
-            f"The model's {notes.count('checkpoint')} activation-checkpoint regions are ignored: the trace erases them, "
-            "so their activations are kept."
-        )
-    return program
 
 
 def _value_range(leaf: Tensor) -> tuple[int, int]:

@@ -166,6 +166,7 @@ class Program:
     couplings: tuple[Coupling, ...] = ()
     counts: fx.Graph | None = None  # the loss denominators as a graph of the inputs alone
     count_names: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()  # modules that the user's model runs under torch.utils.checkpoint; "": a function
     no_eval: str | None = None  # why the graph can't say what the model computes in evaluation
     random_calls: int = 0  # number of dropouts; each has its own random stream, in execution order
 

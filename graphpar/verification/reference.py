@@ -24,6 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.errors import GraphparError
 from graphpar.frontend.outputs import named_outputs, own_loss
+from graphpar.frontend.regions import plain_regions
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, ModelSource
@@ -144,14 +145,16 @@ class _Setting:
 
     @contextmanager
     def as_planned(self, step: int, part: int = 0) -> Iterator[Substituted]:
-        """Run inside with the emitted program's dropout masks, and with its BatchNorm statistics where microbatches have their own."""
+        """Run inside with the emitted program's dropout masks, with its BatchNorm statistics where microbatches have their own, and
+        without the model's own recomputation.
+        """
         random = any(entry.role == "sample_keys" for entry in self.inputs)
         rows = self.plan.global_batch // self.parts
         keys = sample_keys(SEED, step, self.plan.global_batch)[part * rows :][:rows] if random else None
         dims = {entry.batch_dim for entry in self.inputs if entry.batch_dim is not None}
         pieces = self.plan.microbatches if self.microbatched else 1
         wide = nullcontext() if self.shown is None else in_double(self.shown)
-        with wide, Substituted(keys, pieces, self.plan.mesh.replicas, rows, dims) as substituted:
+        with wide, plain_regions(), Substituted(keys, pieces, self.plan.mesh.replicas, rows, dims) as substituted:
             yield substituted
 
 

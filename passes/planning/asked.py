@@ -31,7 +31,7 @@ from graphpar.passes.planning.constraints import (
 )
 from graphpar.passes.planning.planner import free_axes
 from graphpar.passes.planning.planning import estimate_plan, search_plan
-from graphpar.passes.planning.recomputation import AUTO, check_recompute, least_first
+from graphpar.passes.planning.recomputation import AUTO, OF_THE_MODEL, check_recompute, least_first, of_the_model
 from graphpar.passes.planning.sharded_state import (
     check_level,
     check_prefetch,
@@ -145,7 +145,7 @@ def ask(
         reshard=reshard,
         prefetch=prefetch,
         prefetch_distance=prefetch_distance,
-        recompute="none" if recompute is None else recompute,
+        recompute=OF_THE_MODEL if recompute is None else recompute,
         dtype=dtype or "",
         reduce_dtype=reduce_dtype,
         layers_per_stage=layers_per_stage,
@@ -164,6 +164,10 @@ def planned(program: Program, asked: Asked) -> Plan:
     pins = replace(asked.pins, dtype=precision.dtype, param_dtype=precision.param_dtype)
     if asked.split is not None:
         pins = replace(pins, split_points=split_points_of(asked.split(program)))
+    if pins.recompute == OF_THE_MODEL:
+        recompute, warnings = of_the_model(program)
+        plan = _planned(program, asked, replace(pins, recompute=recompute))
+        return replace(plan, warnings=(*plan.warnings, *warnings))
     if pins.recompute == AUTO:
         return _least_recomputation(program, asked, pins)
     return _planned(program, asked, pins)

@@ -17,6 +17,8 @@ from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.text import listed
 
+OF_THE_MODEL = "of the model"
+"""What the model itself runs under ``torch.utils.checkpoint``, where nothing is asked for."""
 AUTO = "auto"
 """The least recomputation with which a plan fits."""
 _LEAST_FIRST = ("none", "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
@@ -25,6 +27,27 @@ _LEAST_FIRST = ("none", "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", 
 def least_first(program: Program) -> tuple[str, ...]:
     """Return the kinds that :data:`AUTO` tries, in order."""
     return _LEAST_FIRST if program.mode == "train" and program.blocks else _LEAST_FIRST[:1]
+
+
+def of_the_model(program: Program) -> tuple[Recompute, list[str]]:
+    """Return what the user's model itself runs under ``torch.utils.checkpoint``, as far as these are blocks; and warnings of the rest."""
+    paths = _paths(program)
+    regions = program.regions if program.mode == "train" else ()
+    inside = {region: [path for path in paths if region and f"{path}.".startswith(f"{region}.")] for region in regions}
+    found = {path for within in inside.values() for path in within}
+    lost = [region or "a function" for region, within in inside.items() if not within]
+    warnings = [
+        f"The model runs {listed(lost, 4)} under torch.utils.checkpoint, but only blocks, modules that repeat, can be recomputed: "
+        "the activations there are kept."
+    ]
+    recompute: Recompute = (
+        "none" if not found else "full" if len(found) == len(paths) else dict.fromkeys(sorted(found), "full")
+    )
+    return recompute, warnings if lost else []
+
+
+def _paths(program: Program) -> list[str]:
+    return list(dict.fromkeys(path for block in program.blocks.values() for path in block.instances))
 
 
 def read_recompute(text: str) -> Recompute:
@@ -84,7 +107,7 @@ def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
         raise GraphparError(
             f"recompute is {asked!r}, but {program.name} is compiled for inference, which has no backward."
         )
-    paths = list(dict.fromkeys(path for block in program.blocks.values() for path in block.instances))
+    paths = _paths(program)
     if not paths:
         raise GraphparError(
             f"recompute is {asked!r}, but {program.name} has no block, a module that repeats, to run again; leave it out."

@@ -109,7 +109,8 @@ def test_kept_bytes(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
             kept += real
         found.append(kept)
     none, most, selective, middle, least, full = found
-    assert full < selective < none
+    assert full <= selective < none
+    assert full < selective or name == "resnet_batchnorm"  # its convolutions are all made again
     assert full < least < middle < most < none
 
 

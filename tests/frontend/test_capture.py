@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -455,12 +456,47 @@ def test_custom_operators_keep_their_backward() -> None:
     assert_exact(Case(Around(lambda _, h: squared(h)), (X,), {}, lambda o: o.mean()), [1, 3])
 
 
-def test_checkpoint_regions_are_kept_in_value_and_warned_of() -> None:
-    model = Around(lambda module, h: checkpoint(module.a, h, use_reentrant=False))
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_regions_are_kept_in_value_and_noted(reentrant: bool) -> None:
+    model = Around(lambda module, h: checkpoint(module.a, h, use_reentrant=reentrant))
 
     program = assert_exact(Case(model, (X,), {}, square), [1, 3])
 
-    assert any("1 activation-checkpoint regions are ignored" in line for line in program.warnings)
+    assert program.regions == ("a",)
+    assert any("runs a under torch.utils.checkpoint" in line for line in gp.plan(program).warnings)
+
+
+class Layers(nn.Module):
+    """Layers that it checkpoints itself, ``how`` it is told."""
+
+    def __init__(self, how: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Around(lambda module, h: module.a(h).relu()) for _ in range(3))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = self.how(layer, x) if place else layer(x)
+        return x
+
+
+WAYS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "module": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    "call": lambda layer, x: checkpoint(functools.partial(layer.__call__), x, use_reentrant=False),
+    "reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
+    "closure": lambda layer, x: checkpoint(lambda h: layer(h), x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_that_the_model_checkpoints_are_recomputed(way: str) -> None:
+    program = gp.export(Layers(WAYS[way]), (torch.randn(4, 8),), loss_fn=square)
+
+    assert program.regions == ("layers.1", "layers.2")
+    plan = gp.plan(program)
+    assert plan.recompute == {"layers.1": "full", "layers.2": "full"} and not plan.warnings
+    assert gp.plan(program, recompute="none").recompute == "none"
+    assert gp.plan(gp.export(Layers(WAYS[way]), (torch.randn(4, 8),))).recompute == "none"  # for inference
 
 
 def test_control_flow_on_values_is_refused_with_its_place(capfd: pytest.CaptureFixture[str]) -> None:
