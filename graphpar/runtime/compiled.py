@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -50,6 +51,20 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
             raise RuntimeProgramError(
                 f"torch.compile needs a C++ compiler on the CPU ({error}); install one, or leave compile out"
             ) from error
+
+
+def check_recomputes_all(stage: ModuleType) -> None:
+    """Check that the blocks of a stage's file recompute all or nothing.
+
+    Raises:
+        RuntimeProgramError: they keep some results, which in a compiled block are none of their own.
+    """
+    for name in ("recompute_selectively", "recompute_but"):
+        if hasattr(stage, name):
+            raise RuntimeProgramError(
+                f"{name} keeps results of single operators, which compiled blocks do not have; compile the model with recompute=full or "
+                "none, or leave compile out"
+            )
 
 
 def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
