@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
     """Check that the blocks of ``program`` can be compiled.
 
     Raises:
-        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two, or blocks keep some results.
+        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two.
     """
     backends = torch._dynamo.list_backends(None)  # type: ignore[no-untyped-call, arg-type]
     if backend not in backends:
@@ -41,12 +42,6 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
             f"the schedule {program.schedule} splits backwards in two, which compiled blocks run as one; compile the model with another "
             "schedule, such as 1F1B, or leave compile out"
         )
-    kinds = {program.recompute} if isinstance(program.recompute, str) else set(program.recompute.values())
-    if partly := sorted(kinds - {"none", "full"}):
-        raise RuntimeProgramError(
-            f"blocks are recomputed by {', '.join(partly)}, which keeps the results of operators that a compiled block does not have; "
-            "compile the model with --recompute full or none, or leave compile out"
-        )
     if backend == "inductor" and device.type == "cpu":
         from torch._inductor import cpp_builder
 
@@ -56,6 +51,20 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
             raise RuntimeProgramError(
                 f"torch.compile needs a C++ compiler on the CPU ({error}); install one, or leave compile out"
             ) from error
+
+
+def check_recomputes_all(stage: ModuleType) -> None:
+    """Check that the blocks of a stage's file recompute all or nothing.
+
+    Raises:
+        RuntimeProgramError: they keep some results, which in a compiled block are none of their own.
+    """
+    for name in ("recompute_selectively", "recompute_but"):
+        if hasattr(stage, name):
+            raise RuntimeProgramError(
+                f"{name} keeps results of single operators, which compiled blocks do not have; compile the model with recompute=full or "
+                "none, or leave compile out"
+            )
 
 
 def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
