@@ -20,7 +20,7 @@ from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
 from graphpar.passes.own_units import with_own_units
 from graphpar.passes.planning.planning import estimate_plan, in_bf16_s
-from graphpar.passes.planning.recomputation import recomputed_blocks
+from graphpar.passes.planning.recomputation import recomputed_blocks, with_writes
 from graphpar.passes.sharding.planned import sharded_as
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of, split
@@ -68,6 +68,7 @@ def compiled(program: Program, plan: Plan, cluster: Cluster | None = None) -> Co
     hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
     kinds = recomputed_blocks(program, plan.recompute)
     recomputed = recomputations(sharded.local, plan.mesh.degrees(), kinds, hardware.device.kind) if kinds else {}
+    recomputed = with_writes(sharded.local, recomputed)
     return priced(
         Compilation(program, plan, sharded, stages, hardware, recomputed=recomputed, seconds=seconds), hardware
     )

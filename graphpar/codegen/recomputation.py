@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from graphpar.codegen.attributes import Tree
 from graphpar.codegen.classes import docstring
@@ -55,16 +56,23 @@ def _budget(kind: str) -> str:
 
 
 def _call(how: Recomputation, module: str) -> str:
+    writes = ", writes=({}{})".format(", ".join(f'"{name}"' for name in how.writes), "," * (len(how.writes) == 1))
+    written = writes if how.writes else ""
     if how.kind == "selective":
-        return f"recompute_selectively({module})"
+        return f"recompute_selectively({module}{written})"
     if not how.calls:
-        return f"recompute({module})"
+        return f"recompute({module}{written})"
     kept = ", ".join(f'"{name}": {numbers}' for name, numbers in how.calls.items())
-    return f"recompute_but({module}, {{{kept}}})"
+    return f"recompute_but({module}, {{{kept}}}{written})"
 
 
 def _runs(recomputed: Mapping[str, Recomputation]) -> Iterator[tuple[Recomputation, list[str]]]:
     """Yield blocks that are recomputed alike and follow each other."""
-    for _, run in itertools.groupby(recomputed, key=lambda path: (recomputed[path].kind, repr(recomputed[path].calls))):
+
+    def alike(path: str) -> Any:
+        how = recomputed[path]
+        return how.kind, repr(how.calls), how.writes
+
+    for _, run in itertools.groupby(recomputed, key=alike):
         paths = list(run)
         yield recomputed[paths[0]], paths

@@ -5,7 +5,8 @@
     recompute_but(block, {"product": (0, 3)})   keeps the results of these calls of operators, in the order of the forward
 
 The engine is ``torch.utils.checkpoint``, without reentrance. Nothing here depends on torch's random generators: dropout
-draws from keys that enter the block. A forward that runs again writes its buffers (statistics of BatchNorm) into copies.
+draws from keys that enter the block. Buffers that are written (statistics of BatchNorm) are copied before a block runs; the
+forward that runs again reads and writes the copies.
 """
 
 import functools
@@ -42,19 +43,19 @@ KEPT = {"attention", "aten.topk", "to_host", "all_reduce", "reduce_scatter", "al
 """What ``recompute_selectively`` keeps, besides the first, the third, ... product with a weight."""
 
 
-def recompute(block: nn.Module) -> None:
-    """Make ``block`` keep only what enters it."""
-    block.forward = checkpointed(block.forward, buffers_of=block)
+def recompute(block: nn.Module, writes: Sequence[str] = ()) -> None:
+    """Make ``block`` keep only what enters it, and ``writes``, buffers that are written, as they were in the forward."""
+    block.forward = checkpointed(block.forward, None, block, writes)
 
 
-def recompute_selectively(block: nn.Module) -> None:
+def recompute_selectively(block: nn.Module, writes: Sequence[str] = ()) -> None:
     """Make ``block`` keep what enters it and the results of some operators."""
-    block.forward = checkpointed(block.forward, selected, block)
+    block.forward = checkpointed(block.forward, selected, block, writes)
 
 
-def recompute_but(block: nn.Module, kept: Mapping[str, Sequence[int]]) -> None:
+def recompute_but(block: nn.Module, kept: Mapping[str, Sequence[int]], writes: Sequence[str] = ()) -> None:
     """Make ``block`` keep what enters it and the results of ``kept``: numbers of calls, by the operator's name."""
-    block.forward = checkpointed(block.forward, listed_in(kept), block)
+    block.forward = checkpointed(block.forward, listed_in(kept), block, writes)
 
 
 def selected(name: str, number: int) -> bool:
@@ -66,13 +67,16 @@ def listed_in(kept: Mapping[str, Sequence[int]]) -> Keeps:
 
 
 def checkpointed(
-    forward: Callable[..., Any], keeps: Keeps | None = None, buffers_of: nn.Module | None = None
+    forward: Callable[..., Any], keeps: Keeps | None = None, block: nn.Module | None = None, writes: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """Return ``forward`` under ``torch.utils.checkpoint``, which writes the buffers of ``buffers_of`` the first time only."""
+    """Return ``forward`` under ``torch.utils.checkpoint``; again it reads and writes copies of the buffers ``writes`` of ``block``."""
 
     def contexts() -> Contexts:
         first, again = (nullcontext(), nullcontext()) if keeps is None else _selective_contexts(keeps)
-        return first, again if buffers_of is None else _CopiedBuffers(buffers_of, again)
+        if block is None or not writes:
+            return first, again
+        buffers = {name: block.get_buffer(name).clone() for name in writes}
+        return first, _Buffers(block, buffers, again)
 
     return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
@@ -99,20 +103,23 @@ def name_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> st
     return NAMES.get(packet) or str(packet)
 
 
-class _CopiedBuffers:
-    """A context in which copies are in the place of the buffers of ``block``; ``inner`` is entered inside of it."""
+class _Buffers:
+    """A context in which copies of ``values`` are in the place of the buffers of ``block``; ``inner`` is entered inside of it."""
 
-    def __init__(self, block: nn.Module, inner: AbstractContextManager[Any]) -> None:
-        self.block, self.inner = block, inner
-        self.held: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+    def __init__(self, block: nn.Module, values: Mapping[str, Tensor], inner: AbstractContextManager[Any]) -> None:
+        self.block, self.values, self.inner = block, values, inner
+        self.held: dict[str, Tensor] = {}
 
     def __enter__(self) -> None:
-        self.held = [(module, module._buffers) for module in self.block.modules() if module._buffers]
-        for module, buffers in self.held:
-            module._buffers = {name: None if tensor is None else tensor.clone() for name, tensor in buffers.items()}
+        self.held = {name: self.block.get_buffer(name) for name in self.values}
+        self._put({name: value.clone() for name, value in self.values.items()})
         self.inner.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         self.inner.__exit__(*raised)
-        for module, buffers in self.held:
-            module._buffers = buffers
+        self._put(self.held)
+
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            owner, _, last = name.rpartition(".")
+            self.block.get_submodule(owner)._buffers[last] = value

@@ -19,11 +19,13 @@ class Recomputation:
         kind: ``selective``, ``full`` or ``budget:SHARE``.
         calls: whose results a budget keeps: numbers of calls in a forward, by the name of the operator.
         nodes: the same as names of the block's nodes.
+        writes: names, in the block, of its buffers that are written while the program runs.
     """
 
     kind: str
     calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     nodes: frozenset[str] = frozenset()
+    writes: tuple[str, ...] = ()
 
     @property
     def keeps(self) -> Keeps | None:

@@ -242,8 +242,11 @@ class Feed:
             for batch, own in zip(given, keys):
                 batch.setdefault(spec.name, own)
         counts = self._global_counts(given)
-        wanted = [name for name in self._names if name not in counts]
-        return ({**{name: self._taken(batch, name) for name in wanted}, **counts} for batch in given)
+
+        def value(batch: Mapping[str, Tensor], name: str) -> Tensor:
+            return counts[name] if name in counts else self._taken(batch, name)
+
+        return ({name: value(batch, name) for name in self._names} for batch in given)
 
     def _taken(self, batch: Mapping[str, Tensor], name: str) -> Tensor:
         """This replica's rows of an input, on the device."""

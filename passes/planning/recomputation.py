@@ -8,13 +8,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from graphpar.annotations.patterns import matching
 from graphpar.cost_models.execution import RECOMPUTE, share_of
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
-from graphpar.ir.recomputation import Recompute
+from graphpar.ir.recomputation import Recomputation, Recompute
+from graphpar.passes.normalize.functional import written_buffers
 from graphpar.text import listed
 
 OF_THE_MODEL = "of the model"
@@ -122,6 +124,23 @@ def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
             raise GraphparError(_matches_nothing(pattern, paths))
         found |= dict.fromkeys(matched, _same_as(kind))
     return {path: found[path] for path in paths if found.get(path, "none") != "none"}
+
+
+def with_writes(program: Program, recomputed: Mapping[str, Recomputation]) -> dict[str, Recomputation]:
+    """Add the buffers of each block that an operator writes, there or anywhere in ``program``."""
+    written = {str(node.target) for node in written_buffers(program.graph)}
+    for block in program.blocks.values():
+        names = {str(node.target) for node in written_buffers(block.graph)}
+        written |= {f"{path}.{name}" for path in block.instances for name in names}
+    written |= {other for name in written for other in program.tie_of(name)}
+    found = {}
+    for block in program.blocks.values():
+        names = {str(node.target) for node in block.graph.nodes if node.op == "get_attr"}
+        for path in block.instances:
+            if path in recomputed:
+                writes = sorted(name for name in names if f"{path}.{name}" in written)
+                found[path] = replace(recomputed[path], writes=tuple(writes))
+    return found
 
 
 def _same_as(kind: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.cost_models.execution import Execution
@@ -28,10 +29,10 @@ STEPS = 2
 
 
 def run(
-    pool: RankPool, root: Path, name: str, mesh: dict[str, int], kinds: Sequence[Recompute], **asked: Any
+    pool: RankPool, root: Path, name: str | gp.Program, mesh: dict[str, int], kinds: Sequence[Recompute], **asked: Any
 ) -> list[Path]:
     """Train the example without recomputation and with each of ``kinds``; return the folders."""
-    program = example(name)
+    program = example(name) if isinstance(name, str) else name
     asked = {"microbatch_size": 2, "global_batch": 8, "allow_batch_coupling": True, **asked}
     plans = [gp.plan(program, mesh=mesh, recompute=kind, **asked) for kind in ("none", *kinds)]
     assert program.source is not None
@@ -65,6 +66,32 @@ def sent(folder: Path, rank: int = 0) -> dict[str, int]:
 def test_one_rank(pool: RankPool, tmp_path: Path, name: str) -> None:
     """Dropout draws the same masks again, and statistics of BatchNorm are written once."""
     same_bits(run(pool, tmp_path, name, {}, KINDS))
+
+
+class Averaging(nn.Module):
+    """A layer that subtracts a running mean, which it then moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x - self.mean
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return x + self.down(self.up(h).relu())
+
+
+def test_buffers_that_are_read_and_written(pool: RankPool, tmp_path: Path) -> None:
+    """What runs again reads them as they were, though later microbatches have written them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Averaging() for _ in range(4)))
+    program = gp.export(model, (torch.randn(8, 8),), loss_fn=lambda y: y.square().mean())
+    folders = run(pool, tmp_path, program, {"pp": 2}, KINDS, schedule="1F1B")  # each microbatch moves the mean
+    same_bits(folders)
+    assert 'writes=("mean",)' in (folders[1] / "stage_0.py").read_text()
 
 
 @pytest.mark.slow
