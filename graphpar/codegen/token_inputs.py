@@ -97,8 +97,8 @@ def _counted(program: Program, labels: Input) -> tuple[int, ...] | None:
     """How many labels the loss divides by: of all, without those of first positions, and without those of last ones."""
     if program.counts is None:
         return None
-    placeholders = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
-    if placeholders != [labels.name]:
+    leaves = [str(node.target) for node in program.counts.nodes if node.op in ("placeholder", "get_attr")]
+    if leaves != [labels.name]:  # or it weighs them, by classes
         return None
 
     def count(ignored: int | None) -> int:

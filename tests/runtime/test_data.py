@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+import graphpar as gp
 from graphpar.codegen.token_inputs import TokenInputs, token_inputs
 from graphpar.runtime import RuntimeProgramError, TokenDataset, pad
 from graphpar.runtime.data import Rows
@@ -146,6 +147,19 @@ def test_what_a_model_compares_with_the_next_token() -> None:
     assert _found("llama") == "it can't fill attention_mask and labels from a text"
     assert _found("resnet") == "no input is a batch of token ids"
     assert _found("t5") == "it can't fill labels from a text"
+
+
+def test_a_loss_that_weighs_labels_by_classes_says_nothing_of_the_next_token() -> None:
+    weights = torch.linspace(1, 2, 11)
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
+    ids = torch.randint(11, (4, 5))
+    program = gp.export(
+        model,
+        (ids,),
+        loss_fn=lambda y, labels: torch.nn.functional.cross_entropy(y.flatten(0, 1), labels.flatten(), weights),
+        targets=(ids,),
+    )
+    assert token_inputs(program) == "the loss doesn't say whether labels are the next tokens"
 
 
 def test_padding_changes_nothing_but_the_length() -> None:
