@@ -23,7 +23,7 @@ from graphpar.passes.planning.planning import estimate_plan, in_bf16_s
 from graphpar.passes.planning.recomputation import recomputed_blocks, with_writes
 from graphpar.passes.sharding.planned import sharded_as
 from graphpar.passes.sharding.shard import Sharded
-from graphpar.passes.split import positions_of, split
+from graphpar.passes.split import copy_written, positions_of, split
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,14 @@ def compiled(program: Program, plan: Plan, cluster: Cluster | None = None) -> Co
     sharded = sharded_as(program, plan)
     started = perf_counter()
     stages = split(sharded.local, positions_of(sharded.local, plan.split_points))
+    kinds = recomputed_blocks(program, plan.recompute)
+    for stage in stages:
+        copy_written(stage.graph, kinds)
     if plan.fully_sharded:
         local, stages = with_own_units(sharded.local, stages)
         sharded = replace(sharded, local=local)
     seconds = {"split": perf_counter() - started}
     hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
-    kinds = recomputed_blocks(program, plan.recompute)
     recomputed = recomputations(sharded.local, plan.mesh.degrees(), kinds, hardware.device.kind) if kinds else {}
     recomputed = with_writes(sharded.local, recomputed)
     return priced(

@@ -13,7 +13,7 @@ soon as their inputs are there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -341,6 +341,19 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     copy = graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta = dict(node.meta)
     return copy
+
+
+def copy_written(graph: fx.Graph, again: Collection[str]) -> None:
+    """Clone the buffers that ``graph`` writes where blocks ``again`` take them: in the backward these run on the same values again."""
+    written = {node.target for node in written_buffers(graph)}
+    for call in [node for node in graph.nodes if node.op == "call_module" and node.target in again]:
+        for argument in call.all_input_nodes:
+            read = argument
+            while read.op == "call_function" and read.args and isinstance(read.args[0], fx.Node):
+                read = read.args[0]  # the argument may be a view
+            if read.op == "get_attr" and read.target in written:
+                with graph.inserting_before(call):
+                    call.replace_input_with(argument, _copied(graph, argument))
 
 
 def _boundary_names(program: Program, crossing: list[list[fx.Node]]) -> dict[fx.Node, str]:

@@ -329,3 +329,34 @@ def test_a_module_that_computes_something_else_when_it_is_called_again_is_no_blo
     assert all(len(names) == 1 for names in classes.values()), classes
     parts = gp.partition(program, gp.plan(program, mesh={"pp": 2}, schedule="GPipe"))
     assert sum(text.count("2.0") for name, text in parts.files.items() if name.endswith(".py")) >= (how != "length")
+
+
+class _Shifted(nn.Module):
+    """Layers take a buffer, which is written afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Shift() for _ in range(2))
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.shift)
+        self.shift.mul_(0.5)
+        return x
+
+
+class _Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x + shift))
+
+
+def test_blocks_that_run_again_take_copies_of_buffers_that_are_written() -> None:
+    program = gp.export(_Shifted(), (torch.randn(4, 8),), loss_fn=lambda y: y.square().mean())
+    for recompute, copies in (("none", 0), ("full", 2)):
+        parts = gp.partition(program, gp.plan(program, 1, microbatch_size=4, recompute=recompute))
+        assert parts.files["stage_0.py"].count("self.shift.clone()") == copies
