@@ -207,7 +207,8 @@ def modules_of(tree: Tree, units: Sequence[str]) -> Iterator[tuple[str, str | No
         container = _at(tree, parent)
         children = list(container.children)
         first = children.index(names[0])
-        if len(names) > 1 and container.keyed() and children[first : first + len(names)] == names:
+        alike = names == children or (len(names) > 2 and children[first : first + len(names)] == names)
+        if len(names) > 1 and container.keyed() and alike:
             text = f"{_of_stage(reference(tree, parent)) if parent else 'stage'}.values()"
             if names != children:
                 after = first + len(names)

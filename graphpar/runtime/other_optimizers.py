@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
@@ -31,16 +30,17 @@ class OtherOptimizers:
     def __init__(
         self, stages: Sequence[nn.Module], parameters: Callable[[], Iterable[nn.Parameter]], program: Manifest
     ) -> None:
-        self._inner = WeakIdKeyDictionary()  # what the stages compute with, where this rank updates pieces
-        self._own = WeakIdKeyDictionary()
-        for parameter in parameters():
-            self._own[parameter] = True
+        # By identity, and not weakly: torch moves no module to which there are weak references.
+        self._own = {id(parameter): parameter for parameter in parameters()}
+        self._inner: dict[
+            int, tuple[nn.Parameter, str]
+        ] = {}  # what the stages compute with, where this rank updates pieces
         shapes: dict[Tensor, torch.Size] = {}
         for stage in stages:
             for name, parameter in stage.named_parameters():
                 shapes[parameter] = torch.Size(whole_shape(program, name, parameter))
-                if parameter not in self._own and parameter.requires_grad:
-                    self._inner[parameter] = name
+                if id(parameter) not in self._own and parameter.requires_grad:
+                    self._inner[id(parameter)] = parameter, name
         self._shapes = Counter(shapes.values())
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         known = weakref.ref(self)
@@ -61,10 +61,10 @@ class OtherOptimizers:
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self._known.get(optimizer) == len(given):
             return
-        inner = next((self._inner[parameter] for parameter in given if parameter in self._inner), None)
+        inner = next((self._inner[id(parameter)] for parameter in given if id(parameter) in self._inner), None)
         if inner is not None:
-            raise _error(f"has {inner}, of which this rank updates a piece")
-        if any(parameter in each._own for each in _LIVE for parameter in given):
+            raise _error(f"has {inner[1]}, of which this rank updates a piece")
+        if any(id(parameter) in each._own for each in _LIVE for parameter in given):
             self._known[optimizer] = len(given)
         elif not closure and all(parameter.grad is None for parameter in given) and self._is_for(given):
             raise _error("has none of this program's parameters, but some of their shapes and without gradients,")
@@ -74,7 +74,7 @@ class OtherOptimizers:
         shapes = Counter(parameter.shape for parameter in given)
         common, own = (shapes & self._shapes).total(), self._shapes.total()
         alike = common == min(own, len(given)) and 2 * common >= own > 0
-        return alike and any(parameter.grad is not None for parameter in self._own)
+        return alike and any(parameter.grad is not None for parameter in self._own.values())
 
 
 _LIVE: weakref.WeakSet[OtherOptimizers] = weakref.WeakSet()

@@ -237,14 +237,14 @@ def _misfit(
 
 def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, needed: int) -> str:
     memory = f"devices with {bytes_text(needed)}"
-    most = least_first(program)[-1]
-    recomputing = planner_for(program, cluster, pinned, replace(pins, recompute=most))
-    if pins.recompute != most and recomputing.any_that_fits() is not None:
-        return f" With recompute={most!r} it would fit, and so would {memory}."
     if pins.microbatch_size is not None:
         smaller = planner_for(program, cluster, pinned, replace(pins, microbatch_size=None)).any_that_fits(largest=True)
         if smaller is not None:
             return f" Microbatches of {smaller.microbatch_size} instead of {pins.microbatch_size} would fit, and so would {memory}."
+    most = least_first(program)[-1]
+    recomputing = planner_for(program, cluster, pinned, replace(pins, recompute=most))
+    if pins.recompute != most and recomputing.any_that_fits() is not None:
+        return f" With recompute={most!r} it would fit, and so would {memory}."
     for times in GROWTH:
         larger = Cluster.grown(cluster, times)
         fitting = planner_for(program, larger, pinned, replace(pins, cluster=larger)).any_that_fits()
