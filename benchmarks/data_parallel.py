@@ -12,7 +12,9 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks import gpt
 
@@ -36,6 +39,29 @@ def ddp(weights: Mapping[str, Tensor], device: torch.device, lr: float) -> Stepp
     """Replicas with DDP, AdamW on each."""
     model = DistributedDataParallel(_model(weights).to(device))
     return _stepper(model, torch.optim.AdamW(model.parameters(), lr=lr))
+
+
+def recomputing(weights: Mapping[str, Tensor], device: torch.device, lr: float, *, selective: bool) -> Stepper:
+    """Replicas with DDP, whose blocks run under ``torch.utils.checkpoint``; ``selective``: attention and every second product are kept."""
+    model = _model(weights).to(device)
+    for block in model.blocks:
+        contexts: dict[str, Any] = {"context_fn": _selective} if selective else {}
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts)  # type: ignore[method-assign]
+    replicated = DistributedDataParallel(model)
+    return _stepper(replicated, torch.optim.AdamW(replicated.parameters(), lr=lr))
+
+
+def _selective() -> Any:
+    products = {False: 0, True: 0}
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        if operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            kept = products[context.is_recompute] % 2 == 0
+            products[context.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def zero_redundancy(weights: Mapping[str, Tensor], device: torch.device, lr: float) -> Stepper:

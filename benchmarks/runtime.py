@@ -7,6 +7,7 @@
     tensor, whole sequence   against the same with all-reduces
     tensor                   against torch's DTensor and parallelize_module (benchmarks.dtensor)
     zero 0, 1, 3             against DDP, ZeroRedundancyOptimizer and FSDP2 (benchmarks.data_parallel)
+    recompute full, selective  against torch.utils.checkpoint by hand, under DDP (benchmarks.data_parallel)
     checkpoint               against dcp.save of the same state under FSDP2; a step saves, and computes nothing
     zero 1, slow network     against the same program that waits for new values before it goes on; they arrive 100 ms late
 
@@ -91,25 +92,32 @@ def _pipeline(schedule: str) -> Case:
 
 
 _ZERO1 = {"mesh": {"dp_shard": DEVICES}, "zero": 1, "microbatch_size": BATCH // DEVICES}
+_REPLICAS = {"mesh": {"dp_replicate": DEVICES}, "microbatch_size": BATCH // DEVICES}
 _TENSOR = {"mesh": {"tp": DEVICES}, "shard_plan": CUT_SEQUENCE}
 CASES = (
     *map(_pipeline, SCHEDULES),
     Case("tensor", "Megatron", "tensor", _TENSOR),
     Case("tensor, whole sequence", "Megatron all-reduce", "tensor", {**_TENSOR, "shard_plan": WHOLE_SEQUENCE}),
     Case("tensor", "DTensor", "tensor", _TENSOR),
-    Case("zero 0", "DDP", "data", {"mesh": {"dp_replicate": DEVICES}, "microbatch_size": BATCH // DEVICES}),
+    Case("zero 0", "DDP", "data", _REPLICAS),
     Case("zero 3", "FSDP2", "data", {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}),
     Case("zero 1", "ZeroRedundancyOptimizer", "data", _ZERO1),
+    Case("recompute full", "torch.utils.checkpoint", "recompute", {**_REPLICAS, "recompute": "full"}),
+    Case(
+        "recompute selective", "torch.utils.checkpoint, selective", "recompute", {**_REPLICAS, "recompute": "selective"}
+    ),
     Case("checkpoint", "dcp.save", "save", {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}),
     Case("zero 1, slow network", "not overlapped", "slow", _ZERO1),
 )
 
 
 SAVE, SLOW, LATE_S = CASES[-2], CASES[-1], 0.1
-_BY_TORCH = {
+_BY_TORCH: dict[str, Callable[..., data_parallel.Stepper]] = {
     "DDP": data_parallel.ddp,
     "FSDP2": data_parallel.fsdp2,
     "ZeroRedundancyOptimizer": data_parallel.zero_redundancy,
+    "torch.utils.checkpoint": partial(data_parallel.recomputing, selective=False),
+    "torch.utils.checkpoint, selective": partial(data_parallel.recomputing, selective=True),
 }
 
 
