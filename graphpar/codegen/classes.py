@@ -109,7 +109,7 @@ def counts_function(program: Program) -> str:
 def stage_ties(program: Program, infos: Mapping[str, TensorInfo], blocks: Mapping[str, str]) -> list[tuple[str, ...]]:
     """List the groups of a stage's names that are one parameter."""
     groups = []
-    for group in program.ties:
+    for group in program.tied_parameters:
         held = tuple(n for n in group if n in infos or any(n.startswith(f"{path}.") for path in blocks))
         inside_one = [path for path in blocks if all(name.startswith(f"{path}.") for name in held)]
         if len(held) > 1 and not inside_one:

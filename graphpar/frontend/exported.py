@@ -50,6 +50,8 @@ def to_program(
     buffers = _buffers(model)
     placeholders, constants = _lifted(exported)
     graph = _unlifted_graph(exported, placeholders, request, ties)
+    shared = _shared_buffers(model, graph)
+    buffers = {name: info for name, info in buffers.items() if not any(name in names[1:] for names in shared)}
     tensors = [
         (n, r, d, leaf)
         for n, r, d, leaf in zip(request.names, request.roles, request.batch_dims, request.leaves)
@@ -69,7 +71,7 @@ def to_program(
         parameters=parameters,
         buffers=buffers,
         constants=_values(request, constants, buffers),
-        ties=ties,
+        ties=ties + shared,
         inputs=inputs,
         outputs=outputs,
         batch=size or request.batch,
@@ -155,6 +157,17 @@ def _buffers(model: nn.Module) -> dict[str, TensorInfo]:
                 persistent = name not in module._non_persistent_buffers_set
                 infos[full] = TensorInfo(tuple(buffer.shape), buffer.dtype, False, persistent, "buffer")
     return infos
+
+
+def _shared_buffers(model: nn.Module, graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
+    """List the names of each persistent buffer that has several, the one that the trace reads first."""
+    read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    saved, owners = model.state_dict(keep_vars=True), dict[int, list[str]]()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in saved:
+            owners.setdefault(id(buffer), []).append(name)
+    groups = (sorted(names, key=lambda name: name not in read) for names in owners.values() if len(names) > 1)
+    return tuple(tuple(names) for names in groups if names[1] not in read)
 
 
 def _lifted(exported: ExportedProgram) -> tuple[dict[str, tuple[InputKind, str]], dict[str, Any]]:

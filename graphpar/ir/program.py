@@ -208,6 +208,11 @@ class Program:
         """List all names of the parameter ``fqn``, itself included."""
         return next((group for group in self.ties if fqn in group), (fqn,))
 
+    @property
+    def tied_parameters(self) -> list[tuple[str, ...]]:
+        """The ties of parameters; of a buffer with several names a program has the first alone."""
+        return [group for group in self.ties if group[0] in self.parameters]
+
     def prefixes(self, block: str) -> list[str]:
         """List the prefix of names for each instance of ``block``: its path and a dot. The block "" is the root."""
         return [f"{path}." for path in dict.fromkeys(self.blocks[block].instances)] if block else [""]
@@ -215,7 +220,10 @@ class Program:
     def ties_below(self, path: str) -> list[tuple[str, ...]]:
         """List the groups of names below the module ``path`` that are one parameter, relative to it."""
         prefix = f"{path}."
-        groups = (tuple(name.removeprefix(prefix) for name in group if name.startswith(prefix)) for group in self.ties)
+        groups = (
+            tuple(name.removeprefix(prefix) for name in group if name.startswith(prefix))
+            for group in self.tied_parameters
+        )
         return [group for group in groups if len(group) > 1]
 
     def parameter_count(self) -> int:

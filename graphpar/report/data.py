@@ -56,7 +56,7 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
         **_place(plan, cluster),
         "inputs": [{"name": entry.name, "role": entry.role} for entry in program.inputs],
         "stages": rows,
-        "ties": [_tie_data(group, rows) for group in program.ties],
+        "ties": [_tie_data(group, rows) for group in program.tied_parameters],
         "actions": _actions(plan),
         "backward_cost": BACKWARD,
         **_prediction(compilation),

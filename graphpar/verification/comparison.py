@@ -193,8 +193,11 @@ class _Comparison:
         if self.reference.accumulated is not None:
             self.accumulated(self.reference.accumulated, result)
         self.parameters()
+        shared = {name: group for group in self.reference.ties for name in group}
         for name, expected in self.reference.buffers.items():
-            if self.written.holders(f"buffer/{name}") or name in self.reference.persistent:
+            held = self.written.holders(f"buffer/{name}")
+            elsewhere = any(self.written.holders(f"buffer/{other}") for other in shared.get(name, ()))
+            if held or (name in self.reference.persistent and not elsewhere):
                 self.whole(None, "buffer", f"buffer/{name}", name, expected, 0.0)
 
     def parameters(self) -> None:
@@ -202,8 +205,9 @@ class _Comparison:
         bit."""
         expected = self.reference.parameters
         largest = _largest(expected)
-        tied = {name for group in self.reference.ties for name in group}
-        for group in [*self.reference.ties, *((name,) for name in expected if name not in tied)]:
+        ties = [group for group in self.reference.ties if group[0] in expected]
+        tied = {name for group in ties for name in group}
+        for group in [*ties, *((name,) for name in expected if name not in tied)]:
             copies = [
                 copy
                 for name in group

@@ -219,7 +219,7 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
     buffers = dict(model.named_buffers(remove_duplicate=False))
     reference = Reference(
         losses=[],
-        ties=_ties(named),
+        ties=_ties(named | buffers),
         dtype=least_precise(parameter.dtype for parameter in model.parameters()),
         persistent=frozenset(model.state_dict()) - frozenset(named),
         batches=batches,
@@ -415,7 +415,7 @@ def _count_microbatches(model: nn.Module, microbatches: int) -> None:
             counter += microbatches - 1
 
 
-def _ties(named: Mapping[str, nn.Parameter]) -> list[tuple[str, ...]]:
+def _ties(named: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
     owners: dict[int, list[str]] = {}
     for name, parameter in named.items():
         owners.setdefault(id(parameter), []).append(name)

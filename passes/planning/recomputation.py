@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -100,7 +100,7 @@ def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
     """Return the kind of each block that is recomputed, by its path.
 
     Raises:
-        GraphparError: a pattern matches no block, there is no block, or no backward.
+        GraphparError: a pattern matches no block, there is no block, or no backward, or a block can't run again.
     """
     check_recompute(asked)
     if asked == "none":
@@ -117,13 +117,25 @@ def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
     found: dict[str, str] = {}
     if isinstance(asked, str):
         found = dict.fromkeys(paths, _same_as(asked))
-        return {path: kind for path, kind in found.items() if kind != "none"}
-    for pattern, kind in asked.items():
+    for pattern, kind in asked.items() if not isinstance(asked, str) else ():
         matched = matching(pattern, paths)
         if not matched:
             raise GraphparError(_matches_nothing(pattern, paths))
         found |= dict.fromkeys(matched, _same_as(kind))
-    return {path: found[path] for path in paths if found.get(path, "none") != "none"}
+    chosen = {path: found[path] for path in paths if found.get(path, "none") != "none"}
+    _check_buffers(program, chosen)
+    return chosen
+
+
+def _check_buffers(program: Program, paths: Collection[str]) -> None:
+    """Check that blocks write no buffers of other modules: these they would write twice."""
+    for block in program.blocks.values():
+        if any(node.op == "placeholder" for node in written_buffers(block.graph)):
+            for path in (path for path in block.instances if path in paths):
+                raise GraphparError(
+                    f"The block {path} can't run again in the backward: it writes a buffer that another module has, too. Leave it out of "
+                    f"recompute, such as {path}=none."
+                )
 
 
 def with_writes(program: Program, recomputed: Mapping[str, Recomputation]) -> dict[str, Recomputation]:

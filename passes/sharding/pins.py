@@ -108,7 +108,7 @@ def _shared_outside(program: Program) -> dict[str, set[tuple[str, str, str]]]:
     read = (str(node.target) for node in program.graph.nodes if node.op == "get_attr")
     of_root = {program.tie_of(name) for name in read if name in program.parameters}
     found: dict[str, set[tuple[str, str, str]]] = {}
-    for group in dict.fromkeys((*program.ties, *of_root)):
+    for group in dict.fromkeys((*program.tied_parameters, *of_root)):
         places = [place(name) for name in group]
         uses = {(block, name) for _, block, name in places} | ({("", "")} if group in of_root else set())
         for path, block, name in places:

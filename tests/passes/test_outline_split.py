@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import graphpar as gp
+from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage
@@ -360,3 +361,37 @@ def test_blocks_that_run_again_take_copies_of_buffers_that_are_written() -> None
     for recompute, copies in (("none", 0), ("full", 2)):
         parts = gp.partition(program, gp.plan(program, 1, microbatch_size=4, recompute=recompute))
         assert parts.files["stage_0.py"].count("self.shift.clone()") == copies
+
+
+class _Normed(nn.Module):
+    """A layer with one BatchNorm under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.second = self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.relu(self.norm(self.linear(x))))
+        return y
+
+
+def test_a_buffer_with_several_names_is_stored_under_the_one_that_is_written() -> None:
+    program = gp.export(nn.Sequential(_Normed(), _Normed()), (torch.randn(4, 8),), loss_fn=square)
+    kept = [name for name in program.buffers if name.endswith("running_mean")]
+    assert len(kept) == 2
+    assert {frozenset(group) for group in program.ties if group[0] in kept} == {
+        frozenset((f"{layer}.norm.running_mean", f"{layer}.second.running_mean")) for layer in range(2)
+    }
+    text = gp.partition(program, gp.plan(program, 1, microbatch_size=4)).files["stage_0.py"]
+    assert "running_mean =" not in text
+
+
+def test_a_block_that_writes_the_buffers_of_another_is_not_recomputed() -> None:
+    layers = [_Normed(), _Normed()]
+    program = gp.export(nn.Sequential(*layers, layers[0]), (torch.randn(4, 8),), loss_fn=square)
+    with pytest.raises(
+        GraphparError, match="can't run again in the backward: it writes a buffer that another module has"
+    ):
+        gp.plan(program, 1, microbatch_size=4, recompute="full")
+    gp.plan(program, 1, microbatch_size=4)
