@@ -307,6 +307,12 @@ def _check(plan: Manifest, where: str) -> None:
         broken.append(f"zero is {plan.zero}, but {min(plan.fully_sharded)!r} is stored in shards over dp_shard")
     if plan.zero != 1 and plan.owners:
         broken.append(f"zero is {plan.zero}, but owners says which rank updates {min(plan.owners)!r}, as at level 1")
+    kinds = {plan.recompute} if isinstance(plan.recompute, str) else set(plan.recompute.values())
+    recomputing = [stage.index for stage in plan.stages if stage.recomputes]
+    if recomputing and kinds == {"none"}:
+        broken.append(f"recompute is 'none', but stage {recomputing[0]} recomputes")
+    if not recomputing and kinds <= {"full", "selective"}:
+        broken.append(f"recompute is {plan.recompute!r}, but no stage recomputes")
     if plan.dtype not in DTYPES:
         broken.append(f"dtype is {plan.dtype!r}, not one of {', '.join(DTYPES)}")
     if plan.prefetch not in (None, *PREFETCH) or (plan.prefetch is not None and plan.zero != 3):

@@ -286,6 +286,13 @@ def test_a_broken_plan_says_what_is_broken(tmp_path: Path) -> None:
     (program / "plan.json").write_text(json.dumps({**plan, "global_batch": 9}))
     with pytest.raises(RuntimeProgramError, match="4 microbatches of 2 are not a global batch of 9"):
         load_manifest(program)
+    (program / "plan.json").write_text(json.dumps({**plan, "recompute": "full"}))
+    with pytest.raises(RuntimeProgramError, match="recompute is 'full', but no stage recomputes"):
+        load_manifest(program)
+    plan["interface"]["stages"][1]["recomputes"] = True
+    (program / "plan.json").write_text(json.dumps({**plan, "recompute": "none"}))
+    with pytest.raises(RuntimeProgramError, match="recompute is 'none', but stage 1 recomputes"):
+        load_manifest(program)
     del plan["schedule"]
     (program / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(RuntimeProgramError, match="the field 'schedule' is missing"):
