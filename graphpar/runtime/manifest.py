@@ -105,6 +105,8 @@ class Manifest:
     prefetch: str | None = None
     """When parameters are gathered ahead of a backward at level 3, of :data:`PREFETCH`."""
     prefetch_distance: int = 0
+    recompute: str | Mapping[str, str] = "none"
+    """Which blocks run their forward again in the backward: a kind, or kinds by pattern over their paths."""
     dp_mean: bool = False
     """Whether the loss is the mean of the replicas' own losses, and not that of the global batch."""
     owners: Mapping[str, int] = field(default_factory=dict)
@@ -217,6 +219,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         dp_mean=plan.optional("dp_mean", bool, False),
         prefetch=plan.optional("prefetch", str, None),
         prefetch_distance=plan.optional("prefetch_distance", int, 0),
+        recompute=plan.optional("recompute", (str, dict), "none"),
         dtype=plan.optional("dtype", str, "fp32"),
         reduce_dtype=_dtype(plan, "reduce_dtype"),
         gather_dtype=_dtype(interface, "gather_dtype"),
