@@ -268,8 +268,8 @@ def _tokens(file: Path, vocabulary: int) -> Any:
 
 def _bytes(file: Path, vocabulary: int) -> Any:
     tokens = np.memmap(file, np.uint8, "r")
-    if not tokens[:4096].all():
-        raise ValueError(f"it is no text, since it has zero bytes, nor one of {', '.join(_READERS)}")
+    if file.suffix not in ("", ".txt") and not tokens[:4096].all():
+        raise ValueError(f"it has zero bytes, so it is no text (.txt), and it is not one of {', '.join(_READERS)}")
     return tokens
 
 
