@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from graphpar.runtime import {imported}
+from graphpar.runtime.arguments import {types}
 
 PROGRAM = Path(__file__).parent
 
@@ -84,15 +85,15 @@ def batches(
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="{verb} {name} on {devices} devices.")
     parser.add_argument("--steps", type=count, default=10)
-{options}    parser.add_argument("--seed", type=int, default=0)
+{options}    parser.add_argument("--seed", type=whole, default=0)
     parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
     parser.add_argument("--weights", type=Path, help="safetensors file or folder (default: weights/)")
     parser.add_argument("--batch", type=Path, help="safetensors file with one batch, used for every step")
     parser.add_argument("--data", type=Path, help="text, file of tokens, or folder of these")
-    parser.add_argument("--workers", type=int, default=0, help="processes of each rank that load examples")
-    parser.add_argument("--save", type=Path, help="where to write the {saved}")
-    parser.add_argument("--json", type=Path, help="where to write the {recorded}")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds that a rank waits for another")
+    parser.add_argument("--workers", type=whole, default=0, help="processes of each rank that load examples")
+    parser.add_argument("--save", type=replaced_file, help="where to write the {saved}")
+    parser.add_argument("--json", type=output_file, help="where to write {recorded}")
+    parser.add_argument("--timeout", type=positive, default=600, help="seconds that a rank waits for another")
     return parser.parse_args()
 
 
@@ -108,8 +109,12 @@ if __name__ == "__main__":
 '''
 
 _IMPORTED = (
-    "Log", "Pipeline", "RuntimeProgramError", "StopSignal", "TokenDataset", "check_first_step", "count", "load", "start",
+    "Log", "Pipeline", "RuntimeProgramError", "StopSignal", "TokenDataset", "check_first_step", "load", "start",
 )  # fmt: skip
+
+_INFER_TYPES = ("count", "output_file", "positive", "replaced_file", "whole")
+_TYPES = sorted((*_INFER_TYPES, "checkpoint_folder", "number"))
+"""Of values on the command line."""
 
 _BEGINS = {
     "train": "It starts from weights/model.safetensors, or what --weights names; where there are none, from the model's initial weights, "
@@ -129,15 +134,17 @@ _LOSSES = {
     True: " Losses and gradients are means over the replicas, each of its own rows, as in DDP.",
 }
 
-_TRAIN_OPTIONS = """    parser.add_argument("--lr", type=float, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+_TRAIN_OPTIONS = """    parser.add_argument("--lr", type=number, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
+    parser.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--accumulate", type=count, default=1, metavar="N", help="batches a step, as if they were one")
     parser.add_argument("--eval-every", type=count, metavar="STEPS", help="evaluate on batches that are held out")
     parser.add_argument("--eval-batches", type=count, default=1, metavar="M")
-    parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints: go on from its latest, and save there")
+    parser.add_argument(
+        "--checkpoint", type=checkpoint_folder, help="folder of checkpoints: go on from its latest, and save there"
+    )
     parser.add_argument("--checkpoint-every", type=count, default=1000, metavar="STEPS")
     parser.add_argument("--keep", type=count, default=2, help="how many checkpoints to keep")
-    parser.add_argument("--log-file", type=Path, help="file to which each step adds a line of JSON at once")
+    parser.add_argument("--log-file", type=output_file, help="file to which each step adds a line of JSON at once")
     parser.add_argument("--log-every", type=count, default=1, metavar="N", help="read the loss at every Nth step only")
     parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard")
     parser.add_argument("--check", action="store_true", help="compare the first step with the model's own, and end")
@@ -227,7 +234,8 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         begins="\n".join(textwrap.wrap(_BEGINS[program.mode], WIDTH)),
         modules="" if program.mode == "train" else "import json\nimport time\n",
         check=check,
-        imported=", ".join(name for name in _IMPORTED if name in f"{tokens} {check} {body} Pipeline count load start"),
+        imported=", ".join(name for name in _IMPORTED if name in f"{tokens} {check} {body} Pipeline load start"),
+        types=", ".join(_TYPES if program.mode == "train" else [name for name in _TYPES if name in _INFER_TYPES]),
         options=_TRAIN_OPTIONS if program.mode == "train" else "",
         saved="trained weights" if program.mode == "train" else "outputs",
         recorded="loss, gradient norm and seconds of every step" if program.mode == "train" else "outputs' shapes",

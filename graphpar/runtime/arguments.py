@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
+from pathlib import Path
+
+from graphpar.runtime.checkpoint_folders import RECORD
 
 
 def count(text: str) -> int:
@@ -10,3 +15,62 @@ def count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"it is {text}; it must be a whole number of at least 1")
     return int(text)
+
+
+def whole(text: str) -> int:
+    """Read a whole number of at least 0, below 2**32: the type of an argument."""
+    if not text.isascii() or not text.isdigit() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"it is {text}; it must be a whole number of at least 0, below 2**32")
+    return int(text)
+
+
+def number(text: str) -> float:
+    """Read a finite number of at least 0: the type of an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"it is {text}; it must be a finite number of at least 0")
+    return value
+
+
+def positive(text: str) -> float:
+    """Read a finite number above 0: the type of an argument."""
+    value = number(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"it is {text}; it must be above 0")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """Read the path of a file that can be written, before the time of training is spent: the type of an argument."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} can't be written: no permission")
+    return path
+
+
+def replaced_file(text: str) -> Path:
+    """Read the path of a file that is written beside and renamed, so that no device may be there: the type of an argument."""
+    path = output_file(text)
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is there, and is not a regular file")
+    return path
+
+
+def checkpoint_folder(text: str) -> Path:
+    """Read the path of a folder of checkpoints, which is there or can be made: the type of an argument."""
+    path = Path(text)
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{there} is there, and is not a folder")
+    if (path / RECORD).exists():
+        raise argparse.ArgumentTypeError(f"{text} is itself a checkpoint; give the folder that it is in")
+    if not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{there} can't be written: no permission")
+    return path

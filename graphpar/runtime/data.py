@@ -95,7 +95,10 @@ def load(
                 "dataset() must return a map-style dataset, which has a length and items by index"
             )
         if len(examples) < program.global_batch:
-            raise RuntimeProgramError(f"{len(examples)} examples are too few for a batch of {program.global_batch}")
+            raise RuntimeProgramError(
+                f"the dataset has {len(examples)} examples{' that are held out' if once else ''}, too few for a batch of "
+                f"{program.global_batch}"
+            )
     for rank, count in enumerate(gather_objects(len(examples))):
         if count != len(examples):
             raise AgreedError(
@@ -264,7 +267,10 @@ def _tokens(file: Path, vocabulary: int) -> Any:
 
 
 def _bytes(file: Path, vocabulary: int) -> Any:
-    return np.memmap(file, np.uint8, "r")
+    tokens = np.memmap(file, np.uint8, "r")
+    if file.suffix not in ("", ".txt") and not tokens[:4096].all():
+        raise ValueError(f"it has zero bytes, so it is no text (.txt), and it is not one of {', '.join(_READERS)}")
+    return tokens
 
 
 def _bin(file: Path, vocabulary: int) -> Any:

@@ -106,6 +106,8 @@ class Log:
         if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
             raise RuntimeProgramError("--tensorboard needs a package that is not installed: pip install tensorboard")
         self._reports = pipeline.reports
+        if first >= steps and self._reports:
+            print(f"nothing to do: {first} steps were made before, and --steps is {steps}", flush=True)
         self._device, self._every, self._batches, self._last = pipeline.device, every, batches, steps - 1
         self._stage_rank = pipeline.groups.place["pp"]
         self._predicted = predicted(pipeline.program, pipeline.device)

@@ -334,7 +334,20 @@ class Pipeline:
 
     def resume(self, path: str | Path, optimizer: Optimizer | None = None) -> checkpoint.Checkpoint | None:
         """Load the latest checkpoint of a folder as :meth:`load_checkpoint`, or nothing where no rank sees one; a collective call."""
-        return self.load_checkpoint(path, optimizer) if any(gather_objects(is_in(path))) else None
+        if not any(gather_objects(is_in(path))):
+            return None
+        asked = self._settings(optimizer)
+        loaded = self.load_checkpoint(path, optimizer)
+        for name, value in self._settings(optimizer).items() if self.reports else ():
+            if value != asked[name]:
+                print(f"{name}: {value}, that of the checkpoint, not {asked[name]}", flush=True)
+        return loaded
+
+    def _settings(self, optimizer: Optimizer | None) -> dict[str, object]:
+        """What a checkpoint replaces of what was asked for, by name."""
+        groups = [] if optimizer is None else optimizer.param_groups
+        rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        return {"seed": self.seed, "learning rate": ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))}
 
     def _state(self, optimizer: Optimizer | None) -> State:
         self.synchronize()

@@ -166,3 +166,9 @@ def test_padding_changes_nothing_but_the_length() -> None:
     values: Tensor = torch.tensor([5, 6])
     assert pad(values, 4).tolist() == [5, 6, -100, -100]
     assert pad(values, 2, 0).tolist() == [5, 6]
+
+
+def test_a_binary_file_is_not_taken_for_a_text(tmp_path: Path) -> None:
+    (tmp_path / "data.parquet").write_bytes(b"PAR1\x00\x01" * 100)
+    with pytest.raises(RuntimeProgramError, match="it has zero bytes, so it is no text"):
+        TokenDataset(tmp_path / "data.parquet", length=8, vocabulary=256, ids="ids")
