@@ -113,7 +113,7 @@ _IMPORTED = (
 )  # fmt: skip
 
 _INFER_TYPES = ("count", "output_file", "positive", "replaced_file", "whole")
-_TYPES = sorted((*_INFER_TYPES, "checkpoint_folder", "number"))
+_TYPES = sorted((*_INFER_TYPES, "checkpoint_folder", "limit", "number"))
 """Of values on the command line."""
 
 _BEGINS = {
@@ -135,7 +135,7 @@ _LOSSES = {
 }
 
 _TRAIN_OPTIONS = """    parser.add_argument("--lr", type=number, help="learning rate (default: the optimizer's own; AdamW's is 1e-3)")
-    parser.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient")
+    parser.add_argument("--clip", type=limit, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--accumulate", type=count, default=1, metavar="N", help="batches a step, as if they were one")
     parser.add_argument("--eval-every", type=count, metavar="STEPS", help="evaluate on batches that are held out")
     parser.add_argument("--eval-batches", type=count, default=1, metavar="M")

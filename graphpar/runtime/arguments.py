@@ -43,6 +43,11 @@ def positive(text: str) -> float:
     return value
 
 
+def limit(text: str) -> float:
+    """Read a number above 0, or inf, which limits nothing: the type of an argument."""
+    return math.inf if text == "inf" else positive(text)
+
+
 def output_file(text: str) -> Path:
     """Read the path of a file that can be written, before the time of training is spent: the type of an argument."""
     path = Path(text)
