@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphpar.codegen.layout import WIDTH
+from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.token_inputs import token_inputs
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Input, Program
@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from graphpar.runtime import {imported}
-from graphpar.runtime.arguments import {types}
+{types}
 
 PROGRAM = Path(__file__).parent
 
@@ -235,7 +235,7 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         modules="" if program.mode == "train" else "import json\nimport time\n",
         check=check,
         imported=", ".join(name for name in _IMPORTED if name in f"{tokens} {check} {body} Pipeline load start"),
-        types=", ".join(_TYPES if program.mode == "train" else [name for name in _TYPES if name in _INFER_TYPES]),
+        types=_types(program.mode),
         options=_TRAIN_OPTIONS if program.mode == "train" else "",
         saved="trained weights" if program.mode == "train" else "outputs",
         recorded="loss, gradient norm and seconds of every step" if program.mode == "train" else "outputs' shapes",
@@ -244,6 +244,13 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
     if program.mode == "train":
         return text
     return text.replace("import load_file\n", "import load_file, save_file\n")
+
+
+def _types(mode: str) -> str:
+    """Import the types of the arguments that a script of this mode has."""
+    names = ", ".join(_TYPES if mode == "train" else _INFER_TYPES)
+    line = f"from graphpar.runtime.arguments import {names}"
+    return line if len(line) <= WIDTH else "\n".join(wrapped(f"from graphpar.runtime.arguments import ({names})", ""))
 
 
 def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
