@@ -87,14 +87,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=count, default=10)
 {options}    parser.add_argument("--seed", type=whole, default=0)
     parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
-    parser.add_argument("--weights", type=Path, help="safetensors file or folder (default: weights/)")
-    parser.add_argument("--batch", type=Path, help="safetensors file with one batch, used for every step")
+    parser.add_argument("--weights", type=input_file, help="safetensors file or folder (default: weights/)")
+    parser.add_argument("--batch", type=input_file, help="safetensors file with one batch, used for every step")
     parser.add_argument("--data", type=Path, help="text, file of tokens, or folder of these")
     parser.add_argument("--workers", type=whole, default=0, help="processes of each rank that load examples")
     parser.add_argument("--save", type=replaced_file, help="where to write the {saved}")
     parser.add_argument("--json", type=output_file, help="where to write {recorded}")
     parser.add_argument("--timeout", type=positive, default=600, help="seconds that a rank waits for another")
-    return parser.parse_args()
+    return parsed(parser)
 
 
 def main() -> None:
@@ -112,9 +112,9 @@ _IMPORTED = (
     "Log", "Pipeline", "RuntimeProgramError", "StopSignal", "TokenDataset", "check_first_step", "load", "start",
 )  # fmt: skip
 
-_INFER_TYPES = ("count", "output_file", "positive", "replaced_file", "whole")
+_INFER_TYPES = ("count", "input_file", "output_file", "parsed", "positive", "replaced_file", "whole")
 _TYPES = sorted((*_INFER_TYPES, "checkpoint_folder", "limit", "number"))
-"""Of values on the command line."""
+"""What reads the command line."""
 
 _BEGINS = {
     "train": "It starts from weights/model.safetensors, or what --weights names; where there are none, from the model's initial weights, "

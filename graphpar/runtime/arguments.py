@@ -9,6 +9,40 @@ from pathlib import Path
 
 from graphpar.runtime.checkpoint_folders import RECORD
 
+_NEEDS = {"eval_batches": "eval_every", "checkpoint_every": "checkpoint", "keep": "checkpoint"}
+"""Options that say how another one does its work."""
+_EXCLUDES = {
+    "batch": ("data", "workers"),
+    "check": ("accumulate", "batch", "checkpoint", "data", "eval_every", "json", "log_file", "save", "tensorboard"),
+}
+"""Options that have no effect beside another one."""
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line; end with a sentence where an option would be ignored."""
+    args = parser.parse_args()
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    for name, needed in _NEEDS.items():
+        if name in given and needed not in given:
+            parser.error(f"{_flag(name)} needs {_flag(needed)}")
+    for name, others in _EXCLUDES.items():
+        ignored = [_flag(other) for other in others if other in given and name in given]
+        if ignored:
+            parser.error(f"{', '.join(ignored)} would have no effect beside {_flag(name)}; leave one of them out")
+    return args
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def input_file(text: str) -> Path:
+    """Read the path of a file or folder that is there: the type of an argument."""
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"there is no {text}")
+    return path
+
 
 def count(text: str) -> int:
     """Read a whole number of at least 1: the type of an argument."""

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from graphpar.runtime.arguments import checkpoint_folder, number, output_file, positive, replaced_file, whole
+from graphpar.runtime.arguments import (
+    checkpoint_folder,
+    count,
+    input_file,
+    number,
+    output_file,
+    parsed,
+    positive,
+    replaced_file,
+    whole,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +27,7 @@ from graphpar.runtime.arguments import checkpoint_folder, number, output_file, p
         (whole, ["-3", "1.5", "99999999999999999999", "x", ""]),
         (number, ["-1", "nan", "inf", "x"]),
         (positive, ["0", "-1", "nan", "inf"]),
+        (input_file, ["missing"]),
         (output_file, ["missing/a.json", "."]),
         (replaced_file, ["missing/a.safetensors", "/dev/null"]),
         (checkpoint_folder, ["file", "file/ck", "ck/100"]),
@@ -40,3 +51,30 @@ def test_right_values_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert output_file("/dev/null") == Path("/dev/null")
     assert replaced_file("a.safetensors") == Path("a.safetensors")
     assert checkpoint_folder("new/ck") == Path("new/ck") and not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--keep 3", "--keep needs --checkpoint"),
+        ("--batch b --workers 2", "--workers would have no effect beside --batch"),
+        ("--check --checkpoint ck --batch b", "--batch, --checkpoint would have no effect beside --check"),
+        ("--checkpoint ck --keep 3 --batch b", None),
+    ],
+)
+def test_no_option_is_ignored(
+    given: str, message: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--keep", type=count, default=2)
+    parser.add_argument("--workers", type=whole, default=0)
+    for name in ("--batch", "--checkpoint"):
+        parser.add_argument(name)
+    monkeypatch.setattr("sys.argv", ["train.py", *given.split()])
+    if message is None:
+        assert parsed(parser).keep == 3
+        return
+    with pytest.raises(SystemExit) as ended:
+        parsed(parser)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
