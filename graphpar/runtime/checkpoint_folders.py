@@ -36,6 +36,9 @@ def find(path: str | Path) -> Path:
     if whole:
         return whole[-1]  # the first one, saved by a process that was ended before it wrote `latest`
     others = [each.name for each in whole_checkpoints(folder.parent)]
+    if folder != Path(path):
+        there = f"; there are {', '.join(others)}, of which you may give one" if others else ""
+        raise RuntimeProgramError(f"{Path(path) / LATEST} names {folder.name}, which is not there{there}")
     raise RuntimeProgramError(
         f"{path} is no checkpoint, and no folder of checkpoints.{near_match(folder.name, others)}"
     )

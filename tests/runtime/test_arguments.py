@@ -19,6 +19,8 @@ from graphpar.runtime.arguments import (
     replaced_file,
     whole,
 )
+from graphpar.runtime.checkpoint_folders import find
+from graphpar.runtime.errors import RuntimeProgramError
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,9 @@ def test_no_option_is_ignored(
     with pytest.raises(SystemExit) as ended:
         parsed(parser)
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_latest_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("200")
+    with pytest.raises(RuntimeProgramError, match="latest names 200, which is not there"):
+        find(tmp_path)
