@@ -107,6 +107,8 @@ def written_buffers(graph: fx.Graph) -> set[fx.Node]:
         targets = [node.args[0]] if is_inplace(node) else []
         if operator_name(node) == "batch_norm" and node.args[5]:
             targets = list(node.args[3:5])  # the running statistics
+        elif operator_name(node) == "sync_batch_norm" and node.kwargs["training"]:
+            targets = list(node.args[3:5])
         for target in targets:
             while isinstance(target, fx.Node) and target.op == "call_function":
                 target = target.args[0]

@@ -111,7 +111,7 @@ def test_kept_bytes(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
     none, most, selective, middle, least, full = found
     assert full <= selective < none
     assert full < selective or name == "resnet_batchnorm"  # its convolutions are all made again
-    assert full < least < middle < most < none
+    assert full <= least < middle < most < none
 
 
 def test_the_peak_grows_with_the_budget() -> None:
