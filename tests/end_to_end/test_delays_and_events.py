@@ -215,7 +215,7 @@ MORE_ORDERS: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         "turned": Layered(4, (3, 1, 2, 0)),
     }.items()
     for when, distance in (("pre", 1), ("pre", 2), ("post", 1), ("post", 2), ("none", 0))
-    if (name, distance) != ("one", 2)  # refused: there is no second one to gather
+    if distance < 2 or name not in ("one", "again")  # refused: they have no second unit to gather
 }
 
 
