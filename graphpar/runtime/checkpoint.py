@@ -33,7 +33,7 @@ from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.loss_scale import LossScale
 from graphpar.runtime.saved_state import MODEL, Entry, State, in_turns, joined_descriptions
-from graphpar.runtime.stored_boxes import SavePlanner, read_entries, read_metadata, tensors_of
+from graphpar.runtime.stored_boxes import SavePlanner, check_entries, read_entries, read_metadata, tensors_of
 from graphpar.runtime.weights import listed
 
 
@@ -129,6 +129,11 @@ def save(
             raise RuntimeProgramError(f"keep is {keep}; at least 1 checkpoint is kept")
         if target.name.startswith(".") or target.name in ("", LATEST):
             raise RuntimeProgramError(f"{str(path)!r} is no name for a checkpoint; name a folder such as ckpt/{step}")
+        if not torch.serialization.get_crc32_options():
+            raise RuntimeProgramError(
+                "torch.serialization.set_crc32_options(False) leaves out the sums by which damage is found; "
+                "set it to True before a checkpoint is saved"
+            )
         described = state.described()
         entries = {entry.key: entry for entry in in_turns([*state.model().values(), *state.optimizer_state().values()])}
         record = {
@@ -212,6 +217,7 @@ def load(state: State, path: str | Path) -> tuple[Checkpoint, Progress]:
             _check_sizes(folder, of_optimizer, sizes)
             hyperparameters = state.hyperparameters(record["optimizer"])
             entries |= of_optimizer
+        check_entries(folder, entries, metadata)
     with agreed():
         with torch.no_grad():
             read_entries(folder, entries, metadata)

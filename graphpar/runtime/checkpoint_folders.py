@@ -9,13 +9,14 @@ import contextlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 
-RECORD, LATEST, PLAN = "checkpoint.json", "latest", "plan.json"
+RECORD, LATEST, PLAN, METADATA = "checkpoint.json", "latest", "plan.json", ".metadata"
 FORMAT = 1
 """The version of ``checkpoint.json``."""
 
@@ -60,7 +61,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read ``checkpoint.json``.
+    """Read ``checkpoint.json``, and compare the sums of the small files beside it.
 
     Raises:
         RuntimeProgramError: it is damaged, or of another version.
@@ -74,7 +75,15 @@ def read_record(folder: Path) -> dict[str, Any]:
     if lacking or record["format"] != FORMAT:
         what = f"it lacks {', '.join(lacking)}" if lacking else f"its format is {record['format']}, not {FORMAT}"
         raise RuntimeProgramError(f"{folder} is damaged: {RECORD} can't be read ({what})")
+    for name, crc in record.get("crc32", {}).items():
+        if _crc32(folder / name) != crc:
+            what = "has other bytes than were written" if (folder / name).is_file() else "is missing"
+            raise RuntimeProgramError(f"{folder} is damaged: {name} {what}")
     return dict(record)
+
+
+def _crc32(path: Path) -> int | None:
+    return zlib.crc32(path.read_bytes()) if path.is_file() else None
 
 
 def beside(folder: Path, kind: str) -> Path:
@@ -105,7 +114,8 @@ def finish(target: Path, record: Mapping[str, Any], plan: bytes | None, keep: in
     part, old = beside(target, "part"), beside(target, "old")
     if plan is not None:
         _written(part / PLAN, plan)
-    _written(part / RECORD, json.dumps(record, indent=1).encode())
+    sums = {name: _crc32(part / name) for name in (METADATA, PLAN) if (part / name).is_file()}
+    _written(part / RECORD, json.dumps({**record, "crc32": sums}, indent=1).encode())
     _sync(part)
     if target.exists():
         target.rename(old)

@@ -38,7 +38,15 @@ from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest, load_manifest
 from graphpar.runtime.saved_state import MODEL
 from graphpar.runtime.stages import emitted_package, empty_stage
-from graphpar.runtime.stored_boxes import SavePlanner, read_entries, read_metadata, read_model, tensors_of, whole_entry
+from graphpar.runtime.stored_boxes import (
+    SavePlanner,
+    check_entries,
+    read_entries,
+    read_metadata,
+    read_model,
+    tensors_of,
+    whole_entry,
+)
 from graphpar.runtime.weights import WeightFile, listed, names_by_tie, whole_shape, write_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -149,11 +157,13 @@ def convert(source: str | Path, out: Path, to: str | Path | None) -> dict[str, A
     else:
         path = find(source)
         record, metadata = {**read_record(path), "time": time.time()}, read_metadata(path)
-        entries = [
+        whole = [
             whole_entry(key, torch.empty(shape, dtype=dtype)) for key, (shape, dtype) in tensors_of(metadata).items()
         ]
-        read_entries(path, {entry.key: entry for entry in entries}, metadata)
-        found = {entry.path: entry.tensors[0] for entry in entries}
+        entries = {entry.key: entry for entry in whole}
+        check_entries(path, entries, metadata)
+        read_entries(path, entries, metadata)
+        found = {entry.path: entry.tensors[0] for entry in whole}
     if program is not None and wanted is not None:
         _check(
             path, {key[1]: value for key, value in found.items() if key[:1] == MODEL}, wanted, record["ties"] or ties

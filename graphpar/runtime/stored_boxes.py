@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +114,34 @@ class _LoadPlanner(DefaultLoadPlanner):
         return self.boxes[index.fqn][index.index].values
 
 
+def check_entries(folder: Path, entries: Mapping[str, Entry], metadata: Metadata) -> None:
+    """Check what will be read: each box is an archive of ``torch.save``, which has the CRC-32 of its
+    values (torch writes it and does not look at it).
+
+    Raises:
+        RuntimeProgramError: a file has other bytes than were written.
+    """
+    files: dict[str, set[tuple[int, int]]] = {}
+    for item in _LoadPlanner(entries, metadata).plan.items:
+        stored = metadata.storage_data[item.storage_index]
+        files.setdefault(stored.relative_path, set()).add((stored.offset, stored.length))
+    for name, places in files.items():
+        with (folder / name).open("rb") as file:
+            for offset, length in sorted(places):
+                file.seek(offset)
+                content = io.BytesIO(file.read(length))
+                try:
+                    torch.load(content, map_location="cpu", weights_only=True)
+                    with zipfile.ZipFile(content) as archive:
+                        wrong = archive.testzip()
+                except Exception as error:  # of any kind: any byte may be wrong
+                    wrong = str(error).split(". ")[0]
+                if wrong is not None:
+                    raise RuntimeProgramError(
+                        f"{folder} is damaged: {name} has other bytes than were written (at {offset}: {wrong})"
+                    )
+
+
 def read_entries(folder: Path, entries: Mapping[str, Entry], metadata: Metadata) -> None:
     """Read the values of all boxes; the padding beside them becomes zero."""
     for entry in entries.values():
@@ -131,6 +161,7 @@ def read_model(folder: Path, names: Iterable[str] | None = None) -> dict[str, Te
         if path[:1] == MODEL and (names is None or path[1] in names):
             entry = whole_entry(path, torch.empty(shape, dtype=dtype))
             entries[entry.key] = entry
+    check_entries(folder, entries, metadata)
     read_entries(folder, entries, metadata)
     return {entry.path[1]: entry.tensors[0] for entry in entries.values()}
 

@@ -397,6 +397,26 @@ def test_a_kill_between_any_two_changes_of_a_folder(
     assert moments > 15
 
 
+def flip(file: Path, place: float) -> None:
+    content = bytearray(file.read_bytes())
+    content[int(place * len(content))] ^= 0x10
+    file.write_bytes(content)
+
+
+def test_no_flipped_bit_is_loaded(saved: Path, tmp_path: Path) -> None:
+    values, refused = conversion.read_model(saved), 0
+    for seed in range(60):
+        changed = Path(shutil.copytree(saved, tmp_path / str(seed)))
+        draw = random.Random(seed)
+        flip(draw.choice(sorted(changed.glob("*.distcp"))), draw.random())
+        try:
+            torch.testing.assert_close(conversion.read_model(changed), values, rtol=0, atol=0)
+        except RuntimeProgramError as error:
+            assert "is damaged" in str(error)
+            refused += 1
+    assert refused > 5  # the others are in the optimizer's state, or between the values
+
+
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
@@ -407,6 +427,9 @@ def test_what_does_not_fit_is_refused_with_names(bench: Bench, saved: Path, tmp_
     (damaged("missing") / "__1_0.distcp").unlink()
     (damaged("short") / "__0_0.distcp").write_bytes(b"short")
     (damaged("metadata") / ".metadata").write_bytes(b"nothing")
+    (damaged("plan") / "plan.json").write_text("{}")
+    (damaged("no_metadata") / ".metadata").unlink()
+    flip(damaged("flipped") / "__0_0.distcp", 0.5)
     (damaged("record") / "checkpoint.json").write_text("{}")
     (damaged("text") / "checkpoint.json").write_text("{")
     values = conversion.read_model(saved)
@@ -422,7 +445,10 @@ def test_what_does_not_fit_is_refused_with_names(bench: Bench, saved: Path, tmp_
     expected = {
         "missing": "__1_0.distcp is missing",
         "short": "__0_0.distcp has 5 bytes",
-        "metadata": ".metadata can't be read",
+        "metadata": ".metadata has other bytes than were written",
+        "plan": "plan.json has other bytes than were written",
+        "no_metadata": ".metadata is missing",
+        "flipped": "__0_0.distcp has other bytes than were written",
         "record": "it lacks format, step",
         "text": "checkpoint.json",
         "nothing": "is no checkpoint",
