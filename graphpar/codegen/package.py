@@ -34,6 +34,7 @@ from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
 from graphpar.codegen.recomputation import FUNCTIONS as RECOMPUTING
 from graphpar.codegen.recomputation import recomputation_function, recomputed_in
+from graphpar.codegen.token_inputs import vocabularies
 from graphpar.codegen.train_script import EXAMPLES, train_script
 from graphpar.emitted import collectives, random_streams, recomputation
 from graphpar.ir.owners import owners
@@ -284,11 +285,12 @@ def interface(
     program: Program, plan: Plan, stages: Sequence[Stage], recomputed: Mapping[str, Recomputation]
 ) -> dict[str, Any]:
     """Describe for the runtime: inputs, what each stage takes and sends, loss denominators, ties."""
+    tables = vocabularies(program)
     counts_inputs: list[str] = []
     if program.counts is not None:
         counts_inputs = [str(node.target) for node in program.counts.nodes if node.op == "placeholder"]
     return {
-        "inputs": [_input(entry, plan) for entry in program.inputs],
+        "inputs": [_input(entry, plan, tables.get(entry.name)) for entry in program.inputs],
         "counts": {"names": list(program.count_names), "inputs": counts_inputs},
         "stages": [
             {
@@ -347,9 +349,10 @@ def _described(name: str, shape: Sequence[int], dtype: torch.dtype, **more: Any)
     return {"name": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch."), **more}
 
 
-def _input(entry: Input, plan: Plan) -> dict[str, Any]:
-    shape = entry.shape_at(plan.global_batch)
-    return _described(entry.name, shape, entry.dtype, batch_dim=entry.batch_dim, role=entry.role)
+def _input(entry: Input, plan: Plan, rows: int | None) -> dict[str, Any]:
+    """Describe an input; ``rows`` are those of the table in which it looks up."""
+    shape, below = entry.shape_at(plan.global_batch), {} if rows is None else {"below": rows}
+    return _described(entry.name, shape, entry.dtype, batch_dim=entry.batch_dim, role=entry.role, **below)
 
 
 def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:

@@ -37,14 +37,14 @@ class TokenInputs:
 def token_inputs(program: Program) -> TokenInputs | str:
     """Find the inputs of a language model; a string says why the program is none."""
     given = [entry for entry in program.inputs if entry.role != "sample_keys"]
-    vocabularies = _vocabularies(program)
+    tables = vocabularies(program)
     rows = [entry for entry in given if entry.batch_dim == 0 and len(entry.shape) == 2 and _is_integer(entry)]
-    found = [entry for entry in rows if entry.name in vocabularies]
+    found = [entry for entry in rows if entry.name in tables]
     if len(found) != 1:
         names = " and ".join(entry.name for entry in found)
         return f"{names} are all token ids" if found else "no input is a batch of token ids"
     (ids,) = found
-    length, vocabulary = ids.shape[1], vocabularies[ids.name]
+    length, vocabulary = ids.shape[1], tables[ids.name]
     others = [entry for entry in given if entry is not ids]
     if program.mode != "train":
         return f"it can't fill the input {others[0].name}" if others else TokenInputs(ids, length, vocabulary)
@@ -68,7 +68,7 @@ def _is_integer(entry: Input) -> bool:
     return not entry.dtype.is_floating_point and entry.dtype is not torch.bool
 
 
-def _vocabularies(program: Program) -> dict[str, int]:
+def vocabularies(program: Program) -> dict[str, int]:
     """The rows of the table in which each input looks up rows."""
     found: dict[str, int] = {}
     for node in program.graph.nodes:
@@ -76,11 +76,11 @@ def _vocabularies(program: Program) -> dict[str, int]:
             continue
         operands = [_source(argument) for argument in node.all_input_nodes]
         tables = [operand for operand in operands if operand.op == "get_attr"]
-        for operand in operands:
-            if operand.op == "placeholder" and tables:
-                info = program.tensor_info(str(tables[0].target))
-                rows = (info.whole or info.shape)[0]
-                found[str(operand.target)] = min(rows, found.get(str(operand.target), rows))
+        inputs = [str(operand.target) for operand in operands if operand.op == "placeholder"]
+        if inputs and tables:
+            info = program.tensor_info(str(tables[0].target))
+            rows = (info.whole or info.shape)[0]
+            found[inputs[0]] = min(rows, found.get(inputs[0], rows))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -38,7 +38,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from graphpar.runtime import {imported}
+{imported}
 {types}
 
 PROGRAM = Path(__file__).parent
@@ -109,7 +109,7 @@ if __name__ == "__main__":
 '''
 
 _IMPORTED = (
-    "Log", "Pipeline", "RuntimeProgramError", "StopSignal", "TokenDataset", "check_first_step", "load", "start",
+    "Log", "Pipeline", "RuntimeProgramError", "StopSignal", "TokenDataset", "check_first_step", "first_batches", "load", "start",
 )  # fmt: skip
 
 _INFER_TYPES = ("count", "input_file", "output_file", "parsed", "positive", "replaced_file", "whole")
@@ -163,7 +163,7 @@ _TRAIN = """        optimizer = pipeline.optimizer(args.lr)  # of the model file
         held_out: list[dict[str, Tensor]] = []
         if args.eval_every:
             pipeline.check_eval()
-            held_out += itertools.islice(batches(args, pipeline, held_out=True), args.eval_batches)
+            held_out += first_batches(batches(args, pipeline, held_out=True), args.eval_batches)
         data = batches(args, pipeline, begun)
         with Log(pipeline, args.steps, first, every=args.log_every, batches=args.accumulate, file=args.log_file,
                  history=args.json, tensorboard=args.tensorboard) as log:  # fmt: skip
@@ -234,8 +234,8 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         begins="\n".join(textwrap.wrap(_BEGINS[program.mode], WIDTH)),
         modules="" if program.mode == "train" else "import json\nimport time\n",
         check=check,
-        imported=", ".join(name for name in _IMPORTED if name in f"{tokens} {check} {body} Pipeline load start"),
-        types=_types(program.mode),
+        imported=_import("", (name for name in _IMPORTED if name in f"{tokens} {check} {body} Pipeline load start")),
+        types=_import(".arguments", _TYPES if program.mode == "train" else _INFER_TYPES),
         options=_TRAIN_OPTIONS if program.mode == "train" else "",
         saved="trained weights" if program.mode == "train" else "outputs",
         recorded="loss, gradient norm and seconds of every step" if program.mode == "train" else "outputs' shapes",
@@ -246,11 +246,11 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
     return text.replace("import load_file\n", "import load_file, save_file\n")
 
 
-def _types(mode: str) -> str:
-    """Import the types of the arguments that a script of this mode has."""
-    names = ", ".join(_TYPES if mode == "train" else _INFER_TYPES)
-    line = f"from graphpar.runtime.arguments import {names}"
-    return line if len(line) <= WIDTH else "\n".join(wrapped(f"from graphpar.runtime.arguments import ({names})", ""))
+def _import(module: str, names: Iterable[str]) -> str:
+    """Import from a module of the runtime, in one line or several."""
+    given = ", ".join(names)
+    line = f"from graphpar.runtime{module} import {given}"
+    return line if len(line) <= WIDTH else "\n".join(wrapped(f"from graphpar.runtime{module} import ({given})", ""))
 
 
 def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphpar.runtime.arguments import count
 from graphpar.runtime.check import check_first_step
 from graphpar.runtime.checkpoint import Checkpoint
-from graphpar.runtime.data import TokenDataset, load, pad
+from graphpar.runtime.data import TokenDataset, first_batches, load, pad
 from graphpar.runtime.distributed import Ranks, StopSignal, start
 from graphpar.runtime.errors import AgreedError, LaunchError, RuntimeProgramError
 from graphpar.runtime.log import Log
@@ -26,6 +26,7 @@ __all__ = [
     "TokenDataset",
     "check_first_step",
     "count",
+    "first_batches",
     "load",
     "load_manifest",
     "pad",

@@ -68,7 +68,7 @@ def _check_value(program: Manifest, spec: InputInterface, value: Tensor) -> None
     if value.dtype != spec.dtype:
         raise RuntimeProgramError(f"the input {spec.name} is {value.dtype}; the program expects {spec.dtype}")
     if tuple(value.shape) in (spec.shape, _own_shape(program, spec)):
-        return
+        return _check_ids(spec, value)
     dim = spec.batch_dim
     if dim is not None and value.dim() == len(spec.shape) and value.shape[dim] != spec.shape[dim]:
         own = spec.shape[dim] // program.replicas
@@ -81,6 +81,18 @@ def _check_value(program: Manifest, spec: InputInterface, value: Tensor) -> None
     raise RuntimeProgramError(
         f"the input {spec.name} has shape {list(value.shape)}; the program expects {list(spec.shape)}"
     )
+
+
+def _check_ids(spec: InputInterface, value: Tensor) -> None:
+    """Check token ids on the CPU: a rank that has a part of the table would take another rank's row for zeros, were there none."""
+    if spec.below is None or value.device.type != "cpu" or not value.numel():
+        return
+    least, most = (int(end) for end in value.aminmax())
+    if least < 0 or most >= spec.below:
+        raise RuntimeProgramError(
+            f"the input {spec.name} has token {most if most >= spec.below else least}; the model knows {spec.below} (0 to "
+            f"{spec.below - 1})"
+        )
 
 
 def _own_shape(program: Manifest, spec: InputInterface) -> tuple[int, ...]:

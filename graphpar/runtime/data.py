@@ -7,6 +7,7 @@ The batches depend on the dataset, the seed and the size of a global batch alone
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,9 +96,10 @@ def load(
                 "dataset() must return a map-style dataset, which has a length and items by index"
             )
         if len(examples) < program.global_batch:
+            source = f" of {', '.join(map(str, examples.files))}" if isinstance(examples, TokenDataset) else ""
+            number = f"{len(examples)} example{'s' if len(examples) != 1 else ''}{' that are held out' if once else ''}"
             raise RuntimeProgramError(
-                f"the dataset has {len(examples)} examples{' that are held out' if once else ''}, too few for a batch of "
-                f"{program.global_batch}"
+                f"the dataset{source} has {number}, too few for a batch of {program.global_batch}"
             )
     for rank, count in enumerate(gather_objects(len(examples))):
         if count != len(examples):
@@ -115,6 +117,18 @@ def load(
         pin_memory=pipeline.device.type == "cuda",
     )
     return _with_plain_errors(loader)
+
+
+def first_batches(batches: Iterator[dict[str, Tensor]], number: int) -> list[dict[str, Tensor]]:
+    """Return so many held-out batches.
+
+    Raises:
+        AgreedError: there are fewer.
+    """
+    found = list(itertools.islice(batches, number))
+    if len(found) < number:
+        raise AgreedError(f"--eval-batches is {number}, but the examples that are held out fill only {len(found)}")
+    return found
 
 
 class _Collate:
@@ -192,8 +206,8 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         self._ids, self._labels, self._ahead = ids, labels, ahead if labels is not None else 0
         files = _files(Path(path))
         apart = [file for file in files if file.stem.startswith("val")] if len(files) > 1 else []
-        self._files = [file for file in files if (file in apart) is held_out] if apart else files
-        self._tokens = [_tokens(file, vocabulary) for file in self._files]
+        self.files = [file for file in files if (file in apart) is held_out] if apart else files
+        self._tokens = [_tokens(file, vocabulary) for file in self.files]
         self._pieces: list[int] = []  # of each file
         for tokens in self._tokens:
             whole = max(0, (len(tokens) - self._ahead) // length)
@@ -216,7 +230,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         values = np.asarray(self._tokens[file][begin : begin + self._length + self._ahead]).astype(np.int64)
         if (largest := int(values.max())) >= self._vocabulary or int(values.min()) < 0:
             raise RuntimeProgramError(
-                f"{self._files[file]} has token {largest if largest >= self._vocabulary else int(values.min())} between {begin} and "
+                f"{self.files[file]} has token {largest if largest >= self._vocabulary else int(values.min())} between {begin} and "
                 f"{begin + len(values)}; the model knows {self._vocabulary}"
             )
         tokens = torch.from_numpy(values)
@@ -227,7 +241,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         return {**self.__dict__, "_tokens": None}  # a memory map would be copied to a worker that is not a fork
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _tokens=[_tokens(file, state["_vocabulary"]) for file in state["_files"]])
+        self.__dict__.update(state, _tokens=[_tokens(file, state["_vocabulary"]) for file in state["files"]])
 
 
 def pad(values: Tensor, length: int, filler: int = IGNORED) -> Tensor:

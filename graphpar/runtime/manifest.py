@@ -39,13 +39,19 @@ class TensorInterface:
 
 @dataclass(frozen=True)
 class InputInterface:
-    """An input of the whole program. ``batch_dim`` is ``None`` when every microbatch gets it whole."""
+    """An input of the whole program.
+
+    Attributes:
+        batch_dim: ``None`` when every microbatch gets it whole.
+        below: of token ids: how many tokens the model knows.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     batch_dim: int | None
     role: str
+    below: int | None = None
 
 
 @dataclass(frozen=True)
@@ -280,7 +286,8 @@ def _tensor(record: Record) -> TensorInterface:
 
 
 def _input(record: Record) -> InputInterface:
-    return InputInterface(*_described(record), record.optional("batch_dim", int, None), record.get("role", str))
+    batch_dim, role = record.optional("batch_dim", int, None), record.get("role", str)
+    return InputInterface(*_described(record), batch_dim, role, record.optional("below", int, None))
 
 
 def _output(record: Record) -> OutputInterface:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import graphpar as gp
@@ -119,6 +120,18 @@ def test_another_plan_goes_on_with_the_next_batches(
 def test_a_text_that_is_missing_ends_all_ranks_with_one_sentence(folder: Path, pool: RankPool) -> None:
     with pytest.raises(LaunchError, match=r"gone\.txt is not there$"):
         _losses(folder, "dp", pool, "--data", "gone.txt")
+
+
+def test_tokens_that_the_model_does_not_know_end_all_ranks_with_one_sentence(
+    folder: Path, pool: RankPool, tmp_path: Path
+) -> None:
+    """A rank that has a part of the table would compute with zeros."""
+    rows = torch.randint(256, (8, 16), generator=torch.Generator().manual_seed(0))
+    rows[3, 5] = 256
+    save_file({"ids": rows, "following": rows.clone()}, tmp_path / "batch.safetensors")
+    for plan in ("one", "dp_tp"):
+        with pytest.raises(LaunchError, match=r"the input ids has token 256; the model knows 256 \(0 to 255\)$"):
+            _losses(folder, plan, pool, "--batch", str(tmp_path / "batch.safetensors"))
 
 
 def test_another_length_is_another_program_for_the_same_weights(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import graphpar as gp
 from graphpar.codegen.token_inputs import TokenInputs, token_inputs
-from graphpar.runtime import RuntimeProgramError, TokenDataset, pad
+from graphpar.runtime import RuntimeProgramError, TokenDataset, first_batches, pad
 from graphpar.runtime.data import Rows
 from tests.programs import example
 
@@ -130,6 +130,12 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     np.arange(298, 310, dtype=np.uint16).tofile(wide)
     with pytest.raises(RuntimeProgramError, match=r"wide.bin has token 302 between 0 and 5; the model knows 300"):
         _dataset(wide)[0]
+
+
+def test_more_evaluation_than_is_held_out_is_refused() -> None:
+    assert len(first_batches(iter([{}] * 3), 2)) == 2
+    with pytest.raises(RuntimeProgramError, match=r"--eval-batches is 4, .* held out fill only 3"):
+        first_batches(iter([{}] * 3), 4)
 
 
 def _found(name: str) -> tuple[object, ...] | str:
