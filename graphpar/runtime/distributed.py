@@ -92,7 +92,9 @@ class StopSignal:
     """Notes a SIGTERM, so that training can save and end after the step that is under way. A second one ends the process at once."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._device = ranks.device
+        # On the CPU, so that no rank waits for its device.
+        self._group = dist.new_group(backend="gloo") if ranks.backend != "gloo" and ranks.world_size > 1 else None
+        self._alone = ranks.world_size == 1
         self._noted = False
         signal.signal(signal.SIGTERM, self._note)
 
@@ -102,8 +104,10 @@ class StopSignal:
 
     def received(self) -> bool:
         """Return whether any rank was asked to end; a collective call."""
-        noted = torch.tensor(float(self._noted), device=self._device)
-        dist.all_reduce(noted, op=dist.ReduceOp.MAX)
+        if self._alone:
+            return self._noted
+        noted = torch.tensor(float(self._noted))
+        dist.all_reduce(noted, op=dist.ReduceOp.MAX, group=self._group)
         return bool(noted)
 
 
