@@ -15,10 +15,12 @@ from graphpar.cli import (
     checkpoint_command,
     compile_command,
     completion_command,
+    diff_command,
     estimate_command,
     passes_command,
     report_command,
     run_command,
+    sweep_command,
     verify_command,
 )
 from graphpar.cli.arguments import Parser
@@ -30,7 +32,9 @@ COMMANDS: dict[str, ModuleType] = {
     "check": check_command,
     "checkpoint": checkpoint_command,
     "report": report_command,
+    "diff": diff_command,
     "estimate": estimate_command,
+    "sweep": sweep_command,
     "calibrate": calibrate_command,
     "passes": passes_command,
     "completion": completion_command,

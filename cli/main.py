@@ -1,6 +1,7 @@
 """The terminal: parse, call the command's module, print.
 
-    graphpar compile | run | verify | check | checkpoint | report | estimate | calibrate | passes | completion
+    graphpar compile | run | verify | check | checkpoint | report | diff | estimate | sweep | calibrate |
+             passes | completion
 
 Exit codes: 0 done, 1 a check or a process that was started failed, 2 the user must change something (message, no traceback),
 3 our bug (traceback).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from graphpar.schedules.simulation import CLOSINGS, Segment, Span, Timeline
@@ -174,4 +175,42 @@ def memory_chart(
         f'<div class="scroll"><svg viewBox="0 0 {width} {tall}" width="{width}" height="{tall}" role="img">{"".join(shapes)}</svg></div>'
         f'<div class="soft">{key}</div>'
         f'<p class="soft">At the peak of a device of each pipeline rank. A device has {bytes_text(capacity)}{line}.</p>'
+    )
+
+
+def throughput_svg(points: Sequence[tuple[str, int, float, str]], width: int = 700, height: int = 300) -> str:
+    """Draw rows a second against devices, both from 0, as a line for each name.
+
+    ``points``: name of the line, devices, rows a second, cluster.
+    """
+    colors = list(PARTS.values())
+    left, foot = 70, 24
+    most, fastest = max(point[1] for point in points), max(point[2] for point in points)
+    lines: dict[str, list[tuple[float, float, str]]] = {}
+    for name, devices, rate, cluster in sorted(points, key=lambda point: point[1]):
+        x, y = left + (width - left - 10) * devices / most, height - foot - (height - foot - 10) * rate / fastest
+        tip = f"{name}, {cluster}: {rate:,.4g} rows/s on {devices} devices"
+        lines.setdefault(name, []).append((x, y, escape(tip)))
+    shapes = [f'<path d="M{left} 10V{height - foot}H{width - 10}" fill="none" stroke="#98a5b2"/>']
+    for devices in sorted({point[1] for point in points}):
+        x = left + (width - left - 10) * devices / most
+        shapes.append(f'<text class="axis" x="{x:.1f}" y="{height - 8}" text-anchor="middle">{devices}</text>')
+    for share in (0.5, 1.0):
+        y = height - foot - (height - foot - 10) * share
+        shapes.append(
+            f'<text class="axis" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{fastest * share:,.3g}</text>'
+        )
+    key = ""
+    for place, (name, line) in enumerate(lines.items()):
+        color = colors[place % len(colors)]
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in line)
+        shapes.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        shapes += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"><title>{tip}</title></circle>'
+            for x, y, tip in line
+        ]
+        key += f'<span class="key" style="background:{color}"></span>{escape(name)}'
+    return (
+        f'<div class="scroll"><svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">{"".join(shapes)}'
+        f'</svg></div><div class="soft">{key}</div>'
     )

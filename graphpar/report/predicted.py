@@ -14,6 +14,8 @@ from graphpar.text import bytes_text, indices_text, kept, plural, seconds_text, 
 
 _LEAST = 1e-3
 """Parts of a step below this share of it are not shown."""
+PART_NAMES = {"host": "waits for the host", "pp": "transfers"}
+"""Names of the parts of a step that are not their own."""
 
 
 def predicted_lines(data: Mapping[str, Any], seconds: float | None = None) -> list[tuple[str, str]]:
@@ -66,10 +68,9 @@ def peak_text(predicted: Mapping[str, Any]) -> str:
 
 def parts_text(predicted: Mapping[str, Any]) -> str:
     """List the parts of the step that are not negligible."""
-    names = {"host": "waits for the host", "pp": "transfers"}
     least = _LEAST * predicted["step_time_s"]
     parts = [
-        f"{names.get(part, part)} {seconds_text(seconds)}"
+        f"{PART_NAMES.get(part, part)} {seconds_text(seconds)}"
         for part, seconds in predicted["parts_s"].items()
         if seconds >= least
     ]

@@ -1,0 +1,47 @@
+"""``graphpar diff``: two plans for one model side by side, from their ``plan.json`` alone."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from graphpar.cli.arguments import Commands, add_json
+from graphpar.cli.output import Result, print_wrapped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from graphpar.report.difference import Side
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser("diff", help="compare two plans: decisions, predicted times, memory")
+    parser.add_argument("plan_a", metavar="OUT|PLAN_A.json", help="the emitted folder, or a plan.json")
+    parser.add_argument("plan_b", metavar="OUT|PLAN_B.json", help="the other one, for the same model")
+    add_json(parser, "print the comparison as one JSON object")
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Compare the two plans."""
+    from pathlib import Path
+
+    from graphpar.cli.plan_file import reading_report
+    from graphpar.report.difference import difference, difference_lines
+
+    a, b = _side(options.plan_a), _side(options.plan_b)
+    with reading_report(Path(f"{a.name} or {b.name}")):
+        data = difference(a, b)
+
+    def show(console: Console) -> None:
+        print_wrapped(console, difference_lines(data))
+
+    return Result(data, show)
+
+
+def _side(path: str) -> Side:
+    from graphpar.cli.plan_file import read_plan, read_record
+    from graphpar.report.difference import Side
+
+    file, record = read_record(path)
+    return Side(path, read_plan(file, record), record.get("report"))

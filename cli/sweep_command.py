@@ -1,0 +1,33 @@
+"""``graphpar sweep``: what may be asked of it. The work is in ``sweep_work``, which imports torch."""
+
+from __future__ import annotations
+
+import argparse
+
+from graphpar.cli.arguments import Commands, add_json, add_model, count, count_or_none
+from graphpar.cli.output import Result
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Plan the model for each cluster and batch."""
+    from graphpar.cli.sweep_work import sweep
+
+    return sweep(options)
+
+
+def _batches(text: str) -> list[int]:
+    return [count(part.strip()) for part in text.split(",")]
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser("sweep", help="the chosen plans for several clusters and batches, as a table")
+    add_model(parser)
+    parser.add_argument("--cluster", metavar="NAME,NAME", required=True, help="clusters: 8xH100,2x8xH100")
+    parser.add_argument("--batch", type=_batches, metavar="N,N", help="global batches (default: the example's)")
+    parser.add_argument("--dtype", metavar="fp32|bf16|fp16", help="as compile takes it")
+    parser.add_argument("--mesh", metavar="pp=2,tp=2", help="degrees of mesh axes, the same for all clusters")
+    parser.add_argument("--zero", type=count_or_none, metavar="N", help="the ZeRO level")
+    parser.add_argument("--recompute", metavar="KIND", help="as compile takes it")
+    parser.add_argument("--html", metavar="FILE", help="write the table, and rows a second against devices, as a page")
+    add_json(parser)

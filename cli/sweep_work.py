@@ -1,0 +1,188 @@
+"""``graphpar sweep``: one model planned for several clusters and batches. The model is traced once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from graphpar.cli.output import Result, check_writable, phases, print_wrapped, write_text
+from graphpar.cli.trace import export_file
+from graphpar.errors import GraphparError, NothingFits
+from graphpar.frontend.modelfile import load_model_file
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.plan import Plan
+from graphpar.ir.precision import Precision
+from graphpar.ir.program import Program
+from graphpar.passes.planning.asked import Asked, ask, planned
+from graphpar.passes.planning.recomputation import read_recompute
+from graphpar.report.charts import throughput_svg
+from graphpar.report.page import page
+from graphpar.report.predicted import mesh_text
+from graphpar.text import bytes_text, seconds_text, share_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_HEAD = ("cluster", "devices", "batch", "mesh", "schedule", "zero", "recompute", "microbatches", "step", "rows/s", "MFU", "peak")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The plan of a cluster and a batch as plain data; seconds and bytes."""
+
+    cluster: str
+    devices: int
+    global_batch: int | None
+    fits: bool
+    why_not: str | None = None
+    mesh: Mapping[str, int] | None = None
+    schedule: str | None = None
+    zero: int | None = None
+    recompute: Any = None
+    microbatches: int | None = None
+    microbatch_size: int | None = None
+    step_time_s: float | None = None
+    rows_per_s: float | None = None
+    mfu: float | None = None
+    peak_memory_bytes: int | None = None
+    memory_bytes: int | None = None
+
+
+def sweep(options: argparse.Namespace) -> Result:
+    """Plan the model for each cluster and batch; a pair without a plan says why in its row."""
+    if options.html is not None:
+        check_writable(options.html)
+    wanted = [
+        _asked(options, name.strip(), rows) for name in options.cluster.split(",") for rows in options.batch or [None]
+    ]
+    precision = Precision.of(options.dtype, None, None)
+    with phases() as phase:
+        phase("tracing the model")
+        file = load_model_file(options.model)
+        program = export_file(file, None, precision)
+        rows = []
+        for asked in wanted:
+            phase(f"planning for {asked.pins.cluster}, batch {asked.pins.global_batch or 'of the example'}")
+            rows.append(_row(program, asked))
+    if all(row.mesh is None and not row.fits and row.devices and not _is_memory(row) for row in rows):
+        raise GraphparError(rows[0].why_not or "")
+    data = {"model": program.name, "rows": [asdict(row) for row in rows]}
+    if options.html is not None:
+        write_text(options.html, _page(program.name, rows))
+
+    def show(console: Console) -> None:
+        print_wrapped(console, _lines(program.name, rows))
+        if options.html is not None:
+            console.out(f" Wrote      {options.html}", highlight=False)
+
+    return Result(data, show)
+
+
+def _asked(options: argparse.Namespace, cluster: str, rows: int | None) -> Asked:
+    return ask(
+        Cluster.parse(cluster),
+        global_batch=rows,
+        mesh=options.mesh,
+        zero=options.zero,
+        recompute=None if options.recompute is None else read_recompute(options.recompute),
+        dtype=options.dtype,
+        top=0,
+    )
+
+
+_MEMORY = "Out of memory: "
+
+
+def _is_memory(row: _Planned) -> bool:
+    return row.why_not is not None and row.why_not.startswith(_MEMORY)
+
+
+def _row(program: Program, asked: Asked) -> _Planned:
+    cluster, rows = asked.pins.cluster, asked.pins.global_batch
+    try:
+        return _of_plan(str(cluster), planned(program, asked))
+    except NothingFits as error:
+        return _Planned(str(cluster), asked.size, rows, False, f"{_MEMORY}{error}")
+    except GraphparError as error:
+        return _Planned(str(cluster), asked.size, rows, False, str(error))
+
+
+def _of_plan(cluster: str, plan: Plan) -> _Planned:
+    predicted = plan.predicted
+    assert predicted is not None  # there is a cluster
+    missing = predicted.missing_bytes
+    return _Planned(
+        cluster,
+        plan.mesh.size,
+        plan.global_batch,
+        missing <= 0,
+        f"does not fit: {bytes_text(missing)} too much" if missing > 0 else None,
+        plan.mesh.degrees(),
+        plan.schedule,
+        plan.zero,
+        plan.recompute if isinstance(plan.recompute, str) else dict(plan.recompute),
+        plan.microbatches,
+        plan.microbatch_size,
+        predicted.step_time_s,
+        plan.global_batch / predicted.step_time_s,
+        predicted.mfu,
+        max(predicted.peak_memory_bytes),
+        predicted.memory_bytes,
+    )
+
+
+def _cells(row: _Planned) -> list[str]:
+    """Write a row of the table; without a plan, of what was asked for alone."""
+    asked = [row.cluster, str(row.devices), "" if row.global_batch is None else str(row.global_batch)]
+    if row.mesh is None or row.step_time_s is None or row.rows_per_s is None or row.mfu is None:
+        return asked
+    recompute = row.recompute if isinstance(row.recompute, str) else "by block"
+    return [
+        *asked,
+        mesh_text(row.mesh),
+        str(row.schedule) if row.mesh["pp"] > 1 else "",
+        str(row.zero),
+        recompute,
+        f"{row.microbatches} x {row.microbatch_size}",
+        seconds_text(row.step_time_s),
+        f"{row.rows_per_s:,.4g}",
+        share_text(row.mfu),
+        f"{(row.peak_memory_bytes or 0) / 2**30:.3g} GiB",
+    ]
+
+
+def _lines(name: str, rows: list[_Planned]) -> list[str]:
+    cells = [_cells(row) for row in rows]
+    table = [list(_HEAD), *(line for line in cells if len(line) == len(_HEAD))]
+    widths = [
+        max(len(line[place]) for line in [*table, *([*c, *[""] * 12][:12] for c in cells)])
+        for place in range(len(_HEAD))
+    ]
+    lines = [f" graphpar   {name}", ""]
+    for line, why in [(list(_HEAD), None), *((c, row.why_not) for c, row in zip(cells, rows))]:
+        text = "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip()
+        lines.append(f" {text}{'' if why is None else '  ' + why}")
+    return lines
+
+
+def _page(name: str, rows: list[_Planned]) -> str:
+    body = [f"<h1>{escape(name)}</h1>", "<h2>Rows a second against devices</h2>"]
+    points = [
+        (f"batch {row.global_batch}", row.devices, row.rows_per_s, row.cluster)
+        for row in rows
+        if row.fits and row.rows_per_s is not None
+    ]
+    body.append(throughput_svg(points) if points else '<p class="soft">No plan fits.</p>')
+    head = "".join(f"<th>{escape(title)}</th>" for title in _HEAD)
+    lines = []
+    for row in rows:
+        cells = _cells(row)
+        texts = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        why = "" if row.why_not is None else f'<span class="soft">{escape(row.why_not)}</span>'
+        rest = f'<td colspan="{len(_HEAD) + 1 - len(cells)}">{why}</td>'
+        lines.append(f"<tr>{texts}{rest}</tr>")
+    body.append(f'<h2>Plans</h2><div class="scroll"><table><tr>{head}<th></th></tr>{"".join(lines)}</table></div>')
+    return page(name, body)
