@@ -26,12 +26,28 @@ from graphpar.text import bytes_text, seconds_text, share_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-_HEAD = ("cluster", "devices", "batch", "mesh", "schedule", "zero", "recompute", "microbatches", "step", "rows/s", "MFU", "peak")  # fmt: skip
+_HEAD = [
+    "cluster",
+    "devices",
+    "batch",
+    "mesh",
+    "schedule",
+    "zero",
+    "recompute",
+    "microbatches",
+    "step",
+    "rows/s",
+    "MFU",
+    "peak",
+]
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """The plan of a cluster and a batch as plain data; seconds and bytes."""
+    """The plan of a cluster and a batch as plain data, in seconds and bytes.
+
+    ``why_not``: by how much it does not fit, or why there is no plan at all (``refused``).
+    """
 
     cluster: str
     devices: int
@@ -49,6 +65,7 @@ class _Planned:
     mfu: float | None = None
     peak_memory_bytes: int | None = None
     memory_bytes: int | None = None
+    refused: bool = False
 
 
 def sweep(options: argparse.Namespace) -> Result:
@@ -67,14 +84,18 @@ def sweep(options: argparse.Namespace) -> Result:
         for asked in wanted:
             phase(f"planning for {asked.pins.cluster}, batch {asked.pins.global_batch or 'of the example'}")
             rows.append(_row(program, asked))
-    if all(row.mesh is None and not row.fits and row.devices and not _is_memory(row) for row in rows):
-        raise GraphparError(rows[0].why_not or "")
+    if all(row.refused for row in rows):
+        raise GraphparError(str(rows[0].why_not))
     data = {"model": program.name, "rows": [asdict(row) for row in rows]}
     if options.html is not None:
         write_text(options.html, _page(program.name, rows))
 
     def show(console: Console) -> None:
-        print_wrapped(console, _lines(program.name, rows))
+        for line, whole in _lines(program.name, rows):
+            if whole:  # a row of the table
+                console.out(line, highlight=False)
+            else:
+                print_wrapped(console, [line])
         if options.html is not None:
             console.out(f" Wrote      {options.html}", highlight=False)
 
@@ -93,21 +114,14 @@ def _asked(options: argparse.Namespace, cluster: str, rows: int | None) -> Asked
     )
 
 
-_MEMORY = "Out of memory: "
-
-
-def _is_memory(row: _Planned) -> bool:
-    return row.why_not is not None and row.why_not.startswith(_MEMORY)
-
-
 def _row(program: Program, asked: Asked) -> _Planned:
     cluster, rows = asked.pins.cluster, asked.pins.global_batch
     try:
         return _of_plan(str(cluster), planned(program, asked))
     except NothingFits as error:
-        return _Planned(str(cluster), asked.size, rows, False, f"{_MEMORY}{error}")
-    except GraphparError as error:
         return _Planned(str(cluster), asked.size, rows, False, str(error))
+    except GraphparError as error:
+        return _Planned(str(cluster), asked.size, rows, False, str(error), refused=True)
 
 
 def _of_plan(cluster: str, plan: Plan) -> _Planned:
@@ -154,17 +168,19 @@ def _cells(row: _Planned) -> list[str]:
     ]
 
 
-def _lines(name: str, rows: list[_Planned]) -> list[str]:
+def _lines(name: str, rows: list[_Planned]) -> list[tuple[str, bool]]:
+    """Write the table's lines, each with whether it must not be wrapped."""
     cells = [_cells(row) for row in rows]
-    table = [list(_HEAD), *(line for line in cells if len(line) == len(_HEAD))]
-    widths = [
-        max(len(line[place]) for line in [*table, *([*c, *[""] * 12][:12] for c in cells)])
-        for place in range(len(_HEAD))
-    ]
-    lines = [f" graphpar   {name}", ""]
-    for line, why in [(list(_HEAD), None), *((c, row.why_not) for c, row in zip(cells, rows))]:
-        text = "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip()
-        lines.append(f" {text}{'' if why is None else '  ' + why}")
+    padded = [_HEAD, *(line + [""] * (len(_HEAD) - len(line)) for line in cells)]
+    widths = [max(map(len, column)) for column in zip(*padded)]
+
+    def joined(line: list[str]) -> str:
+        return " " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip()
+
+    lines = [(f" graphpar   {name}", False), ("", False), (joined(_HEAD), True)]
+    for line, row in zip(cells, rows):
+        why = "" if row.why_not is None else f"  {row.why_not}"
+        lines.append((joined(line) + why, row.mesh is not None))
     return lines
 
 

@@ -74,14 +74,14 @@ def _check_model(a: Side, b: Side) -> None:
         raise GraphparError(
             f"{a.name} is a plan for {a.plan.model}, {b.name} for {b.plan.model}; plans are compared for one model."
         )
-    counts = [None if side.report is None else side.report["model"]["parameters"] for side in (a, b)]
-    if None not in counts and counts[0] != counts[1]:
+    first, second = (None if side.report is None else side.report["model"]["parameters"] for side in (a, b))
+    if first is not None and second is not None and first != second:
         raise GraphparError(
-            f"{a.name} is a plan for a {a.plan.model} of {count_text(counts[0])} parameters ({counts[0]}), {b.name} for one of "
-            f"{count_text(counts[1])} ({counts[1]}); plans are compared for one model."
+            f"{a.name} is a plan for a {a.plan.model} of {count_text(first)} parameters ({first}), {b.name} for one of "
+            f"{count_text(second)} ({second}); plans are compared for one model."
         )
     paths = [{path for stage in side.plan.stages for path in stage.modules} for side in (a, b)]
-    if None in counts and (alone := sorted(paths[0] ^ paths[1])):
+    if (first is None or second is None) and (alone := sorted(paths[0] ^ paths[1])):
         raise GraphparError(
             f"{a.name} and {b.name} are plans for different models: only one of them has the module {alone[0]}."
         )
@@ -178,7 +178,7 @@ def _communication(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[dict[
 
 
 def _axes(predicted: Mapping[str, Any]) -> dict[str, float]:
-    found = {}
+    found: dict[str, float] = {}
     for axis, seconds in predicted["communication_s"].items():
         exposed = predicted["exposed_s"].get(axis, 0.0)
         found |= {f"{axis} exposed": exposed, f"{axis} hidden": max(0.0, seconds - exposed)}
@@ -253,7 +253,7 @@ def _summary(a: Side, b: Side, first: Mapping[str, Any], second: Mapping[str, An
         else (f"{slower} {_VERBS[most]} {seconds_text(more[most])} longer{each}")
     )
     total = abs(per_row[1] - per_row[0])
-    share = f", where the whole difference is {seconds_text(total)}{each}"
+    share = f"; with all other parts the difference is {seconds_text(total)}{each}"
     return f"B takes {times}: {faster} is {gain}, mostly because {where}{share}."
 
 

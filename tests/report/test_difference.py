@@ -1,0 +1,102 @@
+"""Two plans side by side, and one model on several clusters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import graphpar as gp
+from graphpar.cli.main import main
+from graphpar.ir.plan import Plan
+from graphpar.report.difference import Side, difference, difference_lines
+from graphpar.report.predicted import PART_NAMES
+
+MODEL = """
+import torch
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+example_inputs = (torch.ones(8, 8),)
+loss_fn = torch.nn.functional.mse_loss
+example_targets = torch.zeros(8, 8)
+"""
+
+
+def _side(name: str, width: int = 8, **asked: object) -> Side:
+    layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    program = gp.export(layers, (torch.ones(8, width),), loss_fn=lambda y: y.square().mean())
+    plan: Plan = gp.plan(program, "2xCPU", **asked)  # type: ignore[arg-type]
+    return Side(name, plan, json.loads(gp.compile(program, plan).files["plan.json"])["report"])
+
+
+def test_every_number_is_that_of_the_plans() -> None:
+    a, b = _side("a", mesh="dp_replicate=2"), _side("b", mesh="tp=2")
+    data = difference(a, b)
+    assert a.predicted is not None and b.predicted is not None
+    step, *parts = data["times"]
+    assert (step["a"], step["b"]) == (a.predicted["step_time_s"], b.predicted["step_time_s"])
+    for side in "ab":
+        assert sum(part[side] for part in parts) == pytest.approx(step[side])
+    assert step["difference"] == step["b"] - step["a"] and step["ratio"] == step["b"] / step["a"]
+    assert [entry["name"] for entry in data["decisions"]][:1] == ["mesh"]
+    assert data["placements"] and all("*." in entry["parameters"] for entry in data["placements"])
+    peak, *held, room = data["memory"]
+    assert peak["a"] == max(a.predicted["peak_memory_bytes"]) and room["a"] == a.predicted["memory_bytes"]
+    assert sum(part["b"] for part in held) == peak["b"]
+    faster = "A" if step["a"] < step["b"] else "B"
+    assert f"{faster} is " in data["summary"]
+    assert data["summary"] in difference_lines(data)[0]
+    assert {part["name"] for part in parts} <= {
+        PART_NAMES.get(n, n) for n in (*a.predicted["parts_s"], *b.predicted["parts_s"])
+    }
+
+
+def test_a_plan_is_equal_to_itself() -> None:
+    a = _side("a", mesh="pp=2")
+    data = difference(a, a)
+    assert data["decisions"] == data["placements"] == [] and "equally fast" in data["summary"]
+    assert all(row["difference"] == 0 for row in (*data["times"], *data["memory"], *data["ranks"]))
+
+
+def test_plans_for_other_models_and_without_predictions() -> None:
+    a, other = _side("a", mesh="pp=2"), _side("other", width=4, mesh="pp=2")
+    with pytest.raises(gp.GraphparError, match="parameters .*one model"):
+        difference(a, other)
+    data = difference(a, Side("bare.json", a.plan, None))
+    assert data["times"] is None and "bare.json has no prediction" in data["summary"]
+
+
+def test_sweep_traces_once_and_says_what_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m.py").write_text(MODEL)
+    assert (
+        main(
+            [
+                "sweep",
+                "m.py",
+                "--cluster",
+                "2xCPU,3xCPU",
+                "--batch",
+                "8,16",
+                "--mesh",
+                "dp_replicate=2",
+                "--json",
+                "--html",
+                "s.html",
+            ]
+        )
+        == 0
+    )
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["devices"], row["global_batch"]) for row in rows] == [(2, 8), (2, 16), (3, 8), (3, 16)]
+    for row in rows[:2]:
+        assert row["fits"] and row["rows_per_s"] == row["global_batch"] / row["step_time_s"]
+    assert all(row["refused"] and row["why_not"] for row in rows[2:])
+    page = Path("s.html").read_text()
+    assert "<svg" in page and "batch 16" in page and "<script" not in page
+    assert main(["sweep", "m.py", "--cluster", "2xCPU,nothing"]) == 2
+    assert main(["diff", "m.py", "m.py"]) == 2
