@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import graphpar as gp
+from graphpar.cli import sweep_work
 from graphpar.cli.main import main
+from graphpar.cli.trace import export_file
 from graphpar.ir.plan import Plan
 from graphpar.report.difference import Side, difference, difference_lines
 from graphpar.report.predicted import PART_NAMES
@@ -28,7 +30,7 @@ def _side(name: str, width: int = 8, **asked: object) -> Side:
     layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
     program = gp.export(layers, (torch.ones(8, width),), loss_fn=lambda y: y.square().mean())
     plan: Plan = gp.plan(program, "2xCPU", **asked)  # type: ignore[arg-type]
-    return Side(name, plan, json.loads(gp.compile(program, plan).files["plan.json"])["report"])
+    return Side(name, plan, json.loads(gp.partition(program, plan).files["plan.json"])["report"])
 
 
 def test_every_number_is_that_of_the_plans() -> None:
@@ -62,7 +64,7 @@ def test_a_plan_is_equal_to_itself() -> None:
 
 def test_plans_for_other_models_and_without_predictions() -> None:
     a, other = _side("a", mesh="pp=2"), _side("other", width=4, mesh="pp=2")
-    with pytest.raises(gp.GraphparError, match="parameters .*one model"):
+    with pytest.raises(gp.GraphparError, match=r"parameters .*one model"):
         difference(a, other)
     data = difference(a, Side("bare.json", a.plan, None))
     assert data["times"] is None and "bare.json has no prediction" in data["summary"]
@@ -73,30 +75,21 @@ def test_sweep_traces_once_and_says_what_does_not_fit(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("m.py").write_text(MODEL)
-    assert (
-        main(
-            [
-                "sweep",
-                "m.py",
-                "--cluster",
-                "2xCPU,3xCPU",
-                "--batch",
-                "8,16",
-                "--mesh",
-                "dp_replicate=2",
-                "--json",
-                "--html",
-                "s.html",
-            ]
-        )
-        == 0
-    )
+    small = gp.Cluster.parse("2xCPU").to_json()
+    small["device"]["memory_bytes"] = 2000
+    Path("small.json").write_text(json.dumps(small))
+    command = ["sweep", "m.py", "--cluster", "2xCPU,small.json", "--batch", "8,16", "--html", "s.html"]
+    traces = []
+    monkeypatch.setattr(sweep_work, "export_file", lambda *given: traces.append(1) or export_file(*given))
+    assert main([*command, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["devices"], row["global_batch"]) for row in rows] == [(2, 8), (2, 16), (3, 8), (3, 16)]
+    assert traces == [1]
+    assert [row["global_batch"] for row in rows] == [8, 16, 8, 16]
     for row in rows[:2]:
         assert row["fits"] and row["rows_per_s"] == row["global_batch"] / row["step_time_s"]
-    assert all(row["refused"] and row["why_not"] for row in rows[2:])
+    assert all(not row["fits"] and not row["refused"] and "too much" in row["why_not"] for row in rows[2:])
     page = Path("s.html").read_text()
     assert "<svg" in page and "batch 16" in page and "<script" not in page
     assert main(["sweep", "m.py", "--cluster", "2xCPU,nothing"]) == 2
+    assert main(["sweep", "m.py", "--cluster", "2xCPU", "--mesh", "tp=3"]) == 2
     assert main(["diff", "m.py", "m.py"]) == 2
