@@ -73,7 +73,9 @@ def sweep(options: argparse.Namespace) -> Result:
     if options.html is not None:
         check_writable(options.html)
     wanted = [
-        _asked(options, name.strip(), rows) for name in options.cluster.split(",") for rows in options.batch or [None]
+        (name, _asked(options, name, rows))
+        for name in map(str.strip, options.cluster.split(","))
+        for rows in options.batch or [None]
     ]
     precision = Precision.of(options.dtype, None, None)
     with phases() as phase:
@@ -81,9 +83,9 @@ def sweep(options: argparse.Namespace) -> Result:
         file = load_model_file(options.model)
         program = export_file(file, None, precision)
         rows = []
-        for asked in wanted:
-            phase(f"planning for {asked.pins.cluster}, batch {asked.pins.global_batch or 'of the example'}")
-            rows.append(_row(program, asked))
+        for name, asked in wanted:
+            phase(f"planning for {name}, batch {asked.pins.global_batch or 'of the example'}")
+            rows.append(_row(program, asked, name))
     if all(row.refused for row in rows):
         raise GraphparError(str(rows[0].why_not))
     data = {"model": program.name, "rows": [asdict(row) for row in rows]}
@@ -114,14 +116,17 @@ def _asked(options: argparse.Namespace, cluster: str, rows: int | None) -> Asked
     )
 
 
-def _row(program: Program, asked: Asked) -> _Planned:
-    cluster, rows = asked.pins.cluster, asked.pins.global_batch
+def _row(program: Program, asked: Asked, given: str) -> _Planned:
+    cluster = (
+        given if given.endswith((".json", ".toml")) else str(asked.pins.cluster)
+    )  # files tell more than names of devices
+    rows = asked.pins.global_batch
     try:
-        return _of_plan(str(cluster), planned(program, asked))
+        return _of_plan(cluster, planned(program, asked))
     except NothingFits as error:
-        return _Planned(str(cluster), asked.size, rows, False, str(error))
+        return _Planned(cluster, asked.size, rows, False, str(error))
     except GraphparError as error:
-        return _Planned(str(cluster), asked.size, rows, False, str(error), refused=True)
+        return _Planned(cluster, asked.size, rows, False, str(error), refused=True)
 
 
 def _of_plan(cluster: str, plan: Plan) -> _Planned:
