@@ -117,9 +117,8 @@ def _asked(options: argparse.Namespace, cluster: str, rows: int | None) -> Asked
 
 
 def _row(program: Program, asked: Asked, given: str) -> _Planned:
-    cluster = (
-        given if given.endswith((".json", ".toml")) else str(asked.pins.cluster)
-    )  # files tell more than names of devices
+    in_file = given.endswith((".json", ".toml"))  # whose path tells more than the device's name
+    cluster = given if in_file else str(asked.pins.cluster)
     rows = asked.pins.global_batch
     try:
         return _of_plan(cluster, planned(program, asked))
