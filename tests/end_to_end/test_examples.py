@@ -1,4 +1,4 @@
-"""Every example, cut into stages and over devices, against its model: loss, gradients, parameters after the steps, buffers."""
+"""Every example, cut into stages and over devices (slow: a sample of all ways), against its model: loss, gradients, parameters after the steps, buffers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import graphpar as gp
 from graphpar.ir.mesh import Mesh
 from graphpar.verification import Reference, Verification, reference_for, verify_all
 from tests.programs import SMALL, example, norms_pinned
+from tests.samples import sample
 
 pytestmark = pytest.mark.usefixtures("unpriced")
 STEPS = 2  # and a third batch, whose gradients are added to the second's
@@ -72,6 +73,7 @@ SLOW += [
     ]
     if case not in FAST
 ]
+SAMPLE = sample(SLOW, 120)
 
 
 @functools.cache
@@ -87,7 +89,7 @@ def _verified(slow: bool, world_size: int) -> dict[Case, Verification | Exceptio
     """All cases of one world size share a launch, those of one example a reference."""
     outcomes: dict[Case, Verification | Exception] = {}
     jobs: list[tuple[Case, gp.Parts, Reference]] = []
-    for case in SLOW if slow else FAST:
+    for case in SAMPLE if slow else FAST:
         if case.world_size != world_size:
             continue
         program = example(case.example)
@@ -125,6 +127,6 @@ def test_example_is_exact(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=str)
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_example_is_exact_on_every_mesh_and_schedule(case: Case) -> None:
     _check(_verified(True, case.world_size)[case])

@@ -1,6 +1,6 @@
 """The zoo of odd models, cut into stages, against the unpartitioned models; what can't be split is refused by name.
 
-Fast: every fourth model of its own, and some operators whose spelling differs from their name. Slow: the others.
+Fast: every fourth model of its own, and some operators whose spelling differs from their name. Slow: a sample of the others.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ import pytest
 
 import graphpar as gp
 from graphpar.verification import Verification
+from tests.samples import sample
 from tests.zoo import ZOO
 from tests.zoo_programs import FAST, REFUSED, SLOW, SPELLED, check, compiled, parts_of, planned, program_of, verified
+
+SAMPLE = sample(SLOW, 120)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +23,7 @@ def fast() -> dict[str, Verification | Exception]:
 
 @pytest.fixture(scope="module")
 def slow() -> dict[str, Verification | Exception]:
-    return verified(compiled(SLOW))
+    return verified(compiled(SAMPLE))
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -29,7 +32,7 @@ def test_model_is_exact(name: str, fast: dict[str, Verification | Exception]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_operator_is_exact(name: str, slow: dict[str, Verification | Exception]) -> None:
     check(slow[name])
 

@@ -1,4 +1,4 @@
-"""Slow: the zoo of odd models with its tensors sharded over tp and over cp, against the unpartitioned models."""
+"""Slow: samples of the zoo of odd models with its tensors sharded over tp and over cp, against the unpartitioned models."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import pytest
 
 import graphpar as gp
 from graphpar.verification import Verification
+from tests.samples import sample
 from tests.zoo_programs import WHOLE, check, program_of, verified
+
+SAMPLE = sample(WHOLE, 120)
 
 
 @functools.cache
 def sharded_over(axis: str) -> dict[str, Verification | Exception]:
-    """Every model of the zoo over two ranks of an axis, its batch whole."""
+    """The sampled models over two ranks of an axis, its batch whole."""
     made: dict[str, gp.Parts | Exception] = {}
-    for name in WHOLE:
+    for name in SAMPLE:
         program = program_of(name)
         try:
             made[name] = gp.partition(program, gp.plan(program, mesh={axis: 2}, allow_batch_coupling=True))
@@ -26,6 +29,6 @@ def sharded_over(axis: str) -> dict[str, Verification | Exception]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tp", "cp"])
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_model_is_exact_when_tensors_are_sharded(name: str, axis: str) -> None:
     check(sharded_over(axis)[name])

@@ -1,0 +1,20 @@
+"""Samples of long matrices of tests: others in each run; all of them with ``GRAPHPAR_SAMPLE=all``, or those of a seed."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+SEED = os.environ.get("GRAPHPAR_SAMPLE") or os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(random.randrange(10**6))
+"""The same in all processes of a run, which collect the same tests."""
+
+
+def sample(items: Sequence[T], number: int) -> list[T]:
+    """Draw ``number`` of the items, in their order."""
+    if SEED == "all" or number >= len(items):
+        return list(items)
+    chosen = set(random.Random(SEED).sample(range(len(items)), number))
+    return [item for place, item in enumerate(items) if place in chosen]
