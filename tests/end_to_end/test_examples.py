@@ -1,4 +1,4 @@
-"""Every example, cut into stages and over devices (slow: a sample of all ways), against its model: loss, gradients, parameters after the steps, buffers."""
+"""Every example, cut into stages and over devices, against its model: loss, gradients, parameters, buffers. Slow: a sample of the ways."""
 
 from __future__ import annotations
 
