@@ -179,7 +179,8 @@ def _train(pipeline: Pipeline, job: dict[str, Any], report: dict[str, Any]) -> N
         if job.get("folder"):
             path, wait = Path(job["folder"]) / str(step + 1), job.get("wait", True)
             pipeline.save_checkpoint(path, saved, step=step + 1, keep=job.get("keep"), wait=wait)
-            if step == begin and job.get("killed_after") is not None and dist.get_rank() in job["killed"]:
+            first = begin if wait else begin + 1  # a save waits for the one before it: from here one is whole
+            if step == first and job.get("killed_after") is not None and dist.get_rank() in job["killed"]:
                 Timer(job["killed_after"], os.kill, (os.getpid(), signal.SIGKILL)).start()
     if job.get("save"):
         pipeline.save_checkpoint(job["save"], saved, step=end, data={"rows": end * ROWS}, keep=job.get("keep"))
