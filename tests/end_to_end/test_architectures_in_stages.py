@@ -7,17 +7,20 @@ import pytest
 import graphpar as gp
 from graphpar.verification import Verification
 from tests.architectures import ARCHITECTURES, REFUSED_ARCHITECTURES, architecture
+from tests.samples import sample
 from tests.zoo_programs import check, compiled, verified
+
+SAMPLE = sample(ARCHITECTURES, 20)
 
 
 @pytest.fixture(scope="module")
 def architectures() -> dict[str, Verification | Exception]:
     pytest.importorskip("transformers")
-    return verified(compiled(list(ARCHITECTURES)))
+    return verified(compiled(SAMPLE))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_architecture_is_exact(name: str, architectures: dict[str, Verification | Exception]) -> None:
     check(architectures[name])
 

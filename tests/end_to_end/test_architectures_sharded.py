@@ -16,11 +16,12 @@ pytest.importorskip("transformers")
 import graphpar as gp
 from benchmarks.architectures import Row, compiled, measured, verified
 from graphpar.verification import verify_all
+from tests.samples import sample
 
 MESH = {"tp": 2}
 # Queries, keys and values sliced from one product; weights used as weight.T with one shared key; grouped convolutions; T5's two halves.
 FAST = ("phi3", "falcon", "convnext", "t5")
-SLOW = [name for name in ALL if name not in FAST]
+SLOW = sample([name for name in ALL if name not in FAST], 20)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from graphpar.verification import verify_all
 from tests import fsdp_fixture
 from tests.fsdp_models import MODELS
 from tests.rank_pool import RankPool
+from tests.samples import sample
 
 BY_HAND = [name for name in MODELS if name not in ("dropout", "norm over examples")]
 """Each of the others needs what a rank does not know by itself: the masks of all examples, the scales of its own."""
@@ -62,7 +63,7 @@ def test_as_data_parallelism_by_hand(tmp_path: Path, pool: RankPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", sample(list(MESHES), 5))
 def test_all_as_data_parallelism_by_hand(mesh: str, tmp_path: Path, pool: RankPool) -> None:
     _as_by_hand([(name, mesh) for name in BY_HAND], tmp_path, pool)
 
@@ -78,6 +79,6 @@ def test_what_ranks_do_not_know_is_exact() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", sample(list(MESHES), 5))
 def test_all_are_exact(mesh: str) -> None:
     _exact([(name, mesh) for name in MODELS])

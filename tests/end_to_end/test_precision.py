@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from graphpar.runtime.manifest import load_manifest
 from graphpar.verification import reference_for, verify_all
 from tests import architectures, precision_fixture
 from tests.rank_pool import RankPool
+from tests.samples import sample
 
 MESHES: list[dict[str, Any]] = [
     {},
@@ -52,8 +54,10 @@ def test_models_are_exact(name: str, number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral", "resnet", "bert_dropout"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    sample(list(itertools.product(["gpt2", "llama", "t5", "mixtral", "resnet", "bert_dropout"], ["bf16", "fp16"])), 6),
+)
 def test_all_models_are_exact(name: str, dtype: str) -> None:
     _verified(architectures.program_of(name, dtype=dtype), MESHES)
 

@@ -3,6 +3,7 @@ the formulas on the wire."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from graphpar.verification.type_check import check_folder
 from tests import accumulation_fixture, architectures, zoo_programs
 from tests.end_to_end.test_zero import _exact, _partitioned
 from tests.rank_pool import RankPool
+from tests.samples import sample
 
 SCHEDULES = [
     "GPipe",
@@ -171,7 +173,7 @@ def test_collectives_of_a_step(case: int, tmp_path: Path, pool: RankPool) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", range(len(MORE_COUNTED)))
+@pytest.mark.parametrize("case", sample(range(len(MORE_COUNTED)), 5))
 def test_collectives_of_a_step_on_more_meshes(case: int, tmp_path: Path, pool: RankPool) -> None:
     _check_counts(*MORE_COUNTED[case], tmp_path, pool)
 
@@ -250,8 +252,7 @@ def test_a_sample_of_schedules_is_exact() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "zero"), sample(list(itertools.product(SCHEDULES, [2, 3])), 8))
 def test_all_schedules_are_exact(schedule: str, zero: int) -> None:
     _exact(_of_schedules([*KINDS, "mixtral"], [schedule], zero=zero))
 
