@@ -70,9 +70,16 @@ class Compute:
     def __init__(self, device: Device, dtype: str = "bf16") -> None:
         self.device, self.dtype = device, dtype
         self._tables: dict[int, tuple[Work, _Tables]] = {}
+        self._seconds: dict[tuple[int, int], tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]] = {}
 
     def seconds(self, work: Work, batch: int) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
         """Return the seconds of each phase of ``work`` for a microbatch of ``batch`` rows."""
+        key = id(work), batch
+        if key not in self._seconds:
+            self._seconds[key] = self._computed(work, batch)
+        return self._seconds[key]
+
+    def _computed(self, work: Work, batch: int) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
         if id(work) not in self._tables:
             self._tables[id(work)] = work, _Tables(work)
         tables = self._tables[id(work)][1]

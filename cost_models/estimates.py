@@ -10,6 +10,7 @@ from typing import Any
 from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
 from graphpar.display import as_page
+from graphpar.ir.recomputation import Recompute
 from graphpar.schedules.order import Order
 from graphpar.text import bytes_text, seconds_text, share_text
 
@@ -37,6 +38,7 @@ class Alone:
     microbatch_size: int
     peak_memory_bytes: int
     memory_bytes: int
+    recompute: Recompute = "none"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data, with whether it ``fits``."""

@@ -10,6 +10,7 @@ for the slowest rank of each stage; ranks of one stage do the same.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -45,6 +46,7 @@ class Pricing:
         mesh: its cp, ep and tp are those of the units.
         dtype: of 16-bit products, see :class:`Compute`.
         train: whether backwards run.
+        like: prices of other layouts on the same cluster in the same dtype, whose tables are used on.
 
     Raises:
         GraphparError: the mesh has more devices than the cluster, or the device no rate for the dtype.
@@ -59,13 +61,15 @@ class Pricing:
         *,
         dtype: str = "bf16",
         train: bool = True,
+        like: Pricing | None = None,
     ) -> None:
         self.units, self.mesh, self.cluster, self.train = tuple(units), mesh, cluster, train
         self.execution = replace(execution or Execution(), shards=mesh.dp_shard)
         self.bytes = UnitBytes(units, mesh, self.execution)
         dispatch = self.execution.dispatch_s
         device = cluster.device if dispatch is None else replace(cluster.device, dispatch_s=dispatch)
-        self.compute, self.network = Compute(device, dtype), Network(cluster)
+        self.compute: Compute = Compute(device, dtype) if like is None else like.compute
+        self.network: Network = Network(cluster) if like is None else like.network
         self.dtype = dtype
         self._groups = {
             axis: self.network.group_of_axes(mesh, [axis]) for axis, degree in mesh.degrees().items() if degree > 1
@@ -74,7 +78,29 @@ class Pricing:
         self._stages: dict[tuple[int, int, int], StageSeconds] = {}
         self._flops: dict[tuple[int, int], float] = {}
 
+    def with_units(self, units: Sequence[Unit]) -> Pricing:
+        """Return the prices of the same program with other recomputation, which its units say."""
+        other = copy.copy(self)
+        other.units, other._stages = tuple(units), {}
+        other.bytes = UnitBytes(units, self.mesh, self.execution)
+        return other
+
     # ---- seconds ----
+
+    def least_s(self, unit: Unit, rows: int) -> tuple[float, float]:
+        """Return lower bounds of the seconds that a unit adds to a stage, and of those it recomputes: the device's, nothing gathered."""
+        seconds, shown = self.unit_seconds(unit.kind, rows), 1.0 - self.execution.overlap_tp
+        busy = sum(phase.busy for phase in seconds.phases)
+        sent = sum(sum(axes.values()) for axes in seconds.sent)
+        again, sent_again = self._repeated(unit.kind, rows)
+        return busy + shown * sent, again.busy + shown * sum(sent_again.values())
+
+    @cached_property
+    def least_end_s(self) -> float:
+        """A lower bound of the seconds after the pipeline: the mean rank's optimizer, and on a CPU its sums of gradients."""
+        whole = [(0, len(self.units))]
+        reduce = self._gradients(whole)[0] if self.cluster.device.kind == "cpu" and not self._sharded else 0.0
+        return (self._optimizer(whole) + reduce) / self.mesh.pp
 
     def unit_seconds(self, kind: UnitClass, rows: int) -> UnitSeconds:
         """Return the seconds of a unit for a microbatch of ``rows``."""
@@ -224,7 +250,7 @@ class Pricing:
 
     def _step(self, layout: Layout, exact: bool) -> StepCosts:
         stages = self.stages_of(layout)
-        ranks = self._ranks(layout, len(stages))
+        ranks, own = self._ranks(layout, len(stages)), self.places(layout)
         costs = [self.stage_seconds(first, after, layout.microbatch_size) for first, after in stages]
         there, back = ([*crossing, 0.0] for crossing in self._crossings(layout, stages))
         staged = tuple(
@@ -236,7 +262,6 @@ class Pricing:
         )  # fmt: skip
         conditions = self._conditions(layout, costs)
         timeline = self._timeline(layout, staged, costs, conditions, exact)
-        own = [[place for place, rank in enumerate(ranks) if rank == pp] for pp in range(self.mesh.pp)]
         closings = tuple(
             self._closing([stages[place] for place in places], [costs[place] for place in places]) for places in own
         )
@@ -255,7 +280,7 @@ class Pricing:
             )
             for name in ("sent", "exposed")
         )
-        host = "host" if self._crowd == 1 else "turns"  # where ranks share cores the host is the device
+        host = "host" if self.crowd == 1 else "turns"  # where ranks share cores the host is the device
         by_table = sum(step.staged[place].gather_s + step.staged[place].reduce_s for place in own)
         if by_table:
             sent, exposed = (summed_by_axis([each, {"dp_shard": by_table}]) for each in (sent, exposed))
@@ -272,7 +297,7 @@ class Pricing:
         return compute, sent, exposed, parts
 
     @cached_property
-    def _crowd(self) -> float:
+    def crowd(self) -> float:
         """Ranks for each core where they outnumber the cores of a node, else 1."""
         cores = self.cluster.device.cores
         return 1.0 if cores is None else max(1.0, min(self.mesh.size, self.cluster.devices_per_node) / cores)
@@ -330,7 +355,7 @@ class Pricing:
         if self.mesh.pp == 1 and layout.order is None:
             waiting = sum(sum(cost.exposed.values()) for cost in seconds)
             busy = sum(cost.forward + cost.backward for cost in seconds) - waiting
-            total = layout.microbatches * (busy * self._crowd + waiting)
+            total = layout.microbatches * (busy * self.crowd + waiting)
             return Timeline((), (), total, total, 0.0, (total,), (0.0,), (0.0,), (total,), (1,))
 
         def run(microbatches: int) -> Timeline:
@@ -347,11 +372,11 @@ class Pricing:
         # torch's schedules wait for their sends; that stops a CPU's rank, but on a GPU only a stream.
         waits = self.execution.wait_for_sends or self.cluster.device.kind == "cpu"
         turns = None
-        if self._crowd > 1:
+        if self.crowd > 1:
             shares = tuple(
                 1 - sum(cost.exposed.values()) / max(cost.forward + cost.backward, 1e-12) for cost in seconds
             )
-            turns = SharedCores(self.mesh.size / self._crowd, self.mesh.size / self.mesh.pp, shares)
+            turns = SharedCores(self.mesh.size / self.crowd, self.mesh.size / self.mesh.pp, shares)
         scheduled = self.mesh.pp > 1 or layout.order is not None
         return Conditions(waits, self.cluster.device.action_s if scheduled else 0.0, turns)
 
@@ -467,9 +492,19 @@ class Pricing:
         shards = self.execution.shards if self.execution.zero else 1
         if not nbytes:
             return 0.0
-        return self._crowd * float(self.compute.traffic_s(nbytes * (1 if self.execution.fused else 3) / shards))
+        return self.crowd * float(self.compute.traffic_s(nbytes * (1 if self.execution.fused else 3) / shards))
 
     # ---- bytes ----
+
+    def memories(self, layout: Layout, *, exact: bool = True) -> tuple[Memory, ...]:
+        """Return the memory of :meth:`estimate`, without simulating a step."""
+        stages = self.stages_of(layout)
+        return self._memories(layout, stages, self.places(layout), exact)
+
+    def places(self, layout: Layout) -> list[list[int]]:
+        """Return the stages of each pp rank."""
+        ranks = self._ranks(layout, len(layout.starts))
+        return [[place for place, rank in enumerate(ranks) if rank == pp] for pp in range(self.mesh.pp)]
 
     def _memories(
         self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[Sequence[int]], exact: bool

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,12 +79,8 @@ class UnitBytes:
         buckets = self._buckets(
             held, [part.tied for place in range(len(stages)) if place not in own for part in self._tied(stages[place])]
         )
-        pipelined = self.mesh.pp > 1
-        if run.zero >= 2 and pipelined:  # gradients are whole until they are reduced
-            buckets += self.gradient_sizes(held)
-        if run.zero == 3 and (run.reshard == "never" or (pipelined and run.kept_for_step)):
-            buckets += run.gathered_bytes(held)
-        elif run.zero == 3:
+        buckets += self._whole(held)
+        if run.zero == 3 and not self._gathered_for_step:
             buckets += run.gathered * max((run.gathered_bytes(unit.held) for unit in units), default=0)
         inputs = {name: line for unit in units for name, line in unit.inputs.items()}
         return replace(
@@ -96,6 +93,22 @@ class UnitBytes:
             transient=transient,
             slack=round(ALLOCATOR_SLACK * (activations + transient + buckets)),
         )
+
+    @property
+    def _gathered_for_step(self) -> bool:
+        """Whether ranks keep what they gathered of sharded parameters for a whole step."""
+        run = self.execution
+        return run.zero == 3 and (run.reshard == "never" or (self.mesh.pp > 1 and run.kept_for_step))
+
+    def _whole(self, held: Sequence[Held]) -> int:
+        """Return the bytes of whole gradients and parameters beside their shards, for a whole step."""
+        run = self.execution
+        gradients = self.gradient_sizes(held) if run.zero >= 2 and self.mesh.pp > 1 else 0  # until they are reduced
+        return gradients + (run.gathered_bytes(held) if self._gathered_for_step else 0)
+
+    def _fixed(self, held: Sequence[Held]) -> int:
+        """Return the bytes of state, and of :meth:`_whole` with the allocator's overhead."""
+        return self.state(held).total + round((1 + ALLOCATOR_SLACK) * self._whole(held))
 
     def _tied(self, stage: tuple[int, int]) -> list[Held]:
         return [held for unit in self.units[slice(*stage)] for held in unit.held if held.tied is not None]
@@ -130,21 +143,22 @@ class UnitBytes:
         sends = self.units[after - 1].kind.sends if after < len(self.units) else ()
         return sum(round(size.at(rows)) for size, gradient in sends if gradient)
 
-    def average(self, rows: int, microbatches: int, alive: int) -> float:
+    @cached_property
+    def counted_twice(self) -> int:
+        """The bytes that :meth:`runs` counts for each of several units of one stage, though it has them once."""
+        buffers = {name: nbytes for unit in self.units for name, nbytes in unit.buffers.items()}
+        each = sum(self._fixed(unit.held) + sum(unit.buffers.values()) for unit in self.units)
+        return each - self._fixed(self.held([(0, len(self.units))])) - sum(buffers.values())
+
+    def average(self, rows: int, microbatches: int, alive: float) -> float:
         """Return a lower bound of the mean bytes of pp ranks that each keep ``alive`` microbatches, wherever stages begin."""
         if rows not in self._averages:
-            state = sum(self.state(unit.held).total for unit in self.units) - self._tied_twice()
+            state = self._fixed(self.held([(0, len(self.units))]))
             messages = [unit.kind.memory.sent.at(rows) for unit in self.units[:-1]]
             self._averages[rows] = state, self.kept(0, len(self.units), rows)[0], min(messages, default=0)
         state, kept, message = self._averages[rows]
         inner = microbatches * message if self.execution.hold_messages and self.mesh.pp > 1 else 0
         return (state + alive * kept) / self.mesh.pp + inner * (self.mesh.pp - 1) / self.mesh.pp
-
-    def _tied_twice(self) -> int:
-        """Return the bytes of state that are counted again for each unit which holds a tied parameter."""
-        return sum(self.state([held]).total for unit in self.units for held in unit.held) - sum(
-            self.state([held]).total for held in self.held([(0, len(self.units))])
-        )
 
     def runs(self, rows: int) -> RunBytes:
         """Return tables [first, after] of the bytes of every run of units."""
@@ -162,12 +176,17 @@ class UnitBytes:
         received = np.append(column["received"], 0.0)
         received[0] = 0.0
         sent = np.append(0.0, column["sent"])
-        state = np.array([self.state(unit.held).total + sum(unit.buffers.values()) for unit in self.units], dtype=float)
+        state = np.array([self._fixed(unit.held) + sum(unit.buffers.values()) for unit in self.units], dtype=float)
+        fixed = run_sums(state)
+        if self.execution.zero == 3 and not self._gathered_for_step:
+            largest = run_largest(np.array([self.execution.gathered_bytes(unit.held) for unit in self.units]))
+            fixed = fixed + (1 + ALLOCATOR_SLACK) * self.execution.gathered * largest
         return RunBytes(
-            fixed=_run_sums(state),
-            kept=_run_sums(column["inside"]) + _run_sums(between, last=False) + _run_largest(alone) + sent[None, :],
-            transient=_run_largest(np.maximum(column["forward"], again)),
+            fixed=fixed,
+            kept=run_sums(column["inside"]) + run_sums(between, last=False) + run_largest(alone) + sent[None, :],
+            transient=run_largest(np.maximum(column["forward"], again)),
             message=received[:, None] + np.array(returned, dtype=float)[None, :],
+            own=np.asarray(column["inside"] + between),
         )
 
     def kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:
@@ -198,22 +217,24 @@ class RunBytes:
         kept: by each microbatch in flight.
         transient: needed on top by the running one.
         message: buffers for the messages of one microbatch.
+        own: of each unit, what it adds to ``kept``.
     """
 
     fixed: Array
     kept: Array
     transient: Array
     message: Array
+    own: Array
 
 
-def _run_sums(values: Array, *, last: bool = True) -> Array:
+def run_sums(values: Array, *, last: bool = True) -> Array:
     """Return a table [first, after] of the sum of each run, with or without its last."""
     sums = np.append(0.0, np.cumsum(values))
     ends = sums if last else np.append(0.0, sums[:-1])
     return np.asarray(ends[None, :] - sums[:, None])
 
 
-def _run_largest(values: Array) -> Array:
+def run_largest(values: Array) -> Array:
     """Return a table [first, after] of the largest of each run."""
     table = np.zeros((len(values) + 1, len(values) + 1))
     for first in range(len(values)):

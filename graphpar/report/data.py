@@ -313,6 +313,7 @@ NO_SEARCH: Mapping[str, Any] = {
     "optimality_gap": None,
     "alternatives": [],
     "refused": [],
+    "left_out": [],
 }
 """The ``search`` entry where nothing was searched: the plan or its mesh was given."""
 

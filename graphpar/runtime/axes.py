@@ -69,7 +69,10 @@ _RECORDS = (
         "dp_replicate", Divides.ROWS, "hold the same weights and take other rows of the batch", ("dp", "ddp", "data"),
         searched=True,
     ),
-    Axis("dp_shard", Divides.ROWS, "hold shards of the weights and take other rows of the batch", ("fsdp", "zero")),
+    Axis(
+        "dp_shard", Divides.ROWS, "hold shards of the weights and take other rows of the batch", ("fsdp", "zero"),
+        searched=True,
+    ),
     Axis("cp", Divides.SEQUENCE, "hold the same weights and take other parts of the sequence", ("context",)),
     Axis("ep", Divides.EXPERTS, "hold other experts of the same layers", ("expert",)),
     Axis("tp", Divides.WEIGHTS, "hold shards of the same layers", ("mp", "sp", "tensor"), searched=True),

@@ -29,7 +29,6 @@ from graphpar.passes.planning.constraints import (
     check_microbatch_size,
     check_pipelined,
 )
-from graphpar.passes.planning.planner import free_axes
 from graphpar.passes.planning.planning import estimate_plan, search_plan
 from graphpar.passes.planning.recomputation import AUTO, OF_THE_MODEL, check_recompute, least_first, of_the_model
 from graphpar.passes.planning.sharded_state import (
@@ -42,6 +41,7 @@ from graphpar.passes.planning.sharded_state import (
     gathers_again,
     level_of,
 )
+from graphpar.passes.planning.space import free_axes
 from graphpar.schedules.registry import canonical_name
 from graphpar.schedules.table import parse_table
 
@@ -75,7 +75,7 @@ class Asked:
         """Whether no axis is left to the search."""
         alone = not self.mesh and self.pins.cluster is None and self.size == 1
         full = bool(self.mesh) and self.size == math.prod(self.mesh.values())
-        return self.pins.table is not None or alone or full or not free_axes(self.mesh, self.pins.zero or 0)
+        return self.pins.table is not None or alone or full or not free_axes(self.mesh, self.pins.zero)
 
 
 def ask(
@@ -166,9 +166,10 @@ def planned(program: Program, asked: Asked) -> Plan:
         pins = replace(pins, split_points=split_points_of(asked.split(program)))
     if pins.recompute == OF_THE_MODEL:
         recompute, warnings = of_the_model(program)
+        recompute = AUTO if recompute == "none" and not asked.complete else recompute
         plan = _planned(program, asked, replace(pins, recompute=recompute))
         return replace(plan, warnings=(*plan.warnings, *warnings))
-    if pins.recompute == AUTO:
+    if pins.recompute == AUTO and asked.complete:
         return _least_recomputation(program, asked, pins)
     return _planned(program, asked, pins)
 
@@ -238,7 +239,7 @@ def _check(asked: Asked) -> None:
     if pins.reshard is not None:
         check_reshard(mesh, level, pins.reshard)
     check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
-    if asked.complete or not {"dp_replicate", "dp_shard"} & set(free_axes(asked.mesh, pins.zero or 0)):
+    if asked.complete or not {"dp_replicate", "dp_shard"} & set(free_axes(asked.mesh, pins.zero)):
         check_dp_mean(mesh, pins)
     if asked.complete:
         mesh = Mesh.resolve(asked.mesh, asked.devices)

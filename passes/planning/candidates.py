@@ -11,6 +11,7 @@ from typing import Any
 
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.ir.mesh import Mesh
+from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.planning.why_not import why_not
 from graphpar.passes.sharding.shard import Sharded
@@ -27,19 +28,27 @@ class PlannerConstraints:
     Attributes:
         split_points: gives the split points for a mesh and a schedule, or raises GraphparError with why there are none.
         one_microbatch: the batch can't be split into microbatches.
-        check: raises GraphparError for a mesh on which something that is pinned can't be done.
+        zero, reshard: how state is sharded over dp_shard, and when gathered parameters are freed.
+        prefetch, prefetch_distance: when parameters are gathered for a backward.
+        recompute: what blocks may recompute, the least first.
+        check: raises GraphparError for a mesh, a ZeRO level and a reshard policy with which something that is pinned can't be done.
     """
 
     schedule: str | None = None
     microbatch_size: int | None = None
     split_points: Callable[[Mesh, str], tuple[SplitAt, ...]] | None = None
     one_microbatch: bool = False
-    check: Callable[[Mesh], None] | None = None
+    zero: int | None = None
+    reshard: str | int | None = None
+    prefetch: str | None = None
+    prefetch_distance: int | None = None
+    recompute: tuple[Recompute, ...] = ("none",)
+    check: Callable[[Mesh, int, str | int], None] | None = None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh, a schedule and microbatches; ``bound`` is a lower bound of its step time in seconds."""
+    """A mesh, a schedule, microbatches and how state is sharded; ``bound`` is a lower bound of its step time in seconds."""
 
     mesh: Mesh
     schedule: str
@@ -47,24 +56,35 @@ class Candidate:
     microbatch_size: int
     microbatches: int
     split_points: tuple[SplitAt, ...] | None = None
+    zero: int = 0
+    reshard: str | int = "default"
     bound: float = field(default=0.0, compare=False)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The order of candidates that are equally fast: fewer dependent ranks, simpler schedules, larger microbatches first."""
-        schedules = list(SCHEDULES)
-        return self.mesh.pp, self.mesh.tp, schedules.index(self.schedule), self.stages_per_rank, self.microbatches
+        """The order of candidates that are equally fast: fewer dependent ranks, state whole, simpler schedules, larger microbatches
+        first."""
+        mesh, schedules = self.mesh, list(SCHEDULES)
+        state = mesh.dp_shard, self.zero, str(self.reshard)
+        return mesh.pp, mesh.tp, *state, schedules.index(self.schedule), self.stages_per_rank, self.microbatches
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with its stages, the placements of its tensors, and its estimate."""
+    """A candidate with its stages, the placements of its tensors, what is recomputed, and its estimate.
+
+    Attributes:
+        choices: of each unit, which of the search's kinds of recomputation.
+        recompute: the same as a plan has it.
+    """
 
     candidate: Candidate
     layout: Layout
     sharded: Sharded
     split_points: tuple[SplitAt, ...]
     estimate: Estimate
+    choices: tuple[int, ...] = ()
+    recompute: Recompute = "none"
 
     @property
     def missing(self) -> int:
@@ -85,6 +105,9 @@ class Priced:
             "stages_per_rank": candidate.stages_per_rank,
             "microbatches": candidate.microbatches,
             "microbatch_size": candidate.microbatch_size,
+            "zero": candidate.zero,
+            "reshard": candidate.reshard,
+            "recompute": self.recompute if isinstance(self.recompute, str) else dict(self.recompute),
             "step_time_s": self.estimate.step_time_s,
             "peak_memory_bytes": list(self.estimate.peak_memory_bytes),
             "fits": self.fits,
@@ -106,6 +129,8 @@ class SearchResult:
         priced: how many candidates were simulated.
         infeasible: how many candidates are illegal or don't fit.
         refused: the errors of meshes that can't be sharded or split.
+        lower_bound_s: no candidate takes fewer seconds a step.
+        left_out: what was not tried, in words.
         misfits: on meshes on which nothing fits, the candidate nearest to fitting, where it is faster than ``best``.
     """
 
@@ -116,22 +141,30 @@ class SearchResult:
     infeasible: int
     refused: tuple[str, ...]
     misfits: tuple[Priced, ...] = ()
+    lower_bound_s: float = 0.0
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float | None:
+        """By which share the best plan is at most slower than the fastest that there is, at these prices; None where nothing fits."""
+        if self.best is None:
+            return None
+        best = self.best.estimate.step_time_s
+        return max(0.0, best / min(best, self.lower_bound_s) - 1) if self.lower_bound_s else None
 
     def why_not(self, other: Priced) -> str:
         """Return in words why ``other`` was not chosen."""
         return why_not(None if self.best is None else self.best.estimate, other.estimate)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the search as plain data.
-
-        The optimality gap is 0: every candidate whose bound is below the best was priced. It is relative to this cost model.
-        """
+        """Return the search as plain data. The optimality gap is relative to this cost model."""
         shown = sorted((*self.alternatives, *self.misfits), key=lambda each: each.rank_key)
         return {
             "considered": self.considered,
             "priced": self.priced,
             "infeasible": self.infeasible,
-            "optimality_gap": 0.0,
+            "optimality_gap": self.gap,
             "alternatives": [each.to_json() | {"why_not": self.why_not(each)} for each in shown],
             "refused": list(self.refused),
+            "left_out": list(self.left_out),
         }

@@ -1,51 +1,51 @@
-"""``Planner``: of all meshes, schedules and microbatch sizes for a program on a cluster, the fastest that fits.
+"""``Planner``: of all candidates for a program on a cluster, the fastest that fits.
 
-    every mesh x schedule x microbatch size ──bound──► cheapest first ──StageBalancer, Pricing──► fastest that fits, and why not the others
-              │
-              └─ the sharding of each tp degree is searched, lowered and measured once (:mod:`graphpar.passes.planning.measured_units`)
+    Space ──bound──► a heap, the most promising first ──memory──► a higher bound ──price──► the fastest that fits, and why not the others
+                          │                                                   │
+                          │                                                   └─ stages (StageBalancer), and what each unit recomputes
+                          └─ the sharding of each tp degree is searched, lowered and measured once
 
-A candidate's bound is its work spread evenly over its ranks, with no bubble and nothing sent between stages: no schedule is faster.
-Candidates are priced in order of their bounds until a bound exceeds the best time so far, so the result is that of pricing all of them.
-Two decisions come first: the sharding of a tp degree is searched once, for the middle one of its microbatch sizes, and only useful
-degrees are tried (:meth:`Planner.bounded`).
+Bounds are lower bounds of a candidate's step time. The first is its work spread evenly over its ranks, with the wait of each rank for
+its first microbatch. The second adds what must be recomputed where memory is short, by shares of the choices that a unit has. A
+candidate is priced when no other has a lower bound, until none is below the best time so far, so what is left can't be faster.
+Where candidates recompute, whole choices are found by taking the cheapest savings first, which is not always the best there is: the
+difference to the bounds is the search's gap.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
-from graphpar.cost_models.estimates import Alone, Estimate, Layout
+from graphpar.cost_models.estimates import Alone, Layout
 from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
+from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.candidates import SHOWN, Candidate, PlannerConstraints, Priced, SearchResult
 from graphpar.passes.planning.measured_units import units_of_ranks
-from graphpar.passes.planning.stage_balance import StageBalancer
+from graphpar.passes.planning.recomputation import recomputed_blocks
+from graphpar.passes.planning.sharded_state import gathers_again, prefetching
+from graphpar.passes.planning.space import Space
+from graphpar.passes.planning.stage_balance import StageBalancer, cheapest
 from graphpar.passes.sharding.shard import Sharded
-from graphpar.runtime.axes import AXIS
-from graphpar.schedules.registry import SCHEDULES, legal_microbatches, stage_ranks
+from graphpar.schedules.registry import get_schedule, stage_ranks
+from graphpar.text import listed
 
-FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
-"""The axes whose degrees are searched where they are not pinned."""
-_OF_STATE = tuple("dp_shard" if name == "dp_replicate" else name for name in FREE_AXES)
-DEPTHS = (2, 3, 4)
-"""Stages a rank to try for schedules that take any number of them."""
-_KEEPS_ALL = ("GPipe", "LoopedBFS")  # schedules whose ranks keep every microbatch at once
-
-
-def free_axes(pinned: Collection[str], zero: int) -> tuple[str, ...]:
-    """Return the axes that are searched where some are pinned: data parallelism is dp_shard where its state is to be sharded."""
-    axes = _OF_STATE if zero and "dp_shard" not in pinned else FREE_AXES
-    return tuple(axis for axis in axes if axis not in pinned)
+TRIES = 4
+"""How often the bytes that are to be saved are corrected by those that a choice was found to miss or to leave."""
 
 
 class Planner:
@@ -55,6 +55,7 @@ class Planner:
         batch: rows of the global batch.
         pinned: degrees of axes that are not searched.
         solve: from compute axes and a microbatch size to placements and the program of a rank.
+        execution: how ranks run, apart from what candidates say.
         shown: how many alternatives to return.
     """
 
@@ -71,98 +72,29 @@ class Planner:
         shown: int = SHOWN,
     ) -> None:
         self.program, self.cluster, self.batch, self.solve, self.dtype = program, cluster, batch, solve, dtype
-        self.pinned, self.wishes = dict(pinned or {}), wishes or PlannerConstraints()
-        self.execution, self.shown = execution or Execution(), shown
-        self.refused: dict[str, None] = {}
+        self.wishes, self.execution, self.shown = wishes or PlannerConstraints(), execution or Execution(), shown
+        self.space = Space(program, cluster, batch, pinned or {}, self.wishes)
         self._sharded: dict[tuple[Mesh, int], Sharded | None] = {}
-        self._pricings: dict[tuple[Mesh, int, tuple[SplitAt, ...]], Pricing] = {}
-        self._balancers: dict[tuple[Mesh, int], StageBalancer] = {}
-
-    # ---- what there is ----
-
-    def meshes(self) -> list[Mesh]:
-        """Return every factorisation of the devices over the axes that are not pinned.
-
-        Raises:
-            GraphparError: the pinned degrees don't divide the number of devices.
-        """
-        fixed = math.prod(self.pinned.values())
-        if self.cluster.size % fixed:
-            shown = ", ".join(f"{axis}={degree}" for axis, degree in self.pinned.items())
-            raise GraphparError(
-                f"{self.cluster.size} devices don't divide by the mesh's {shown}; take a multiple of {fixed} devices, or other degrees."
-            )
-        free = free_axes(self.pinned, self.execution.zero)
-        found = [
-            Mesh(**(self.pinned | dict(zip(free, degrees))))
-            for degrees in _factorisations(self.cluster.size // fixed, len(free))
-        ]
-        able = [mesh for mesh in found if (mesh.dp_shard > 1 or not self.execution.zero) and self._able(mesh)]
-        return sorted(able, key=lambda mesh: tuple(mesh.degrees().values()))
-
-    def _able(self, mesh: Mesh) -> bool:
-        try:
-            if self.wishes.check is not None:
-                self.wishes.check(mesh)
-        except GraphparError as error:
-            self.refused[str(error)] = None
-            return False
-        return True
-
-    def candidates(self) -> Iterator[Candidate]:
-        """Yield every legal candidate; those whose mesh can't divide the model or the batch are left out."""
-        for mesh in self.meshes():
-            if self.batch % mesh.replicas:
-                continue
-            rows = self.batch // mesh.replicas
-            for schedule, depth, split_points in self._schedules(mesh):
-                counts = legal_microbatches(schedule, mesh.pp, depth, rows) if mesh.pp > 1 else _divisors(rows)
-                for count in counts:
-                    if self._wanted(rows // count, count):
-                        yield Candidate(mesh, schedule, depth, rows // count, count, split_points)
-
-    def _wanted(self, size: int, count: int) -> bool:
-        if self.wishes.one_microbatch and count > 1:
-            return False
-        return self.wishes.microbatch_size in (None, size)
-
-    def _schedules(self, mesh: Mesh) -> Iterator[tuple[str, int, tuple[SplitAt, ...] | None]]:
-        """Yield (name, stages a rank, split points if they are pinned)."""
-        wished = self.wishes.schedule
-        if mesh.pp == 1:
-            if self.wishes.split_points is None and wished is None:
-                yield "1F1B" if self.program.mode == "train" else "GPipe", 1, None
-            return
-        for row in SCHEDULES.values():
-            if (wished is None and row.torch_class is None) or wished not in (None, row.name):
-                continue
-            if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
-                continue
-            if row.splits_backward and mesh.dp_shard > 1 and not self.execution.kept_for_step:
-                continue
-            if self.wishes.split_points is None:
-                depths = (
-                    [row.default_stages] if row.max_stages is not None else [d for d in DEPTHS if d >= row.min_stages]
-                )
-                yield from ((row.name, depth, None) for depth in depths)
-                continue
-            try:
-                split_points = self.wishes.split_points(mesh, row.name)
-            except GraphparError as error:
-                self.refused[str(error)] = None
-                continue
-            depth, rest = divmod(len(split_points) + 1, mesh.pp)
-            if not rest and row.min_stages <= depth <= (row.max_stages or depth):
-                yield row.name, depth, split_points
+        self._pricings: dict[tuple[object, ...], Pricing] = {}
+        self._balancers: dict[tuple[object, ...], StageBalancer] = {}
+        self._alive: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     # ---- prices ----
 
-    def units(self, mesh: Mesh, rows: int, split_points: tuple[SplitAt, ...] | None = None) -> list[Unit] | None:
+    @cached_property
+    def recomputed(self) -> tuple[Mapping[str, str], ...]:
+        """For each kind of recomputation that candidates may use, that of each block, by path."""
+        return tuple(recomputed_blocks(self.program, kind) for kind in self.wishes.recompute)
+
+    def units(
+        self, mesh: Mesh, rows: int, split_points: tuple[SplitAt, ...] | None = None, kind: int = 0
+    ) -> list[Unit] | None:
         """Return the units of a rank; None where the model can't be sharded so, or can't run microbatches of ``rows``."""
         sharded = self.sharded(mesh, rows)
         if sharded is None:
             return None
-        return units_of_ranks(sharded, self.execution, device=self.cluster.device.kind, wanted=split_points or ())
+        run = replace(self.execution, blocks=tuple(self.recomputed[kind].items()))
+        return units_of_ranks(sharded, run, device=self.cluster.device.kind, wanted=split_points or ())
 
     def sharded(self, mesh: Mesh, rows: int) -> Sharded | None:
         """Return the program of a rank, solved once for each mesh of compute axes; None where there is none."""
@@ -173,51 +105,233 @@ class Planner:
                 self._sharded[key] = self.solve(compute, self._sizes.get(compute, 1) if self.program.symbolic else rows)
             except GraphparError as error:
                 self._sharded[key] = None
-                self.refused[str(error)] = None
+                self.space.refused[str(error)] = None
         return self._sharded[key]
 
     @cached_property
     def _sizes(self) -> dict[Mesh, int]:
         """For each mesh of compute axes, the middle one of its candidates' microbatch sizes."""
         sizes: dict[Mesh, set[int]] = {}
-        for candidate in self.candidates():
-            sizes.setdefault(Mesh(**placed_axes(self.program, candidate.mesh)), set()).add(candidate.microbatch_size)
+        for mesh, size in dict.fromkeys((each.mesh, each.microbatch_size) for each in self._all):
+            sizes.setdefault(Mesh(**placed_axes(self.program, mesh)), set()).add(size)
         return {compute: sorted(found)[len(found) // 2] for compute, found in sizes.items()}
 
-    def pricing(self, candidate: Candidate) -> Pricing | None:
-        """Return the prices of the candidate's mesh; None where the model can't be sharded over it."""
+    @cached_property
+    def _all(self) -> tuple[Candidate, ...]:
+        return tuple(self.space.candidates())
+
+    def run_of(self, candidate: Candidate) -> Execution:
+        """Say how ranks run a candidate, but for what they recompute."""
+        again = gathers_again(candidate.mesh.pp, candidate.zero, candidate.reshard)
+        wished = (self.wishes.prefetch, self.wishes.prefetch_distance) if again else (None, None)
+        return replace(self.execution, **gathering(candidate.zero, candidate.reshard, *prefetching(again, *wished)))
+
+    def pricing(self, candidate: Candidate, kind: int = 0) -> Pricing | None:
+        """Return the prices of the candidate's mesh, where all units recompute as ``kind`` says; None where the model can't be
+        sharded over it."""
         mesh, rows, split_points = candidate.mesh, candidate.microbatch_size, candidate.split_points
-        key = mesh, 0 if self.program.symbolic else rows, split_points or ()
+        key = mesh, candidate.zero, candidate.reshard, 0 if self.program.symbolic else rows, split_points, kind
         if key not in self._pricings:
-            units = self.units(mesh, rows, split_points)
+            units = self.units(mesh, rows, split_points, kind)
             if units is None:
                 return None
-            train = self.program.mode == "train"
-            self._pricings[key] = Pricing(units, mesh, self.cluster, self.execution, dtype=self.dtype, train=train)
+            self._pricings[key] = Pricing(
+                units, mesh, self.cluster, self.run_of(candidate), dtype=self.dtype,
+                train=self.program.mode == "train", like=next(iter(self._pricings.values()), None),
+            )  # fmt: skip
         return self._pricings[key]
 
+    def price(self, candidate: Candidate) -> Priced:
+        """Price the candidate with its slowest stage as fast as possible; where that does not fit, as fast as memory allows.
+
+        Where stages are too large, their ranks recompute, or hold fewer units.
+        """
+        pricing = self._known(candidate)
+        stages = candidate.mesh.pp * candidate.stages_per_rank
+        if candidate.split_points is not None or stages == 1:
+            pinned = {unit.split_point: place for place, unit in enumerate(pricing.units)}
+            return self._fitted(candidate, (0, *sorted(pinned[point] for point in candidate.split_points or ())))
+        balancer = self._balancer(candidate)
+        balanced = balancer.balanced(stages)
+        assert balanced is not None
+        best = self._fitted(candidate, balanced)
+        if best.fits and not any(best.choices):
+            return best
+        room, missing = self._room(pricing) / candidate.stages_per_rank, 0.0
+        for _ in range(TRIES):
+            starts = balancer.within(self._alive_on(candidate, pricing), room - missing, self._messages(candidate))[1]
+            if starts is None:
+                break
+            other = self._fitted(candidate, starts)
+            if max(0, other.missing) < max(0, best.missing) or (
+                max(0, other.missing) == max(0, best.missing) and other.rank_key < best.rank_key
+            ):
+                best = other
+            if other.fits:
+                break
+            missing += other.missing / candidate.stages_per_rank
+        return best
+
+    def exactly(self, priced: Priced) -> Priced:
+        """Price again, with every microbatch simulated."""
+        pricing = self._mixed(priced.candidate, priced.choices)
+        return replace(priced, estimate=pricing.estimate(priced.layout))
+
+    def _known(self, candidate: Candidate, kind: int = 0) -> Pricing:
+        pricing = self.pricing(candidate, kind)
+        assert pricing is not None
+        return pricing
+
+    def _mixed(self, candidate: Candidate, choices: Sequence[int]) -> Pricing:
+        """Return the prices where each unit recomputes as its own kind says."""
+        pricing = self._known(candidate)
+        if not any(choices):
+            return pricing
+        return pricing.with_units([self._known(candidate, kind).units[place] for place, kind in enumerate(choices)])
+
+    def _fitted(self, candidate: Candidate, starts: tuple[int, ...]) -> Priced:
+        """Price stages, with as little recomputation as lets their ranks fit, or as much as there is."""
+        pricing = self._known(candidate)
+        layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, starts)
+        choices = (0,) * len(pricing.units)
+        if len(self.recomputed) > 1:
+            missing = self._missing(pricing, layout)
+            if max(missing) > 0:
+                choices = self._recomputing(candidate, pricing, layout, missing)
+        mixed = self._mixed(candidate, choices)
+        split_points = tuple(
+            point for start in layout.starts[1:] if (point := pricing.units[start].split_point) is not None
+        )
+        sharded = self.sharded(candidate.mesh, candidate.microbatch_size)
+        assert sharded is not None
+        estimate = mixed.estimate(layout, exact=False)
+        return Priced(candidate, layout, sharded, split_points, estimate, choices, self._recompute(pricing, choices))
+
+    def _missing(self, pricing: Pricing, layout: Layout) -> list[int]:
+        room = self.cluster.device.memory_bytes
+        return [memory.total - room for memory in pricing.memories(layout, exact=False)]
+
+    def _recomputing(
+        self, candidate: Candidate, pricing: Pricing, layout: Layout, missing: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Choose what each unit recomputes, so that ``missing`` bytes are saved on each rank in the fewest seconds."""
+        balancer, alive = self._balancer(candidate), pricing.in_flight(layout)
+        stages, places = pricing.stages_of(layout), pricing.places(layout)
+        own = [[unit for place in rank for unit in range(*stages[place])] for rank in places]
+        kept = [(1 + ALLOCATOR_SLACK) * alive[rank] / len(places[rank]) for rank in range(len(own))]
+        needed, best = [float(each) for each in missing], (math.inf, math.inf, (0,) * balancer.count)
+        for _ in range(TRIES):
+            chosen = [0] * balancer.count
+            for rank, units in enumerate(own):
+                kinds = cheapest(kept[rank] * balancer.saved[:, units], balancer.more[:, units], needed[rank])
+                for unit, kind in zip(units, kinds):
+                    chosen[unit] = int(kind)
+            left = self._missing(self._mixed(candidate, chosen), layout)
+            more = sum(balancer.more[kind, unit] for unit, kind in enumerate(chosen))
+            known, best = (
+                best,
+                min(best, (max(0.0, *left) if len(left) > 1 else max(0.0, left[0]), more, tuple(chosen))),
+            )
+            needed = [before + each for before, each in zip(needed, left)]
+            if max(left) <= 0 and best == known:
+                break
+        return best[2]
+
+    def _recompute(self, pricing: Pricing, choices: Sequence[int]) -> Recompute:
+        """Return what units recompute as a plan has it."""
+        found = {
+            str(node.target): self.recomputed[kind][str(node.target)]
+            for unit, kind in zip(pricing.units, choices)
+            for node in unit.stage.graph.nodes
+            if node.op == "call_module" and str(node.target) in self.recomputed[kind]
+        }
+        return next((kind for kind, each in zip(self.wishes.recompute, self.recomputed) if each == found), found)
+
+    def _balancer(self, candidate: Candidate) -> StageBalancer:
+        key = candidate.mesh, candidate.zero, candidate.reshard, candidate.microbatch_size, candidate.split_points
+        if key not in self._balancers:
+            kinds = [self._known(candidate, kind) for kind in range(len(self.recomputed))]
+            self._balancers[key] = StageBalancer(kinds, candidate.microbatch_size)
+        return self._balancers[key]
+
+    def _alive_on(self, candidate: Candidate, pricing: Pricing) -> list[float]:
+        """Return the microbatches in flight on each stage: of those that its rank keeps, an equal part."""
+        pp, depth = candidate.mesh.pp, candidate.stages_per_rank
+        if pp == 1:
+            return [1.0]
+        key = candidate.schedule, pp, depth, candidate.microbatches
+        if key not in self._alive:
+            starts = tuple(range(pp * depth))
+            layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, starts)
+            self._alive[key] = pricing.in_flight(layout)
+        alive = self._alive[key]
+        return [alive[rank] / depth for rank in stage_ranks(candidate.schedule, pp, depth)]
+
+    def _messages(self, candidate: Candidate) -> int:
+        return candidate.microbatches if self.execution.hold_messages else 1
+
+    def _room(self, pricing: Pricing) -> float:
+        """Return the bytes of a device, and what tables of runs count twice."""
+        return self.cluster.device.memory_bytes + pricing.bytes.counted_twice
+
+    # ---- bounds ----
+
     def bounded(self, *, all_degrees: bool = False) -> tuple[list[Candidate], int]:
-        """Return candidates with their bounds, the most promising first, and how many are impossible.
+        """Return candidates with their first bounds, the most promising first, and how many are impossible.
 
         Unless ``all_degrees``, tp degrees from the first that makes microbatches no faster are left out: more replicas or stages use
         the devices better. (Such a degree may still be needed for memory.)
         """
         found, impossible = [], 0
-        candidates = list(self.candidates())
-        degrees = None if all_degrees else self._useful_degrees(candidates)
-        for candidate in candidates:
+        degrees = None if all_degrees else self._useful_degrees(self._all)
+        for candidate in self._all:
             pricing = self.pricing(candidate) if degrees is None or candidate.mesh.tp in degrees else None
             if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:
                 impossible += 1
                 continue
-            bound = candidate.microbatches * self._microbatch_s(candidate, pricing) / candidate.mesh.pp
-            found.append(replace(candidate, bound=bound))
+            found.append(replace(candidate, bound=self._bound(candidate, pricing)))
         return sorted(found, key=lambda candidate: (candidate.bound, candidate.key)), impossible
 
-    def _microbatch_s(self, candidate: Candidate, pricing: Pricing) -> float:
-        """Return the seconds of a microbatch through all units, forward and backward."""
+    def _bound(self, candidate: Candidate, pricing: Pricing) -> float:
+        """Return a lower bound of the step time, memory aside."""
+        count, pp = candidate.microbatches, candidate.mesh.pp
         whole = pricing.stage_seconds(0, len(pricing.units), candidate.microbatch_size)
-        return whole.forward + whole.backward
+        waiting = sum(whole.exposed.values())
+        work = (whole.forward + whole.backward - waiting) * pricing.crowd + waiting
+        if pp == 1:
+            return count * work + pricing.least_end_s
+        bound = (count * work + self._filling(candidate, pricing)) / pp
+        if candidate.stages_per_rank == 1 and not get_schedule(candidate.schedule).splits_backward:
+            # Stage s takes w(s): the step is at least count * w(s) + w(0) + ... + w(s - 1) for each s.
+            bound = max(bound, (whole.forward + whole.backward) / (1 - (1 - 1 / count) ** pp))
+        return bound + pricing.least_end_s
+
+    def _filling(self, candidate: Candidate, pricing: Pricing) -> float:
+        """Return a lower bound of the seconds in which ranks, all together, wait for their first microbatch, and idle after their last.
+
+        Before rank r begins, r stages have run forward, of at least a unit each; after it, they run backward, unless these are split.
+        """
+        ways = 1 if get_schedule(candidate.schedule).splits_backward else 3
+        seconds = []
+        for unit in pricing.units[: candidate.mesh.pp - 1]:
+            each = pricing.unit_seconds(unit.kind, candidate.microbatch_size)
+            seconds.append(sum(phase.busy for phase in each.phases[:ways]))
+        return sum(itertools.accumulate(seconds))
+
+    def _bound_in_memory(self, candidate: Candidate) -> float:
+        """Return a lower bound of the step time of a candidate under the memory of its ranks; infinity where it can't fit."""
+        pricing, balancer = self._known(candidate), self._balancer(candidate)
+        count, pp, depth = candidate.microbatches, candidate.mesh.pp, candidate.stages_per_rank
+        room = self._room(pricing)
+        if pp > 1 and depth == 1 and candidate.split_points is None:
+            slowest = balancer.within(self._alive_on(candidate, pricing), room, self._messages(candidate))[0]
+            return count * slowest + pricing.least_end_s
+        alive = min(self._alive_on(candidate, pricing))
+        missing = pricing.bytes.average(candidate.microbatch_size, count, alive) - self.cluster.device.memory_bytes
+        if missing <= 0:
+            return candidate.bound
+        seconds = balancer.least_s(pp * missing / ((1 + ALLOCATOR_SLACK) * alive))
+        return count * seconds / pp + pricing.least_end_s
 
     def _useful_degrees(self, candidates: Sequence[Candidate]) -> set[int]:
         """Return the tp degrees up to the first that is no faster than smaller ones, for small and large microbatches."""
@@ -228,9 +342,8 @@ class Planner:
             first = next(candidate for candidate in candidates if candidate.mesh.tp == degree)
             seconds = []
             for size in (min(sizes), max(sizes)) if sizes else ():
-                sized = replace(first, microbatch_size=size)
-                pricing = self.pricing(sized)
-                seconds.append(math.inf if pricing is None else self._microbatch_s(sized, pricing))
+                pricing = self.pricing(replace(first, microbatch_size=size))
+                seconds.append(math.inf if pricing is None else _microbatch_s(pricing, size))
             if useful and all(now >= before for now, before in zip(seconds, best)):
                 break
             useful.add(degree)
@@ -238,59 +351,10 @@ class Planner:
         return useful
 
     def _least_bytes(self, candidate: Candidate) -> float:
-        """Return a lower bound of the average rank's bytes, wherever the model is split."""
-        pricing = self.pricing(candidate)
-        assert pricing is not None
-        alive = candidate.microbatches if candidate.schedule in _KEEPS_ALL else 1
+        """Return a lower bound of the average rank's bytes, wherever the model is split, with the most recomputation."""
+        pricing = self._known(candidate, len(self.recomputed) - 1)
+        alive = min(self._alive_on(candidate, pricing))
         return pricing.bytes.average(candidate.microbatch_size, candidate.microbatches, alive)
-
-    def price(self, candidate: Candidate) -> Priced:
-        """Price the candidate with its slowest stage as fast as possible; where that does not fit, as fast as memory allows."""
-        pricing = self.pricing(candidate)
-        assert pricing is not None
-        stages = candidate.mesh.pp * candidate.stages_per_rank
-        if candidate.split_points is not None or stages == 1:
-            pinned = {unit.split_point: place for place, unit in enumerate(pricing.units)}
-            return self._priced(
-                candidate, pricing, (0, *sorted(pinned[point] for point in candidate.split_points or ()))
-            )
-        balancer = self._balancer(candidate, pricing)
-        balanced = balancer.balanced(stages)
-        assert balanced is not None
-        priced = self._priced(candidate, pricing, balanced)
-        if priced.fits:
-            return priced
-        alive = [count / candidate.stages_per_rank for count in pricing.in_flight(priced.layout)]
-        ranks = stage_ranks(candidate.schedule, candidate.mesh.pp, candidate.stages_per_rank)
-        room = self.cluster.device.memory_bytes / candidate.stages_per_rank
-        held = candidate.microbatches if self.execution.hold_messages else 1
-        within = balancer.balanced(stages, [alive[rank] for rank in ranks], room, held)
-        other = None if within is None else self._priced(candidate, pricing, within)
-        return other if other is not None and other.missing < priced.missing else priced
-
-    def exactly(self, priced: Priced) -> Priced:
-        """Price again, with every microbatch simulated."""
-        pricing = self.pricing(priced.candidate)
-        assert pricing is not None
-        return self._with_estimate(priced.candidate, pricing, priced.layout, pricing.estimate(priced.layout))
-
-    def _priced(self, candidate: Candidate, pricing: Pricing, starts: tuple[int, ...]) -> Priced:
-        layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, starts)
-        return self._with_estimate(candidate, pricing, layout, pricing.estimate(layout, exact=False))
-
-    def _with_estimate(self, candidate: Candidate, pricing: Pricing, layout: Layout, estimate: Estimate) -> Priced:
-        split_points = tuple(
-            point for start in layout.starts[1:] if (point := pricing.units[start].split_point) is not None
-        )
-        sharded = self.sharded(candidate.mesh, candidate.microbatch_size)
-        assert sharded is not None
-        return Priced(candidate, layout, sharded, split_points, estimate)
-
-    def _balancer(self, candidate: Candidate, pricing: Pricing) -> StageBalancer:
-        key = candidate.mesh, candidate.microbatch_size
-        if key not in self._balancers:
-            self._balancers[key] = StageBalancer(pricing, candidate.microbatch_size)
-        return self._balancers[key]
 
     # ---- the search ----
 
@@ -303,9 +367,10 @@ class Planner:
         """Estimate the whole batch on one device of the cluster; the unsharded program's measurements are reused."""
         device = Cluster(1, 1, self.cluster.device, self.cluster.intra_node, self.cluster.inter_node)
         size = None if self.program.symbolic else self.wishes.microbatch_size  # each other size is a trace
-        wishes = replace(self.wishes, schedule=None, split_points=None, microbatch_size=size, check=None)
-        run = replace(self.execution, zero=0)
-        one = Planner(self.program, device, self.batch, self.solve, {}, wishes, run, self.dtype, shown=1)
+        wishes = PlannerConstraints(
+            microbatch_size=size, one_microbatch=self.wishes.one_microbatch, recompute=self.wishes.recompute
+        )
+        one = Planner(self.program, device, self.batch, self.solve, {}, wishes, self.execution, self.dtype, shown=1)
         one._sharded = self._sharded
         found = one.search()
         best = found.best or found.alternatives[0]
@@ -316,9 +381,10 @@ class Planner:
             best.candidate.microbatch_size,
             max(estimate.peak_memory_bytes),
             estimate.memory_bytes,
+            best.recompute,
         )
 
-    def any_that_fits(self, *, largest: bool = False, tries: int = 40) -> Candidate | None:
+    def any_that_fits(self, *, largest: bool = False, tries: int = 40) -> Priced | None:
         """Return a candidate that fits, trying those that need the least memory first; None if the first ``tries`` don't.
 
         ``largest``: try the largest microbatches first instead.
@@ -331,31 +397,41 @@ class Planner:
             if least <= room
         ]
         for *_, candidate in sorted(promising, key=lambda entry: entry[:3])[:tries]:
-            if self.price(candidate).fits:
-                return candidate
+            priced = self.price(candidate)
+            if priced.fits:
+                return priced
         return None
 
     def _searched(self, prune: bool, all_degrees: bool) -> SearchResult:
         candidates, impossible = self.bounded(all_degrees=all_degrees)
+        heap = [(each.bound, each.key, number, False) for number, each in enumerate(candidates)]
         best: dict[Mesh, Priced] = {}
         misfits: list[Priced] = []
         hopeless: list[Candidate] = []
-        priced_count = 0
-        for candidate in candidates:
+        lower, priced_count = math.inf, 0
+        while heap:
+            bound, _, number, in_memory = heapq.heappop(heap)
+            candidate = candidates[number]
             slowest_shown = sorted(each.estimate.step_time_s for each in best.values())[self.shown :]
-            if prune and slowest_shown and candidate.bound > slowest_shown[0]:
+            if prune and slowest_shown and bound > slowest_shown[0]:
                 break
-            if prune and candidate.mesh in best and candidate.bound > best[candidate.mesh].estimate.step_time_s:
+            if prune and candidate.mesh in best and bound > best[candidate.mesh].estimate.step_time_s:
                 continue
-            if self._least_bytes(candidate) > self.cluster.device.memory_bytes:
-                hopeless.append(candidate)
+            if not in_memory:
+                higher = max(bound, self._bound_in_memory(candidate))
+                if math.isfinite(higher) or not prune:
+                    heapq.heappush(heap, (higher, candidate.key, number, True))
+                else:
+                    hopeless.append(candidate)
                 continue
             priced = self.price(candidate)
+            priced_count += 1
+            exact = priced.fits and not any(priced.choices)
+            lower = min(lower, priced.estimate.step_time_s if exact else bound)
             if not priced.fits:
                 misfits.append(priced)
             elif candidate.mesh not in best or priced.rank_key < best[candidate.mesh].rank_key:
                 best[candidate.mesh] = priced
-            priced_count += 1
         whole = sorted(map(self.exactly, best.values()), key=lambda each: each.rank_key)
         ranked = [each for each in whole if each.fits]
         misfits += [each for each in whole if not each.fits]  # simulating few microbatches underestimated them
@@ -368,9 +444,17 @@ class Planner:
             considered=len(candidates) + impossible,
             priced=priced_count,
             infeasible=impossible + len(misfits) + len(hopeless),
-            refused=tuple(self.refused),
+            refused=tuple(self.space.refused),
             misfits=self._faster(ranked[0], best, misfits, hopeless) if ranked else (),
+            lower_bound_s=lower,
+            left_out=self._left_out(candidates),
         )
+
+    def _left_out(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+        """Say which tp degrees were not tried."""
+        tried = {candidate.mesh.tp for candidate in candidates}
+        others = sorted({candidate.mesh.tp for candidate in self._all} - tried)
+        return (f"tp={listed(list(map(str, others)), 4)}, no faster than tp={max(tried)}",) if others and tried else ()
 
     def _faster(
         self, chosen: Priced, fitting: Collection[Mesh], misfits: Sequence[Priced], hopeless: Sequence[Candidate]
@@ -387,23 +471,21 @@ class Planner:
         return _nearest([each for each in others if each.rank_key < chosen.rank_key])[: self.shown]
 
 
+def gathering(zero: int, reshard: str | int, prefetch: str | None, distance: int) -> dict[str, Any]:
+    """Return the fields of an execution that say how state is sharded and gathered."""
+    gathered = {"pre": 1 + distance, "post": distance}.get(prefetch or "", 1)
+    return {"zero": zero, "reshard": reshard, "prefetch": prefetch != "none", "gathered": gathered}
+
+
+def _microbatch_s(pricing: Pricing, rows: int) -> float:
+    """Return the seconds of a microbatch through all units, forward and backward."""
+    whole = pricing.stage_seconds(0, len(pricing.units), rows)
+    return whole.forward + whole.backward
+
+
 def _nearest(found: Sequence[Priced]) -> tuple[Priced, ...]:
     """Return the candidate of each mesh that is nearest to fitting, the fastest first."""
     by_mesh: dict[Mesh, Priced] = {}
     for each in sorted(found, key=lambda each: (each.missing, each.rank_key)):
         by_mesh.setdefault(each.candidate.mesh, each)
     return tuple(sorted(by_mesh.values(), key=lambda each: each.rank_key))
-
-
-def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    if parts == 0:
-        if number == 1:
-            yield ()
-        return
-    for divisor in _divisors(number):
-        for rest in _factorisations(number // divisor, parts - 1):
-            yield (divisor, *rest)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

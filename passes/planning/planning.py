@@ -21,18 +21,15 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
+from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, SearchResult
 from graphpar.passes.planning.choose import choose, coupling_reason, global_batch, pinned_split_points, solve
 from graphpar.passes.planning.constraints import PlanConstraints, check_data_axes
 from graphpar.passes.planning.measured_units import units_of_ranks
-from graphpar.passes.planning.planner import Planner, free_axes
-from graphpar.passes.planning.recomputation import least_first, recomputed_blocks
-from graphpar.passes.planning.sharded_state import (
-    gathers_again,
-    level_of,
-    prefetching,
-)
+from graphpar.passes.planning.planner import Planner, gathering
+from graphpar.passes.planning.recomputation import AUTO, least_first, recomputed_blocks
+from graphpar.passes.planning.space import free_axes
 from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.planned import sharded_as
 from graphpar.passes.sharding.shard import Sharded
@@ -60,9 +57,10 @@ def search_plan(
     found = planner.search()
     if found.best is None and not found.alternatives:
         rest = cluster.size // math.prod(pinned.values())
-        free = free_axes(pinned, pins.zero or 0)
-        one = next((axis for axis in free if axis == "dp_shard"), free[0])
-        choose(program, Mesh.resolve({one: rest, **pinned}, cluster.size), pins)  # raises where the pins are wrong
+        free = free_axes(pinned, pins.zero, program.mode)
+        one = "dp_shard" if pins.zero and "dp_shard" in free else free[0]
+        asked = replace(pins, recompute=planner.wishes.recompute[0])
+        choose(program, Mesh.resolve({one: rest, **pinned}, cluster.size), asked)  # raises where the pins are wrong
         reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
         raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
     if found.best is None:
@@ -76,6 +74,9 @@ def search_plan(
         stages=None,
         layers_per_stage=None,
         edge_layers=None,
+        zero=best.candidate.zero,
+        reshard=best.candidate.reshard,
+        recompute=best.recompute,
         sharded=best.sharded,
     )
     alone = planner.alone() if cluster.size > 1 and program.symbolic else None
@@ -103,17 +104,24 @@ def planner_for(
         microbatch_size=pins.microbatch_size,
         split_points=split_points_for if _has_split_points(program, pins) else None,
         one_microbatch=reason is not None,
-        check=lambda mesh: check_data_axes(mesh, pins, program),
+        zero=pins.zero,
+        reshard=pins.reshard,
+        prefetch=pins.prefetch,
+        prefetch_distance=pins.prefetch_distance,
+        recompute=_able(program) if pins.recompute == AUTO else (pins.recompute,),
+        check=lambda mesh, zero, reshard: check_data_axes(mesh, replace(pins, zero=zero, reshard=reshard), program),
     )
-    reshard = pins.reshard or "default"
-    zero = level_of(pinned.get("dp_shard", 1), pins.zero)
-    again = gathers_again(pinned.get("pp", 1), zero, reshard)
-    prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)
-    execution = replace(
-        _execution(program, zero, reshard, prefetch, distance, pins.reduce_dtype),
-        blocks=tuple(recomputed_blocks(program, pins.recompute).items()),
-    )
+    execution = _execution(program, reduce_dtype=pins.reduce_dtype)
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dominant_dtype(program), shown=top)
+
+
+def _able(program: Program) -> tuple[Recompute, ...]:
+    """Return the kinds of recomputation that all blocks of ``program`` can do, the least first."""
+    try:
+        recomputed_blocks(program, least_first(program)[-1])
+    except GraphparError:
+        return ("none",)
+    return least_first(program)
 
 
 def _has_split_points(program: Program, pins: PlanConstraints) -> bool:
@@ -160,17 +168,21 @@ def pricing_of(
 
 
 def _execution(
-    program: Program, zero: int, reshard: str | int, prefetch: str | None, distance: int, reduce_dtype: str | None
+    program: Program,
+    zero: int = 0,
+    reshard: str | int = "default",
+    prefetch: str | None = None,
+    distance: int = 0,
+    reduce_dtype: str | None = None,
 ) -> Execution:
     """Say how a rank of a plan runs ``program``; what is gathered before a unit computes stays beside it."""
-    dtype = gather_dtype(program) if zero > 1 else None
-    return Execution(
-        zero=zero,
-        reshard=reshard,
-        prefetch=prefetch != "none",
-        gathered={"pre": 1 + distance, "post": distance}.get(prefetch or "", 1),
-        gather_bytes=None if dtype is None else DTYPES[dtype].itemsize,
-        reduce_bytes=None if reduce_dtype is None else DTYPES[reduce_dtype].itemsize,
+    dtype = gather_dtype(program)
+    return replace(
+        Execution(
+            gather_bytes=None if dtype is None else DTYPES[dtype].itemsize,
+            reduce_bytes=None if reduce_dtype is None else DTYPES[reduce_dtype].itemsize,
+        ),
+        **gathering(zero, reshard, prefetch, distance),
     )
 
 
@@ -207,6 +219,7 @@ def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
         global_batch=plan.global_batch,
         microbatch_size=None if program.symbolic else plan.microbatch_size,  # each other size is a trace
         allow_batch_coupling=plan.allow_batch_coupling,
+        recompute=AUTO,
     )
     return planner_for(program, cluster, {}, pins).alone()
 
@@ -240,15 +253,18 @@ def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins:
     if pins.microbatch_size is not None:
         smaller = planner_for(program, cluster, pinned, replace(pins, microbatch_size=None)).any_that_fits(largest=True)
         if smaller is not None:
-            return f" Microbatches of {smaller.microbatch_size} instead of {pins.microbatch_size} would fit, and so would {memory}."
-    most = least_first(program)[-1]
-    recomputing = planner_for(program, cluster, pinned, replace(pins, recompute=most))
-    if pins.recompute != most and recomputing.any_that_fits() is not None:
-        return f" With recompute={most!r} it would fit, and so would {memory}."
+            size = smaller.candidate.microbatch_size
+            return f" Microbatches of {size} instead of {pins.microbatch_size} would fit, and so would {memory}."
+    if pins.recompute != AUTO:
+        recomputing = planner_for(program, cluster, pinned, replace(pins, recompute=AUTO)).any_that_fits()
+        if recomputing is not None:
+            return f" With recompute={AUTO!r} it would fit, and so would {memory}."
     for times in GROWTH:
         larger = Cluster.grown(cluster, times)
         fitting = planner_for(program, larger, pinned, replace(pins, cluster=larger)).any_that_fits()
         if fitting is not None:
-            degrees = ", ".join(f"{axis}={degree}" for axis, degree in fitting.mesh.degrees().items() if degree > 1)
+            degrees = ", ".join(
+                f"{axis}={degree}" for axis, degree in fitting.candidate.mesh.degrees().items() if degree > 1
+            )
             return f" {larger} would fit (with {degrees}), and so would {memory}."
     return f" It would take {memory}; {GROWTH[-1]} times as many of these would not do."

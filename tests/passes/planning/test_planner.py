@@ -25,8 +25,9 @@ from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning.candidates import Priced
 from graphpar.passes.planning.constraints import PlanConstraints
-from graphpar.passes.planning.planner import DEPTHS, Planner
+from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.planning import estimate_plan, planner_for, search_plan
+from graphpar.passes.planning.space import DEPTHS
 from graphpar.schedules.registry import SCHEDULES, check_legal
 from tests.programs import example
 
@@ -68,31 +69,39 @@ def planner_of(name: str, cluster: Cluster, **pins: Any) -> Planner:
 
 
 def every_way(planner: Planner) -> Iterator[tuple[tuple[Any, ...], Estimate]]:
-    """Written anew: every mesh, schedule, number of microbatches and cut into stages, each simulated whole.
+    """Written anew: every mesh, ZeRO level, schedule, number of microbatches and cut into stages, each simulated whole.
 
     Of the cuts, those whose slowest stage is fastest, and of these the one with the earliest starts.
     """
     count, batch = planner.cluster.size, planner.batch
-    for pp, dp, tp in itertools.product(range(1, count + 1), repeat=3):
-        if pp * dp * tp != count or batch % dp:
+    for pp, replicas, shards, tp in itertools.product(range(1, count + 1), repeat=4):
+        if pp * replicas * shards * tp != count or batch % (replicas * shards):
             continue
-        mesh = Mesh(pp=pp, dp_replicate=dp, tp=tp)
-        for name, row in SCHEDULES.items():
+        mesh, rows_each = Mesh(pp=pp, dp_replicate=replicas, dp_shard=shards, tp=tp), batch // (replicas * shards)
+        for (name, row), (zero, reshard) in itertools.product(SCHEDULES.items(), _states(shards, pp)):
             depths = [1] if pp == 1 else [v for v in (1, *DEPTHS) if row.min_stages <= v <= (row.max_stages or 99)]
-            if row.torch_class is None or (pp == 1 and name != "1F1B"):
+            if row.torch_class is None or (pp == 1 and name != "1F1B") or (reshard == "always" and row.splits_backward):
                 continue
-            for depth, microbatches in itertools.product(depths, range(1, batch // dp + 1)):
-                if (batch // dp) % microbatches or (pp > 1 and not _legal(name, pp, depth, microbatches)):
+            for depth, microbatches in itertools.product(depths, range(1, rows_each + 1)):
+                if rows_each % microbatches or (pp > 1 and not _legal(name, pp, depth, microbatches)):
                     continue
-                rows = batch // dp // microbatches
+                rows = rows_each // microbatches
                 units = planner.units(mesh, rows)
                 if units is None or len(units) < pp * depth:
                     continue
-                pricing = Pricing(units, mesh, planner.cluster, planner.execution, dtype=planner.dtype)
+                again = zero == 3 and (pp == 1 or reshard == "always")
+                run = replace(planner.execution, zero=zero, reshard=reshard, gathered=2 if again else 1)
+                pricing = Pricing(units, mesh, planner.cluster, run, dtype=planner.dtype)
                 starts = _best_cut(pricing, pp * depth, rows)
                 estimate = pricing.estimate(Layout(name, rows, microbatches, starts))
-                key = pp, tp, list(SCHEDULES).index(name), depth, microbatches
+                key = pp, tp, shards, zero, reshard, list(SCHEDULES).index(name), depth, microbatches
                 yield (estimate.step_time_s, *key, starts), estimate
+
+
+def _states(shards: int, pp: int) -> list[tuple[int, str]]:
+    if shards == 1:
+        return [(0, "default")]
+    return [(1, "default"), (2, "default"), (3, "default")] + ([(3, "always")] if pp > 1 else [])
 
 
 def _legal(name: str, pp: int, depth: int, microbatches: int) -> bool:
@@ -124,9 +133,9 @@ def test_the_plan_of_brute_force(name: str, devices: int) -> None:
     slowest = _slowest_stage(best)
     assert slowest == pytest.approx(max(stage.forward_s + stage.backward_s for stage in estimate.stages), rel=1e-9)
     found = best.candidate
-    assert (found.mesh.pp, found.mesh.tp, found.schedule, found.stages_per_rank, found.microbatches) == (
-        key[1], key[2], list(SCHEDULES)[key[3]], key[4], key[5],
-    )  # fmt: skip
+    mesh, schedules = found.mesh, list(SCHEDULES)
+    assert (mesh.pp, mesh.tp, mesh.dp_shard, found.zero, found.reshard) == key[1:6]
+    assert (schedules.index(found.schedule), found.stages_per_rank, found.microbatches) == key[6:9]
 
 
 def _slowest_stage(priced: Priced) -> float:

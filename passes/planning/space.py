@@ -1,0 +1,147 @@
+"""``Space``: every plan that is legal for a program on a cluster, as candidates without prices.
+
+mesh (pp x dp_replicate x dp_shard x tp) x ZeRO level x reshard policy x schedule x stages a rank x microbatches ──► Candidate
+
+What a user pins constrains it. What is recomputed is chosen for each candidate (:mod:`graphpar.passes.planning.planner`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+
+from graphpar.errors import GraphparError
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.program import Program
+from graphpar.ir.split_points import SplitAt
+from graphpar.passes.planning.candidates import Candidate, PlannerConstraints
+from graphpar.passes.planning.sharded_state import level_of
+from graphpar.runtime.axes import AXIS
+from graphpar.schedules.registry import SCHEDULES, legal_microbatches
+
+FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
+"""The axes whose degrees are searched where they are not pinned."""
+DEPTHS = (2, 3, 4)
+"""Stages a rank to try for schedules that take any number of them."""
+State = tuple[int, str | int]
+"""A ZeRO level, and when gathered parameters are freed."""
+
+
+def free_axes(pinned: Collection[str], zero: int | None, mode: str = "train") -> tuple[str, ...]:
+    """Return the axes that are searched where some are pinned.
+
+    A pinned dp_replicate says how replicas are to be made, so state is then sharded only where a ZeRO level is asked for.
+    """
+    sharded = mode == "train" and (zero or (zero is None and "dp_replicate" not in pinned))
+    return tuple(axis for axis in FREE_AXES if axis not in pinned and (sharded or axis != "dp_shard"))
+
+
+class Space:
+    """The candidates for ``batch`` rows of ``program``; ``refused`` collects why some meshes can't be."""
+
+    def __init__(
+        self, program: Program, cluster: Cluster, batch: int, pinned: Mapping[str, int], wishes: PlannerConstraints
+    ) -> None:
+        self.program, self.cluster, self.batch = program, cluster, batch
+        self.pinned, self.wishes = dict(pinned), wishes
+        self.refused: dict[str, None] = {}
+
+    def meshes(self) -> list[Mesh]:
+        """Return every factorisation of the devices over the axes that are not pinned.
+
+        Raises:
+            GraphparError: the pinned degrees don't divide the number of devices.
+        """
+        fixed = math.prod(self.pinned.values())
+        if self.cluster.size % fixed:
+            shown = ", ".join(f"{axis}={degree}" for axis, degree in self.pinned.items())
+            raise GraphparError(
+                f"{self.cluster.size} devices don't divide by the mesh's {shown}; take a multiple of {fixed} devices, or other degrees."
+            )
+        free = free_axes(self.pinned, self.wishes.zero, self.program.mode)
+        found = [
+            Mesh(**(self.pinned | dict(zip(free, degrees))))
+            for degrees in _factorisations(self.cluster.size // fixed, len(free))
+        ]
+        able = [mesh for mesh in found if mesh.dp_shard > 1 or not self.wishes.zero]
+        return sorted(able, key=lambda mesh: tuple(mesh.degrees().values()))
+
+    def states(self, mesh: Mesh) -> Iterator[State]:
+        """Yield the ways of sharding state over ``mesh`` that the pins allow."""
+        levels: tuple[int, ...] = (1, 2, 3)
+        if mesh.dp_shard == 1 or self.wishes.zero is not None or "dp_shard" in self.pinned:
+            levels = (level_of(mesh.dp_shard, self.wishes.zero),)
+        for level in levels:
+            policies: tuple[str | int, ...] = ("default", "always") if level == 3 and mesh.pp > 1 else ("default",)
+            for reshard in policies if self.wishes.reshard is None else (self.wishes.reshard,):
+                try:
+                    if self.wishes.check is not None:
+                        self.wishes.check(mesh, level, reshard)
+                except GraphparError as error:
+                    self.refused[str(error)] = None
+                else:
+                    yield level, reshard
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield every legal candidate; those whose mesh can't divide the batch are left out."""
+        for mesh in self.meshes():
+            if self.batch % mesh.replicas:
+                continue
+            rows = self.batch // mesh.replicas
+            for zero, reshard in self.states(mesh):
+                for schedule, depth, split_points in self._schedules(mesh, reshard):
+                    counts = legal_microbatches(schedule, mesh.pp, depth, rows) if mesh.pp > 1 else divisors(rows)
+                    for count in counts:
+                        if self._wanted(rows // count, count):
+                            size = rows // count
+                            yield Candidate(mesh, schedule, depth, size, count, split_points, zero, reshard)
+
+    def _wanted(self, size: int, count: int) -> bool:
+        if self.wishes.one_microbatch and count > 1:
+            return False
+        return self.wishes.microbatch_size in (None, size)
+
+    def _schedules(self, mesh: Mesh, reshard: str | int) -> Iterator[tuple[str, int, tuple[SplitAt, ...] | None]]:
+        """Yield (name, stages a rank, split points if they are pinned)."""
+        wished = self.wishes.schedule
+        if mesh.pp == 1:
+            if self.wishes.split_points is None and wished is None:
+                yield "1F1B" if self.program.mode == "train" else "GPipe", 1, None
+            return
+        for row in SCHEDULES.values():
+            if (wished is None and row.torch_class is None) or wished not in (None, row.name):
+                continue
+            if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
+                continue
+            if row.splits_backward and mesh.dp_shard > 1 and reshard not in ("default", "never"):
+                continue
+            if self.wishes.split_points is None:
+                depths = (
+                    [row.default_stages] if row.max_stages is not None else [d for d in DEPTHS if d >= row.min_stages]
+                )
+                yield from ((row.name, depth, None) for depth in depths)
+                continue
+            try:
+                split_points = self.wishes.split_points(mesh, row.name)
+            except GraphparError as error:
+                self.refused[str(error)] = None
+                continue
+            depth, rest = divmod(len(split_points) + 1, mesh.pp)
+            if not rest and row.min_stages <= depth <= (row.max_stages or depth):
+                yield row.name, depth, split_points
+
+
+def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 0:
+        if number == 1:
+            yield ()
+        return
+    for divisor in divisors(number):
+        for rest in _factorisations(number // divisor, parts - 1):
+            yield (divisor, *rest)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the numbers that divide ``number``, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
