@@ -34,7 +34,7 @@ from graphpar.runtime.gradients import BUCKET_BYTES
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_order, stage_ranks
-from graphpar.schedules.simulation import Timeline, in_flight, peak_in_flight
+from graphpar.schedules.simulation import Timeline, in_flight, most_in_flight
 from graphpar.schedules.table import forwards
 
 
@@ -381,9 +381,11 @@ class Pricing:
         return Conditions(waits, self.cluster.device.action_s if scheduled else 0.0, turns)
 
     def in_flight(self, layout: Layout) -> tuple[float, ...]:
-        """Return the most microbatches that each rank keeps at once, over all its stages."""
+        """Return the most microbatches that each stage keeps at once."""
         stages = len(layout.starts)
-        return self._peaks(layout, lambda count: peak_in_flight(self._order(layout, stages, count)), exact=False)
+        if self.mesh.pp == 1 and layout.order is None:
+            return (1.0,)
+        return self._peaks(layout, lambda count: most_in_flight(self._order(layout, stages, count)), exact=False)
 
     def _peaks(self, layout: Layout, peaks: Callable[[int], Sequence[float]], *, exact: bool) -> tuple[float, ...]:
         """Return ``peaks`` of the layout's microbatches, unless ``exact`` extrapolated from few."""

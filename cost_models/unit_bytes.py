@@ -1,6 +1,7 @@
 """Bytes of ranks from their units: constant ones, those that a microbatch keeps, and those that a running stage needs on top.
 
-units of a rank's stages, rows of a microbatch ──UnitBytes──► Memory at the peak; tables of every run of units, to balance stages
+units of a rank's stages, rows of a microbatch ──UnitBytes──► Memory at the peak
+                                               ──RunBytes───► tables of every run of units, to balance stages
 """
 
 from __future__ import annotations
@@ -140,8 +141,7 @@ class UnitBytes:
 
     def _returned(self, after: int, rows: int) -> int:
         """Return the bytes of the gradients that come back to a stage whose last unit is the one before ``after``."""
-        sends = self.units[after - 1].kind.sends if after < len(self.units) else ()
-        return sum(round(size.at(rows)) for size, gradient in sends if gradient)
+        return _returned(self.units[after - 1], rows) if after < len(self.units) else 0
 
     @cached_property
     def counted_twice(self) -> int:
@@ -160,34 +160,15 @@ class UnitBytes:
         inner = microbatches * message if self.execution.hold_messages and self.mesh.pp > 1 else 0
         return (state + alive * kept) / self.mesh.pp + inner * (self.mesh.pp - 1) / self.mesh.pp
 
-    def runs(self, rows: int) -> RunBytes:
-        """Return tables [first, after] of the bytes of every run of units."""
-        memories = [unit.kind.memory for unit in self.units]
-        column = {name: np.array([getattr(each, name).at(rows) for each in memories], dtype=float) for name in _LINES}
-        full = self.execution.recompute == "full"
-        between = np.array([*(joint(a, b, rows) for a, b in itertools.pairwise(memories)), 0.0])
-        if full:
-            between, column["inside"] = np.append(column["received"][1:], 0.0), np.zeros(len(memories))
-        alone = column["shared"] if not full else np.zeros(len(memories))
-        again = column["backward"] + (
-            column["shared"] + np.array([m.inside.at(rows) for m in memories]) if full else 0.0
+    def fixed_runs(self) -> Array:
+        """Return a table [first, after] of the bytes of parameters, state and buffers of every run of units."""
+        fixed = run_sums(
+            np.array([self._fixed(unit.held) + sum(unit.buffers.values()) for unit in self.units], dtype=float)
         )
-        returned = [self._returned(after, rows) if after else 0 for after in range(len(self.units) + 1)]
-        received = np.append(column["received"], 0.0)
-        received[0] = 0.0
-        sent = np.append(0.0, column["sent"])
-        state = np.array([self._fixed(unit.held) + sum(unit.buffers.values()) for unit in self.units], dtype=float)
-        fixed = run_sums(state)
         if self.execution.zero == 3 and not self._gathered_for_step:
             largest = run_largest(np.array([self.execution.gathered_bytes(unit.held) for unit in self.units]))
             fixed = fixed + (1 + ALLOCATOR_SLACK) * self.execution.gathered * largest
-        return RunBytes(
-            fixed=fixed,
-            kept=run_sums(column["inside"]) + run_sums(between, last=False) + run_largest(alone) + sent[None, :],
-            transient=run_largest(np.maximum(column["forward"], again)),
-            message=received[:, None] + np.array(returned, dtype=float)[None, :],
-            own=np.asarray(column["inside"] + between),
-        )
+        return fixed
 
     def kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:
         """Return the bytes of a microbatch of a stage: (kept, forward on top, backward on top, received)."""
@@ -210,21 +191,45 @@ _LINES = ("inside", "shared", "received", "sent", "forward", "backward")
 
 @dataclass(frozen=True)
 class RunBytes:
-    """Bytes of every run of units, as tables [first, after].
+    """Bytes of every run of units that depend on the microbatch, as tables [first, after].
 
     Attributes:
-        fixed: parameters, state and buffers.
         kept: by each microbatch in flight.
         transient: needed on top by the running one.
         message: buffers for the messages of one microbatch.
         own: of each unit, what it adds to ``kept``.
     """
 
-    fixed: Array
     kept: Array
     transient: Array
     message: Array
     own: Array
+
+    @staticmethod
+    def of(units: Sequence[Unit], rows: int) -> RunBytes:
+        """Return the tables for microbatches of ``rows``."""
+        memories = [unit.kind.memory for unit in units]
+        lines = {id(each): tuple(getattr(each, name).at(rows) for name in _LINES) for each in memories}
+        columns = np.array([lines[id(each)] for each in memories], dtype=float).T
+        column = dict(zip(_LINES, columns))
+        joints = {(id(a), id(b)): (a, b) for a, b in itertools.pairwise(memories)}
+        joined_bytes = {key: joint(*pair, rows) for key, pair in joints.items()}
+        between = np.array([*(joined_bytes[id(a), id(b)] for a, b in itertools.pairwise(memories)), 0.0])
+        returned = [0, *(_returned(unit, rows) for unit in units[:-1]), 0]
+        received = np.append(column["received"], 0.0)
+        received[0] = 0.0
+        sent = np.append(0.0, column["sent"])
+        inside, shared = run_sums(column["inside"]), run_largest(column["shared"])
+        return RunBytes(
+            kept=inside + run_sums(between, last=False) + shared + sent[None, :],
+            transient=run_largest(np.maximum(column["forward"], column["backward"])),
+            message=received[:, None] + np.array(returned, dtype=float)[None, :],
+            own=np.asarray(column["inside"] + between),
+        )
+
+
+def _returned(unit: Unit, rows: int) -> int:
+    return sum(round(size.at(rows)) for size, gradient in unit.kind.sends if gradient)
 
 
 def run_sums(values: Array, *, last: bool = True) -> Array:

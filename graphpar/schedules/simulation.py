@@ -307,6 +307,18 @@ def peak_in_flight(table: ActionTable | Order, sizes: Sequence[int] | None = Non
     return tuple(int(memory.peak) for memory in in_flight(table, sizes))
 
 
+def most_in_flight(table: ActionTable | Order) -> tuple[int, ...]:
+    """Compute for each stage the most microbatches that it keeps at the same time; split backwards hold theirs until W."""
+    order = table if isinstance(table, Order) else order_of(table)
+    kinds = np.array([1, -1, 0, -1, *([0] * len(STATE))])  # F, B, I, W
+    most = [0] * order.stages
+    for nodes in order.actions_of:
+        kind, stage = np.divmod(order.price[nodes], order.stages)
+        for own in np.unique(stage):
+            most[own] = int(np.cumsum(kinds[kind[stage == own]]).max())
+    return tuple(most)
+
+
 # ------------------------------------------------------------------------------------------------ drawing
 
 

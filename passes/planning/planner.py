@@ -14,12 +14,12 @@ difference to the bounds is the search's gap.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from graphpar.cost_models.estimates import Alone, Layout
@@ -27,6 +27,7 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
@@ -39,9 +40,9 @@ from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.sharded_state import gathers_again, prefetching
 from graphpar.passes.planning.space import Space
-from graphpar.passes.planning.stage_balance import StageBalancer, cheapest
+from graphpar.passes.planning.stage_balance import StageBalancer
 from graphpar.passes.sharding.shard import Sharded
-from graphpar.schedules.registry import get_schedule, stage_ranks
+from graphpar.schedules.registry import get_schedule
 from graphpar.text import listed
 
 TRIES = 4
@@ -77,11 +78,12 @@ class Planner:
         self._sharded: dict[tuple[Mesh, int], Sharded | None] = {}
         self._pricings: dict[tuple[object, ...], Pricing] = {}
         self._balancers: dict[tuple[object, ...], StageBalancer] = {}
+        self._run_bytes: dict[tuple[object, ...], RunBytes] = {}
         self._alive: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     # ---- prices ----
 
-    @cached_property
+    @functools.cached_property
     def recomputed(self) -> tuple[Mapping[str, str], ...]:
         """For each kind of recomputation that candidates may use, that of each block, by path."""
         return tuple(recomputed_blocks(self.program, kind) for kind in self.wishes.recompute)
@@ -108,7 +110,7 @@ class Planner:
                 self.space.refused[str(error)] = None
         return self._sharded[key]
 
-    @cached_property
+    @functools.cached_property
     def _sizes(self) -> dict[Mesh, int]:
         """For each mesh of compute axes, the middle one of its candidates' microbatch sizes."""
         sizes: dict[Mesh, set[int]] = {}
@@ -116,7 +118,7 @@ class Planner:
             sizes.setdefault(Mesh(**placed_axes(self.program, mesh)), set()).add(size)
         return {compute: sorted(found)[len(found) // 2] for compute, found in sizes.items()}
 
-    @cached_property
+    @functools.cached_property
     def _all(self) -> tuple[Candidate, ...]:
         return tuple(self.space.candidates())
 
@@ -147,29 +149,21 @@ class Planner:
         Where stages are too large, their ranks recompute, or hold fewer units.
         """
         pricing = self._known(candidate)
-        stages = candidate.mesh.pp * candidate.stages_per_rank
-        if candidate.split_points is not None or stages == 1:
-            pinned = {unit.split_point: place for place, unit in enumerate(pricing.units)}
-            return self._fitted(candidate, (0, *sorted(pinned[point] for point in candidate.split_points or ())))
-        balancer = self._balancer(candidate)
-        balanced = balancer.balanced(stages)
-        assert balanced is not None
-        best = self._fitted(candidate, balanced)
+        best = self._fitted(candidate, self._starts(candidate))
         if best.fits and not any(best.choices):
             return best
-        room, missing = self._room(pricing) / candidate.stages_per_rank, 0.0
+        if candidate.stages_per_rank > 1 or candidate.mesh.pp == 1 or candidate.split_points is not None:
+            return best
+        balancer, room = self._balancer(candidate), self._room(pricing)
         for _ in range(TRIES):
-            starts = balancer.within(self._alive_on(candidate, pricing), room - missing, self._messages(candidate))[1]
+            starts = balancer.within(self._alive_on(candidate, pricing), room, self._messages(candidate))[1]
             if starts is None:
                 break
             other = self._fitted(candidate, starts)
-            if max(0, other.missing) < max(0, best.missing) or (
-                max(0, other.missing) == max(0, best.missing) and other.rank_key < best.rank_key
-            ):
-                best = other
+            best = min(best, other, key=lambda each: (max(0, each.missing), each.rank_key))
             if other.fits:
                 break
-            missing += other.missing / candidate.stages_per_rank
+            room -= other.missing
         return best
 
     def exactly(self, priced: Priced) -> Priced:
@@ -215,27 +209,28 @@ class Planner:
         self, candidate: Candidate, pricing: Pricing, layout: Layout, missing: Sequence[int]
     ) -> tuple[int, ...]:
         """Choose what each unit recomputes, so that ``missing`` bytes are saved on each rank in the fewest seconds."""
-        balancer, alive = self._balancer(candidate), pricing.in_flight(layout)
-        stages, places = pricing.stages_of(layout), pricing.places(layout)
-        own = [[unit for place in rank for unit in range(*stages[place])] for rank in places]
-        kept = [(1 + ALLOCATOR_SLACK) * alive[rank] / len(places[rank]) for rank in range(len(own))]
+        balancer, own = self._balancer(candidate), self._alive_by_rank(candidate, pricing, layout)
         needed, best = [float(each) for each in missing], (math.inf, math.inf, (0,) * balancer.count)
         for _ in range(TRIES):
-            chosen = [0] * balancer.count
-            for rank, units in enumerate(own):
-                kinds = cheapest(kept[rank] * balancer.saved[:, units], balancer.more[:, units], needed[rank])
-                for unit, kind in zip(units, kinds):
-                    chosen[unit] = int(kind)
+            by_unit: dict[int, int] = {}
+            for units, nbytes in zip(own, needed):
+                by_unit |= balancer.cheapest(units, nbytes)
+            chosen = tuple(by_unit[unit] for unit in range(balancer.count))
             left = self._missing(self._mixed(candidate, chosen), layout)
             more = sum(balancer.more[kind, unit] for unit, kind in enumerate(chosen))
-            known, best = (
-                best,
-                min(best, (max(0.0, *left) if len(left) > 1 else max(0.0, left[0]), more, tuple(chosen))),
-            )
+            known, best = best, min(best, (max(0.0, *map(float, left)), more, chosen))
             needed = [before + each for before, each in zip(needed, left)]
             if max(left) <= 0 and best == known:
                 break
         return best[2]
+
+    def _alive_by_rank(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[dict[int, float]]:
+        """Return for each rank and each of its units how many microbatches it keeps, with the allocator's overhead."""
+        stages, alive = pricing.stages_of(layout), self._alive_on(candidate, pricing)
+        return [
+            {unit: (1 + ALLOCATOR_SLACK) * alive[place] for place in places for unit in range(*stages[place])}
+            for places in pricing.places(layout)
+        ]
 
     def _recompute(self, pricing: Pricing, choices: Sequence[int]) -> Recompute:
         """Return what units recompute as a plan has it."""
@@ -251,21 +246,27 @@ class Planner:
         key = candidate.mesh, candidate.zero, candidate.reshard, candidate.microbatch_size, candidate.split_points
         if key not in self._balancers:
             kinds = [self._known(candidate, kind) for kind in range(len(self.recomputed))]
-            self._balancers[key] = StageBalancer(kinds, candidate.microbatch_size)
+            rows = candidate.microbatch_size
+            self._balancers[key] = StageBalancer(kinds, functools.partial(self._running, candidate), rows)
         return self._balancers[key]
 
-    def _alive_on(self, candidate: Candidate, pricing: Pricing) -> list[float]:
-        """Return the microbatches in flight on each stage: of those that its rank keeps, an equal part."""
-        pp, depth = candidate.mesh.pp, candidate.stages_per_rank
-        if pp == 1:
-            return [1.0]
-        key = candidate.schedule, pp, depth, candidate.microbatches
+    def _running(self, candidate: Candidate, kind: int) -> RunBytes:
+        """Return the bytes of every run of units that depend on the microbatch; they are those of every mesh with equal units."""
+        compute, rows = Mesh(**placed_axes(self.program, candidate.mesh)), candidate.microbatch_size
+        key = compute, rows, candidate.split_points, kind
+        if key not in self._run_bytes:
+            self._run_bytes[key] = RunBytes.of(self._known(candidate, kind).units, rows)
+        return self._run_bytes[key]
+
+    def _alive_on(self, candidate: Candidate, pricing: Pricing) -> tuple[float, ...]:
+        """Return the microbatches in flight on each stage."""
+        stages = candidate.mesh.pp * candidate.stages_per_rank
+        key = candidate.schedule, candidate.mesh.pp, stages, candidate.microbatches
         if key not in self._alive:
-            starts = tuple(range(pp * depth))
+            starts = tuple(range(stages))
             layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, starts)
             self._alive[key] = pricing.in_flight(layout)
-        alive = self._alive[key]
-        return [alive[rank] / depth for rank in stage_ranks(candidate.schedule, pp, depth)]
+        return self._alive[key]
 
     def _messages(self, candidate: Candidate) -> int:
         return candidate.microbatches if self.execution.hold_messages else 1
@@ -320,18 +321,36 @@ class Planner:
 
     def _bound_in_memory(self, candidate: Candidate) -> float:
         """Return a lower bound of the step time of a candidate under the memory of its ranks; infinity where it can't fit."""
-        pricing, balancer = self._known(candidate), self._balancer(candidate)
-        count, pp, depth = candidate.microbatches, candidate.mesh.pp, candidate.stages_per_rank
-        room = self._room(pricing)
-        if pp > 1 and depth == 1 and candidate.split_points is None:
-            slowest = balancer.within(self._alive_on(candidate, pricing), room, self._messages(candidate))[0]
-            return count * slowest + pricing.least_end_s
-        alive = min(self._alive_on(candidate, pricing))
-        missing = pricing.bytes.average(candidate.microbatch_size, count, alive) - self.cluster.device.memory_bytes
-        if missing <= 0:
-            return candidate.bound
-        seconds = balancer.least_s(pp * missing / ((1 + ALLOCATOR_SLACK) * alive))
-        return count * seconds / pp + pricing.least_end_s
+        pricing, balancer, count = self._known(candidate), self._balancer(candidate), candidate.microbatches
+        starts = self._starts(candidate)
+        if candidate.mesh.pp > 1 and candidate.stages_per_rank == 1 and candidate.split_points is None:
+            alive, room = self._alive_on(candidate, pricing), self._room(pricing)
+            return count * balancer.within(alive, room, self._messages(candidate))[0] + pricing.least_end_s
+        layout = Layout(candidate.schedule, candidate.microbatch_size, count, starts)
+        stages, split = pricing.stages_of(layout), get_schedule(candidate.schedule).splits_backward
+        costs = [pricing.stage_seconds(*stage, candidate.microbatch_size) for stage in stages]
+        before = [0.0, *itertools.accumulate(cost.forward + (0.0 if split else cost.backward) for cost in costs)]
+        missing = self._missing(pricing, layout)
+        ends = []
+        for rank, (places, units) in enumerate(
+            zip(pricing.places(layout), self._alive_by_rank(candidate, pricing, layout))
+        ):
+            busy = sum(costs[place].forward + costs[place].backward for place in places)
+            needed = missing[rank] - (1 + ALLOCATOR_SLACK) * max(
+                balancer.less_on_top(*stages[place]) for place in places
+            )
+            ends.append(before[rank] + count * max(busy, balancer.least_s(units, needed)))
+        return max(ends) + pricing.least_end_s
+
+    def _starts(self, candidate: Candidate) -> tuple[int, ...]:
+        """Return the first unit of each stage, memory aside."""
+        if candidate.split_points is not None:
+            pinned = {unit.split_point: place for place, unit in enumerate(self._known(candidate).units)}
+            return (0, *sorted(pinned[point] for point in candidate.split_points))
+        stages = candidate.mesh.pp * candidate.stages_per_rank
+        balanced = (0,) if stages == 1 else self._balancer(candidate).balanced(stages)
+        assert balanced is not None
+        return balanced
 
     def _useful_degrees(self, candidates: Sequence[Candidate]) -> set[int]:
         """Return the tp degrees up to the first that is no faster than smaller ones, for small and large microbatches."""
@@ -353,7 +372,7 @@ class Planner:
     def _least_bytes(self, candidate: Candidate) -> float:
         """Return a lower bound of the average rank's bytes, wherever the model is split, with the most recomputation."""
         pricing = self._known(candidate, len(self.recomputed) - 1)
-        alive = min(self._alive_on(candidate, pricing))
+        alive = min(self._alive_on(candidate, pricing)) / candidate.stages_per_rank
         return pricing.bytes.average(candidate.microbatch_size, candidate.microbatches, alive)
 
     # ---- the search ----

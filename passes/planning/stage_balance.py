@@ -8,7 +8,7 @@ result is a lower bound of what whole choices take, and a good place to begin st
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -26,10 +26,12 @@ class StageBalancer:
 
     Args:
         pricings: of the kinds of recomputation that there are, the least first.
+        running: with each of them, the bytes of every run of units for microbatches of ``rows``.
     """
 
-    def __init__(self, pricings: Sequence[Pricing], rows: int) -> None:
+    def __init__(self, pricings: Sequence[Pricing], running: Callable[[int], RunBytes], rows: int) -> None:
         self.pricings, self.rows, self.count = pricings, rows, len(pricings[0].units)
+        self._running = running
         self._costs: dict[tuple[float, float, int], Array] = {}
 
     @cached_property
@@ -39,12 +41,20 @@ class StageBalancer:
 
     @cached_property
     def _bytes(self) -> tuple[RunBytes, ...]:
-        return tuple(pricing.bytes.runs(self.rows) for pricing in self.pricings)
+        return tuple(map(self._running, range(len(self.pricings))))
+
+    @cached_property
+    def _fixed(self) -> Array:
+        return self.pricings[0].bytes.fixed_runs()
 
     @cached_property
     def _least(self) -> tuple[Array, Array]:
         """Lower bounds of each unit's seconds, and for each kind of those that it adds to the first kind's."""
-        found = [[pricing.least_s(unit, self.rows) for unit in pricing.units] for pricing in self.pricings]
+        found = []
+        for pricing in self.pricings:
+            units = {id(unit.kind): unit for unit in pricing.units}
+            least = {key: pricing.least_s(unit, self.rows) for key, unit in units.items()}
+            found.append([least[id(unit.kind)] for unit in pricing.units])
         again = np.array([[seconds for _, seconds in kind] for kind in found])
         return np.array([own for own, _ in found[0]]) + again[0], again - again[0]
 
@@ -53,23 +63,78 @@ class StageBalancer:
         """For each kind and unit, the bytes of a microbatch that it keeps less than with the first kind."""
         return np.array([self._bytes[0].own - each.own for each in self._bytes])
 
+    def less_on_top(self, first: int, after: int) -> float:
+        """Return the most bytes by which a run of units needs less on top of what is kept, with other kinds of recomputation."""
+        least = np.min([each.transient.diagonal(1)[first:after] for each in self._bytes], axis=0)
+        return float(self._bytes[0].transient[first, after] - least.max())
+
     @property
     def more(self) -> Array:
         """For each kind and unit, the seconds of a microbatch that it takes more than with the first kind, at least."""
         return self._least[1]
 
     @cached_property
+    def _steps(self) -> list[list[tuple[float, int, float]]]:
+        """What each unit can save, the cheapest first: (seconds a byte, kind, bytes saved more than with the step before)."""
+        known: dict[tuple[tuple[float, float], ...], list[tuple[float, int, float]]] = {}
+        found = []
+        for unit in range(self.count):
+            points = tuple(zip(self.saved[:, unit].tolist(), self.more[:, unit].tolist()))
+            if points not in known:
+                before, known[points] = (0.0, 0.0), []
+                for kind in hull(points):
+                    price = max(0.0, (points[kind][1] - before[1]) / (points[kind][0] - before[0]))
+                    known[points].append((price, kind, points[kind][0] - before[0]))
+                    before = points[kind]
+            found.append(known[points])
+        return found
+
+    @cached_property
     def _savings(self) -> list[tuple[float, Array]]:
         """Seconds a byte, and how many bytes each unit can save at that price; the cheapest first."""
         by_price: dict[float, Array] = {}
-        for unit in range(self.count):
-            points = list(zip(self.saved[:, unit].tolist(), self.more[:, unit].tolist()))
-            before = (0.0, 0.0)
-            for place in hull(points):
-                price = _price(points[place], *before)
-                by_price.setdefault(price, np.zeros(self.count))[unit] += points[place][0] - before[0]
-                before = points[place]
-        return sorted(by_price.items())
+        for unit, steps in enumerate(self._steps):
+            for price, _, nbytes in steps:
+                by_price.setdefault(price, np.zeros(self.count))[unit] += nbytes
+        return sorted(by_price.items(), key=lambda entry: entry[0])
+
+    def _ordered(self, alive: Mapping[int, float]) -> list[tuple[float, int, int, int]]:
+        """Return the steps of units, the cheapest first: (seconds a byte of all microbatches in flight, unit, place, kind)."""
+        return sorted(
+            (price / alive[unit], unit, place, kind)
+            for unit in alive
+            for place, (price, kind, _) in enumerate(self._steps[unit])
+        )
+
+    def cheapest(self, alive: Mapping[int, float], needed: float) -> dict[int, int]:
+        """Choose a kind for each unit, so that they save ``needed`` bytes in about the fewest seconds; where they can't, all they can.
+
+        Args:
+            alive: of each unit of a rank, the microbatches in flight.
+        """
+        chosen, left = dict.fromkeys(alive, 0), needed
+        for _, unit, _, kind in self._ordered(alive):
+            if left <= 0:
+                break
+            left += alive[unit] * self.saved[chosen[unit], unit]
+            able = [each for each, nbytes in enumerate(self.saved[:, unit]) if alive[unit] * nbytes >= left]
+            chosen[unit] = min(able, key=lambda each: self.more[each, unit]) if able else kind
+            left -= alive[unit] * self.saved[chosen[unit], unit]
+        return chosen
+
+    def least_s(self, alive: Mapping[int, float], needed: float) -> float:
+        """Return a lower bound of the seconds of a microbatch in units that save ``needed`` bytes; ``inf`` where they can't.
+
+        Args:
+            alive: as :meth:`cheapest` takes it.
+        """
+        seconds, left = float(sum(self._least[0][unit] for unit in alive)), needed
+        for price, unit, place, _ in self._ordered(alive) if needed > 0 else ():
+            if left <= 0:
+                break
+            taken = min(left, alive[unit] * self._steps[unit][place][2])
+            seconds, left = seconds + price * taken, left - taken
+        return math.inf if left > 1 else seconds
 
     def balanced(self, stages: int) -> tuple[int, ...] | None:
         """Return the first unit of each stage, memory aside; ties go to the earliest starts."""
@@ -85,17 +150,6 @@ class StageBalancer:
         """
         return self._best([self._within(each, room, messages) for each in alive])
 
-    def least_s(self, nbytes: float) -> float:
-        """Return a lower bound of the seconds of a microbatch in all units, where they keep ``nbytes`` of it less than with the first
-        kind; ``inf`` where they can't."""
-        seconds, left = float(self._least[0].sum()), nbytes
-        for price, savings in self._savings:
-            if left <= 0:
-                break
-            taken = min(left, float(savings.sum()))
-            seconds, left = seconds + price * taken, left - taken
-        return math.inf if left > 1 else seconds
-
     def _within(self, alive: float, room: float, messages: int) -> Array:
         """Return the seconds of every run of units that fits in ``room``."""
         key = alive, room, messages
@@ -103,7 +157,7 @@ class StageBalancer:
             table = self._bytes[0]
             running = np.min([each.transient.diagonal(1) for each in self._bytes], axis=0)
             moving = (1 + ALLOCATOR_SLACK) * (alive * table.kept + run_largest(running))
-            left = np.maximum(0.0, table.fixed + moving + messages * table.message - room)
+            left = np.maximum(0.0, self._fixed + moving + messages * table.message - room)
             left /= (1 + ALLOCATOR_SLACK) * alive
             seconds = _runs(self._least[0])
             for price, savings in self._savings:
@@ -134,39 +188,11 @@ def hull(points: Sequence[tuple[float, float]]) -> list[int]:
     found: list[int] = []
     saved = more = 0.0
     while above := [place for place, (nbytes, _) in enumerate(points) if nbytes > saved]:
-        best = min(above, key=lambda place: (_price(points[place], saved, more), -points[place][0]))
+        prices = {place: max(0.0, (points[place][1] - more) / (points[place][0] - saved)) for place in above}
+        best = min(above, key=lambda place: (prices[place], -points[place][0]))
         found.append(best)
         saved, more = points[best]
     return found
-
-
-def cheapest(saved: Array, more: Array, needed: float) -> NDArray[np.int64]:
-    """Choose a kind for each unit, so that they save ``needed`` bytes in about the fewest seconds; where they can't, as many as they can.
-
-    Args:
-        saved, more: [kind, unit], bytes and seconds; the first kind's are 0.
-    """
-    steps = []
-    for unit in range(saved.shape[1]):
-        points = list(zip(saved[:, unit].tolist(), more[:, unit].tolist()))
-        before = (0.0, 0.0)
-        for order, place in enumerate(hull(points)):
-            steps.append((_price(points[place], *before), unit, order, place))
-            before = points[place]
-    chosen = np.zeros(saved.shape[1], dtype=np.int64)
-    left = needed
-    for _, unit, _, place in sorted(steps):
-        if left <= 0:
-            break
-        left += saved[chosen[unit], unit]
-        able = [kind for kind in range(len(saved)) if saved[kind, unit] >= left]
-        chosen[unit] = min(able, key=lambda kind: more[kind, unit]) if able else place
-        left -= saved[chosen[unit], unit]
-    return chosen
-
-
-def _price(point: tuple[float, float], saved: float, more: float) -> float:
-    return max(0.0, (point[1] - more) / (point[0] - saved))
 
 
 def _runs(values: Array) -> Array:

@@ -22,6 +22,7 @@ from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.cost_models.workload import Attention, Collective, Phase, Product, Size, Traffic, Work, Works
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -426,7 +427,7 @@ def test_units_keep_what_their_stages_keep(case: tuple[str, str, str]) -> None:
 def test_tables_of_runs_are_the_sums() -> None:
     """What the cut of stages reads, against what a stage of these units is priced at."""
     pricing, _ = pricing_for(("llama", "pp=1", ""))
-    table = pricing.bytes.runs(2)
+    table = RunBytes.of(pricing.units, 2)
     for first, after in itertools.combinations(range(len(pricing.units) + 1), 2):
         kept, forward, backward, _ = pricing.bytes.kept(first, after, 2)
         assert table.kept[first, after] == pytest.approx(kept, abs=4)

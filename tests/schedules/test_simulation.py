@@ -54,6 +54,10 @@ def test_activations_in_flight() -> None:
     assert peak_in_flight(action_table("1F1B", p, 1, m)) == (4, 3, 2, 1)
     assert peak_in_flight(action_table("1F1B", p, 1, m), sizes=[5, 1, 1, 7]) == (20, 3, 2, 7)
     assert peak_in_flight(parse_table("0F0,0I0,0F1,0W0,0I1,0W1")) == (2,)
+    assert most_in_flight(action_table("1F1B", p, 1, m)) == (4, 3, 2, 1)
+    interleaved = action_table("Interleaved1F1B", p, 2, m)
+    alone = [peak_in_flight(interleaved, [stage == own for stage in range(2 * p)])[own % p] for own in range(2 * p)]
+    assert most_in_flight(interleaved) == tuple(alone)
 
 
 @given(p=st.integers(1, 6), extra=st.integers(0, 6), forward=st.integers(1, 9), backward=st.integers(1, 9))
