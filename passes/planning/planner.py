@@ -152,7 +152,7 @@ class Planner:
         best = self._fitted(candidate, self._starts(candidate))
         if best.fits and not any(best.choices):
             return best
-        if candidate.stages_per_rank > 1 or candidate.mesh.pp == 1 or candidate.split_points is not None:
+        if not self._chosen_in_memory(candidate):
             return best
         balancer, room = self._balancer(candidate), self._room(pricing)
         for _ in range(TRIES):
@@ -245,9 +245,9 @@ class Planner:
     def _balancer(self, candidate: Candidate) -> StageBalancer:
         key = candidate.mesh, candidate.zero, candidate.reshard, candidate.microbatch_size, candidate.split_points
         if key not in self._balancers:
-            kinds = [self._known(candidate, kind) for kind in range(len(self.recomputed))]
-            rows = candidate.microbatch_size
-            self._balancers[key] = StageBalancer(kinds, functools.partial(self._running, candidate), rows)
+            pricing = functools.partial(self._known, candidate)
+            running = functools.partial(self._running, candidate)
+            self._balancers[key] = StageBalancer(len(self.recomputed), pricing, running, candidate.microbatch_size)
         return self._balancers[key]
 
     def _running(self, candidate: Candidate, kind: int) -> RunBytes:
@@ -322,25 +322,43 @@ class Planner:
     def _bound_in_memory(self, candidate: Candidate) -> float:
         """Return a lower bound of the step time of a candidate under the memory of its ranks; infinity where it can't fit."""
         pricing, balancer, count = self._known(candidate), self._balancer(candidate), candidate.microbatches
-        starts = self._starts(candidate)
-        if candidate.mesh.pp > 1 and candidate.stages_per_rank == 1 and candidate.split_points is None:
+        if self._chosen_in_memory(candidate):
             alive, room = self._alive_on(candidate, pricing), self._room(pricing)
             return count * balancer.within(alive, room, self._messages(candidate))[0] + pricing.least_end_s
-        layout = Layout(candidate.schedule, candidate.microbatch_size, count, starts)
-        stages, split = pricing.stages_of(layout), get_schedule(candidate.schedule).splits_backward
-        costs = [pricing.stage_seconds(*stage, candidate.microbatch_size) for stage in stages]
-        before = [0.0, *itertools.accumulate(cost.forward + (0.0 if split else cost.backward) for cost in costs)]
-        missing = self._missing(pricing, layout)
-        ends = []
-        for rank, (places, units) in enumerate(
-            zip(pricing.places(layout), self._alive_by_rank(candidate, pricing, layout))
-        ):
-            busy = sum(costs[place].forward + costs[place].backward for place in places)
-            needed = missing[rank] - (1 + ALLOCATOR_SLACK) * max(
-                balancer.less_on_top(*stages[place]) for place in places
-            )
-            ends.append(before[rank] + count * max(busy, balancer.least_s(units, needed)))
-        return max(ends) + pricing.least_end_s
+        layout = Layout(candidate.schedule, candidate.microbatch_size, count, self._starts(candidate))
+        stages, missing = pricing.stages_of(layout), self._missing(pricing, layout)
+        if max(missing) <= 0:
+            return candidate.bound
+        own = zip(pricing.places(layout), self._alive_by_rank(candidate, pricing, layout))
+        seconds = []
+        for rank, (places, units) in enumerate(own):
+            on_top = max(balancer.less_on_top(*stages[place]) for place in places)
+            seconds.append(balancer.least_s(units, missing[rank] - (1 + ALLOCATOR_SLACK) * on_top))
+        return self._bound_of_stages(candidate, seconds)
+
+    def _bound_of_stages(self, candidate: Candidate, least: Sequence[float] = ()) -> float:
+        """Return a lower bound of the step time of given stages, memory aside: each rank's work, and the time that it surely idles.
+
+        Args:
+            least: of each rank, other lower bounds of the seconds of a microbatch.
+        """
+        pricing, count = self._known(candidate), candidate.microbatches
+        if self._chosen_in_memory(candidate) or (candidate.mesh.pp == 1 and not least):
+            return candidate.bound
+        layout = Layout(candidate.schedule, candidate.microbatch_size, count, self._starts(candidate))
+        split = get_schedule(candidate.schedule).splits_backward
+        costs = [pricing.stage_seconds(*stage, candidate.microbatch_size) for stage in pricing.stages_of(layout)]
+        before = itertools.accumulate((cost.forward + (0.0 if split else cost.backward) for cost in costs), initial=0.0)
+        own = [
+            sum(costs[place].forward + costs[place].backward for place in places) for places in pricing.places(layout)
+        ]
+        busy = map(max, own, least or own)
+        return max(idle + count * seconds for idle, seconds in zip(before, busy)) + pricing.least_end_s
+
+    @staticmethod
+    def _chosen_in_memory(candidate: Candidate) -> bool:
+        """Whether stages may begin elsewhere where memory is short: where a rank has several, they are as equal as units allow."""
+        return candidate.mesh.pp > 1 and candidate.stages_per_rank == 1 and candidate.split_points is None
 
     def _starts(self, candidate: Candidate) -> tuple[int, ...]:
         """Return the first unit of each stage, memory aside."""
@@ -423,23 +441,24 @@ class Planner:
 
     def _searched(self, prune: bool, all_degrees: bool) -> SearchResult:
         candidates, impossible = self.bounded(all_degrees=all_degrees)
-        heap = [(each.bound, each.key, number, False) for number, each in enumerate(candidates)]
+        higher = (self._bound_of_stages, self._bound_in_memory)
+        heap = [(each.bound, each.key, number, 0) for number, each in enumerate(candidates)]
         best: dict[Mesh, Priced] = {}
         misfits: list[Priced] = []
         hopeless: list[Candidate] = []
         lower, priced_count = math.inf, 0
         while heap:
-            bound, _, number, in_memory = heapq.heappop(heap)
+            bound, _, number, level = heapq.heappop(heap)
             candidate = candidates[number]
             slowest_shown = sorted(each.estimate.step_time_s for each in best.values())[self.shown :]
             if prune and slowest_shown and bound > slowest_shown[0]:
                 break
             if prune and candidate.mesh in best and bound > best[candidate.mesh].estimate.step_time_s:
                 continue
-            if not in_memory:
-                higher = max(bound, self._bound_in_memory(candidate))
-                if math.isfinite(higher) or not prune:
-                    heapq.heappush(heap, (higher, candidate.key, number, True))
+            if level < len(higher):
+                bound = max(bound, higher[level](candidate))
+                if math.isfinite(bound) or not prune:
+                    heapq.heappush(heap, (bound, candidate.key, number, level + 1))
                 else:
                     hopeless.append(candidate)
                 continue

@@ -25,33 +25,37 @@ class StageBalancer:
     """Dynamic programming over units. Tables hold the seconds and bytes of units i up to j; ``inf`` where j <= i.
 
     Args:
-        pricings: of the kinds of recomputation that there are, the least first.
+        kinds: how many kinds of recomputation there are, the least first.
+        pricing: of each of them.
         running: with each of them, the bytes of every run of units for microbatches of ``rows``.
     """
 
-    def __init__(self, pricings: Sequence[Pricing], running: Callable[[int], RunBytes], rows: int) -> None:
-        self.pricings, self.rows, self.count = pricings, rows, len(pricings[0].units)
-        self._running = running
+    def __init__(
+        self, kinds: int, pricing: Callable[[int], Pricing], running: Callable[[int], RunBytes], rows: int
+    ) -> None:
+        self._kinds, self._pricing, self._running, self.rows = range(kinds), pricing, running, rows
+        self.first = pricing(0)
+        self.count = len(self.first.units)
         self._costs: dict[tuple[float, float, int], Array] = {}
 
     @cached_property
     def _seconds(self) -> Array:
-        own = [self.pricings[0].stage_seconds(place, place + 1, self.rows) for place in range(self.count)]
+        own = [self.first.stage_seconds(place, place + 1, self.rows) for place in range(self.count)]
         return _runs(np.array([cost.forward + cost.backward for cost in own]))
 
     @cached_property
     def _bytes(self) -> tuple[RunBytes, ...]:
-        return tuple(map(self._running, range(len(self.pricings))))
+        return tuple(map(self._running, self._kinds))
 
     @cached_property
     def _fixed(self) -> Array:
-        return self.pricings[0].bytes.fixed_runs()
+        return self.first.bytes.fixed_runs()
 
     @cached_property
     def _least(self) -> tuple[Array, Array]:
         """Lower bounds of each unit's seconds, and for each kind of those that it adds to the first kind's."""
         found = []
-        for pricing in self.pricings:
+        for pricing in map(self._pricing, self._kinds):
             units = {id(unit.kind): unit for unit in pricing.units}
             least = {key: pricing.least_s(unit, self.rows) for key, unit in units.items()}
             found.append([least[id(unit.kind)] for unit in pricing.units])
@@ -65,8 +69,11 @@ class StageBalancer:
 
     def less_on_top(self, first: int, after: int) -> float:
         """Return the most bytes by which a run of units needs less on top of what is kept, with other kinds of recomputation."""
-        least = np.min([each.transient.diagonal(1)[first:after] for each in self._bytes], axis=0)
-        return float(self._bytes[0].transient[first, after] - least.max())
+        return float(self._bytes[0].transient[first, after] - self._least_on_top[first, after])
+
+    @cached_property
+    def _least_on_top(self) -> Array:
+        return run_largest(np.min([each.transient.diagonal(1) for each in self._bytes], axis=0))
 
     @property
     def more(self) -> Array:
@@ -155,8 +162,7 @@ class StageBalancer:
         key = alive, room, messages
         if key not in self._costs:
             table = self._bytes[0]
-            running = np.min([each.transient.diagonal(1) for each in self._bytes], axis=0)
-            moving = (1 + ALLOCATOR_SLACK) * (alive * table.kept + run_largest(running))
+            moving = (1 + ALLOCATOR_SLACK) * (alive * table.kept + self._least_on_top)
             left = np.maximum(0.0, self._fixed + moving + messages * table.message - room)
             left /= (1 + ALLOCATOR_SLACK) * alive
             seconds = _runs(self._least[0])

@@ -15,7 +15,7 @@ from graphpar.errors import GraphparError
 from graphpar.report.trace import chrome_trace
 from graphpar.schedules.order import order_of
 from graphpar.schedules.registry import action_order, action_table
-from graphpar.schedules.simulation import Timeline, Transfers, in_flight, peak_in_flight, simulate
+from graphpar.schedules.simulation import Timeline, Transfers, in_flight, most_in_flight, peak_in_flight, simulate
 from graphpar.schedules.table import Action, ActionTable, parse_table, validate_table
 from graphpar.schedules.zero_bubble import StageCosts, automatic
 from tests.schedules.test_schedule import legal_tables, quick_stages
