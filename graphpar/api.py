@@ -141,8 +141,8 @@ def plan(
 
     Args:
         cluster: the hardware, as a :class:`Cluster`, by name (``"2xH100"``) or file; or how many devices of this machine's kind. The
-            axes pp, dp_replicate and tp that ``mesh`` leaves out are searched, and so are the schedule and the microbatch size: the
-            fastest plan that fits is taken.
+            axes pp, dp_replicate, dp_shard and tp that ``mesh`` leaves out are searched, and so are the ZeRO level, the schedule, the
+            microbatch size and what is recomputed: the fastest plan that fits is taken.
         devices: how many devices, as a keyword.
         global_batch: rows of the whole batch; by default that of the example inputs.
         mesh: degrees of axes, e.g. ``{"pp": 4}`` or ``"pp=4"``. Without a cluster or a number of devices, the other axes are 1 and
@@ -170,7 +170,8 @@ def plan(
         recompute: what blocks run again in the backward instead of keeping it: ``"none"``, ``"full"`` (all but their inputs),
             ``"selective"`` (what is cheap: not collectives, attention, and every second product), or ``"budget:0.6"`` (what is cheapest
             for its bytes, until a block keeps this share of them); or one of these by pattern over the paths of blocks, the last that
-            matches: ``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices' memory.
+            matches: ``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices' memory, for each block
+            where the mesh is searched; that is also the default then, unless the model itself uses ``torch.utils.checkpoint``.
         dtype: that of ``export``, to be checked.
         reduce_dtype: the dtype in which gradients are summed over dp_replicate and dp_shard; by default that of the parameters.
         top: how many of the plans that were not taken are kept in ``plan.found``.

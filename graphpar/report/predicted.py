@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from graphpar.report.recomputation import kinds_text
 from graphpar.schedules.simulation import CLOSINGS, Timeline
 from graphpar.schedules.table import KINDS, LETTERS
 from graphpar.text import bytes_text, indices_text, kept, plural, seconds_text, share_text, wrapped
 
 _LEAST = 1e-3
 """Parts of a step below this share of it are not shown."""
+_SMALL_GAP = 5e-4
+"""Smaller gaps are shown as none."""
 PART_NAMES = {"host": "waits for the host", "pp": "transfers"}
 """Names of the parts of a step that are not their own."""
 
@@ -78,10 +81,14 @@ def parts_text(predicted: Mapping[str, Any]) -> str:
 
 
 def searched_text(search: Mapping[str, Any], seconds: float | None = None) -> str:
-    """Say how many plans were considered and priced."""
+    """Say how many plans were considered and priced, how much faster another may be at most, and what was not tried."""
+    gap = search["optimality_gap"] or 0.0
+    faster = f"none more than {gap:.1%} faster" if gap >= _SMALL_GAP else "none faster"
+    left_out = f"; left out: {'; '.join(search['left_out'])}" if search.get("left_out") else ""
     took = "" if seconds is None else f" in {seconds:.1f} s"
     infeasible = f", {search['infeasible']:,} not possible" if search["infeasible"] else ""
-    return f"{plural(search['considered'], 'plan')}{took}, {search['priced']:,} priced{infeasible}; none faster under this cost model"
+    counts = f"{plural(search['considered'], 'plan')}{took}, {search['priced']:,} priced{infeasible}"
+    return f"{counts}; {faster} under this cost model{left_out}"
 
 
 def communication_lines(data: Mapping[str, Any], width: int) -> list[str]:
@@ -149,10 +156,20 @@ def timeline_legend(data: Mapping[str, Any], timeline: Timeline) -> str:
 
 
 def named(other: Mapping[str, Any]) -> tuple[str, str]:
-    """Write the mesh and the schedule of an alternative."""
+    """Write the mesh of an alternative, and its schedule, how it shards state and what it recomputes."""
     count = plural(other["microbatches"], "microbatch", "microbatches")
-    schedule = f"{other['schedule']}, " if other["mesh"].get("pp", 1) > 1 else ""
-    return mesh_text(other["mesh"]), f"{schedule}{count} of {other['microbatch_size']}"
+    texts = [
+        other["schedule"] if other["mesh"].get("pp", 1) > 1 else "",
+        f"{count} of {other['microbatch_size']}",
+        state_text(other.get("zero", 0), other.get("reshard", "default")),
+        f"recompute {kinds_text(recompute)}" if (recompute := other.get("recompute", "none")) != "none" else "",
+    ]
+    return mesh_text(other["mesh"]), ", ".join(filter(None, texts))
+
+
+def state_text(zero: int, reshard: str | int) -> str:
+    """Write ``ZeRO-3``, and when gathered parameters are freed where that is not the default; nothing where no state is sharded."""
+    return "" if not zero else f"ZeRO-{zero}" if reshard == "default" else f"ZeRO-{zero} with reshard {reshard}"
 
 
 def mesh_text(degrees: Mapping[str, int]) -> str:
@@ -183,7 +200,7 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     run = [_dtypes_text(data)]
     if data["mode"] == "train":
-        run += [assumed["optimizer"], f"recomputation {assumed['recompute']}"]
+        run += [assumed["optimizer"], f"recomputation {kinds_text(assumed['recompute'])}"]
     device = f"{assumed['device']} ({assumed['figures']})"
     return [("Assumed", f"{', '.join(run)}, operators {assumed['operators']}; device {device}")]
 

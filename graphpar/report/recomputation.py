@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from graphpar.text import bytes_text, plural
+from graphpar.text import bytes_text, numbered_runs, plural
 
 if TYPE_CHECKING:
     from graphpar.passes.compilation import Compilation
@@ -36,6 +36,16 @@ def recomputation_data(compilation: Compilation) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def kinds_text(recompute: str | Mapping[str, str]) -> str:
+    """Write what a plan recomputes: ``full``, or ``budget:0.4 of layers.0-9``."""
+    if isinstance(recompute, str):
+        return recompute
+    by_kind: dict[str, list[str]] = {}
+    for path, kind in recompute.items():
+        by_kind.setdefault(kind, []).append(path)
+    return "; ".join(f"{kind} of {', '.join(numbered_runs(paths))}" for kind, paths in by_kind.items()) or "none"
 
 
 def recomputation_text(rows: list[Mapping[str, Any]]) -> str:

@@ -45,8 +45,8 @@ from graphpar.passes.sharding.shard import Sharded
 from graphpar.schedules.registry import get_schedule
 from graphpar.text import listed
 
-TRIES = 4
-"""How often the bytes that are to be saved are corrected by those that a choice was found to miss or to leave."""
+TRIES = 10
+"""How often the bytes that are to be saved are corrected by those that a choice was found to miss."""
 
 
 class Planner:
@@ -210,19 +210,28 @@ class Planner:
     ) -> tuple[int, ...]:
         """Choose what each unit recomputes, so that ``missing`` bytes are saved on each rank in the fewest seconds."""
         balancer, own = self._balancer(candidate), self._alive_by_rank(candidate, pricing, layout)
-        needed, best = [float(each) for each in missing], (math.inf, math.inf, (0,) * balancer.count)
+        needed = self._least_needed(candidate, pricing, layout, missing)
+        most = {unit: kinds[-1] for unit, kinds in enumerate(map(balancer.kinds_of, range(balancer.count))) if kinds}
+        chosen, times = (0,) * balancer.count, 1
         for _ in range(TRIES):
             by_unit: dict[int, int] = {}
             for units, nbytes in zip(own, needed):
                 by_unit |= balancer.cheapest(units, nbytes)
-            chosen = tuple(by_unit[unit] for unit in range(balancer.count))
+            known, chosen = chosen, tuple(by_unit[unit] for unit in range(balancer.count))
+            times = 2 * times if chosen == known else 1  # what is missed may be too little for another choice
             left = self._missing(self._mixed(candidate, chosen), layout)
-            more = sum(balancer.more[kind, unit] for unit, kind in enumerate(chosen))
-            known, best = best, min(best, (max(0.0, *map(float, left)), more, chosen))
-            needed = [before + each for before, each in zip(needed, left)]
-            if max(left) <= 0 and best == known:
+            if max(left) <= 0 or all(chosen[unit] == kind for unit, kind in most.items()):
                 break
-        return best[2]
+            needed = [before + times * max(0, each) for before, each in zip(needed, left)]
+        return chosen
+
+    def _least_needed(
+        self, candidate: Candidate, pricing: Pricing, layout: Layout, missing: Sequence[int]
+    ) -> list[float]:
+        """Return for each rank the fewest bytes that it must keep less, where it has ``missing`` too many."""
+        balancer, stages = self._balancer(candidate), pricing.stages_of(layout)
+        on_top = [max(balancer.less_on_top(*stages[place]) for place in places) for places in pricing.places(layout)]
+        return [nbytes - (1 + ALLOCATOR_SLACK) * less for nbytes, less in zip(missing, on_top)]
 
     def _alive_by_rank(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[dict[int, float]]:
         """Return for each rank and each of its units how many microbatches it keeps, with the allocator's overhead."""
@@ -326,14 +335,12 @@ class Planner:
             alive, room = self._alive_on(candidate, pricing), self._room(pricing)
             return count * balancer.within(alive, room, self._messages(candidate))[0] + pricing.least_end_s
         layout = Layout(candidate.schedule, candidate.microbatch_size, count, self._starts(candidate))
-        stages, missing = pricing.stages_of(layout), self._missing(pricing, layout)
+        missing = self._missing(pricing, layout)
         if max(missing) <= 0:
             return candidate.bound
-        own = zip(pricing.places(layout), self._alive_by_rank(candidate, pricing, layout))
-        seconds = []
-        for rank, (places, units) in enumerate(own):
-            on_top = max(balancer.less_on_top(*stages[place]) for place in places)
-            seconds.append(balancer.least_s(units, missing[rank] - (1 + ALLOCATOR_SLACK) * on_top))
+        own = self._alive_by_rank(candidate, pricing, layout)
+        needed = self._least_needed(candidate, pricing, layout, missing)
+        seconds = [balancer.least_s(units, nbytes) for units, nbytes in zip(own, needed)]
         return self._bound_of_stages(candidate, seconds)
 
     def _bound_of_stages(self, candidate: Candidate, least: Sequence[float] = ()) -> float:

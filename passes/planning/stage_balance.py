@@ -96,6 +96,10 @@ class StageBalancer:
             found.append(known[points])
         return found
 
+    def kinds_of(self, unit: int) -> list[int]:
+        """Return the kinds that save bytes of a unit, the one that saves most last."""
+        return [kind for _, kind, _ in self._steps[unit]]
+
     @cached_property
     def _savings(self) -> list[tuple[float, Array]]:
         """Seconds a byte, and how many bytes each unit can save at that price; the cheapest first."""

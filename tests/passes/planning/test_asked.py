@@ -191,7 +191,10 @@ SEARCHES = {
     "losses of replicas": ({"dp_mean": True}, lambda plan: plan.mesh.replicas > 1),
     "kept parameters": ({"zero": 3, "reshard": "never"}, lambda plan: plan.mesh.dp_shard > 1),
     "fewer shards": ({"zero": 3, "reshard": 2}, lambda plan: plan.mesh == gp.Mesh(dp_shard=4)),
-    "gathers ahead": ({"zero": 3, "prefetch": "post"}, lambda plan: plan.mesh.dp_shard > 1 and plan.mesh.pp == 1),
+    "gathers ahead": (
+        {"zero": 3, "prefetch": "post"},
+        lambda plan: plan.mesh.dp_shard > 1 and (plan.mesh.pp == 1 or plan.reshard == "always"),
+    ),
 }
 
 

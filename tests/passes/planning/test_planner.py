@@ -23,10 +23,11 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
-from graphpar.passes.planning.candidates import Priced
+from graphpar.passes.planning.candidates import Candidate, Priced
 from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.planning import estimate_plan, planner_for, search_plan
+from graphpar.passes.planning.recomputation import AUTO
 from graphpar.passes.planning.space import DEPTHS
 from graphpar.schedules.registry import SCHEDULES, check_legal
 from tests.programs import example
@@ -154,12 +155,15 @@ def test_leaving_out_what_can_not_win_changes_nothing(name: str, launch: float) 
     assert pruned.priced <= whole.priced == pruned.considered - (whole.considered - whole.priced)
 
 
-def test_a_bound_is_below_the_price() -> None:
-    planner = planner_of("uneven", Cluster.of(small(), 1, 4))
+@pytest.mark.parametrize("device", [small(), DEVICES["CPU"]], ids=["slow", "CPU"])
+def test_bounds_are_below_the_price(device: Device) -> None:
+    planner = planner_of("uneven", Cluster.of(device, 1, 4))
     candidates, _ = planner.bounded()
     assert len(candidates) > 50
     for candidate in candidates:
-        assert candidate.bound <= planner.exactly(planner.price(candidate)).estimate.step_time_s * (1 + 1e-9)
+        step_s = planner.exactly(planner.price(candidate)).estimate.step_time_s
+        assert candidate.bound <= step_s * (1 + 1e-9)
+        assert planner._bound_of_stages(candidate) <= step_s * (1 + 1e-9)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------
@@ -179,6 +183,67 @@ def test_stages_are_cut_under_the_memory_of_ranks() -> None:
     found = tight.price(candidate)
     assert found.fits and peaks[found.layout.starts] <= room
     assert found.estimate.step_time_s >= balanced.estimate.step_time_s
+
+
+def every_choice(planner: Planner, found: Priced) -> Iterator[tuple[float, int]]:
+    """Seconds and the fullest rank's bytes of every choice of what blocks recompute, at the stages of ``found``; equal blocks of a
+    stage may change places."""
+    candidate, starts = found.candidate, found.layout.starts
+    first, *others = (planner.pricing(candidate, kind) for kind in range(len(planner.recomputed)))
+    assert first is not None
+    units = [first.units, *(pricing.units for pricing in others if pricing is not None)]
+    ends = (*starts[1:], len(first.units))
+    blocks = [
+        [place for place in range(begin, end) if len({id(kind[place].kind) for kind in units}) > 1]
+        for begin, end in zip(starts, ends)
+    ]
+    choices = (itertools.combinations_with_replacement(range(len(units)), len(stage)) for stage in blocks)
+    for kinds in itertools.product(*choices):
+        chosen = {place: kind for stage, own in zip(blocks, kinds) for place, kind in zip(stage, own)}
+        mixed = first.with_units([units[chosen.get(place, 0)][place] for place in range(len(first.units))])
+        estimate = mixed.estimate(found.layout)
+        yield estimate.step_time_s, max(estimate.peak_memory_bytes)
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 1, "dp_replicate": 1}, {"pp": 2}, {"dp_shard": 2}])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_what_is_recomputed_where_memory_is_short(mesh: dict[str, int], share: float) -> None:
+    """Against every choice of every block: the bound is below all that fit, and the plan at most 3 % above the best of them."""
+    devices = math.prod(mesh.values())
+    pins: dict[str, Any] = {
+        "recompute": AUTO,
+        "microbatch_size": 2,
+        "schedule": "1F1B" if mesh.get("pp", 1) > 1 else None,
+    }
+
+    def planner(memory: float) -> Planner:
+        cluster = Cluster.of(small(memory), 1, devices)
+        found = planner_for(program_of("gpt"), cluster, mesh, PlanConstraints(cluster=cluster, **pins))
+        found.wishes = replace(found.wishes, recompute=("none", "budget:0.6", "budget:0.2", "full"))
+        return found
+
+    def candidate(planner: Planner) -> Candidate:
+        return min(planner.bounded(all_degrees=True)[0], key=lambda each: each.key)
+
+    roomy = planner(1e12)
+    whole = roomy.price(candidate(roomy))
+    peaks = [nbytes for _, nbytes in every_choice(roomy, whole)]
+    room = round(min(peaks) + share * (max(peaks) - min(peaks)))
+    tight = planner(room)
+    found = tight.exactly(tight.price(candidate(tight)))
+    assert found.fits and found.recompute != "none"
+    fitting = [seconds for seconds, nbytes in every_choice(tight, found) if nbytes <= room]
+    assert tight._bound_in_memory(candidate(tight)) <= min(fitting) * (1 + 1e-9)
+    assert found.estimate.step_time_s <= 1.03 * min(fitting)
+
+
+def test_the_gap_is_that_to_the_lowest_bound() -> None:
+    loose = planner_of("gpt", Cluster.of(small(), 1, 2), recompute=AUTO).search()
+    assert loose.gap == 0 and loose.best is not None and loose.best.recompute == "none"
+    tight = planner_of("gpt", Cluster.of(small(9e6), 1, 1), recompute=AUTO).search()
+    assert tight.best is not None and tight.best.recompute != "none"
+    assert tight.gap is not None and 0 < tight.gap < 0.05
+    assert tight.gap == pytest.approx(tight.best.estimate.step_time_s / tight.lower_bound_s - 1)
 
 
 @given(st.lists(st.floats(2e6, 4e7), min_size=2, max_size=4))
