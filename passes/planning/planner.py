@@ -58,6 +58,7 @@ class Planner:
         solve: from compute axes and a microbatch size to placements and the program of a rank.
         execution: how ranks run, apart from what candidates say.
         shown: how many alternatives to return.
+        like: a planner of the same program, whose sharded programs are used on.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class Planner:
         execution: Execution | None = None,
         dtype: str = "fp32",
         shown: int = SHOWN,
+        like: Planner | None = None,
     ) -> None:
         self.program, self.cluster, self.batch, self.solve, self.dtype = program, cluster, batch, solve, dtype
         self.wishes, self.execution, self.shown = wishes or PlannerConstraints(), execution or Execution(), shown
         self.space = Space(program, cluster, batch, pinned or {}, self.wishes)
-        self._sharded: dict[tuple[Mesh, int], Sharded | None] = {}
+        self._sharded: dict[tuple[Mesh, int], Sharded | None] = {} if like is None else like._sharded
         self._pricings: dict[tuple[object, ...], Pricing] = {}
         self._balancers: dict[tuple[object, ...], StageBalancer] = {}
         self._run_bytes: dict[tuple[object, ...], RunBytes] = {}
@@ -414,8 +416,8 @@ class Planner:
         wishes = PlannerConstraints(
             microbatch_size=size, one_microbatch=self.wishes.one_microbatch, recompute=self.wishes.recompute
         )
-        one = Planner(self.program, device, self.batch, self.solve, {}, wishes, self.execution, self.dtype, shown=1)
-        one._sharded = self._sharded
+        run, dtype = self.execution, self.dtype
+        one = Planner(self.program, device, self.batch, self.solve, {}, wishes, run, dtype, shown=1, like=self)
         found = one.search()
         best = found.best or found.alternatives[0]
         estimate = best.estimate

@@ -23,12 +23,13 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
-from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, SearchResult
+from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, Priced, SearchResult
 from graphpar.passes.planning.choose import choose, coupling_reason, global_batch, pinned_split_points, solve
 from graphpar.passes.planning.constraints import PlanConstraints, check_data_axes
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.planner import Planner, gathering
 from graphpar.passes.planning.recomputation import AUTO, least_first, recomputed_blocks
+from graphpar.passes.planning.remedies import GROWTH, remedies
 from graphpar.passes.planning.space import free_axes
 from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.planned import sharded_as
@@ -39,9 +40,6 @@ from graphpar.schedules.order import order_of
 from graphpar.schedules.registry import action_table, canonical_name
 from graphpar.schedules.table import ActionTable, parse_table
 from graphpar.text import bytes_text
-
-GROWTH = (2, 4, 8, 16)
-"""Factors by which the cluster is grown where nothing fits, to say what would."""
 
 
 def search_plan(
@@ -64,7 +62,7 @@ def search_plan(
         reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
         raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
     if found.best is None:
-        raise NothingFits(_misfit(program, cluster, pinned, pins, found))
+        raise NothingFits(_misfit(program, cluster, pinned, pins, found, planner))
     best = found.best
     decided = replace(
         pins,
@@ -84,9 +82,14 @@ def search_plan(
 
 
 def planner_for(
-    program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, top: int = SHOWN
+    program: Program,
+    cluster: Cluster,
+    pinned: Mapping[str, int],
+    pins: PlanConstraints,
+    top: int = SHOWN,
+    like: Planner | None = None,
 ) -> Planner:
-    """Return a planner that searches what ``pinned`` and ``pins`` leave open."""
+    """Return a planner that searches what ``pinned`` and ``pins`` leave open; with the sharded programs of ``like``, if given."""
     batch = global_batch(program, pins)
     reason = coupling_reason(program, pins)
 
@@ -112,7 +115,8 @@ def planner_for(
         check=lambda mesh, zero, reshard: check_data_axes(mesh, replace(pins, zero=zero, reshard=reshard), program),
     )
     execution = _execution(program, reduce_dtype=pins.reduce_dtype)
-    return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dominant_dtype(program), shown=top)
+    dtype = dominant_dtype(program)
+    return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dtype, shown=top, like=like)
 
 
 def _able(program: Program) -> tuple[Recompute, ...]:
@@ -228,9 +232,14 @@ def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
 
 
 def _misfit(
-    program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, found: SearchResult
+    program: Program,
+    cluster: Cluster,
+    pinned: Mapping[str, int],
+    pins: PlanConstraints,
+    found: SearchResult,
+    planner: Planner,
 ) -> str:
-    """Say by how much the nearest plan does not fit, on which stage, and the smallest change that would help."""
+    """Say by how much the nearest plan does not fit, on which stage, and the smallest changes that would help."""
     nearest = found.alternatives[0]
     estimate = nearest.estimate
     fullest, on = estimate.fullest
@@ -245,26 +254,13 @@ def _misfit(
         f"{nearest.candidate.microbatch_size}) needs {bytes_text(needed)} on stage {stages}, where {bytes_text(room)} are: "
         f"{bytes_text(nearest.missing)} too much."
     )
-    return text + _remedy(program, cluster, pinned, pins, needed)
 
+    def fits(on: Cluster, degrees: Mapping[str, int], wanted: PlanConstraints) -> Priced | None:
+        other = planner_for(program, on, degrees, wanted, like=planner)
+        return other.search().best if on == cluster else other.any_that_fits()
 
-def _remedy(program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, needed: int) -> str:
+    changes = [each.text for each in remedies(program, cluster, pinned, pins, fits)]
     memory = f"devices with {bytes_text(needed)}"
-    if pins.microbatch_size is not None:
-        smaller = planner_for(program, cluster, pinned, replace(pins, microbatch_size=None)).any_that_fits(largest=True)
-        if smaller is not None:
-            size = smaller.candidate.microbatch_size
-            return f" Microbatches of {size} instead of {pins.microbatch_size} would fit, and so would {memory}."
-    if pins.recompute != AUTO:
-        recomputing = planner_for(program, cluster, pinned, replace(pins, recompute=AUTO)).any_that_fits()
-        if recomputing is not None:
-            return f" With recompute={AUTO!r} it would fit, and so would {memory}."
-    for times in GROWTH:
-        larger = Cluster.grown(cluster, times)
-        fitting = planner_for(program, larger, pinned, replace(pins, cluster=larger)).any_that_fits()
-        if fitting is not None:
-            degrees = ", ".join(
-                f"{axis}={degree}" for axis, degree in fitting.candidate.mesh.degrees().items() if degree > 1
-            )
-            return f" {larger} would fit (with {degrees}), and so would {memory}."
-    return f" It would take {memory}; {GROWTH[-1]} times as many of these would not do."
+    if not changes:
+        return f"{text} It would take {memory}; {GROWTH[-1]} times as many of these would not do."
+    return f"{text} What would fit: {'; '.join(changes)}; {memory}."
