@@ -212,7 +212,10 @@ class Planner:
     ) -> tuple[int, ...]:
         """Choose what each unit recomputes, so that ``missing`` bytes are saved on each rank in the fewest seconds."""
         balancer, own = self._balancer(candidate), self._alive_by_rank(candidate, pricing, layout)
-        needed = self._least_needed(candidate, pricing, layout, missing)
+        needed = [
+            nbytes - (1 + ALLOCATOR_SLACK) * (on_top - balancer.least_on_top(units))
+            for units, nbytes, on_top in zip(own, missing, self._on_top(candidate, pricing, layout))
+        ]
         most = {unit: kinds[-1] for unit, kinds in enumerate(map(balancer.kinds_of, range(balancer.count))) if kinds}
         chosen, times = (0,) * balancer.count, 1
         for _ in range(TRIES):
@@ -227,13 +230,10 @@ class Planner:
             needed = [before + times * max(0, each) for before, each in zip(needed, left)]
         return chosen
 
-    def _least_needed(
-        self, candidate: Candidate, pricing: Pricing, layout: Layout, missing: Sequence[int]
-    ) -> list[float]:
-        """Return for each rank the fewest bytes that it must keep less, where it has ``missing`` too many."""
+    def _on_top(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[float]:
+        """Return the bytes that each rank needs on top of what is kept, with the first kind."""
         balancer, stages = self._balancer(candidate), pricing.stages_of(layout)
-        on_top = [max(balancer.less_on_top(*stages[place]) for place in places) for places in pricing.places(layout)]
-        return [nbytes - (1 + ALLOCATOR_SLACK) * less for nbytes, less in zip(missing, on_top)]
+        return [max(balancer.on_top(*stages[place]) for place in places) for places in pricing.places(layout)]
 
     def _alive_by_rank(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[dict[int, float]]:
         """Return for each rank and each of its units how many microbatches it keeps, with the allocator's overhead."""
@@ -312,8 +312,10 @@ class Planner:
         work = (whole.forward + whole.backward - waiting) * pricing.crowd + waiting
         if pp == 1:
             return count * work + pricing.least_end_s
-        bound = (count * work + self._filling(candidate, pricing)) / pp
-        if candidate.stages_per_rank == 1 and not get_schedule(candidate.schedule).splits_backward:
+        split = get_schedule(candidate.schedule).splits_backward
+        through = whole.forward + whole.backward - (whole.weight if split else 0.0)  # one microbatch, from end to end
+        bound = max(through, (count * work + self._filling(candidate, pricing)) / pp)
+        if candidate.stages_per_rank == 1 and not split:
             # Stage s takes w(s): the step is at least count * w(s) + w(0) + ... + w(s - 1) for each s.
             bound = max(bound, (whole.forward + whole.backward) / (1 - (1 - 1 / count) ** pp))
         return bound + pricing.least_end_s
@@ -341,8 +343,8 @@ class Planner:
         if max(missing) <= 0:
             return candidate.bound
         own = self._alive_by_rank(candidate, pricing, layout)
-        needed = self._least_needed(candidate, pricing, layout, missing)
-        seconds = [balancer.least_s(units, nbytes) for units, nbytes in zip(own, needed)]
+        on_top = self._on_top(candidate, pricing, layout)
+        seconds = [balancer.least_s(*each) for each in zip(own, missing, on_top)]
         return self._bound_of_stages(candidate, seconds)
 
     def _bound_of_stages(self, candidate: Candidate, least: Sequence[float] = ()) -> float:
@@ -361,8 +363,11 @@ class Planner:
         own = [
             sum(costs[place].forward + costs[place].backward for place in places) for places in pricing.places(layout)
         ]
-        busy = map(max, own, least or own)
-        return max(idle + count * seconds for idle, seconds in zip(before, busy)) + pricing.least_end_s
+        busy = list(map(max, own, least or own))
+        through = sum(cost.forward + cost.backward - (cost.weight if split else 0.0) for cost in costs)
+        through += sum(seconds - known for seconds, known in zip(busy, own))
+        ends = [idle + count * seconds for idle, seconds in zip(before, busy)]
+        return max(through, *ends) + pricing.least_end_s
 
     @staticmethod
     def _chosen_in_memory(candidate: Candidate) -> bool:

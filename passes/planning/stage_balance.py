@@ -7,9 +7,11 @@ result is a lower bound of what whole choices take, and a good place to begin st
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,13 +69,18 @@ class StageBalancer:
         """For each kind and unit, the bytes of a microbatch that it keeps less than with the first kind."""
         return np.array([self._bytes[0].own - each.own for each in self._bytes])
 
-    def less_on_top(self, first: int, after: int) -> float:
-        """Return the most bytes by which a run of units needs less on top of what is kept, with other kinds of recomputation."""
-        return float(self._bytes[0].transient[first, after] - self._least_on_top[first, after])
+    def on_top(self, first: int, after: int) -> float:
+        """Return the bytes that a run of units needs on top of what is kept, with the first kind."""
+        return float(self._bytes[0].transient[first, after])
+
+    def least_on_top(self, units: Iterable[int]) -> float:
+        """Return the bytes that units need on top of what is kept, with the kinds that need the least."""
+        return max(float(self._on_top[:, unit].min()) for unit in units)
 
     @cached_property
-    def _least_on_top(self) -> Array:
-        return run_largest(np.min([each.transient.diagonal(1) for each in self._bytes], axis=0))
+    def _on_top(self) -> Array:
+        """For each kind and unit, the bytes that it needs on top of what is kept."""
+        return np.array([each.transient.diagonal(1) for each in self._bytes])
 
     @property
     def more(self) -> Array:
@@ -81,41 +88,33 @@ class StageBalancer:
         return self._least[1]
 
     @cached_property
-    def _steps(self) -> list[list[tuple[float, int, float]]]:
-        """What each unit can save, the cheapest first: (seconds a byte, kind, bytes saved more than with the step before)."""
-        known: dict[tuple[tuple[float, float], ...], list[tuple[float, int, float]]] = {}
+    def _caps(self) -> list[_Cap]:
+        """The savings among kinds that need at most so many bytes on top of what is kept, from the fewest bytes up."""
+        varies = self._on_top.max(axis=0) > self._on_top.min(axis=0)
+        limits = np.unique(self._on_top[:, varies].max(axis=1)) if varies.any() else np.zeros(1)
+        found = []
+        for before, limit in itertools.pairwise([0.0, *limits]):
+            able = (self._on_top <= limit) | ~varies
+            lowest = run_largest(self._on_top.min(axis=0))
+            charged = np.where(run_largest((~able.any(axis=0)).astype(float)) > 0, np.inf, np.maximum(before, lowest))
+            found.append(_Cap(before, charged, self._steps(able), able.any(axis=0)))
+        return found
+
+    def _steps(self, able: NDArray[np.bool_]) -> list[list[_Step]]:
+        """Return the steps of each unit among the kinds that are ``able``, [kind, unit]."""
+        known: dict[tuple[tuple[int, float, float], ...], list[_Step]] = {}
         found = []
         for unit in range(self.count):
-            points = tuple(zip(self.saved[:, unit].tolist(), self.more[:, unit].tolist()))
+            kinds = np.flatnonzero(able[:, unit]).tolist()
+            points = tuple((kind, float(self.saved[kind, unit]), float(self.more[kind, unit])) for kind in kinds)
             if points not in known:
-                before, known[points] = (0.0, 0.0), []
-                for kind in hull(points):
-                    price = max(0.0, (points[kind][1] - before[1]) / (points[kind][0] - before[0]))
-                    known[points].append((price, kind, points[kind][0] - before[0]))
-                    before = points[kind]
+                known[points] = hull(points)
             found.append(known[points])
         return found
 
     def kinds_of(self, unit: int) -> list[int]:
         """Return the kinds that save bytes of a unit, the one that saves most last."""
-        return [kind for _, kind, _ in self._steps[unit]]
-
-    @cached_property
-    def _savings(self) -> list[tuple[float, Array]]:
-        """Seconds a byte, and how many bytes each unit can save at that price; the cheapest first."""
-        by_price: dict[float, Array] = {}
-        for unit, steps in enumerate(self._steps):
-            for price, _, nbytes in steps:
-                by_price.setdefault(price, np.zeros(self.count))[unit] += nbytes
-        return sorted(by_price.items(), key=lambda entry: entry[0])
-
-    def _ordered(self, alive: Mapping[int, float]) -> list[tuple[float, int, int, int]]:
-        """Return the steps of units, the cheapest first: (seconds a byte of all microbatches in flight, unit, place, kind)."""
-        return sorted(
-            (price / alive[unit], unit, place, kind)
-            for unit in alive
-            for place, (price, kind, _) in enumerate(self._steps[unit])
-        )
+        return [step.kind for step in self._caps[-1].steps[unit]]
 
     def cheapest(self, alive: Mapping[int, float], needed: float) -> dict[int, int]:
         """Choose a kind for each unit, so that they save ``needed`` bytes in about the fewest seconds; where they can't, all they can.
@@ -124,7 +123,7 @@ class StageBalancer:
             alive: of each unit of a rank, the microbatches in flight.
         """
         chosen, left = dict.fromkeys(alive, 0), needed
-        for _, unit, _, kind in self._ordered(alive):
+        for _, unit, _, kind, _ in self._caps[-1].ordered(alive):
             if left <= 0:
                 break
             left += alive[unit] * self.saved[chosen[unit], unit]
@@ -133,19 +132,26 @@ class StageBalancer:
             left -= alive[unit] * self.saved[chosen[unit], unit]
         return chosen
 
-    def least_s(self, alive: Mapping[int, float], needed: float) -> float:
-        """Return a lower bound of the seconds of a microbatch in units that save ``needed`` bytes; ``inf`` where they can't.
+    def least_s(self, alive: Mapping[int, float], missing: float, on_top: float) -> float:
+        """Return a lower bound of the seconds of a microbatch in units of a rank that has ``missing`` bytes too few; ``inf`` where they
+        can't save so many.
 
         Args:
             alive: as :meth:`cheapest` takes it.
+            on_top: the bytes that the rank needs on top of what is kept, with the first kind.
         """
-        seconds, left = float(sum(self._least[0][unit] for unit in alive)), needed
-        for price, unit, place, _ in self._ordered(alive) if needed > 0 else ():
-            if left <= 0:
-                break
-            taken = min(left, alive[unit] * self._steps[unit][place][2])
-            seconds, left = seconds + price * taken, left - taken
-        return math.inf if left > 1 else seconds
+        own, lowest = float(sum(self._least[0][unit] for unit in alive)), self.least_on_top(alive)
+        found = math.inf
+        for cap in self._caps:
+            seconds, left = own, missing - (1 + ALLOCATOR_SLACK) * (on_top - max(lowest, cap.above))
+            for price, unit, place, _, _ in cap.ordered(alive) if left > 0 else ():
+                if left <= 0:
+                    break
+                taken = min(left, alive[unit] * cap.steps[unit][place].nbytes)
+                seconds, left = seconds + price * taken, left - taken
+            if left <= 1 and all(cap.able[unit] for unit in alive):
+                found = min(found, seconds)
+        return found
 
     def balanced(self, stages: int) -> tuple[int, ...] | None:
         """Return the first unit of each stage, memory aside; ties go to the earliest starts."""
@@ -165,15 +171,17 @@ class StageBalancer:
         """Return the seconds of every run of units that fits in ``room``."""
         key = alive, room, messages
         if key not in self._costs:
-            table = self._bytes[0]
-            moving = (1 + ALLOCATOR_SLACK) * (alive * table.kept + self._least_on_top)
-            left = np.maximum(0.0, self._fixed + moving + messages * table.message - room)
-            left /= (1 + ALLOCATOR_SLACK) * alive
-            seconds = _runs(self._least[0])
-            for price, savings in self._savings:
-                taken = np.minimum(left, run_sums(savings))
-                seconds, left = seconds + price * taken, left - taken
-            self._costs[key] = np.where(left > 1, np.inf, seconds)
+            table, best = self._bytes[0], np.full((self.count + 1, self.count + 1), np.inf)
+            fixed = self._fixed + (1 + ALLOCATOR_SLACK) * alive * table.kept + messages * table.message - room
+            own = _runs(self._least[0])
+            for cap in self._caps:
+                left = np.maximum(0.0, fixed + (1 + ALLOCATOR_SLACK) * cap.on_top) / ((1 + ALLOCATOR_SLACK) * alive)
+                seconds = own
+                for price, savings in cap.savings:
+                    taken = np.minimum(left, savings)
+                    seconds, left = seconds + price * taken, left - taken
+                best = np.minimum(best, np.where(left > 1, np.inf, seconds))
+            self._costs[key] = best
         return self._costs[key]
 
     def _best(self, costs: Sequence[Array]) -> tuple[float, tuple[int, ...] | None]:
@@ -193,15 +201,54 @@ class StageBalancer:
         return slowest, (0, *reversed(starts))
 
 
-def hull(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return which of (bytes saved, seconds more) are on the lower convex hull from (0, 0) on, those that save least first."""
-    found: list[int] = []
+class _Step(NamedTuple):
+    """A kind of a unit, and by how many bytes and seconds it is above the step before: seconds a byte, kind, bytes."""
+
+    price: float
+    kind: int
+    nbytes: float
+
+
+class _Cap:
+    """What units can save with kinds that need at most so many bytes on top of what is kept.
+
+    Args:
+        above: they need more than that, or other kinds do as well.
+        on_top: for every run of units, the bytes that are needed at least.
+        steps: of each unit, the cheapest first.
+        able: whether each unit has such a kind.
+    """
+
+    def __init__(self, above: float, on_top: Array, steps: list[list[_Step]], able: NDArray[np.bool_]) -> None:
+        self.above, self.on_top, self.steps, self.able = above, on_top, steps, able
+
+    @cached_property
+    def savings(self) -> list[tuple[float, Array]]:
+        """Seconds a byte, and how many bytes every run of units can save at that price; the cheapest first."""
+        by_price: dict[float, Array] = {}
+        for unit, steps in enumerate(self.steps):
+            for step in steps:
+                by_price.setdefault(step.price, np.zeros(len(self.steps)))[unit] += step.nbytes
+        return [(price, run_sums(savings)) for price, savings in sorted(by_price.items(), key=lambda entry: entry[0])]
+
+    def ordered(self, alive: Mapping[int, float]) -> list[tuple[float, int, int, int, float]]:
+        """Return the steps of units, the cheapest first: (seconds a byte of all microbatches in flight, unit, place, kind, bytes)."""
+        return sorted(
+            (step.price / alive[unit], unit, place, step.kind, step.nbytes)
+            for unit in alive
+            for place, step in enumerate(self.steps[unit])
+        )
+
+
+def hull(points: Sequence[tuple[int, float, float]]) -> list[_Step]:
+    """Return the lower convex hull of (kind, bytes saved, seconds more) from (0, 0) on, those that save least first."""
+    found: list[_Step] = []
     saved = more = 0.0
-    while above := [place for place, (nbytes, _) in enumerate(points) if nbytes > saved]:
-        prices = {place: max(0.0, (points[place][1] - more) / (points[place][0] - saved)) for place in above}
-        best = min(above, key=lambda place: (prices[place], -points[place][0]))
-        found.append(best)
-        saved, more = points[best]
+    while above := [point for point in points if point[1] > saved]:
+        prices = {kind: max(0.0, (seconds - more) / (nbytes - saved)) for kind, nbytes, seconds in above}
+        kind, nbytes, seconds = min(above, key=lambda point: (prices[point[0]], -point[1]))
+        found.append(_Step(prices[kind], kind, nbytes - saved))
+        saved, more = nbytes, seconds
     return found
 
 
