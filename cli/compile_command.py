@@ -122,7 +122,11 @@ def _add_workload(parser: Parser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--batch", type=count, metavar="B", help="global batch (default: that of the example inputs)")
     dtypes = ("fp32", "bf16", "fp16")
-    group.add_argument("--dtype", choices=dtypes, help="dtype in which the model computes; its parameters stay in fp32")
+    group.add_argument(
+        "--dtype",
+        choices=dtypes,
+        help="dtype in which the model computes; its parameters stay in fp32 (default: on GPUs bf16 for training, else that of the model)",
+    )
     group.add_argument(
         "--pure", action="store_true", default=None, help="store and step parameters in the compute dtype, too"
     )

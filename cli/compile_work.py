@@ -20,7 +20,7 @@ from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, check_writable, print_wrapped, progress, stdout_console, write_text
 from graphpar.cli.passes_command import step_rows
 from graphpar.cli.plan_file import read_plan, read_record
-from graphpar.cli.trace import export_file
+from graphpar.cli.trace import default_dtype, export_file
 from graphpar.codegen.optimizer_file import optimizer_file
 from graphpar.codegen.printer import print_graph
 from graphpar.codegen.saving import EditedFiles, check_target
@@ -222,11 +222,17 @@ def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None, cl
     return export_file(
         file,
         options.mode or (given.mode if given else None),
-        given.precision if given else Precision.of(options.dtype, options.pure, options.param_dtype),
+        given.precision if given else _precision(options),
         _names(options.skip or ""),
         ended,
         **({"evaluates": True} if options.eval else {}),
     )
+
+
+def _precision(options: argparse.Namespace) -> Precision:
+    """Return the dtypes that are asked for; on GPUs the default is bf16 with parameters in fp32."""
+    asked = options.dtype, options.pure, options.param_dtype
+    return Precision(default_dtype(options.cluster)) if asked == (None, None, None) else Precision.of(*asked)
 
 
 def _dump(options: argparse.Namespace, step: str, what: str, value: object) -> None:

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.output import Result, check_writable, phases, print_wrapped, write_text
-from graphpar.cli.trace import export_file
+from graphpar.cli.trace import default_dtype, export_file
 from graphpar.errors import GraphparError, NothingFits
 from graphpar.frontend.modelfile import load_model_file
 from graphpar.hardware.cluster import Cluster
@@ -77,7 +77,7 @@ def sweep(options: argparse.Namespace) -> Result:
         for name in map(str.strip, options.cluster.split(","))
         for rows in options.batch or [None]
     ]
-    precision = Precision.of(options.dtype, None, None)
+    precision = Precision.of(options.dtype or default_dtype(*(name for name, _ in wanted)), None, None)
     with phases() as phase:
         phase("tracing the model")
         file = load_model_file(options.model)

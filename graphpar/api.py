@@ -27,7 +27,7 @@ from graphpar.frontend.build import ModelLike
 from graphpar.frontend.capture import capture
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
-from graphpar.ir.precision import Precision
+from graphpar.ir.precision import AUTO, Precision
 from graphpar.ir.program import ModelSource, Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.parts import Parts
@@ -75,9 +75,9 @@ def export(
         mode: "train" or "infer"; sets the modules' mode. By default they stay as they are built.
         evaluates: make sure that ``pipeline.eval`` can be trusted, by a second trace in evaluation mode. Without it ``eval`` is
             refused for all models but those of torch's own modules.
-        dtype: "fp32", "bf16" or "fp16": in which the model computes. With 16 bits, parameters, gradients and optimizer state
+        dtype: "fp32", "bf16", "fp16" or "auto": in which the model computes. With 16 bits, parameters, gradients and optimizer state
             stay in fp32, and so do losses; for inference parameters are stored in 16 bits, too. In fp32, the default, the model
-            computes in the dtypes that it was built in.
+            computes in the dtypes that it was built in. "auto" is bf16 where the model trains, is built in fp32 and can be traced so.
         pure: parameters are stored and stepped in ``dtype``.
         param_dtype: the dtype in which parameters are stored and stepped.
         passes: ``graphpar.PASSES``, or these with your passes: ``PASSES.insert_after("simplify", my_pass)``.
@@ -94,6 +94,25 @@ def export(
     check_skipped(row_list, skip)
     precision = Precision.of(dtype, pure, param_dtype)
     source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode, evaluates)
+    try:
+        return _exported(source, batch_dims, row_list, skip, after_pass)
+    except GraphparError as error:
+        if precision.dtype != AUTO:
+            raise
+        program = _exported(replace(source, precision=Precision()), batch_dims, row_list, skip, after_pass)
+        return program.warn(
+            f"The model computes in fp32, since in bf16 it can't be traced: {error} Where fp32 is meant, say so with dtype 'fp32' "
+            "(--dtype fp32)."
+        )
+
+
+def _exported(
+    source: ModelSource,
+    batch_dims: Mapping[str, int | None] | None,
+    row_list: PassList,
+    skip: Sequence[str],
+    after_pass: Callable[[Step, Program], None] | None,
+) -> Program:
     raw = capture(source, batch_dims)
     if after_pass is not None:
         after_pass(STEPS[0], raw)

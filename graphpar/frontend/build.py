@@ -22,7 +22,11 @@ from graphpar.frontend.watched import OffMeta, is_on_meta, off_meta
 ModelLike = nn.Module | Callable[[], nn.Module]
 
 
-def build(model: ModelLike) -> tuple[nn.Module, FakeTensorMode | None, Tape | None]:
+Built = tuple[nn.Module, FakeTensorMode | None, Tape | None]
+"""A module to trace, with its fake mode and tape where it was built without memory."""
+
+
+def build(model: ModelLike) -> Built:
     """Return the module to trace, with its fake mode and tape where a factory built it under fake tensors, without memory.
 
     Some constructors can't run on fake tensors (they read values, or copy modules); those run for real.

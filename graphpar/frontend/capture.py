@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_unflatten
 
 from graphpar.codegen.operators import check_function
 from graphpar.errors import GraphparError
-from graphpar.frontend.build import build
+from graphpar.frontend.build import Built, build
 from graphpar.frontend.equal_masks import EqualMasks
 from graphpar.frontend.evaluation import difference, may_differ
 from graphpar.frontend.exported import to_program
@@ -44,6 +44,7 @@ from graphpar.frontend.watched import (
     masks_as_given,
     refuse_collective,
 )
+from graphpar.ir.precision import AUTO, Precision
 from graphpar.ir.program import ModelSource, Program
 from graphpar.ir.source import stack_line, user_line
 from graphpar.operators.functions import opaque_apply, plain_apply, refusal
@@ -58,8 +59,19 @@ def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = N
     """
     if source.mode not in (None, "train", "infer"):
         raise GraphparError(f"mode is {source.mode!r}; it must be 'train' or 'infer'.")
-    built, fake, tape = build(source.model)
-    request = make_request(source, built, fake, tape, batch_dims or {})
+    built = build(source.model)
+    if source.precision.dtype != AUTO:
+        return _captured(source, built, batch_dims or {})
+    plain = replace(source, precision=Precision())
+    dtypes = {parameter.dtype for parameter in built[0].parameters() if parameter.is_floating_point()}
+    if dtypes != {torch.float32} or source.mode == "infer":
+        return _captured(plain, built, batch_dims or {})
+    program = _captured(replace(source, precision=Precision("bf16")), built, batch_dims or {})
+    return program if program.mode == "train" else _captured(plain, built, batch_dims or {})
+
+
+def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | None]) -> Program:
+    request = make_request(source, *built, batch_dims)
     program = _with_own_loss(request)
     trains = any(info.requires_grad for info in program.parameters.values())
     if program.mode == "infer" and source.mode is None and trains:

@@ -10,13 +10,17 @@ import torch
 from graphpar.errors import GraphparError, near_match
 from graphpar.runtime.plan_record import DTYPES
 
+AUTO = "auto"
+"""Compute in bf16 where the model trains and is built in fp32; else in the dtypes that it is built in."""
+
 
 @dataclass(frozen=True)
 class Precision:
     """The dtypes of a program, by their names.
 
     Attributes:
-        dtype: in which the model computes. In fp32 it computes in the dtypes that it was built in, and nothing is cast.
+        dtype: in which the model computes. In fp32 it computes in the dtypes that it was built in, and nothing is cast. :data:`AUTO` is
+            decided by :func:`graphpar.frontend.capture.capture`.
         param_dtype: in which parameters are stored, and stepped. Empty: fp32 for training, ``dtype`` for inference.
     """
 
@@ -30,6 +34,8 @@ class Precision:
         Raises:
             GraphparError: a dtype is not known, or ``pure`` contradicts ``param_dtype``, or has no use in fp32.
         """
+        if dtype == AUTO and not pure and param_dtype is None:
+            return Precision(AUTO)
         for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
             check_dtype(name, value)
         if pure and param_dtype not in (None, dtype or "fp32"):
