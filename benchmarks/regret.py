@@ -172,12 +172,14 @@ def predicted(program: Program, cluster: Cluster) -> list[Priced]:
 
 
 def plan_name(priced: Priced) -> str:
-    """Mesh, schedule, stages a rank and microbatches, as ``pp2 dp2 1F1B/1 x8``."""
+    """Mesh, ZeRO level, schedule, stages a rank and microbatches, as ``pp2 fsdp2 zero3 1F1B/1 x8``."""
     candidate = priced.candidate
-    short = {"pp": "pp", "dp_replicate": "dp", "tp": "tp"}
+    short = {"pp": "pp", "dp_replicate": "dp", "dp_shard": "fsdp", "tp": "tp"}
     mesh = " ".join(f"{short[axis]}{degree}" for axis, degree in candidate.mesh.degrees().items() if degree > 1)
     schedule = f" {candidate.schedule}/{candidate.stages_per_rank}" if candidate.mesh.pp > 1 else ""
-    return f"{mesh}{schedule} x{candidate.microbatches}"
+    zero = f" zero{candidate.zero}" if candidate.zero else ""
+    zero += f" {candidate.reshard}" if candidate.reshard != "default" else ""
+    return f"{mesh}{zero}{schedule} x{candidate.microbatches}"
 
 
 def _emitted(program: Program, cluster: Cluster, priced: Sequence[Priced], folder: Path) -> dict[str, Priced]:
@@ -189,6 +191,9 @@ def _emitted(program: Program, cluster: Cluster, priced: Sequence[Priced], folde
             schedule=candidate.schedule,
             microbatch_size=candidate.microbatch_size,
             split_points=each.split_points if candidate.mesh.pp > 1 else None,
+            zero=candidate.zero,
+            reshard=candidate.reshard,
+            recompute=each.recompute,
             cluster=cluster,
         )
         try:
