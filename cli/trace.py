@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from graphpar import api
 from graphpar.frontend.modelfile import ModelFile
 from graphpar.hardware.cluster import Cluster
@@ -16,9 +14,8 @@ from graphpar.passes.table import Step
 
 def default_dtype(*clusters: str | None) -> str:
     """Return in what a model computes on some clusters where nobody says so; None is this machine."""
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    kinds = {here if name is None else Cluster.parse(name).device.kind for name in clusters}
-    return AUTO if "cuda" in kinds else "fp32"
+    found = [Cluster.of_this_machine(1) if name is None else Cluster.parse(name) for name in clusters]
+    return AUTO if any(cluster.device.faster_in_bf16 for cluster in found) else "fp32"
 
 
 def export_file(

@@ -145,7 +145,7 @@ class UnitBytes:
 
     @cached_property
     def counted_twice(self) -> int:
-        """The bytes that :meth:`runs` counts for each of several units of one stage, though it has them once."""
+        """The bytes that :meth:`fixed_runs` counts for each of several units of one stage, though it has them once."""
         buffers = {name: nbytes for unit in self.units for name, nbytes in unit.buffers.items()}
         each = sum(self._fixed(unit.held) + sum(unit.buffers.values()) for unit in self.units)
         return each - self._fixed(self.held([(0, len(self.units))])) - sum(buffers.values())

@@ -183,6 +183,11 @@ class Device:
                 return self.flops[name]
         raise GraphparError(f"{self.name} has no rate for {dtype}; it has {', '.join(self.flops)}.")
 
+    @property
+    def faster_in_bf16(self) -> bool:
+        """Whether it is a GPU with units for bf16."""
+        return self.kind == "cuda" and "bf16" in self.flops and self.flops["bf16"] > self.peak("fp32")
+
 
 # ---- the table -------------------------------------------------------------------------------------------------
 

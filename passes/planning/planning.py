@@ -193,11 +193,7 @@ def _execution(
 def in_bf16_s(program: Program, plan: Plan, cluster: Cluster) -> float | None:
     """Estimate the seconds of a step of an fp32 plan in bf16; None for other dtypes, or where the device is no faster in bf16."""
     device = cluster.device
-    if (
-        dominant_dtype(sharded_as(program, plan).local) != "fp32"
-        or device.kind != "cuda"
-        or device.peak("bf16") <= device.peak("fp32")
-    ):
+    if dominant_dtype(sharded_as(program, plan).local) != "fp32" or not device.faster_in_bf16:
         return None
     pricing, layout = pricing_of(program, plan, cluster)
     return Pricing(

@@ -56,4 +56,4 @@ def test_what_bf16_can_not_trace_is_in_fp32_and_said() -> None:
 
 def test_the_default_is_that_of_the_cluster() -> None:
     assert default_dtype("8xH100") == default_dtype("2xCPU", "2xA100") == "auto"
-    assert default_dtype("2xCPU") == "fp32"
+    assert default_dtype("2xCPU") == default_dtype("2xV100") == "fp32"  # a V100 has no units for bf16
