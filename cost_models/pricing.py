@@ -15,13 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
-from graphpar.cost_models.step_costs import StageSeconds, StepCosts, UnitSeconds, continued, summed, summed_by_axis
+from graphpar.cost_models.stage_prices import StagePrices
+from graphpar.cost_models.step_costs import StageSeconds, StepCosts, UnitSeconds, continued, summed_by_axis
 from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
 from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.cost_models.workload import Collective, Phase
@@ -36,6 +40,8 @@ from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_order, stage_ranks
 from graphpar.schedules.simulation import Timeline, in_flight, most_in_flight
 from graphpar.schedules.table import forwards
+
+Array = NDArray[np.float64]
 
 
 class Pricing:
@@ -75,14 +81,16 @@ class Pricing:
             axis: self.network.group_of_axes(mesh, [axis]) for axis, degree in mesh.degrees().items() if degree > 1
         }
         self._seconds: dict[tuple[int, int], UnitSeconds] = {}
+        self._again: dict[tuple[int, int], tuple[PhaseSeconds, dict[str, float]]] = {}
         self._stages: dict[tuple[int, int, int], StageSeconds] = {}
+        self._stage_prices: dict[int, StagePrices] = {}
         self._flops: dict[tuple[int, int], float] = {}
 
     def with_units(self, units: Sequence[Unit]) -> Pricing:
         """Return the prices of the same program with other recomputation, which its units say."""
         other = copy.copy(self)
-        other.units, other._stages = tuple(units), {}
-        other.bytes = UnitBytes(units, self.mesh, self.execution)
+        other.units, other._stages, other._stage_prices = tuple(units), {}, {}
+        other.bytes = self.bytes.with_units(units)
         return other
 
     # ---- seconds ----
@@ -121,94 +129,63 @@ class Pricing:
         """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive."""
         key = first, after, rows
         if key not in self._stages:
-            self._stages[key] = self._stage_seconds(first, after, rows)
+            self._stages[key] = self.stage_prices(rows).stage(first, after)
         return self._stages[key]
 
-    def _stage_seconds(self, first: int, after: int, rows: int) -> StageSeconds:
-        units = [self.unit_seconds(unit.kind, rows) for unit in self.units[first:after]]
-        busy = [summed([unit.phases[phase] for unit in units]) for phase in Phase]
-        sent = [summed_by_axis([unit.sent[phase] for unit in units]) for phase in Phase]
-        shown = 1.0 - self.execution.overlap_tp
-        seconds = [self.compute.phase_s(busy[phase]) + shown * sum(sent[phase].values()) for phase in Phase]
-        again = self._again(busy[Phase.FORWARD], seconds[Phase.FORWARD])
-        repeated = [self._repeated(unit.kind, rows) for unit in self.units[first:after]]
-        run_again = summed([busy_again for busy_again, _ in repeated])
-        sent_again = summed_by_axis([each for _, each in repeated])
-        times = 2 if self.execution.recompute == "full" else 1
-        there, back = sent[0], summed_by_axis([sent[0]] * (times - 1) + [sent_again] + sent[1:])
-        everything = summed_by_axis([there, back])
-        again += self.compute.phase_s(run_again) + shown * sum(sent_again.values())
-        forward, backward = seconds[0], again + seconds[1] + seconds[2]
-        exposed = [{axis: shown * value for axis, value in way.items()} for way in (there, back)]
-        if self._sharded and (self.mesh.pp == 1 or not self.execution.kept_for_step):
-            plain = forward, backward
-            forward, backward, gathered = self._gathered(first, after, rows, forward, backward)
-            everything = summed_by_axis([everything, {"dp_shard": gathered}])
-            longer = forward - plain[0], backward - plain[1]
-            exposed = [summed_by_axis([way, {"dp_shard": more}]) for way, more in zip(exposed, longer)]
-        twice = self._again(busy[Phase.FORWARD], busy[Phase.FORWARD].busy)
-        compute = sum(phase.busy for phase in busy) + twice + run_again.busy
-        # A stage that recomputes runs its backward whole, but the first, whose backward is all weight half.
-        split = seconds[2] if first == 0 or not any(unit.kind.again.rows for unit in self.units[first:after]) else 0.0
-        return StageSeconds(forward, backward, split, everything, exposed[0], exposed[1], compute)
+    def stage_prices(self, rows: int) -> StagePrices:
+        """Return the prices of all stages for microbatches of ``rows``."""
+        if rows not in self._stage_prices:
+            gathered = self._sharded and (self.mesh.pp == 1 or not self.execution.kept_for_step)
+            self._stage_prices[rows] = StagePrices(
+                [self.unit_seconds(unit.kind, rows) for unit in self.units],
+                [self._repeated(unit.kind, rows) for unit in self.units],
+                [bool(unit.kind.again.rows) for unit in self.units],
+                self.compute,
+                self.execution,
+                self.mesh.pp,
+                (lambda: self._of_state) if gathered else None,
+            )
+        return self._stage_prices[rows]
 
     def _repeated(self, kind: UnitClass, rows: int) -> tuple[PhaseSeconds, dict[str, float]]:
         """Return what a unit's blocks run again in the backward, and the seconds of its collectives by axis."""
-        sent = {
-            axis: sum(times * self.collective_s(row, rows) for row, times in collectives)
-            for axis, collectives in collectives_of(kind.again).items()
-        }
-        return self.compute.seconds(kind.again, rows)[Phase.FORWARD], sent
-
-    def _again(self, busy: PhaseSeconds, seconds: float) -> float:
-        """Return the seconds of recomputation in the backward."""
-        if self.execution.recompute == "full":
-            return seconds
-        return busy.attention if self.execution.recompute == "selective" else 0.0
-
-    def _gathered(
-        self, first: int, after: int, rows: int, forward: float, backward: float
-    ) -> tuple[float, float, float]:
-        """Return forward, backward and all communication of a microbatch with sharded state, in seconds.
-
-        Parameters are gathered a unit ahead and gradients reduce-scattered a unit behind, hidden behind each unit's work. ZeRO 2 gathers
-        once a step, and a pipeline reduces once a step.
-        """
-        units = self.units[first:after]
-        work = [self.unit_seconds(unit.kind, rows) for unit in units]
-        forwards = [self.compute.phase_s(each.phases[0]) + sum(each.sent[0].values()) for each in work]
-        ratio = backward / forward if forward else 2.0
-        gathers, scatters = self._of_state(units)
-        gathers = [0.0] * len(units) if self.execution.zero == 2 else gathers
-        again = [0.0] * len(units) if self.execution.reshard == "never" else gathers
-        scatters = [0.0] * len(units) if self.mesh.pp > 1 else scatters
-        sent = sum(gathers) + sum(again) + sum(scatters)
-        if not self.execution.prefetch:
-            return forward + sum(gathers), backward + sum(again) + sum(scatters), sent
-        ahead = gathers[0] + sum(max(own, following) for own, following in zip(forwards, [*gathers[1:], 0.0]))
-        traffic = [gather + scatter for gather, scatter in zip([0.0, *again], [*scatters[1:], 0.0])]
-        behind = sum(max(ratio * own, moved) for own, moved in zip(reversed(forwards), reversed(traffic)))
-        return max(forward, ahead), max(backward, behind + scatters[0]), sent
+        key = id(kind), rows
+        if key not in self._again:
+            sent = {
+                axis: sum(times * self.collective_s(row, rows) for row, times in collectives)
+                for axis, collectives in collectives_of(kind.again).items()
+            }
+            self._again[key] = self.compute.seconds(kind.again, rows)[Phase.FORWARD], sent
+        return self._again[key]
 
     @cached_property
     def _sharded(self) -> bool:
         """Whether ranks of dp_shard hold shards of parameters and gradients."""
         return self.execution.zero >= 2 and self.mesh.dp_shard > 1 and self.train
 
-    def _of_state(self, units: Sequence[Unit]) -> tuple[list[float], list[float]]:
-        """Return the seconds of gathering each unit's parameters, and of reduce-scattering its gradients."""
+    @cached_property
+    def _of_state(self) -> tuple[Array, Array]:
+        """The seconds of gathering each unit's parameters, and of reduce-scattering its gradients."""
         group = self._groups["dp_shard"]
-        return (
-            [self.network.seconds("all-gather", self.execution.gathered_bytes(unit.held), group) for unit in units],
-            [self.network.seconds("reduce-scatter", self.bytes.reduced_sizes(unit.held), group) for unit in units],
-        )
+        known: dict[tuple[float, float], tuple[float, float]] = {}
+        found = []
+        for unit in self.units:
+            gathered, reduced = self.execution.gathered_bytes(unit.held), self.bytes.reduced_sizes(unit.held)
+            if (gathered, reduced) not in known:
+                known[gathered, reduced] = (
+                    self.network.seconds("all-gather", gathered, group),
+                    self.network.seconds("reduce-scatter", reduced, group),
+                )
+            found.append(known[gathered, reduced])
+        gathers, scatters = np.array(found).T
+        return gathers, scatters
 
     def _by_table(self, stage: tuple[int, int]) -> tuple[float, float]:
         """Return the seconds of a stage's UNSHARD and REDUCE_GRAD, where a pipeline's table has them."""
         if not self._sharded or self.mesh.pp == 1:
             return 0.0, 0.0
-        gathers, scatters = self._of_state(self.units[slice(*stage)])
-        return sum(gathers) if self.execution.kept_for_step else 0.0, sum(scatters)
+        gathers, scatters = (float(seconds[slice(*stage)].sum()) for seconds in self._of_state)
+        return gathers if self.execution.kept_for_step else 0.0, scatters
 
     # ---- a step ----
 

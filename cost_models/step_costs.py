@@ -76,12 +76,6 @@ class StepCosts:
         return self.summed + self.after
 
 
-def summed(phases: Sequence[PhaseSeconds]) -> PhaseSeconds:
-    """Return the sum of phases that run one after the other."""
-    parts = [(each.products, each.attention, each.traffic, each.operators) for each in phases]
-    return PhaseSeconds(*map(sum, zip(*parts)))
-
-
 def summed_by_axis(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Add up the seconds of each axis."""
     found: dict[str, float] = {}

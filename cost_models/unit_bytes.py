@@ -6,8 +6,9 @@ units of a rank's stages, rows of a microbatch ──UnitBytes──► Memory a
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
-from graphpar.cost_models.pipeline_units import Held, Unit, joined, joint
+from graphpar.cost_models.pipeline_units import Bytes, Held, Unit, joined, joint
 from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.gradients import BUCKET_BYTES
@@ -31,6 +32,13 @@ class UnitBytes:
         self.units, self.mesh, self.execution = tuple(units), mesh, execution
         self._averages: dict[int, tuple[int, int, int]] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+        self._constants: dict[tuple[object, ...], tuple[Memory, dict[str, Bytes]]] = {}
+
+    def with_units(self, units: Sequence[Unit]) -> UnitBytes:
+        """Return the bytes of the same parameters and inputs where units keep something else."""
+        other = copy.copy(self)
+        other.units, other._averages, other._keeps = tuple(units), {}, {}
+        return other
 
     def gradient_sizes(self, held: Iterable[Held]) -> int:
         """Return the bytes of the gradients of parameters."""
@@ -66,7 +74,6 @@ class UnitBytes:
             activations: the most bytes of activations that the rank keeps at once.
         """
         run, costs = self.execution, {place: self.kept(*stages[place], rows) for place in own}
-        units = [unit for place in own for unit in self.units[slice(*stages[place])]]
         transient = max(max(costs[place][1:3]) for place in own)
         received = {place: costs[place][3] if place else 0 for place in own}
         returned = {place: self._returned(stages[place][1], rows) for place in own}
@@ -75,25 +82,32 @@ class UnitBytes:
         if len(own) == 1 and len(stages) > 1:  # the last message being sent
             sent = self.units[stages[own[0]][1] - 1].kind.memory.sent.at(rows) if own[0] + 1 < len(stages) else 0
             boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
-        held = self.held([stages[place] for place in own])
-        state = self.state(held)
-        buckets = self._buckets(
-            held, [part.tied for place in range(len(stages)) if place not in own for part in self._tied(stages[place])]
-        )
-        buckets += self._whole(held)
-        if run.zero == 3 and not self._gathered_for_step:
-            buckets += run.gathered * max((run.gathered_bytes(unit.held) for unit in units), default=0)
-        inputs = {name: line for unit in units for name, line in unit.inputs.items()}
+        constant, inputs = self._constant(stages, own)
         return replace(
-            state,
-            buffers=sum({name: nbytes for unit in units for name, nbytes in unit.buffers.items()}.values()),
-            buckets=buckets,
+            constant,
             inputs=sum(line.at(rows * microbatches) for line in inputs.values()),
             boundaries=boundaries,
             activations=activations,
             transient=transient,
-            slack=round(ALLOCATOR_SLACK * (activations + transient + buckets)),
+            slack=round(ALLOCATOR_SLACK * (activations + transient + constant.buckets)),
         )
+
+    def _constant(self, stages: Sequence[tuple[int, int]], own: Sequence[int]) -> tuple[Memory, dict[str, Bytes]]:
+        """Return what does not depend on the batch of a rank's memory, and the inputs that it takes."""
+        mine = tuple(stages[place] for place in own)
+        elsewhere = frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in mine))
+        key = *mine, elsewhere
+        if key not in self._constants:
+            run, units = self.execution, [unit for first, after in mine for unit in self.units[first:after]]
+            held = self.held(mine)
+            buckets = self._buckets(held, elsewhere) + self._whole(held)
+            if run.zero == 3 and not self._gathered_for_step:
+                buckets += run.gathered * max((run.gathered_bytes(unit.held) for unit in units), default=0)
+            buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
+            inputs = {name: line for unit in units for name, line in unit.inputs.items()}
+            memory = replace(self.state(held), buffers=sum(buffers.values()), buckets=buckets)
+            self._constants[key] = memory, inputs
+        return self._constants[key]
 
     @property
     def _gathered_for_step(self) -> bool:
@@ -111,10 +125,13 @@ class UnitBytes:
         """Return the bytes of state, and of :meth:`_whole` with the allocator's overhead."""
         return self.state(held).total + round((1 + ALLOCATOR_SLACK) * self._whole(held))
 
-    def _tied(self, stage: tuple[int, int]) -> list[Held]:
-        return [held for unit in self.units[slice(*stage)] for held in unit.held if held.tied is not None]
+    @cached_property
+    def _ties(self) -> list[tuple[int, str]]:
+        """The tied parameters, each with the numbers of its units."""
+        units = enumerate(self.units)
+        return [(place, held.tied) for place, unit in units for held in unit.held if held.tied is not None]
 
-    def _buckets(self, held: Sequence[Held], elsewhere: Sequence[str | None]) -> int:
+    def _buckets(self, held: Sequence[Held], elsewhere: Collection[str]) -> int:
         """Return the bytes of the largest bucket in which gradients are all-reduced."""
         replicated = any(self.mesh.degrees()[axis] > 1 for axis in REPLICAS)
         summed: dict[tuple[tuple[str, ...], bool], int] = {}

@@ -326,11 +326,8 @@ class Planner:
         Before rank r begins, r stages have run forward, of at least a unit each; after it, they run backward, unless these are split.
         """
         ways = 1 if get_schedule(candidate.schedule).splits_backward else 3
-        seconds = []
-        for unit in pricing.units[: candidate.mesh.pp - 1]:
-            each = pricing.unit_seconds(unit.kind, candidate.microbatch_size)
-            seconds.append(sum(phase.busy for phase in each.phases[:ways]))
-        return sum(itertools.accumulate(seconds))
+        seconds = pricing.stage_prices(candidate.microbatch_size).busy(ways)[: candidate.mesh.pp - 1]
+        return float(seconds.cumsum().sum())
 
     def _bound_in_memory(self, candidate: Candidate) -> float:
         """Return a lower bound of the step time of a candidate under the memory of its ranks; infinity where it can't fit."""

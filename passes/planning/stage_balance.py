@@ -143,14 +143,9 @@ class StageBalancer:
         own, lowest = float(sum(self._least[0][unit] for unit in alive)), self.least_on_top(alive)
         found = math.inf
         for cap in self._caps:
-            seconds, left = own, missing - (1 + ALLOCATOR_SLACK) * (on_top - max(lowest, cap.above))
-            for price, unit, place, _, _ in cap.ordered(alive) if left > 0 else ():
-                if left <= 0:
-                    break
-                taken = min(left, alive[unit] * cap.steps[unit][place].nbytes)
-                seconds, left = seconds + price * taken, left - taken
-            if left <= 1 and all(cap.able[unit] for unit in alive):
-                found = min(found, seconds)
+            left = missing - (1 + ALLOCATOR_SLACK) * (on_top - max(lowest, cap.above))
+            if cap.able[list(alive)].all():
+                found = min(found, own + (cap.least_s(alive, left) if left > 0 else 0.0))
         return found
 
     def balanced(self, stages: int) -> tuple[int, ...] | None:
@@ -230,6 +225,26 @@ class _Cap:
             for step in steps:
                 by_price.setdefault(step.price, np.zeros(len(self.steps)))[unit] += step.nbytes
         return [(price, run_sums(savings)) for price, savings in sorted(by_price.items(), key=lambda entry: entry[0])]
+
+    @cached_property
+    def _padded(self) -> tuple[Array, Array]:
+        """Seconds a byte and bytes of each unit's steps, [unit, step]; steps that there are not have no bytes."""
+        width = max(1, *map(len, self.steps))
+        prices, sizes = np.zeros((len(self.steps), width)), np.zeros((len(self.steps), width))
+        for unit, steps in enumerate(self.steps):
+            for place, step in enumerate(steps):
+                prices[unit, place], sizes[unit, place] = step.price, step.nbytes
+        return prices, sizes
+
+    def least_s(self, alive: Mapping[int, float], nbytes: float) -> float:
+        """Return the least seconds that save ``nbytes``, where shares of a step are allowed; ``inf`` where there is not so much."""
+        units, flying = list(alive), np.array(list(alive.values()))[:, None]
+        prices, sizes = (self._padded[0][units] / flying).ravel(), (self._padded[1][units] * flying).ravel()
+        order = prices.argsort(kind="stable")
+        before = np.append(0.0, sizes[order].cumsum())
+        if nbytes > before[-1] + 1:
+            return math.inf
+        return float((prices[order] * np.clip(nbytes - before[:-1], 0.0, sizes[order])).sum())
 
     def ordered(self, alive: Mapping[int, float]) -> list[tuple[float, int, int, int, float]]:
         """Return the steps of units, the cheapest first: (seconds a byte of all microbatches in flight, unit, place, kind, bytes)."""

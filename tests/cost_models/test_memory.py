@@ -190,7 +190,7 @@ def test_what_a_stage_saves(case: tuple[str, str, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", sample([c for c in SLOW if c not in FAST], 12), ids=lambda case: "-".join(filter(None, case))
+    "case", sample([c for c in SLOW if c not in FAST], 8), ids=lambda case: "-".join(filter(None, case))
 )
 def test_what_a_stage_saves_everywhere(case: tuple[str, str, str]) -> None:
     _check(case)

@@ -10,7 +10,7 @@ from tests.architectures import ARCHITECTURES, REFUSED_ARCHITECTURES, architectu
 from tests.samples import sample
 from tests.zoo_programs import check, compiled, verified
 
-SAMPLE = sample(ARCHITECTURES, 20)
+SAMPLE = sample(ARCHITECTURES, 10)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests.samples import sample
 MESH = {"tp": 2}
 # Queries, keys and values sliced from one product; weights used as weight.T with one shared key; grouped convolutions; T5's two halves.
 FAST = ("phi3", "falcon", "convnext", "t5")
-SLOW = sample([name for name in ALL if name not in FAST], 20)
+SLOW = sample([name for name in ALL if name not in FAST], 10)
 
 
 @pytest.fixture(scope="module")

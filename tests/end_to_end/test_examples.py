@@ -73,7 +73,7 @@ SLOW += [
     ]
     if case not in FAST
 ]
-SAMPLE = sample(SLOW, 120)
+SAMPLE = sample(SLOW, 50)
 
 
 @functools.cache

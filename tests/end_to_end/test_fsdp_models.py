@@ -63,7 +63,7 @@ def test_as_data_parallelism_by_hand(tmp_path: Path, pool: RankPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", sample(list(MESHES), 5))
+@pytest.mark.parametrize("mesh", sample(list(MESHES), 3))
 def test_all_as_data_parallelism_by_hand(mesh: str, tmp_path: Path, pool: RankPool) -> None:
     _as_by_hand([(name, mesh) for name in BY_HAND], tmp_path, pool)
 
@@ -79,6 +79,6 @@ def test_what_ranks_do_not_know_is_exact() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", sample(list(MESHES), 5))
+@pytest.mark.parametrize("mesh", sample(list(MESHES), 3))
 def test_all_are_exact(mesh: str) -> None:
     _exact([(name, mesh) for name in MODELS])

@@ -8,6 +8,7 @@ import pytest
 
 from tests import parity
 from tests.rank_pool import RankPool
+from tests.samples import sample
 
 
 def _exact(errors: dict[parity.Combination, float]) -> None:
@@ -36,15 +37,15 @@ def test_the_matrix_meets_every_choice_with_every_level() -> None:
 
 @pytest.mark.slow
 def test_the_list_of_torchtitan(pool: RankPool) -> None:
-    _exact(parity.run(pool, list(parity.TORCHTITAN.values())))
+    _exact(parity.run(pool, sample(list(parity.TORCHTITAN.values()), 12)))
 
 
 @pytest.mark.slow
-def test_thirty(pool: RankPool) -> None:
+def test_twelve(pool: RankPool) -> None:
     """All are run by ``python -m tests.parity``."""
     seed = random.randrange(1_000_000)
     print(f"seed {seed}")
-    _exact(parity.run(pool, random.Random(seed).sample(list(parity.combinations()), 30)))
+    _exact(parity.run(pool, random.Random(seed).sample(list(parity.combinations()), 12)))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from tests.samples import sample
 from tests.zoo import ZOO
 from tests.zoo_programs import FAST, REFUSED, SLOW, SPELLED, check, compiled, parts_of, planned, program_of, verified
 
-SAMPLE = sample(SLOW, 120)
+SAMPLE = sample(SLOW, 60)
 
 
 @pytest.fixture(scope="module")

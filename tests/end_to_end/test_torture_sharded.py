@@ -11,7 +11,7 @@ from graphpar.verification import Verification
 from tests.samples import sample
 from tests.zoo_programs import WHOLE, check, program_of, verified
 
-SAMPLE = sample(WHOLE, 120)
+SAMPLE = sample(WHOLE, 60)
 
 
 @functools.cache

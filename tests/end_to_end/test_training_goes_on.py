@@ -18,6 +18,7 @@ import pytest
 
 import graphpar as gp
 from tests.programs import example, example_file
+from tests.samples import sample
 
 STEPS = 12
 STEP = re.compile(r"^step +(\d+) +loss (\S+) +gradient norm (\S+)", re.MULTILINE)
@@ -121,7 +122,7 @@ def test_a_request_to_end_saves_first(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", range(4))
+@pytest.mark.parametrize("every", sample(range(4), 2))
 def test_after_a_kill_at_any_moment(
     every: int, folder: Path, expected: Mapping[int, tuple[float, float]], tmp_path: Path
 ) -> None:

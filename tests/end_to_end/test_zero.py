@@ -58,7 +58,7 @@ def test_models_of_all_kinds_are_exact(zero: int) -> None:
 def test_many_models_are_exact(zero: int) -> None:
     seed = random.randrange(1_000_000)
     print(f"seed {seed}")  # pytest shows it where the test fails
-    _exact(_of_the_zoo(random.Random(seed).sample(SAMPLE, 30), zero))
+    _exact(_of_the_zoo(random.Random(seed).sample(SAMPLE, 15), zero))
 
 
 MATRIX: list[tuple[str, dict[str, Any]]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -20,6 +21,7 @@ import pytest
 from graphpar.cli import passes_command
 from graphpar.cli.main import main
 from graphpar.runtime.keeper import descendants
+from tests.samples import sample
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 LIMIT_S = 180.0
@@ -95,8 +97,10 @@ def marked(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGKILL", "SIGKILL of a rank"])
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("number", "early"),
+    sample(list(itertools.product(["SIGTERM", "SIGINT", "SIGKILL", "SIGKILL of a rank"], [True, False])), 4),
+)
 def test_nothing_is_left_soon_after_a_signal_at_any_moment(
     program: Path, tmp_path: Path, number: str, early: bool
 ) -> None:

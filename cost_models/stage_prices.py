@@ -1,0 +1,129 @@
+"""``StagePrices``: seconds of one microbatch of any stage, which is a run of units.
+
+seconds of each kind of unit ──one column a unit──► table ──sums of a run's columns──► StageSeconds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphpar.cost_models.compute import Compute, PhaseSeconds
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.step_costs import StageSeconds, UnitSeconds, summed_by_axis
+from graphpar.cost_models.workload import Phase
+
+Array = NDArray[np.float64]
+Again = tuple[PhaseSeconds, Mapping[str, float]]
+"""What a unit's blocks run again in the backward, and the seconds of its collectives by axis."""
+_PARTS = 4
+
+
+class StagePrices:
+    """Prices runs of units for microbatches of one size.
+
+    Args:
+        seconds, again: of each unit; equal units give the same object.
+        recomputes: whether a unit runs anything again.
+        pp: pipeline ranks.
+        state: the seconds of gathering each unit's parameters, and of reduce-scattering its gradients; None where state is whole, or is
+            gathered by the schedule.
+    """
+
+    def __init__(
+        self,
+        seconds: Sequence[UnitSeconds],
+        again: Sequence[Again],
+        recomputes: Sequence[bool],
+        compute: Compute,
+        execution: Execution,
+        pp: int,
+        state: Callable[[], tuple[Array, Array]] | None,
+    ) -> None:
+        self.compute, self.execution, self.pp, self._state = compute, execution, pp, state
+        kinds = {id(own): (own, more) for own, more in zip(seconds, again)}
+        place = {key: number for number, key in enumerate(kinds)}
+        own_axes = [list(way) for own, _ in kinds.values() for way in own.sent]
+        self._axes = list(dict.fromkeys(axis for axes in own_axes for axis in axes))
+        self._more_axes = list(dict.fromkeys(axis for _, (_, sent) in kinds.values() for axis in sent))
+        columns = np.array([self._column(own, more) for own, more in kinds.values()]).T
+        self._table: Array = np.ascontiguousarray(columns[:, [place[id(own)] for own in seconds]])
+        self._recomputes = np.cumsum([0, *recomputes])
+
+    def _column(self, own: UnitSeconds, more: Again) -> list[float]:
+        phases = [*own.phases, more[0]]
+        parts = [value for each in phases for value in (each.products, each.attention, each.traffic, each.operators)]
+        sent = [own.sent[phase].get(axis, 0.0) for axis in self._axes for phase in Phase]
+        return [*parts, *sent, *(more[1].get(axis, 0.0) for axis in self._more_axes)]
+
+    def busy(self, phases: int) -> Array:
+        """Return of each unit the seconds of the device in the first ``phases``."""
+        rows = [_PARTS * phase + part for phase in range(phases) for part in range(_PARTS - 1)]
+        return np.asarray(self._table[rows].sum(axis=0))
+
+    def stage(self, first: int, after: int) -> StageSeconds:
+        """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive."""
+        sums = self._table[:, first:after].sum(axis=1).tolist()
+        *busy, run_again = (PhaseSeconds(*sums[_PARTS * place : _PARTS * (place + 1)]) for place in range(_PARTS))
+        rest = sums[_PARTS * _PARTS :]
+        sent = [{axis: rest[3 * place + phase] for place, axis in enumerate(self._axes)} for phase in Phase]
+        sent_again = dict(zip(self._more_axes, rest[3 * len(self._axes) :]))
+        run, shown = self.execution, 1.0 - self.execution.overlap_tp
+        seconds = [self.compute.phase_s(busy[phase]) + shown * sum(sent[phase].values()) for phase in Phase]
+        again = self._again(busy[Phase.FORWARD], seconds[Phase.FORWARD])
+        times = 2 if run.recompute == "full" else 1
+        there, back = sent[0], summed_by_axis([sent[0]] * (times - 1) + [sent_again] + sent[1:])
+        everything = summed_by_axis([there, back])
+        again += self.compute.phase_s(run_again) + shown * sum(sent_again.values())
+        forward, backward = seconds[0], again + seconds[1] + seconds[2]
+        exposed = [{axis: shown * value for axis, value in way.items()} for way in (there, back)]
+        if self._state is not None:
+            plain = forward, backward
+            forward, backward, gathered = self._gathered(slice(first, after), forward, backward)
+            everything = summed_by_axis([everything, {"dp_shard": gathered}])
+            longer = forward - plain[0], backward - plain[1]
+            exposed = [summed_by_axis([way, {"dp_shard": more}]) for way, more in zip(exposed, longer)]
+        twice = self._again(busy[Phase.FORWARD], busy[Phase.FORWARD].busy)
+        compute = sum(phase.busy for phase in busy) + twice + run_again.busy
+        # A stage that recomputes runs its backward whole, but the first, whose backward is all weight half.
+        recomputes = self._recomputes[after] > self._recomputes[first]
+        split = seconds[2] if first == 0 or not recomputes else 0.0
+        return StageSeconds(forward, backward, split, everything, exposed[0], exposed[1], compute)
+
+    def _again(self, busy: PhaseSeconds, seconds: float) -> float:
+        """Return the seconds of recomputation in the backward."""
+        if self.execution.recompute == "full":
+            return seconds
+        return busy.attention if self.execution.recompute == "selective" else 0.0
+
+    @cached_property
+    def _forwards(self) -> Array:
+        """Of each unit the seconds of its forward, all collectives exposed."""
+        busy, operators = self._table[: _PARTS - 1].sum(axis=0), self._table[_PARTS - 1]
+        sent = self._table[_PARTS * _PARTS :: 3][: len(self._axes)].sum(axis=0)
+        return np.asarray(np.maximum(busy, operators * self.compute.device.dispatch_s) + sent)
+
+    def _gathered(self, stage: slice, forward: float, backward: float) -> tuple[float, float, float]:
+        """Return forward, backward and all communication of a microbatch with sharded state, in seconds.
+
+        Parameters are gathered a unit ahead and gradients reduce-scattered a unit behind, hidden behind each unit's work. ZeRO 2 gathers
+        once a step, and a pipeline reduces once a step.
+        """
+        assert self._state is not None
+        forwards = self._forwards[stage]
+        ratio = backward / forward if forward else 2.0
+        gathers, scatters = (seconds[stage] for seconds in self._state())
+        none = np.zeros(len(forwards))
+        gathers = none if self.execution.zero == 2 else gathers
+        again = none if self.execution.reshard == "never" else gathers
+        scatters = none if self.pp > 1 else scatters
+        moved = tuple(float(each.sum()) for each in (gathers, again, scatters))
+        if not self.execution.prefetch:
+            return forward + moved[0], backward + moved[1] + moved[2], sum(moved)
+        ahead = float(gathers[0] + np.maximum(forwards, np.append(gathers[1:], 0.0)).sum())
+        traffic = np.append(0.0, again[:-1]) + np.append(scatters[1:], 0.0)
+        behind = float(np.maximum(ratio * forwards, traffic).sum() + scatters[0])
+        return max(forward, ahead), max(backward, behind), sum(moved)
