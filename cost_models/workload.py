@@ -27,7 +27,6 @@ from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.record import Kind, Reads
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE
-from graphpar.runtime.layout import ExpertRows
 
 
 class Phase(IntEnum):
@@ -139,7 +138,7 @@ class Works:
     """The work of graphs of one lowered program; each block is walked once.
 
     Args:
-        degrees: ranks by axis, for the rows of experts, which are assumed to be spread evenly.
+        degrees: ranks by axis.
         fused: chains of elementwise operators are one kernel (:class:`graphpar.cost_models.execution.Execution`).
         gradient_bytes: of an element of accumulated gradients; None: as the parameter.
     """
@@ -187,7 +186,7 @@ class Works:
         axis = str(node.args[1])
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        nbytes = max(_nbytes(node, self.degrees), _nbytes(source, self.degrees), key=lambda size: size.at(1024))
+        nbytes = max(_nbytes(node), _nbytes(source), key=lambda size: size.at(1024))
         if name == "all_to_all":
             nbytes = nbytes * self.degrees[axis]
         if row.forward_collective:
@@ -199,7 +198,7 @@ class Works:
         """Yield two all-reduces, of one and of two numbers a row (see ``emitted.collectives``)."""
         labels, axis = node.args[1], str(node.args[2])
         assert isinstance(labels, fx.Node)
-        rows = _elements(labels, self.degrees)
+        rows = _elements(labels)
         yield Collective(Phase.FORWARD, axis, "all-reduce", 4 * rows)
         yield Collective(Phase.FORWARD, axis, "all-reduce", 8 * rows)
 
@@ -208,7 +207,7 @@ class Works:
         source, axes = node.args[0], node.args[5]
         assert isinstance(source, fx.Node) and isinstance(axes, tuple)
         for axis in map(str, axes):
-            nbytes = 8 * self.degrees[axis] * _sizes(source, self.degrees)[1]
+            nbytes = 8 * self.degrees[axis] * _sizes(source)[1]
             yield Collective(Phase.FORWARD, axis, "all-gather", nbytes)
             if self.has_gradient(source, scope):
                 yield Collective(Phase.INPUT, axis, "reduce-scatter", nbytes)
@@ -268,15 +267,15 @@ class _Walk:
         """Yield the memory traffic of a vocabulary-parallel loss: logits are read three times and written once."""
         logits = node.args[0]
         assert isinstance(logits, fx.Node)
-        nbytes = _nbytes(logits, self.works.degrees)
+        nbytes = _nbytes(logits)
         yield Traffic(Phase.FORWARD, (2 if self.works.fused else 5) * nbytes, True)
         if self._grad(logits):
             yield Traffic(Phase.INPUT, 2 * nbytes, True)
 
     def _attention(self, node: fx.Node) -> Iterator[Row]:
         query, key, value = (argument for argument in node.args[:3] if isinstance(argument, fx.Node))
-        shape, keys = _sizes(query, self.works.degrees), _sizes(key, self.works.degrees)
-        width = (shape[-1].number + _sizes(value, self.works.degrees)[-1].number) / 2
+        shape, keys = _sizes(query), _sizes(key)
+        width = (shape[-1].number + _sizes(value)[-1].number) / 2
         causal = bool(node.kwargs.get("is_causal", False)) or any(argument is True for argument in node.args)
         tensor = value_of(query)
         row = Attention(
@@ -297,14 +296,14 @@ class _Walk:
                 yield Product(Phase.WEIGHT if product.shared else Phase.INPUT, count, n, k, m, itemsize)
 
     def _sizes(self, node: fx.Node) -> list[Size]:
-        return _sizes(node, self.works.degrees)
+        return _sizes(node)
 
     def _lookup(self, node: fx.Node) -> Iterator[Row]:
         """Yield reading and writing rows, and filling the table's gradient with zeros and adding to it."""
-        out = _nbytes(node, self.works.degrees)
+        out = _nbytes(node)
         yield Traffic(Phase.FORWARD, 2 * out)
         for table in filter(self._grad, node.all_input_nodes):
-            yield Traffic(Phase.WEIGHT, _nbytes(table, self.works.degrees))
+            yield Traffic(Phase.WEIGHT, _nbytes(table))
             yield Traffic(Phase.WEIGHT, 3 * out)
 
     def _elementwise(self, nodes: Sequence[fx.Node]) -> Iterator[Row]:
@@ -334,19 +333,19 @@ class _Walk:
             return
         records = [record_of(node) for node in chain]
         functions = any(record.slow for record in records)
-        given = _total(_nbytes(node, self.works.degrees) for node in inputs)
-        made = _total(_nbytes(node, self.works.degrees) for node in outputs)
+        given = _total(_nbytes(node) for node in inputs)
+        made = _total(_nbytes(node) for node in outputs)
         yield from _traffic(Phase.FORWARD, [*given, *made], functions)
         differentiable = [node for node in inputs if self._grad(node)]
         if not differentiable or not any(self._grad(node) for node in chain):
             return
         values = [node for node in differentiable if node.op != "get_attr"]
-        gradients = [_nbytes(node, self.works.degrees) for node in [*outputs, *values]]
+        gradients = [_nbytes(node) for node in [*outputs, *values]]
         if all(record.reads is Reads.NOTHING for record in records):
             if self.works.fused or not all(record.passes for record in records):
                 yield from _traffic(Phase.INPUT, gradients)
             return
-        saved = [_nbytes(node, self.works.degrees) for node in values]
+        saved = [_nbytes(node) for node in values]
         yield from _traffic(Phase.INPUT, _total([*gradients, *saved]), functions)
 
     def _gradient_sums(self) -> Iterator[Row]:
@@ -359,11 +358,11 @@ class _Walk:
                 continue
             uses = sum(1 for user in node.users if user.op != "output" and self._grad(user))
             if uses > 1:
-                yield Traffic(Phase.INPUT, 3 * (uses - 1) * _nbytes(node, self.works.degrees))
+                yield Traffic(Phase.INPUT, 3 * (uses - 1) * _nbytes(node))
 
     def _accumulation(self, node: fx.Node) -> Traffic:
         """Return the traffic of accumulating a gradient: a fused product also reads the sum; else another kernel reads both."""
-        elements = _elements(node, self.works.degrees)
+        elements = _elements(node)
         itemsize = value_of(node).dtype.itemsize
         accumulated = 2 * (self.works.gradient_bytes or itemsize)
         return Traffic(
@@ -384,30 +383,26 @@ def _tensors(node: fx.Node) -> bool:
     return isinstance(value, Tensor)
 
 
-def _sizes(node: fx.Node, degrees: Mapping[str, int]) -> list[Size]:
-    """Return the size of each dim of a rank's shard; experts' rows are spread evenly."""
+def _sizes(node: fx.Node) -> list[Size]:
+    """Return the size of each dim of a rank's shard; a rank's program has as many rows of experts as an even spread gives it."""
     value = value_of(node)
     assert isinstance(value, Tensor)
-    sizes = [
+    return [
         Size(float(coefficient), 1) if coefficient is not None else Size(float(int(size)))
         for size, coefficient in zip(value.shape, batch_coefficients(node))
     ]
-    for axis, kind in node.meta.get("types", {}).items():
-        if isinstance(kind, ExpertRows):
-            sizes[0] = Size(sizes[0].number / degrees[axis], sizes[0].power)
-    return sizes
 
 
-def _elements(node: fx.Node, degrees: Mapping[str, int]) -> Size:
-    return product_of(_sizes(node, degrees))
+def _elements(node: fx.Node) -> Size:
+    return product_of(_sizes(node))
 
 
-def _nbytes(node: fx.Node, degrees: Mapping[str, int]) -> Size:
+def _nbytes(node: fx.Node) -> Size:
     value = value_of(node)
     if isinstance(value, tuple | list):
         users = [user for user in node.users if operator_name(user) == "getitem" and isinstance(value_of(user), Tensor)]
-        return max((_nbytes(user, degrees) for user in users), default=Size(0.0), key=lambda size: size.at(1024))
-    return _elements(node, degrees) * float(value.dtype.itemsize)
+        return max((_nbytes(user) for user in users), default=Size(0.0), key=lambda size: size.at(1024))
+    return _elements(node) * float(value.dtype.itemsize)
 
 
 def _total(sizes: Iterable[Size]) -> list[Size]:

@@ -33,7 +33,7 @@ class Axis:
     Attributes:
         ranks: what its ranks do in relation to each other, as words for the emitted script.
         usual_names: its names in other libraries.
-        searched: whether a planner chooses its degree where the user does not.
+        searched: whether a planner chooses its degree wherever the user does not; cp and ep it chooses where they may help.
     """
 
     name: str

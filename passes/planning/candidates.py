@@ -66,7 +66,16 @@ class Candidate:
         first."""
         mesh, schedules = self.mesh, list(SCHEDULES)
         state = mesh.dp_shard, self.zero, str(self.reshard)
-        return mesh.pp, mesh.tp, *state, schedules.index(self.schedule), self.stages_per_rank, self.microbatches
+        return (
+            mesh.pp,
+            mesh.tp,
+            mesh.cp,
+            mesh.ep,
+            *state,
+            schedules.index(self.schedule),
+            self.stages_per_rank,
+            self.microbatches,
+        )
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ class Planner:
         self._balancers: dict[tuple[object, ...], StageBalancer] = {}
         self._run_bytes: dict[tuple[object, ...], RunBytes] = {}
         self._alive: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._bounds: dict[tuple[object, ...], float] = {}
 
     # ---- prices ----
 
@@ -295,9 +296,11 @@ class Planner:
         the devices better. (Such a degree may still be needed for memory.)
         """
         found, impossible = [], 0
-        degrees = None if all_degrees else self._useful_degrees(self._all)
+        left_out = {} if all_degrees else self._useless_degrees(self._all)
         for candidate in self._all:
-            pricing = self.pricing(candidate) if degrees is None or candidate.mesh.tp in degrees else None
+            pricing = (
+                None if candidate.mesh.tp in left_out.get(_beside(candidate.mesh), ()) else self.pricing(candidate)
+            )
             if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:
                 impossible += 1
                 continue
@@ -306,6 +309,13 @@ class Planner:
 
     def _bound(self, candidate: Candidate, pricing: Pricing) -> float:
         """Return a lower bound of the step time, memory aside."""
+        split = get_schedule(candidate.schedule).splits_backward
+        key = id(pricing), candidate.microbatch_size, candidate.microbatches, split, candidate.stages_per_rank == 1
+        if key not in self._bounds:
+            self._bounds[key] = self._computed_bound(candidate, pricing)
+        return self._bounds[key]
+
+    def _computed_bound(self, candidate: Candidate, pricing: Pricing) -> float:
         count, pp = candidate.microbatches, candidate.mesh.pp
         whole = pricing.stage_seconds(0, len(pricing.units), candidate.microbatch_size)
         waiting = sum(whole.exposed.values())
@@ -381,22 +391,27 @@ class Planner:
         assert balanced is not None
         return balanced
 
-    def _useful_degrees(self, candidates: Sequence[Candidate]) -> set[int]:
-        """Return the tp degrees up to the first that is no faster than smaller ones, for small and large microbatches."""
+    def _useless_degrees(self, candidates: Sequence[Candidate]) -> dict[tuple[int, ...], set[int]]:
+        """Return for each cp and ep the tp degrees from the first on that is no faster than smaller ones, for small and large
+        microbatches."""
+        found: dict[tuple[int, ...], set[int]] = {}
         sizes = {candidate.microbatch_size for candidate in candidates}
-        useful: set[int] = set()
-        best = [math.inf, math.inf]
-        for degree in sorted({candidate.mesh.tp for candidate in candidates}):
-            first = next(candidate for candidate in candidates if candidate.mesh.tp == degree)
-            seconds = []
-            for size in (min(sizes), max(sizes)) if sizes else ():
-                pricing = self.pricing(replace(first, microbatch_size=size))
-                seconds.append(math.inf if pricing is None else _microbatch_s(pricing, size))
-            if useful and all(now >= before for now, before in zip(seconds, best)):
-                break
-            useful.add(degree)
-            best = [min(now, before) for now, before in zip(seconds, best)]
-        return useful
+        for beside in dict.fromkeys(_beside(candidate.mesh) for candidate in candidates):
+            first: dict[int, Candidate] = {}
+            for candidate in candidates:
+                if _beside(candidate.mesh) == beside:
+                    first.setdefault(candidate.mesh.tp, candidate)
+            degrees, best = sorted(first), [math.inf, math.inf]
+            for place, degree in enumerate(degrees):
+                seconds = []
+                for size in (min(sizes), max(sizes)):
+                    pricing = self.pricing(replace(first[degree], microbatch_size=size))
+                    seconds.append(math.inf if pricing is None else _microbatch_s(pricing, size))
+                if place and all(now >= before for now, before in zip(seconds, best)):
+                    found[beside] = set(degrees[place:])
+                    break
+                best = [min(now, before) for now, before in zip(seconds, best)]
+        return found
 
     def _least_bytes(self, candidate: Candidate) -> float:
         """Return a lower bound of the average rank's bytes, wherever the model is split, with the most recomputation."""
@@ -409,7 +424,12 @@ class Planner:
     def search(self, prune: bool = True) -> SearchResult:
         """Return the fastest candidate that fits. Without ``prune`` all are priced, with the same result."""
         found = self._searched(prune, all_degrees=False)
-        return found if found.best is not None else self._searched(prune, all_degrees=True)
+        if found.best is not None or not self._all:
+            return found
+        self.space.any_cp = True  # a part of a sequence may fit where a whole one does not
+        for name in ("_all", "_sizes"):
+            self.__dict__.pop(name, None)
+        return self._searched(prune, all_degrees=True)
 
     def alone(self) -> Alone:
         """Estimate the whole batch on one device of the cluster; the unsharded program's measurements are reused."""
@@ -500,10 +520,13 @@ class Planner:
         )
 
     def _left_out(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """Say which tp degrees were not tried."""
+        """Say which degrees were not tried."""
         tried = {candidate.mesh.tp for candidate in candidates}
         others = sorted({candidate.mesh.tp for candidate in self._all} - tried)
-        return (f"tp={listed(list(map(str, others)), 4)}, no faster than tp={max(tried)}",) if others and tried else ()
+        found = [f"tp={listed(list(map(str, others)), 4)}, no faster than tp={max(tried)}"] if others and tried else []
+        if "cp" not in self.space.pinned and not self.space.divides_sequences and self.cluster.size > 1:
+            found.append("cp, as there are rows for all replicas")
+        return tuple(found)
 
     def _faster(
         self, chosen: Priced, fitting: Collection[Mesh], misfits: Sequence[Priced], hopeless: Sequence[Candidate]
@@ -524,6 +547,11 @@ def gathering(zero: int, reshard: str | int, prefetch: str | None, distance: int
     """Return the fields of an execution that say how state is sharded and gathered."""
     gathered = {"pre": 1 + distance, "post": distance}.get(prefetch or "", 1)
     return {"zero": zero, "reshard": reshard, "prefetch": prefetch != "none", "gathered": gathered}
+
+
+def _beside(mesh: Mesh) -> tuple[int, ...]:
+    """Return the degrees of the compute axes other than tp."""
+    return mesh.cp, mesh.ep
 
 
 def _microbatch_s(pricing: Pricing, rows: int) -> float:

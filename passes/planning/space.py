@@ -1,12 +1,13 @@
 """``Space``: every plan that is legal for a program on a cluster, as candidates without prices.
 
-mesh (pp x dp_replicate x dp_shard x tp) x ZeRO level x reshard policy x schedule x stages a rank x microbatches ──► Candidate
+mesh (pp x dp_replicate x dp_shard x cp x ep x tp) x ZeRO level x reshard policy x schedule x stages a rank x microbatches ──► Candidate
 
 What a user pins constrains it. What is recomputed is chosen for each candidate (:mod:`graphpar.passes.planning.planner`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 
@@ -17,6 +18,7 @@ from graphpar.ir.program import Program
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.planning.candidates import Candidate, PlannerConstraints
 from graphpar.passes.planning.sharded_state import level_of
+from graphpar.passes.sharding.experts import find_experts
 from graphpar.runtime.axes import AXIS
 from graphpar.schedules.registry import SCHEDULES, legal_microbatches
 
@@ -24,6 +26,8 @@ FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
 """The axes whose degrees are searched where they are not pinned."""
 DEPTHS = (2, 3, 4)
 """Stages a rank to try for schedules that take any number of them."""
+DEEP = {"Interleaved1F1B": (5, 6, 7, 8, 10, 12, 16)}
+"""More of them for schedules of which published runs have as many."""
 State = tuple[int, str | int]
 """A ZeRO level, and when gathered parameters are freed."""
 
@@ -37,8 +41,18 @@ def free_axes(pinned: Collection[str], zero: int | None, mode: str = "train") ->
     return tuple(axis for axis in FREE_AXES if axis not in pinned and (sharded or axis != "dp_shard"))
 
 
+def experts_of(program: Program) -> frozenset[int]:
+    """Return the numbers of experts of the program's layers."""
+    graphs = (program.graph, *(block.graph for block in program.blocks.values()))
+    return frozenset(number for graph in graphs for number in find_experts(graph.nodes).counts.values())
+
+
 class Space:
-    """The candidates for ``batch`` rows of ``program``; ``refused`` collects why some meshes can't be."""
+    """The candidates for ``batch`` rows of ``program``; ``refused`` collects why some meshes can't be.
+
+    Sequences are divided (cp) only where there are fewer rows than devices to take them, unless ``any_cp``: a rank with rows of its own
+    computes the same without sending keys and values. Experts are divided where a program has some.
+    """
 
     def __init__(
         self, program: Program, cluster: Cluster, batch: int, pinned: Mapping[str, int], wishes: PlannerConstraints
@@ -46,6 +60,7 @@ class Space:
         self.program, self.cluster, self.batch = program, cluster, batch
         self.pinned, self.wishes = dict(pinned), wishes
         self.refused: dict[str, None] = {}
+        self.any_cp = False
 
     def meshes(self) -> list[Mesh]:
         """Return every factorisation of the devices over the axes that are not pinned.
@@ -60,12 +75,34 @@ class Space:
                 f"{self.cluster.size} devices don't divide by the mesh's {shown}; take a multiple of {fixed} devices, or other degrees."
             )
         free = free_axes(self.pinned, self.wishes.zero, self.program.mode)
+        experts: frozenset[int] = frozenset()
+        if free:
+            experts = frozenset() if "ep" in self.pinned else experts_of(self.program)
+            free += tuple(axis for axis in ("cp", "ep") if axis not in self.pinned and (axis == "cp" or experts))
         found = [
             Mesh(**(self.pinned | dict(zip(free, degrees))))
             for degrees in _factorisations(self.cluster.size // fixed, len(free))
         ]
-        able = [mesh for mesh in found if mesh.dp_shard > 1 or not self.wishes.zero]
+        able = [
+            mesh
+            for mesh in found
+            if (mesh.dp_shard > 1 or not self.wishes.zero)
+            and (mesh.cp == 1 or self.any_cp or not self._has_rows_for_more(mesh))
+            and not any(count % mesh.ep for count in experts)
+        ]
         return sorted(able, key=lambda mesh: tuple(mesh.degrees().values()))
+
+    @functools.cached_property
+    def divides_sequences(self) -> bool:
+        """Whether some mesh that is tried divides sequences."""
+        return any(mesh.cp > 1 for mesh in self.meshes())
+
+    def _has_rows_for_more(self, mesh: Mesh) -> bool:
+        """Whether some ranks of the mesh's cp could be replicas with rows of their own instead."""
+        if "cp" in self.pinned or not {"dp_replicate", "dp_shard"} - set(self.pinned):
+            return False
+        able = mesh.replicas * mesh.cp
+        return any(able % number == 0 == self.batch % number for number in range(mesh.replicas + 1, able + 1))
 
     def states(self, mesh: Mesh) -> Iterator[State]:
         """Yield the ways of sharding state over ``mesh`` that the pins allow."""
@@ -118,7 +155,9 @@ class Space:
                 continue
             if self.wishes.split_points is None:
                 depths = (
-                    [row.default_stages] if row.max_stages is not None else [d for d in DEPTHS if d >= row.min_stages]
+                    [row.default_stages]
+                    if row.max_stages is not None
+                    else [d for d in (*DEPTHS, *DEEP.get(row.name, ())) if d >= row.min_stages]
                 )
                 yield from ((row.name, depth, None) for depth in depths)
                 continue

@@ -43,7 +43,9 @@ class StageBalancer:
     @cached_property
     def _seconds(self) -> Array:
         own = [self.first.stage_seconds(place, place + 1, self.rows) for place in range(self.count)]
-        return _runs(np.array([cost.forward + cost.backward for cost in own]))
+        seconds = np.array([cost.forward + cost.backward for cost in own])
+        least = float(seconds.sum()) * 2.0**-40  # whole multiples add up exactly, so equal stages are equal
+        return _runs(np.round(seconds / least)) * least if least else _runs(seconds)
 
     @cached_property
     def _bytes(self) -> tuple[RunBytes, ...]:

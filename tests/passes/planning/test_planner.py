@@ -29,7 +29,7 @@ from graphpar.passes.planning.constraints import PlanConstraints
 from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.planning import estimate_plan, planner_for, search_plan
 from graphpar.passes.planning.recomputation import AUTO
-from graphpar.passes.planning.space import DEPTHS
+from graphpar.passes.planning.space import DEEP, DEPTHS
 from graphpar.schedules.registry import SCHEDULES, check_legal
 from tests.programs import example
 
@@ -70,18 +70,27 @@ def planner_of(name: str, cluster: Cluster, **pins: Any) -> Planner:
 # ---- against brute force ---------------------------------------------------------------------------------------
 
 
+EXPERTS = {"MixtralForCausalLM": 4}
+
+
 def every_way(planner: Planner) -> Iterator[tuple[tuple[Any, ...], Estimate]]:
     """Written anew: every mesh, ZeRO level, schedule, number of microbatches and cut into stages, each simulated whole.
 
-    Of the cuts, those whose slowest stage is fastest, and of these the one with the earliest starts.
+    Of the cuts, those whose slowest stage is fastest, and of these the one with the earliest starts, the last first.
     """
     count, batch = planner.cluster.size, planner.batch
-    for pp, replicas, shards, tp in itertools.product(range(1, count + 1), repeat=4):
-        if pp * replicas * shards * tp != count or batch % (replicas * shards):
+    experts = EXPERTS.get(planner.program.name, 1)
+    for pp, replicas, shards, ep, tp in itertools.product(range(1, count + 1), repeat=5):
+        if pp * replicas * shards * ep * tp != count or batch % (replicas * shards) or experts % ep:
             continue
-        mesh, rows_each = Mesh(pp=pp, dp_replicate=replicas, dp_shard=shards, tp=tp), batch // (replicas * shards)
+        mesh = Mesh(pp=pp, dp_replicate=replicas, dp_shard=shards, ep=ep, tp=tp)
+        rows_each = batch // (replicas * shards)
         for (name, row), (zero, reshard) in itertools.product(SCHEDULES.items(), _states(shards, pp)):
-            depths = [1] if pp == 1 else [v for v in (1, *DEPTHS) if row.min_stages <= v <= (row.max_stages or 99)]
+            depths = (
+                [1]
+                if pp == 1
+                else [v for v in (1, *DEPTHS, *DEEP.get(name, ())) if row.min_stages <= v <= (row.max_stages or 99)]
+            )
             if row.torch_class is None or (pp == 1 and name != "1F1B") or (reshard == "always" and row.splits_backward):
                 continue
             for depth, microbatches in itertools.product(depths, range(1, rows_each + 1)):
@@ -96,7 +105,7 @@ def every_way(planner: Planner) -> Iterator[tuple[tuple[Any, ...], Estimate]]:
                 pricing = Pricing(units, mesh, planner.cluster, run, dtype=planner.dtype)
                 starts = _best_cut(pricing, pp * depth, rows)
                 estimate = pricing.estimate(Layout(name, rows, microbatches, starts))
-                key = pp, tp, shards, zero, reshard, list(SCHEDULES).index(name), depth, microbatches
+                key = pp, tp, 1, ep, shards, zero, reshard, list(SCHEDULES).index(name), depth, microbatches
                 yield (estimate.step_time_s, *key, starts), estimate
 
 
@@ -122,10 +131,12 @@ def _best_cut(pricing: Pricing, stages: int, rows: int) -> tuple[int, ...]:
 
     cuts = [(0, *rest) for rest in itertools.combinations(range(1, len(pricing.units)), stages - 1)]
     least = min(map(slowest, cuts))
-    return min(cut for cut in cuts if slowest(cut) <= least * (1 + 1e-12))
+    return min((cut for cut in cuts if slowest(cut) <= least * (1 + 1e-11)), key=lambda cut: cut[::-1])
 
 
-@pytest.mark.parametrize(("name", "devices"), [("uneven", 2), ("uneven", 4), ("gpt", 2), ("gpt", 4), ("resnet", 2)])
+@pytest.mark.parametrize(
+    ("name", "devices"), [("uneven", 2), ("uneven", 4), ("gpt", 2), ("gpt", 4), ("resnet", 2), ("mixtral", 2)]
+)
 def test_the_plan_of_brute_force(name: str, devices: int) -> None:
     planner = planner_of(name, Cluster.of(small(), 1, devices))
     best = planner.search().best
@@ -136,8 +147,8 @@ def test_the_plan_of_brute_force(name: str, devices: int) -> None:
     assert slowest == pytest.approx(max(stage.forward_s + stage.backward_s for stage in estimate.stages), rel=1e-9)
     found = best.candidate
     mesh, schedules = found.mesh, list(SCHEDULES)
-    assert (mesh.pp, mesh.tp, mesh.dp_shard, found.zero, found.reshard) == key[1:6]
-    assert (schedules.index(found.schedule), found.stages_per_rank, found.microbatches) == key[6:9]
+    assert (mesh.pp, mesh.tp, mesh.cp, mesh.ep, mesh.dp_shard, found.zero, found.reshard) == key[1:8]
+    assert (schedules.index(found.schedule), found.stages_per_rank, found.microbatches) == key[8:11]
 
 
 def _slowest_stage(priced: Priced) -> float:
@@ -168,6 +179,40 @@ def test_bounds_are_below_the_price(device: Device) -> None:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "cps"), [(8, {1}), (2, {1, 2}), (1, {1, 2, 4})])
+def test_sequences_are_divided_where_there_are_fewer_rows_than_devices(batch: int, cps: set[int]) -> None:
+    planner = planner_of("gpt", Cluster.of(small(), 1, 4), global_batch=batch)
+
+    assert {mesh.cp for mesh in planner.space.meshes() if batch % mesh.replicas == 0} == cps
+    found = planner.search()
+    assert found.best is not None
+    assert ("cp, as there are rows for all replicas" in found.left_out) == (cps == {1})
+
+
+@pytest.mark.parametrize("axis", ["cp", "ep", "tp"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt"])
+def test_ranks_do_at_least_the_work_of_one_device_together(name: str, axis: str) -> None:
+    if (name, axis) == ("gpt", "ep"):
+        pytest.skip("has no experts")
+    planner = planner_of(name, Cluster.of(small(), 1, 4))
+
+    def flops(mesh: Mesh) -> float:
+        return sum(unit.kind.work.flops(2) for unit in planner.units(mesh, 2) or [])
+
+    alone = flops(Mesh())
+    for degree in (2, 4):
+        assert degree * flops(Mesh(**{axis: degree})) >= alone * (1 - 1e-9)
+
+
+def test_experts_are_divided_in_degrees_that_divide_them() -> None:
+    planner = planner_of("mixtral", Cluster.of(small(), 1, 8))
+
+    degrees = {mesh.ep for mesh in planner.space.meshes()}
+
+    assert degrees == {1, 2, 4}
+    assert not any(mesh.ep > 1 for mesh in planner_of("gpt", Cluster.of(small(), 1, 8)).space.meshes())
 
 
 def test_stages_are_cut_under_the_memory_of_ranks() -> None:
