@@ -525,7 +525,7 @@ class Planner:
         others = sorted({candidate.mesh.tp for candidate in self._all} - tried)
         found = [f"tp={listed(list(map(str, others)), 4)}, no faster than tp={max(tried)}"] if others and tried else []
         if "cp" not in self.space.pinned and not self.space.divides_sequences and self.cluster.size > 1:
-            found.append("cp, as there are rows for all replicas")
+            found.append("cp, as rows suffice")
         return tuple(found)
 
     def _faster(

@@ -26,7 +26,7 @@ FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
 """The axes whose degrees are searched where they are not pinned."""
 DEPTHS = (2, 3, 4)
 """Stages a rank to try for schedules that take any number of them."""
-DEEP = {"Interleaved1F1B": (5, 6, 7, 8, 10, 12, 16)}
+DEEP = {"Interleaved1F1B": (6, 8, 16)}
 """More of them for schedules of which published runs have as many."""
 State = tuple[int, str | int]
 """A ZeRO level, and when gathered parameters are freed."""

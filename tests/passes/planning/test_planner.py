@@ -188,7 +188,7 @@ def test_sequences_are_divided_where_there_are_fewer_rows_than_devices(batch: in
     assert {mesh.cp for mesh in planner.space.meshes() if batch % mesh.replicas == 0} == cps
     found = planner.search()
     assert found.best is not None
-    assert ("cp, as there are rows for all replicas" in found.left_out) == (cps == {1})
+    assert ("cp, as rows suffice" in found.left_out) == (cps == {1})
 
 
 @pytest.mark.parametrize("axis", ["cp", "ep", "tp"])
