@@ -223,13 +223,29 @@ class Planner:
             by_unit: dict[int, int] = {}
             for units, nbytes in zip(own, needed):
                 by_unit |= balancer.cheapest(units, nbytes)
-            known, chosen = chosen, tuple(by_unit[unit] for unit in range(balancer.count))
+            known, chosen = chosen, self._agreed(pricing, [by_unit[unit] for unit in range(balancer.count)])
             times = 2 * times if chosen == known else 1  # what is missed may be too little for another choice
             left = self._missing(self._mixed(candidate, chosen), layout)
             if max(left) <= 0 or all(chosen[unit] == kind for unit, kind in most.items()):
                 break
             needed = [before + times * max(0, each) for before, each in zip(needed, left)]
         return chosen
+
+    def _agreed(self, pricing: Pricing, choices: Sequence[int]) -> tuple[int, ...]:
+        """Let units that run the same block recompute as the one of them that recomputes most: a plan says it by the block's path."""
+        agreed = list(choices)
+        most: dict[str, int] = {}
+        for unit, kind in zip(pricing.units, choices):
+            for path in self._recomputed_in(unit):
+                most[path] = max(kind, most.get(path, 0))
+        for place, unit in enumerate(pricing.units):
+            agreed[place] = max((most[path] for path in self._recomputed_in(unit)), default=agreed[place])
+        return tuple(agreed)
+
+    def _recomputed_in(self, unit: Unit) -> list[str]:
+        """Return the paths of a unit's blocks that may be recomputed."""
+        calls = (str(node.target) for node in unit.stage.graph.nodes if node.op == "call_module")
+        return [path for path in calls if path in self.recomputed[-1]]
 
     def _on_top(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[float]:
         """Return the bytes that each rank needs on top of what is kept, with the first kind."""
@@ -247,10 +263,10 @@ class Planner:
     def _recompute(self, pricing: Pricing, choices: Sequence[int]) -> Recompute:
         """Return what units recompute as a plan has it."""
         found = {
-            str(node.target): self.recomputed[kind][str(node.target)]
+            path: self.recomputed[kind][path]
             for unit, kind in zip(pricing.units, choices)
-            for node in unit.stage.graph.nodes
-            if node.op == "call_module" and str(node.target) in self.recomputed[kind]
+            for path in self._recomputed_in(unit)
+            if path in self.recomputed[kind]
         }
         return next((kind for kind, each in zip(self.wishes.recompute, self.recomputed) if each == found), found)
 

@@ -283,6 +283,52 @@ def test_what_is_recomputed_where_memory_is_short(mesh: dict[str, int], share: f
     assert found.estimate.step_time_s <= 1.03 * min(fitting)
 
 
+class Wide(nn.Module):
+    """Two products with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Twice(nn.Module):
+    """Its first block runs again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(32, 32), nn.ModuleList(Wide() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in [*self.blocks, self.blocks[0]]:
+            x = block(x)
+        return x
+
+
+def test_a_block_that_runs_twice_recomputes_one_way() -> None:
+    program = gp.export(Twice(), (torch.randn(512, 32),), loss_fn=lambda y: y.square().mean())
+    rows, mixed = {"microbatch_size": 512}, 0
+    peaks = []
+    for kind in ("full", "none"):
+        predicted = gp.plan(program, Cluster.of(small(), 1, 1), recompute=kind, **rows).predicted
+        assert predicted is not None
+        peaks.append(max(predicted.peak_memory_bytes))
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        cluster = Cluster.of(small(peaks[0] + share * (peaks[1] - peaks[0])), 1, 1)
+
+        plan = gp.plan(program, cluster, recompute=AUTO, **rows)
+
+        assert plan.predicted is not None
+        again = estimate_plan(program, plan, cluster)
+        assert again.peak_memory_bytes == plan.predicted.peak_memory_bytes
+        assert again.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+        mixed += isinstance(plan.recompute, dict)
+    assert mixed >= 3
+
+
 def test_the_gap_is_that_to_the_lowest_bound() -> None:
     loose = planner_of("gpt", Cluster.of(small(), 1, 2), recompute=AUTO).search()
     assert loose.gap == 0 and loose.best is not None and loose.best.recompute == "none"
