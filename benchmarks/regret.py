@@ -167,7 +167,7 @@ def predicted(program: Program, cluster: Cluster) -> list[Priced]:
     """Every plan that the planner considers, but for those of very many microbatches, the most promising first."""
     planner = planner_for(program, cluster, {}, PlanConstraints(cluster=cluster))
     candidates = [each for each in planner.bounded(all_degrees=True)[0] if each.microbatches <= MOST_MICROBATCHES]
-    priced = [planner.exactly(planner.price(candidate)) for candidate in candidates]
+    priced = [planner.fitting.exactly(planner.fitting.price(candidate)) for candidate in candidates]
     return sorted((each for each in priced if each.fits), key=lambda each: each.rank_key)
 
 

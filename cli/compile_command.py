@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from graphpar.cli.arguments import Commands, Parser, add_json, add_model, count, count_or_none
+from graphpar.cli.arguments import Commands, Parser, add_json, add_model, count, count_or_none, seconds
 from graphpar.cli.output import Result
 
 _EXAMPLES = """examples:
@@ -161,6 +161,12 @@ def _add_output(parser: Parser) -> None:
     group.add_argument("--html", metavar="FILE", help="write the report as a page too")
     group.add_argument(
         "--top", type=count_or_none, default=4, metavar="K", help="plans not taken to show, and why (default: 4)"
+    )
+    group.add_argument(
+        "--time-limit",
+        type=seconds,
+        metavar="S",
+        help="after S seconds of search take the best plan so far; the report says how far from the best it may be",
     )
     group.add_argument("--explain", metavar="PATTERN", help="say where matching modules and values are, and why")
     group.add_argument("--dump-after", metavar="STEP|all", help="print the program after a step, on standard error")

@@ -72,6 +72,7 @@ _PLAN_DECIDES = (
     "pure",
     "param_dtype",
     "reduce_dtype",
+    "time_limit",
 )
 
 
@@ -94,8 +95,8 @@ def compile_model(options: argparse.Namespace) -> Result:
     with progress("tracing the model"):
         program = _export(file, options, given, clock)
     clock.phase("capture")
-    with progress("planning"):
-        plan = planned(program, asked) if given is None else validate_plan(program, given)
+    with progress("planning") as shown:
+        plan = planned(program, asked, shown) if given is None else validate_plan(program, given)
         if plan.mesh.size > 1 and plan.alone is None:
             plan = replace(plan, alone=_on_one_device(program, plan))
     clock.phase("plan")
@@ -293,6 +294,7 @@ def _wanted(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "reduce_dtype": options.reduce_dtype,
         "top": options.top,
+        "time_limit": options.time_limit,
     }
 
 

@@ -52,15 +52,18 @@ def print_wrapped(console: Console, lines: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Show a line on the terminal while the block runs; nothing where standard error is not a terminal."""
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Show a line on the terminal while the block runs, and yield a function that shows another instead.
+
+    Nothing is shown where standard error is not a terminal.
+    """
     if not sys.stderr.isatty():
-        yield
+        yield lambda text: None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(text):
-        yield
+    with Console(stderr=True).status(text) as status:
+        yield status.update
 
 
 @contextlib.contextmanager

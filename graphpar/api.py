@@ -155,6 +155,7 @@ def plan(
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
+    time_limit: float | None = None,
 ) -> Plan:
     """Decide how to run ``program`` on ``cluster``. What the arguments leave open is searched.
 
@@ -195,6 +196,7 @@ def plan(
         dtype: that of ``export``, to be checked.
         reduce_dtype: the dtype in which gradients are summed over dp_replicate and dp_shard; by default that of the parameters.
         top: how many of the plans that were not taken are kept in ``plan.found``.
+        time_limit: seconds after which a search takes the best plan so far; ``plan.found.gap`` says how far from the best it may be.
 
     Raises:
         GraphparError: an argument is wrong (found before any search), or the plan is not possible for this program.
@@ -224,6 +226,7 @@ def plan(
         dtype=dtype,
         reduce_dtype=reduce_dtype,
         top=top,
+        time_limit=time_limit,
     )
     return planned(program, asked)
 

@@ -57,6 +57,7 @@ class Asked:
         devices: None where only the mesh says how many.
         split: computes split points from the program.
         top: how many alternatives to show.
+        limit_s: after so many seconds a search returns the best plan so far.
     """
 
     pins: PlanConstraints
@@ -64,6 +65,7 @@ class Asked:
     devices: int | None
     split: Callable[[Program], Sequence[str]] | None = None
     top: int = SHOWN
+    limit_s: float | None = None
 
     @property
     def size(self) -> int:
@@ -103,6 +105,7 @@ def ask(
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
+    time_limit: float | None = None,
 ) -> Asked:
     """Check the arguments of :func:`graphpar.plan` as far as that needs no program.
 
@@ -120,6 +123,8 @@ def ask(
     for name, value in counts.items():
         _check_count(name, value)
     _check_count("top", top, least=0)
+    if time_limit is not None and (type(time_limit) not in (int, float) or not time_limit >= 0):
+        raise GraphparError(f"time_limit is {time_limit!r}; it must be a number of seconds from 0.")
     check_dtype("dtype", dtype)
     check_dtype("reduce_dtype", reduce_dtype)
     if recompute is not None and recompute != AUTO:
@@ -153,13 +158,17 @@ def ask(
         shard_plan=shard_plan,
         cluster=hardware if isinstance(hardware, Cluster) else None,
     )
-    asked = Asked(pins, given, count, split if callable(split) else None, top)
+    asked = Asked(pins, given, count, split if callable(split) else None, top, time_limit)
     _check(asked)
     return asked
 
 
-def planned(program: Program, asked: Asked) -> Plan:
-    """Make the plan that is asked for: chosen where all degrees of the mesh are given, else searched."""
+def planned(program: Program, asked: Asked, show: Callable[[str], None] | None = None) -> Plan:
+    """Make the plan that is asked for: chosen where all degrees of the mesh are given, else searched.
+
+    Args:
+        show: is called with what a search is at.
+    """
     precision = _precision(program, asked.pins.dtype)
     pins = replace(asked.pins, dtype=precision.dtype, param_dtype=precision.param_dtype)
     if asked.split is not None:
@@ -167,20 +176,21 @@ def planned(program: Program, asked: Asked) -> Plan:
     if pins.recompute == OF_THE_MODEL:
         recompute, warnings = of_the_model(program)
         recompute = AUTO if recompute == "none" and not asked.complete else recompute
-        plan = _planned(program, asked, replace(pins, recompute=recompute))
+        plan = _planned(program, asked, replace(pins, recompute=recompute), show)
         return replace(plan, warnings=(*plan.warnings, *warnings))
     if pins.recompute == AUTO and asked.complete:
         return _least_recomputation(program, asked, pins)
-    return _planned(program, asked, pins)
+    return _planned(program, asked, pins, show)
 
 
-def _planned(program: Program, asked: Asked, pins: PlanConstraints) -> Plan:
+def _planned(program: Program, asked: Asked, pins: PlanConstraints, show: Callable[[str], None] | None = None) -> Plan:
     if asked.complete:
         chosen = choose(program, Mesh.resolve(asked.mesh, asked.devices), pins)
         if pins.cluster is None:
             return chosen
         return replace(chosen, predicted=estimate_plan(program, chosen, pins.cluster))
-    return search_plan(program, pins.cluster or Cluster.of_this_machine(asked.size), asked.mesh, pins, asked.top)
+    cluster = pins.cluster or Cluster.of_this_machine(asked.size)
+    return search_plan(program, cluster, asked.mesh, pins, asked.top, asked.limit_s, show)
 
 
 def _least_recomputation(program: Program, asked: Asked, pins: PlanConstraints) -> Plan:

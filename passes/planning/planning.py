@@ -7,7 +7,7 @@ plan ──units, layout──► Estimate
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from graphpar.codegen.fully_sharded import gather_dtype
@@ -23,11 +23,12 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
+from graphpar.passes.planning.candidate_prices import gathering
 from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, Priced, SearchResult
 from graphpar.passes.planning.choose import choose, coupling_reason, global_batch, pinned_split_points, solve
 from graphpar.passes.planning.constraints import PlanConstraints, check_data_axes
 from graphpar.passes.planning.measured_units import units_of_ranks
-from graphpar.passes.planning.planner import Planner, gathering
+from graphpar.passes.planning.planner import Planner
 from graphpar.passes.planning.recomputation import AUTO, least_first, recomputed_blocks
 from graphpar.passes.planning.remedies import GROWTH, remedies
 from graphpar.passes.planning.space import free_axes
@@ -43,15 +44,23 @@ from graphpar.text import bytes_text
 
 
 def search_plan(
-    program: Program, cluster: Cluster, pinned: Mapping[str, int], pins: PlanConstraints, top: int = SHOWN
+    program: Program,
+    cluster: Cluster,
+    pinned: Mapping[str, int],
+    pins: PlanConstraints,
+    top: int = SHOWN,
+    limit_s: float | None = None,
+    show: Callable[[str], None] | None = None,
 ) -> Plan:
     """Return the fastest plan that fits ``cluster``, with ``top`` alternatives; axes that are not ``pinned`` are searched.
+
+    After ``limit_s`` seconds the best so far is returned, with its gap; ``show`` is called with what the search is at.
 
     Raises:
         GraphparError: the pins can't be met, or nothing fits.
     """
     pins = replace(pins, cluster=cluster)
-    planner = planner_for(program, cluster, pinned, pins, top)
+    planner = planner_for(program, cluster, pinned, pins, top, limit_s=limit_s, show=show)
     found = planner.search()
     if found.best is None and not found.alternatives:
         rest = cluster.size // math.prod(pinned.values())
@@ -88,6 +97,8 @@ def planner_for(
     pins: PlanConstraints,
     top: int = SHOWN,
     like: Planner | None = None,
+    limit_s: float | None = None,
+    show: Callable[[str], None] | None = None,
 ) -> Planner:
     """Return a planner that searches what ``pinned`` and ``pins`` leave open; with the sharded programs of ``like``, if given."""
     batch = global_batch(program, pins)
@@ -116,7 +127,7 @@ def planner_for(
     )
     execution = _execution(program, reduce_dtype=pins.reduce_dtype)
     dtype = dominant_dtype(program)
-    return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype=dtype, shown=top, like=like)
+    return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype, top, like, limit_s, show)
 
 
 def _able(program: Program) -> tuple[Recompute, ...]:

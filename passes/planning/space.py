@@ -16,6 +16,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.ir.split_points import SplitAt
+from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.candidates import Candidate, PlannerConstraints
 from graphpar.passes.planning.sharded_state import level_of
 from graphpar.passes.sharding.experts import find_experts
@@ -61,6 +62,28 @@ class Space:
         self.pinned, self.wishes = dict(pinned), wishes
         self.refused: dict[str, None] = {}
         self.any_cp = False
+
+    def divide_any_sequence(self) -> None:
+        """Let sequences be divided wherever they can be."""
+        self.any_cp = True
+        for name in ("all", "divides_sequences", "_middle_sizes"):
+            self.__dict__.pop(name, None)
+
+    @functools.cached_property
+    def all(self) -> tuple[Candidate, ...]:
+        """All candidates."""
+        return tuple(self.candidates())
+
+    def middle_size(self, compute: Mesh) -> int:
+        """Return the middle one of the microbatch sizes of the candidates whose compute axes are ``compute``; 1 where there are none."""
+        return self._middle_sizes.get(compute, 1)
+
+    @functools.cached_property
+    def _middle_sizes(self) -> dict[Mesh, int]:
+        sizes: dict[Mesh, set[int]] = {}
+        for mesh, size in dict.fromkeys((each.mesh, each.microbatch_size) for each in self.all):
+            sizes.setdefault(Mesh(**placed_axes(self.program, mesh)), set()).add(size)
+        return {compute: sorted(found)[len(found) // 2] for compute, found in sizes.items()}
 
     def meshes(self) -> list[Mesh]:
         """Return every factorisation of the devices over the axes that are not pinned.

@@ -97,12 +97,12 @@ def every_way(planner: Planner) -> Iterator[tuple[tuple[Any, ...], Estimate]]:
                 if rows_each % microbatches or (pp > 1 and not _legal(name, pp, depth, microbatches)):
                     continue
                 rows = rows_each // microbatches
-                units = planner.units(mesh, rows)
+                units = planner.prices.units(mesh, rows)
                 if units is None or len(units) < pp * depth:
                     continue
                 again = zero == 3 and (pp == 1 or reshard == "always")
-                run = replace(planner.execution, zero=zero, reshard=reshard, gathered=2 if again else 1)
-                pricing = Pricing(units, mesh, planner.cluster, run, dtype=planner.dtype)
+                run = replace(planner.prices.execution, zero=zero, reshard=reshard, gathered=2 if again else 1)
+                pricing = Pricing(units, mesh, planner.cluster, run, dtype=planner.prices.dtype)
                 starts = _best_cut(pricing, pp * depth, rows)
                 estimate = pricing.estimate(Layout(name, rows, microbatches, starts))
                 key = pp, tp, 1, ep, shards, zero, reshard, list(SCHEDULES).index(name), depth, microbatches
@@ -173,9 +173,9 @@ def test_bounds_are_below_the_price(device: Device) -> None:
     candidates, _ = planner.bounded()
     assert len(candidates) > 50
     for candidate in candidates:
-        step_s = planner.exactly(planner.price(candidate)).estimate.step_time_s
+        step_s = planner.fitting.exactly(planner.fitting.price(candidate)).estimate.step_time_s
         assert candidate.bound <= step_s * (1 + 1e-9)
-        assert planner._bound_of_stages(candidate) <= step_s * (1 + 1e-9)
+        assert planner.bounds.of_stages(candidate) <= step_s * (1 + 1e-9)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_ranks_do_at_least_the_work_of_one_device_together(name: str, axis: str)
     planner = planner_of(name, Cluster.of(small(), 1, 4))
 
     def flops(mesh: Mesh) -> float:
-        return sum(unit.kind.work.flops(2) for unit in planner.units(mesh, 2) or [])
+        return sum(unit.kind.work.flops(2) for unit in planner.prices.units(mesh, 2) or [])
 
     alone = flops(Mesh())
     for degree in (2, 4):
@@ -218,14 +218,14 @@ def test_stages_are_cut_under_the_memory_of_ranks() -> None:
     """The balanced cut is too much for the first stage, which keeps the most microbatches: it gets fewer units."""
     planner = planner_of("uneven", Cluster.of(small(), 1, 4), schedule="1F1B", microbatch_size=1)
     candidate = min((c for c in planner.bounded()[0] if c.mesh.pp == 4), key=lambda c: c.microbatches)
-    balanced, pricing = planner.price(candidate), planner.pricing(candidate)
+    balanced, pricing = planner.fitting.price(candidate), planner.prices.pricing(candidate)
     assert pricing is not None
     cuts = [(0, *rest) for rest in itertools.combinations(range(1, len(pricing.units)), 3)]
     peaks = {cut: max(pricing.estimate(replace(balanced.layout, starts=cut)).peak_memory_bytes) for cut in cuts}
     room = round(1.01 * min(peaks.values()))
     assert room < peaks[balanced.layout.starts]
     tight = planner_of("uneven", Cluster.of(small(room), 1, 4), schedule="1F1B", microbatch_size=1)
-    found = tight.price(candidate)
+    found = tight.fitting.price(candidate)
     assert found.fits and peaks[found.layout.starts] <= room
     assert found.estimate.step_time_s >= balanced.estimate.step_time_s
 
@@ -234,7 +234,7 @@ def every_choice(planner: Planner, found: Priced) -> Iterator[tuple[float, int]]
     """Seconds and the fullest rank's bytes of every choice of what blocks recompute, at the stages of ``found``; equal blocks of a
     stage may change places."""
     candidate, starts = found.candidate, found.layout.starts
-    first, *others = (planner.pricing(candidate, kind) for kind in range(len(planner.recomputed)))
+    first, *others = (planner.prices.pricing(candidate, kind) for kind in range(len(planner.prices.recomputed)))
     assert first is not None
     units = [first.units, *(pricing.units for pricing in others if pricing is not None)]
     ends = (*starts[1:], len(first.units))
@@ -264,21 +264,21 @@ def test_what_is_recomputed_where_memory_is_short(mesh: dict[str, int], share: f
     def planner(memory: float) -> Planner:
         cluster = Cluster.of(small(memory), 1, devices)
         found = planner_for(program_of("gpt"), cluster, mesh, PlanConstraints(cluster=cluster, **pins))
-        found.wishes = replace(found.wishes, recompute=("none", "budget:0.6", "budget:0.2", "full"))
+        found.space.wishes = replace(found.wishes, recompute=("none", "budget:0.6", "budget:0.2", "full"))
         return found
 
     def candidate(planner: Planner) -> Candidate:
         return min(planner.bounded(all_degrees=True)[0], key=lambda each: each.key)
 
     roomy = planner(1e12)
-    whole = roomy.price(candidate(roomy))
+    whole = roomy.fitting.price(candidate(roomy))
     peaks = [nbytes for _, nbytes in every_choice(roomy, whole)]
     room = round(min(peaks) + share * (max(peaks) - min(peaks)))
     tight = planner(room)
-    found = tight.exactly(tight.price(candidate(tight)))
+    found = tight.fitting.exactly(tight.fitting.price(candidate(tight)))
     assert found.fits and found.recompute != "none"
     fitting = [seconds for seconds, nbytes in every_choice(tight, found) if nbytes <= room]
-    assert tight._bound_in_memory(candidate(tight)) <= min(fitting) * (1 + 1e-9)
+    assert tight.bounds.in_memory(candidate(tight)) <= min(fitting) * (1 + 1e-9)
     assert found.estimate.step_time_s <= 1.03 * min(fitting)
 
 
@@ -445,3 +445,15 @@ def test_changes_that_would_fit_are_told_with_their_times() -> None:
         assert len(lines) == (best is not None), text
         times += [(told.index(lines[0]), best.estimate.step_time_s)] if best is not None else []
     assert len(times) > 1 and [seconds for _, seconds in sorted(times)] == sorted(seconds for _, seconds in times)
+
+
+def test_a_search_out_of_time_returns_the_best_so_far_and_a_bound_of_all() -> None:
+    cluster, pins = Cluster.of(small(10**12), 1, 4), PlanConstraints(global_batch=16)
+    whole = planner_for(program_of("gpt"), cluster, {}, pins).search()
+    texts: list[str] = []
+    found = planner_for(program_of("gpt"), cluster, {}, pins, limit_s=0.0, show=texts.append).search()
+    assert whole.best is not None and found.best is not None
+    assert found.priced == 1 < whole.priced
+    assert any("as the time limit of" in text for text in found.left_out) and not whole.left_out[1:]
+    assert found.lower_bound_s <= whole.best.estimate.step_time_s <= found.best.estimate.step_time_s
+    assert any("priced of" in text for text in texts) and any("sharding over" in text for text in texts)

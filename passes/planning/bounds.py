@@ -1,0 +1,99 @@
+"""``StepBounds``: lower bounds of the step times of candidates, each higher than the one before and dearer to compute.
+
+The first is a candidate's work spread evenly over its ranks, with the wait of each rank for its first microbatch. The second has the
+stages that would be taken. The third adds what must be recomputed where memory is short, by shares of the choices that a unit has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from graphpar.cost_models.estimates import Layout
+from graphpar.cost_models.pricing import Pricing
+from graphpar.passes.planning.candidate_prices import CandidatePrices
+from graphpar.passes.planning.candidates import Candidate
+from graphpar.schedules.registry import get_schedule
+
+
+class StepBounds:
+    """Bounds of candidates at ``prices``."""
+
+    def __init__(self, prices: CandidatePrices) -> None:
+        self.prices = prices
+        self._bounds: dict[tuple[object, ...], float] = {}
+
+    def of(self, candidate: Candidate, pricing: Pricing) -> float:
+        """Return a lower bound of the step time, memory aside."""
+        split = get_schedule(candidate.schedule).splits_backward
+        key = id(pricing), candidate.microbatch_size, candidate.microbatches, split, candidate.stages_per_rank == 1
+        if key not in self._bounds:
+            self._bounds[key] = self._computed_bound(candidate, pricing)
+        return self._bounds[key]
+
+    def _computed_bound(self, candidate: Candidate, pricing: Pricing) -> float:
+        count, pp = candidate.microbatches, candidate.mesh.pp
+        whole = pricing.stage_seconds(0, len(pricing.units), candidate.microbatch_size)
+        waiting = sum(whole.exposed.values())
+        work = (whole.forward + whole.backward - waiting) * pricing.crowd + waiting
+        if pp == 1:
+            return count * work + pricing.least_end_s
+        split = get_schedule(candidate.schedule).splits_backward
+        through = whole.forward + whole.backward - (whole.weight if split else 0.0)  # one microbatch, from end to end
+        bound = max(through, (count * work + self._filling(candidate, pricing)) / pp)
+        if candidate.stages_per_rank == 1 and not split:
+            # Stage s takes w(s): the step is at least count * w(s) + w(0) + ... + w(s - 1) for each s.
+            bound = max(bound, (whole.forward + whole.backward) / (1 - (1 - 1 / count) ** pp))
+        return bound + pricing.least_end_s
+
+    def _filling(self, candidate: Candidate, pricing: Pricing) -> float:
+        """Return a lower bound of the seconds in which ranks, all together, wait for their first microbatch, and idle after their last.
+
+        Before rank r begins, r stages have run forward, of at least a unit each; after it, they run backward, unless these are split.
+        """
+        ways = 1 if get_schedule(candidate.schedule).splits_backward else 3
+        seconds = pricing.stage_prices(candidate.microbatch_size).busy(ways)[: candidate.mesh.pp - 1]
+        return float(seconds.cumsum().sum())
+
+    def of_stages(self, candidate: Candidate, least: Sequence[float] = ()) -> float:
+        """Return a lower bound of the step time of given stages, memory aside: each rank's work, and the time that it surely idles.
+
+        Args:
+            least: of each rank, other lower bounds of the seconds of a microbatch.
+        """
+        pricing, count = self.prices.known(candidate), candidate.microbatches
+        if self.prices.chosen_in_memory(candidate) or (candidate.mesh.pp == 1 and not least):
+            return candidate.bound
+        layout = Layout(candidate.schedule, candidate.microbatch_size, count, self.prices.starts(candidate))
+        split = get_schedule(candidate.schedule).splits_backward
+        costs = [pricing.stage_seconds(*stage, candidate.microbatch_size) for stage in pricing.stages_of(layout)]
+        before = itertools.accumulate((cost.forward + (0.0 if split else cost.backward) for cost in costs), initial=0.0)
+        own = [
+            sum(costs[place].forward + costs[place].backward for place in places) for places in pricing.places(layout)
+        ]
+        busy = list(map(max, own, least or own))
+        through = sum(cost.forward + cost.backward - (cost.weight if split else 0.0) for cost in costs)
+        through += sum(seconds - known for seconds, known in zip(busy, own))
+        ends = [idle + count * seconds for idle, seconds in zip(before, busy)]
+        return max(through, *ends) + pricing.least_end_s
+
+    def in_memory(self, candidate: Candidate) -> float:
+        """Return a lower bound of the step time of a candidate under the memory of its ranks; infinity where it can't fit."""
+        pricing, balancer, count = self.prices.known(candidate), self.prices.balancer(candidate), candidate.microbatches
+        if self.prices.chosen_in_memory(candidate):
+            alive, room = self.prices.alive_on(candidate, pricing), self.prices.room(pricing)
+            return count * balancer.within(alive, room, self.prices.messages(candidate))[0] + pricing.least_end_s
+        layout = Layout(candidate.schedule, candidate.microbatch_size, count, self.prices.starts(candidate))
+        missing = self.prices.missing(pricing, layout)
+        if max(missing) <= 0:
+            return candidate.bound
+        own = self.prices.alive_by_rank(candidate, pricing, layout)
+        on_top = self.prices.on_top(candidate, pricing, layout)
+        seconds = [balancer.least_s(*each) for each in zip(own, missing, on_top)]
+        return self.of_stages(candidate, seconds)
+
+    def least_bytes(self, candidate: Candidate) -> float:
+        """Return a lower bound of the average rank's bytes, wherever the model is split, with the most recomputation."""
+        pricing = self.prices.known(candidate, len(self.prices.recomputed) - 1)
+        alive = min(self.prices.alive_on(candidate, pricing)) / candidate.stages_per_rank
+        return pricing.bytes.average(candidate.microbatch_size, candidate.microbatches, alive)

@@ -1,0 +1,198 @@
+"""``CandidatePrices``: what the plans of a search cost: the prices of each mesh, computed once however many candidates ask for them.
+
+    Candidate ──mesh, rows──► Sharded ──► units of a rank ──► Pricing ──► seconds and bytes of its stages
+                                                         └──► StageBalancer, RunBytes: where stages may begin
+
+Placements are searched, lowered and measured once for each mesh of compute axes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from graphpar.cost_models.estimates import Layout
+from graphpar.cost_models.execution import Execution
+from graphpar.cost_models.memory import ALLOCATOR_SLACK
+from graphpar.cost_models.pipeline_units import Unit
+from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.unit_bytes import RunBytes
+from graphpar.errors import GraphparError
+from graphpar.ir.mesh import Mesh
+from graphpar.ir.split_points import SplitAt
+from graphpar.passes.normalize.coupled import placed_axes
+from graphpar.passes.planning.candidates import Candidate
+from graphpar.passes.planning.measured_units import units_of_ranks
+from graphpar.passes.planning.recomputation import recomputed_blocks
+from graphpar.passes.planning.sharded_state import gathers_again, prefetching
+from graphpar.passes.planning.space import Space
+from graphpar.passes.planning.stage_balance import StageBalancer
+from graphpar.passes.sharding.shard import Sharded
+
+
+class CandidatePrices:
+    """The prices of the candidates of ``space``.
+
+    Args:
+        solve: from compute axes and a microbatch size to placements and the program of a rank.
+        execution: how ranks run, apart from what candidates say.
+        like: prices of the same program, whose sharded programs are used on.
+        show: is called with what is being solved.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        solve: Callable[[Mesh, int], Sharded],
+        execution: Execution,
+        dtype: str,
+        like: CandidatePrices | None = None,
+        show: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.space, self.solve, self.execution, self.dtype, self.show = space, solve, execution, dtype, show
+        self.program, self.cluster = space.program, space.cluster
+        self._sharded: dict[tuple[Mesh, int], Sharded | None] = {} if like is None else like._sharded
+        self._pricings: dict[tuple[object, ...], Pricing] = {}
+        self._balancers: dict[tuple[object, ...], StageBalancer] = {}
+        self._run_bytes: dict[tuple[object, ...], RunBytes] = {}
+        self._alive: dict[tuple[object, ...], tuple[float, ...]] = {}
+
+    @functools.cached_property
+    def recomputed(self) -> tuple[Mapping[str, str], ...]:
+        """For each kind of recomputation that candidates may use, that of each block, by path."""
+        return tuple(recomputed_blocks(self.program, kind) for kind in self.space.wishes.recompute)
+
+    def units(
+        self, mesh: Mesh, rows: int, split_points: tuple[SplitAt, ...] | None = None, kind: int = 0
+    ) -> list[Unit] | None:
+        """Return the units of a rank; None where the model can't be sharded so, or can't run microbatches of ``rows``."""
+        sharded = self.sharded(mesh, rows)
+        if sharded is None:
+            return None
+        run = replace(self.execution, blocks=tuple(self.recomputed[kind].items()))
+        return units_of_ranks(sharded, run, device=self.cluster.device.kind, wanted=split_points or ())
+
+    def sharded(self, mesh: Mesh, rows: int) -> Sharded | None:
+        """Return the program of a rank, solved once for each mesh of compute axes; None where there is none."""
+        compute = Mesh(**placed_axes(self.program, mesh))
+        key = compute, 0 if self.program.symbolic else rows
+        if key not in self._sharded:
+            self.show(f"planning: sharding over {compute}" if compute.size > 1 else "planning: one device")
+            try:
+                self._sharded[key] = self.solve(
+                    compute, self.space.middle_size(compute) if self.program.symbolic else rows
+                )
+            except GraphparError as error:
+                self._sharded[key] = None
+                self.space.refused[str(error)] = None
+        return self._sharded[key]
+
+    def run_of(self, candidate: Candidate) -> Execution:
+        """Say how ranks run a candidate, but for what they recompute."""
+        again = gathers_again(candidate.mesh.pp, candidate.zero, candidate.reshard)
+        wished = (self.space.wishes.prefetch, self.space.wishes.prefetch_distance) if again else (None, None)
+        return replace(self.execution, **gathering(candidate.zero, candidate.reshard, *prefetching(again, *wished)))
+
+    def pricing(self, candidate: Candidate, kind: int = 0) -> Pricing | None:
+        """Return the prices of the candidate's mesh, where all units recompute as ``kind`` says; None where the model can't be
+        sharded over it."""
+        mesh, rows, split_points = candidate.mesh, candidate.microbatch_size, candidate.split_points
+        key = mesh, candidate.zero, candidate.reshard, 0 if self.program.symbolic else rows, split_points, kind
+        if key not in self._pricings:
+            units = self.units(mesh, rows, split_points, kind)
+            if units is None:
+                return None
+            self._pricings[key] = Pricing(
+                units, mesh, self.cluster, self.run_of(candidate), dtype=self.dtype,
+                train=self.program.mode == "train", like=next(iter(self._pricings.values()), None),
+            )  # fmt: skip
+        return self._pricings[key]
+
+    def known(self, candidate: Candidate, kind: int = 0) -> Pricing:
+        """Return :meth:`pricing` of a candidate that is known to have prices."""
+        pricing = self.pricing(candidate, kind)
+        assert pricing is not None
+        return pricing
+
+    def mixed(self, candidate: Candidate, choices: Sequence[int]) -> Pricing:
+        """Return the prices where each unit recomputes as its own kind says."""
+        pricing = self.known(candidate)
+        if not any(choices):
+            return pricing
+        return pricing.with_units([self.known(candidate, kind).units[place] for place, kind in enumerate(choices)])
+
+    def balancer(self, candidate: Candidate) -> StageBalancer:
+        """Return what places the stages of the candidate's mesh."""
+        key = candidate.mesh, candidate.zero, candidate.reshard, candidate.microbatch_size, candidate.split_points
+        if key not in self._balancers:
+            pricing = functools.partial(self.known, candidate)
+            running = functools.partial(self._running, candidate)
+            self._balancers[key] = StageBalancer(len(self.recomputed), pricing, running, candidate.microbatch_size)
+        return self._balancers[key]
+
+    def _running(self, candidate: Candidate, kind: int) -> RunBytes:
+        """Return the bytes of every run of units that depend on the microbatch; they are those of every mesh with equal units."""
+        compute, rows = Mesh(**placed_axes(self.program, candidate.mesh)), candidate.microbatch_size
+        key = compute, rows, candidate.split_points, kind
+        if key not in self._run_bytes:
+            self._run_bytes[key] = RunBytes.of(self.known(candidate, kind).units, rows)
+        return self._run_bytes[key]
+
+    def alive_on(self, candidate: Candidate, pricing: Pricing) -> tuple[float, ...]:
+        """Return the microbatches in flight on each stage."""
+        stages = candidate.mesh.pp * candidate.stages_per_rank
+        key = candidate.schedule, candidate.mesh.pp, stages, candidate.microbatches
+        if key not in self._alive:
+            starts = tuple(range(stages))
+            layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, starts)
+            self._alive[key] = pricing.in_flight(layout)
+        return self._alive[key]
+
+    def messages(self, candidate: Candidate) -> int:
+        """Return how many microbatches of messages between stages are kept."""
+        return candidate.microbatches if self.execution.hold_messages else 1
+
+    def room(self, pricing: Pricing) -> float:
+        """Return the bytes of a device, and what tables of runs count twice."""
+        return self.cluster.device.memory_bytes + pricing.bytes.counted_twice
+
+    def missing(self, pricing: Pricing, layout: Layout) -> list[int]:
+        """Return by how many bytes each rank exceeds a device; not positive where it fits."""
+        room = self.cluster.device.memory_bytes
+        return [memory.total - room for memory in pricing.memories(layout, exact=False)]
+
+    def on_top(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[float]:
+        """Return the bytes that each rank needs on top of what is kept, with the first kind."""
+        balancer, stages = self.balancer(candidate), pricing.stages_of(layout)
+        return [max(balancer.on_top(*stages[place]) for place in places) for places in pricing.places(layout)]
+
+    def alive_by_rank(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[dict[int, float]]:
+        """Return for each rank and each of its units how many microbatches it keeps, with the allocator's overhead."""
+        stages, alive = pricing.stages_of(layout), self.alive_on(candidate, pricing)
+        return [
+            {unit: (1 + ALLOCATOR_SLACK) * alive[place] for place in places for unit in range(*stages[place])}
+            for places in pricing.places(layout)
+        ]
+
+    @staticmethod
+    def chosen_in_memory(candidate: Candidate) -> bool:
+        """Whether stages may begin elsewhere where memory is short: where a rank has several, they are as equal as units allow."""
+        return candidate.mesh.pp > 1 and candidate.stages_per_rank == 1 and candidate.split_points is None
+
+    def starts(self, candidate: Candidate) -> tuple[int, ...]:
+        """Return the first unit of each stage, memory aside."""
+        if candidate.split_points is not None:
+            pinned = {unit.split_point: place for place, unit in enumerate(self.known(candidate).units)}
+            return (0, *sorted(pinned[point] for point in candidate.split_points))
+        stages = candidate.mesh.pp * candidate.stages_per_rank
+        balanced = (0,) if stages == 1 else self.balancer(candidate).balanced(stages)
+        assert balanced is not None
+        return balanced
+
+
+def gathering(zero: int, reshard: str | int, prefetch: str | None, distance: int) -> dict[str, Any]:
+    """Return the fields of an execution that say how state is sharded and gathered."""
+    gathered = {"pre": 1 + distance, "post": distance}.get(prefetch or "", 1)
+    return {"zero": zero, "reshard": reshard, "prefetch": prefetch != "none", "gathered": gathered}

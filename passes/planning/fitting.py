@@ -1,0 +1,129 @@
+"""``Fitting``: the stages and the recomputation with which a candidate is fastest in its devices' memory.
+
+    Candidate ──slowest stage as fast as possible──► fits ──► Priced
+                                      └─ too large ──► units recompute, or ranks hold fewer of them, until they fit
+
+Choices of recomputation are found by taking the cheapest savings first, which is not always the best there is: the difference to the
+bounds is the search's gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphpar.cost_models.estimates import Layout
+from graphpar.cost_models.memory import ALLOCATOR_SLACK
+from graphpar.cost_models.pipeline_units import Unit
+from graphpar.cost_models.pricing import Pricing
+from graphpar.ir.recomputation import Recompute
+from graphpar.passes.planning.candidate_prices import CandidatePrices
+from graphpar.passes.planning.candidates import Candidate, Priced
+
+TRIES = 10
+"""How often the bytes that are to be saved are corrected by those that a choice was found to miss."""
+
+
+class Fitting:
+    """Prices candidates at ``prices``, fitted to memory."""
+
+    def __init__(self, prices: CandidatePrices) -> None:
+        self.prices = prices
+
+    def price(self, candidate: Candidate) -> Priced:
+        """Price the candidate with its slowest stage as fast as possible; where that does not fit, as fast as memory allows.
+
+        Where stages are too large, their ranks recompute, or hold fewer units.
+        """
+        pricing = self.prices.known(candidate)
+        best = self._fitted(candidate, self.prices.starts(candidate))
+        if best.fits and not any(best.choices):
+            return best
+        if not self.prices.chosen_in_memory(candidate):
+            return best
+        balancer, room = self.prices.balancer(candidate), self.prices.room(pricing)
+        for _ in range(TRIES):
+            starts = balancer.within(self.prices.alive_on(candidate, pricing), room, self.prices.messages(candidate))[1]
+            if starts is None:
+                break
+            other = self._fitted(candidate, starts)
+            best = min(best, other, key=lambda each: (max(0, each.missing), each.rank_key))
+            if other.fits:
+                break
+            room -= other.missing
+        return best
+
+    def exactly(self, priced: Priced) -> Priced:
+        """Price again, with every microbatch simulated."""
+        pricing = self.prices.mixed(priced.candidate, priced.choices)
+        return replace(priced, estimate=pricing.estimate(priced.layout))
+
+    def _fitted(self, candidate: Candidate, starts: tuple[int, ...]) -> Priced:
+        """Price stages, with as little recomputation as lets their ranks fit, or as much as there is."""
+        pricing = self.prices.known(candidate)
+        layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, starts)
+        choices = (0,) * len(pricing.units)
+        if len(self.prices.recomputed) > 1:
+            missing = self.prices.missing(pricing, layout)
+            if max(missing) > 0:
+                choices = self._recomputing(candidate, pricing, layout, missing)
+        mixed = self.prices.mixed(candidate, choices)
+        split_points = tuple(
+            point for start in layout.starts[1:] if (point := pricing.units[start].split_point) is not None
+        )
+        sharded = self.prices.sharded(candidate.mesh, candidate.microbatch_size)
+        assert sharded is not None
+        estimate = mixed.estimate(layout, exact=False)
+        return Priced(candidate, layout, sharded, split_points, estimate, choices, self._recompute(pricing, choices))
+
+    def _recomputing(
+        self, candidate: Candidate, pricing: Pricing, layout: Layout, missing: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Choose what each unit recomputes, so that ``missing`` bytes are saved on each rank in the fewest seconds."""
+        balancer, own = self.prices.balancer(candidate), self.prices.alive_by_rank(candidate, pricing, layout)
+        needed = [
+            nbytes - (1 + ALLOCATOR_SLACK) * (on_top - balancer.least_on_top(units))
+            for units, nbytes, on_top in zip(own, missing, self.prices.on_top(candidate, pricing, layout))
+        ]
+        most = {unit: kinds[-1] for unit, kinds in enumerate(map(balancer.kinds_of, range(balancer.count))) if kinds}
+        chosen, times = (0,) * balancer.count, 1
+        for _ in range(TRIES):
+            by_unit: dict[int, int] = {}
+            for units, nbytes in zip(own, needed):
+                by_unit |= balancer.cheapest(units, nbytes)
+            known, chosen = chosen, self._agreed(pricing, [by_unit[unit] for unit in range(balancer.count)])
+            times = 2 * times if chosen == known else 1  # what is missed may be too little for another choice
+            left = self.prices.missing(self.prices.mixed(candidate, chosen), layout)
+            if max(left) <= 0 or all(chosen[unit] == kind for unit, kind in most.items()):
+                break
+            needed = [before + times * max(0, each) for before, each in zip(needed, left)]
+        return chosen
+
+    def _agreed(self, pricing: Pricing, choices: Sequence[int]) -> tuple[int, ...]:
+        """Let units that run the same block recompute as the one of them that recomputes most: a plan says it by the block's path."""
+        agreed = list(choices)
+        most: dict[str, int] = {}
+        for unit, kind in zip(pricing.units, choices):
+            for path in self._recomputed_in(unit):
+                most[path] = max(kind, most.get(path, 0))
+        for place, unit in enumerate(pricing.units):
+            agreed[place] = max((most[path] for path in self._recomputed_in(unit)), default=agreed[place])
+        return tuple(agreed)
+
+    def _recomputed_in(self, unit: Unit) -> list[str]:
+        """Return the paths of a unit's blocks that may be recomputed."""
+        calls = (str(node.target) for node in unit.stage.graph.nodes if node.op == "call_module")
+        return [path for path in calls if path in self.prices.recomputed[-1]]
+
+    def _recompute(self, pricing: Pricing, choices: Sequence[int]) -> Recompute:
+        """Return what units recompute as a plan has it."""
+        found = {
+            path: self.prices.recomputed[kind][path]
+            for unit, kind in zip(pricing.units, choices)
+            for path in self._recomputed_in(unit)
+            if path in self.prices.recomputed[kind]
+        }
+        return next(
+            (kind for kind, each in zip(self.prices.space.wishes.recompute, self.prices.recomputed) if each == found),
+            found,
+        )
