@@ -38,7 +38,7 @@ from graphpar.runtime.gradients import BUCKET_BYTES
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_order, stage_ranks
-from graphpar.schedules.simulation import Timeline, in_flight, most_in_flight
+from graphpar.schedules.simulation import Timeline, in_flight, kept_before_backward, most_in_flight
 from graphpar.schedules.table import forwards
 
 Array = NDArray[np.float64]
@@ -363,6 +363,13 @@ class Pricing:
         if self.mesh.pp == 1 and layout.order is None:
             return (1.0,)
         return self._peaks(layout, lambda count: most_in_flight(self._order(layout, stages, count)), exact=False)
+
+    def kept_together(self, layout: Layout) -> tuple[float, ...]:
+        """Return for each pp rank a number of microbatches of which it keeps those of all its stages at one time."""
+        stages = len(layout.starts)
+        if self.mesh.pp == 1 and layout.order is None:
+            return (1.0,)
+        return self._peaks(layout, lambda count: kept_before_backward(self._order(layout, stages, count)), exact=False)
 
     def _peaks(self, layout: Layout, peaks: Callable[[int], Sequence[float]], *, exact: bool) -> tuple[float, ...]:
         """Return ``peaks`` of the layout's microbatches, unless ``exact`` extrapolated from few."""

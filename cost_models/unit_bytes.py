@@ -169,13 +169,17 @@ class UnitBytes:
 
     def average(self, rows: int, microbatches: int, alive: float) -> float:
         """Return a lower bound of the mean bytes of pp ranks that each keep ``alive`` microbatches, wherever stages begin."""
+        state, kept, message = self.least(rows)
+        inner = microbatches * message if self.execution.hold_messages and self.mesh.pp > 1 else 0
+        return (state + alive * kept) / self.mesh.pp + inner * (self.mesh.pp - 1) / self.mesh.pp
+
+    def least(self, rows: int) -> tuple[int, int, int]:
+        """Return lower bounds of what all stages hold together, wherever they begin: state, what a microbatch keeps, and a message."""
         if rows not in self._averages:
             state = self._fixed(self.held([(0, len(self.units))]))
             messages = [unit.kind.memory.sent.at(rows) for unit in self.units[:-1]]
             self._averages[rows] = state, self.kept(0, len(self.units), rows)[0], min(messages, default=0)
-        state, kept, message = self._averages[rows]
-        inner = microbatches * message if self.execution.hold_messages and self.mesh.pp > 1 else 0
-        return (state + alive * kept) / self.mesh.pp + inner * (self.mesh.pp - 1) / self.mesh.pp
+        return self._averages[rows]
 
     def fixed_runs(self) -> Array:
         """Return a table [first, after] of the bytes of parameters, state and buffers of every run of units."""

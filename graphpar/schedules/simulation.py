@@ -319,6 +319,19 @@ def most_in_flight(table: ActionTable | Order) -> tuple[int, ...]:
     return tuple(most)
 
 
+def kept_before_backward(table: ActionTable | Order) -> tuple[int, ...]:
+    """Compute for each rank how many microbatches it keeps, of each of its stages at least, when its first backward begins."""
+    order = table if isinstance(table, Order) else order_of(table)
+    found = []
+    for nodes in order.actions_of:
+        kind, stage = np.divmod(order.price[nodes], order.stages)
+        backwards = np.flatnonzero((kind == 1) | (kind == 2))  # B, I
+        before = slice(None, backwards[0] if len(backwards) else None)
+        run = stage[before][kind[before] == 0]
+        found.append(min((int((run == own).sum()) for own in np.unique(stage)), default=0))
+    return tuple(found)
+
+
 # ------------------------------------------------------------------------------------------------ drawing
 
 

@@ -1,7 +1,8 @@
 """``StepBounds``: lower bounds of the step times of candidates, each higher than the one before and dearer to compute.
 
-The first is a candidate's work spread evenly over its ranks, with the wait of each rank for its first microbatch. The second has the
-stages that would be taken. The third adds what must be recomputed where memory is short, by shares of the choices that a unit has.
+The first is a candidate's work spread evenly over its ranks, with the wait of each rank for its first microbatch. The second adds what
+must be recomputed where the memory of all ranks together is short, by shares of the choices that a unit has. The third has the stages
+that would be taken, and the fourth the memory of each rank.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 
 from graphpar.cost_models.estimates import Layout
+from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pricing import Pricing
 from graphpar.passes.planning.candidate_prices import CandidatePrices
 from graphpar.passes.planning.candidates import Candidate
@@ -54,6 +56,28 @@ class StepBounds:
         ways = 1 if get_schedule(candidate.schedule).splits_backward else 3
         seconds = pricing.stage_prices(candidate.microbatch_size).busy(ways)[: candidate.mesh.pp - 1]
         return float(seconds.cumsum().sum())
+
+    def in_all_memory(self, candidate: Candidate) -> float:
+        """Return a lower bound of the step time under the memory of all ranks together, wherever stages begin.
+
+        A rank has a place for (room - state) / m bytes of a microbatch where it keeps m of them at one time, so all ranks together have
+        one for a sum of these; what a microbatch keeps beyond it is saved at the lowest price, by shares of choices.
+        """
+        prices, count, pp = self.prices, candidate.microbatches, candidate.mesh.pp
+        pricing, together = prices.known(candidate), prices.kept_together(candidate, prices.known(candidate))
+        if min(together) <= 0:
+            return candidate.bound
+        state, kept, _ = pricing.bytes.least(candidate.microbatch_size)
+        room = self.prices.cluster.device.memory_bytes * sum(1 / number for number in together)
+        missing = kept - (room - state / max(together)) / (1 + ALLOCATOR_SLACK)
+        if missing <= 0:
+            return candidate.bound
+        work = prices.balancer(candidate).least_in_all_s(missing)
+        filling = self._filling(candidate, pricing) if pp > 1 else 0.0
+        bound = (count * work + filling) / pp
+        if candidate.stages_per_rank == 1 and not get_schedule(candidate.schedule).splits_backward:
+            bound = max(bound, work / (1 - (1 - 1 / count) ** pp))  # as above
+        return max(candidate.bound, bound + pricing.least_end_s)
 
     def of_stages(self, candidate: Candidate, least: Sequence[float] = ()) -> float:
         """Return a lower bound of the step time of given stages, memory aside: each rank's work, and the time that it surely idles.

@@ -58,6 +58,7 @@ class CandidatePrices:
         self._balancers: dict[tuple[object, ...], StageBalancer] = {}
         self._run_bytes: dict[tuple[object, ...], RunBytes] = {}
         self._alive: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._together: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     @functools.cached_property
     def recomputed(self) -> tuple[Mapping[str, str], ...]:
@@ -149,6 +150,15 @@ class CandidatePrices:
             layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, starts)
             self._alive[key] = pricing.in_flight(layout)
         return self._alive[key]
+
+    def kept_together(self, candidate: Candidate, pricing: Pricing) -> tuple[float, ...]:
+        """Return for each rank a number of microbatches of which it keeps those of all its stages at one time."""
+        stages = candidate.mesh.pp * candidate.stages_per_rank
+        key = candidate.schedule, candidate.mesh.pp, stages, candidate.microbatches
+        if key not in self._together:
+            layout = Layout(candidate.schedule, candidate.microbatch_size, candidate.microbatches, tuple(range(stages)))
+            self._together[key] = pricing.kept_together(layout)
+        return self._together[key]
 
     def messages(self, candidate: Candidate) -> int:
         """Return how many microbatches of messages between stages are kept."""

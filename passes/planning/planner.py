@@ -220,7 +220,7 @@ class Planner:
     def _explored(self, candidates: Sequence[Candidate], prune: bool, began: float) -> _Explored:
         """Price candidates in the order of their bounds, until what is left can't be shown, or time is over."""
         found, shown_at = _Explored(), -math.inf
-        higher = (self.bounds.of_stages, self.bounds.in_memory)
+        higher = (self.bounds.in_all_memory, self.bounds.of_stages, self.bounds.in_memory)
         heap = [(each.bound, each.key, number, 0) for number, each in enumerate(candidates)]
         while heap:
             bound, _, number, level = heapq.heappop(heap)

@@ -134,6 +134,21 @@ class StageBalancer:
             left -= alive[unit] * self.saved[chosen[unit], unit]
         return chosen
 
+    def least_in_all_s(self, missing: float) -> float:
+        """Return a lower bound of the seconds of a microbatch in all units where it keeps ``missing`` bytes too many; ``inf`` where they
+        can't save so many."""
+        saved, seconds = self._savings
+        if missing > saved[-1] * (1 + 1e-9) + 64:
+            return math.inf
+        return float(self._least[0].sum() + np.interp(missing, saved, seconds))
+
+    @cached_property
+    def _savings(self) -> tuple[Array, Array]:
+        """Bytes of a microbatch that all units together can save, and the seconds that takes, the cheapest savings first."""
+        steps = sorted((step.price, step.nbytes) for unit in self._caps[-1].steps for step in unit)
+        prices, sizes = np.array([(0.0, 0.0), *steps]).T
+        return sizes.cumsum(), (prices * sizes).cumsum()
+
     def least_s(self, alive: Mapping[int, float], missing: float, on_top: float) -> float:
         """Return a lower bound of the seconds of a microbatch in units of a rank that has ``missing`` bytes too few; ``inf`` where they
         can't save so many.
