@@ -212,7 +212,10 @@ class Pricing:
             pipeline_s=step.pipeline,
             gradients_s=step.summed - step.pipeline,
             optimizer_s=step.after,
-            stages=step.staged,
+            stages=tuple(
+                replace(stage, kept_bytes=self.bytes.kept(*stage.units, layout.microbatch_size)[0])
+                for stage in step.staged
+            ),
             conditions=step.conditions,
             closings=step.closings,
             cluster=str(self.cluster),

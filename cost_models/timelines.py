@@ -25,6 +25,7 @@ class StageEstimate:
         sent_s, returned_s: transfer of its result to the next stage, and of the gradient back.
         forward_exposed_s, backward_exposed_s: collectives by axis that computation does not hide.
         gather_s, reduce_s: of its sharded state, once a step, where the schedule's table says when.
+        kept_bytes: of activations, from a microbatch's forward to its backward.
     """
 
     index: int
@@ -40,6 +41,7 @@ class StageEstimate:
     backward_exposed_s: Mapping[str, float] = field(default_factory=dict)
     gather_s: float = 0.0
     reduce_s: float = 0.0
+    kept_bytes: int = 0
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> StageEstimate:
@@ -109,19 +111,24 @@ def whole_step(pipeline: Timeline, stages: Sequence[StageEstimate], closings: Se
     A rank reduces its gradients after its last action. Optimizers start when all ranks have, since the norm of all gradients is needed.
     """
     summed = max((end + closing.exposed for end, closing in zip(pipeline.ends, closings)), default=0.0)
-    rows = []
+    rows, beside = [], []
     for end, closing in zip(pipeline.ends, closings):
-        updated = summed + closing.optimizer
+        updated, axis = summed + closing.optimizer, closing.axis or ""
         segments = (
-            Segment("gradients", end, end + closing.exposed),
+            Segment("gradients", end, end + closing.exposed, axis),
             Segment("optimizer", summed, updated),
-            Segment("parameters", updated, updated + closing.gather_exposed),
+            Segment("parameters", updated, updated + closing.gather_exposed, axis),
         )
-        rows.append(tuple(segment for segment in segments if segment.end > segment.start))
+        hidden = (
+            Segment("parameters", 0.0, closing.gather - closing.gather_exposed, axis),  # of the step before
+            Segment("gradients", max(0.0, end - (closing.reduce - closing.exposed)), end, axis),
+        )
+        for found, wanted in ((rows, segments), (beside, hidden)):
+            found.append(tuple(segment for segment in wanted if segment.end > segment.start))
 
     def with_collectives(span: Span) -> Span:
         exposed = stages[span.action.stage].exposed_s(span.action.kind)
         return replace(span, collectives=tuple((axis, seconds) for axis, seconds in exposed.items() if seconds > 0))
 
     spans = tuple(tuple(map(with_collectives, row)) for row in pipeline.spans)
-    return replace(pipeline, spans=spans, closing=tuple(rows))
+    return replace(pipeline, spans=spans, closing=tuple(rows), beside=tuple(beside))

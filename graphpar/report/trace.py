@@ -1,18 +1,19 @@
 """A timeline as a Chrome trace, for chrome://tracing and ui.perfetto.dev.
 
-One row for each rank with a slice for each action, and an arrow from an action to the one on another rank that uses its
+One row for each pp group with a slice for each span of :func:`graphpar.report.spans.step_spans`, which are those of the page, waits
+included, so that the slices of a row add up to the step; and an arrow from an action to the one on another row that uses its
 result (Trace Event Format: complete events ``X``, flow events ``s`` and ``f``, metadata ``M``; times in microseconds).
-Collectives inside of an action are slices below its end, one an axis, though they are spread over it. After the actions
-come all-reduces of gradients and the optimizer.
+What runs beside these and costs no time has a row of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from graphpar.errors import GraphparError
-from graphpar.schedules.simulation import CLOSINGS, Segment, Span, Timeline
+from graphpar.report.spans import COLLECTIVE, IDLE, TRANSFER, StepSpan, beside, step_spans
+from graphpar.schedules.simulation import Timeline
 from graphpar.schedules.table import KINDS, STATE
 
 
@@ -24,21 +25,20 @@ def chrome_trace(timeline: Timeline, names: Sequence[str] | None = None, scale: 
         scale: microseconds a unit of the timeline's times, so 1e6 for seconds. Without it the times are only relative:
             the step is drawn as one second long, and the metadata say so.
     """
-    if not timeline.spans and timeline.makespan > 0:
-        raise GraphparError("a timeline without spans has nothing to trace; simulate it with spans=True")
-    names = [f"rank {rank}" for rank in range(len(timeline.spans))] if names is None else names
-    if len(names) != len(timeline.spans):
-        raise GraphparError(f"{len(names)} names for the rows of {len(timeline.spans)} ranks; give one a rank")
+    rows = step_spans(timeline)
+    names = [f"rank {rank}" for rank in range(len(rows))] if names is None else names
+    if len(names) != len(rows):
+        raise GraphparError(f"{len(names)} names for the rows of {len(rows)} ranks; give one a rank")
     factor = scale if scale is not None else 1e6 / timeline.length if timeline.length > 0 else 1.0
     events: list[dict[str, Any]] = []
-    for rank, (name, row) in enumerate(zip(names, timeline.spans)):
-        place = {"ph": "M", "pid": 0, "tid": rank}
-        events.append({"name": "thread_name", "args": {"name": name}, **place})
-        events.append({"name": "thread_sort_index", "args": {"sort_index": rank}, **place})
-        for span in row:
-            events += [_action(span, rank, factor), *_collectives(span, rank, factor)]
-    for rank, closing in enumerate(timeline.closing):
-        events += [_segment(segment, rank, factor) for segment in closing]
+    for row, (name, spans) in enumerate(zip(names, rows)):
+        events += _named(row, name, 2 * row)
+        events += [_slice(span, row, factor) for span in spans]
+    for row, spans in enumerate(beside(timeline), len(rows)):
+        if spans:
+            number = row - len(rows)
+            events += _named(row, f"{names[number]}, beside", 2 * number + 1)
+            events += [_slice(span, row, factor) for span in spans]
     return {
         "traceEvents": events + _arrows(timeline, factor),
         "displayTimeUnit": "ms",
@@ -51,30 +51,27 @@ def chrome_trace(timeline: Timeline, names: Sequence[str] | None = None, scale: 
     }
 
 
-def _slice(rank: int, name: str, category: str, start: float, seconds: float) -> dict[str, Any]:
-    """Return a slice in the row of ``rank``; ``start`` and ``seconds`` are in microseconds."""
-    return {"name": name, "cat": category, "ph": "X", "ts": start, "dur": seconds, "pid": 0, "tid": rank}
+def _named(row: int, name: str, place: int) -> list[dict[str, Any]]:
+    """Return the metadata of a row: its name, and its place among the rows."""
+    common = {"ph": "M", "pid": 0, "tid": row}
+    return [
+        {"name": "thread_name", "args": {"name": name}, **common},
+        {"name": "thread_sort_index", "args": {"sort_index": place}, **common},
+    ]
 
 
-def _action(span: Span, rank: int, factor: float) -> dict[str, Any]:
-    action, seconds = span.action, (span.end - span.start) * factor
-    event = _slice(rank, str(action), KINDS[action.kind][1], span.start * factor, seconds)
-    whose = {} if action.kind in STATE else {"microbatch": action.microbatch}
-    return event | {"args": {"stage": action.stage, **whose, "step": span.step}}
-
-
-def _collectives(span: Span, rank: int, factor: float) -> Iterator[dict[str, Any]]:
-    """Yield the collectives inside of an action, drawn at its end."""
-    start = span.end - sum(seconds for _, seconds in span.collectives)
-    for axis, seconds in span.collectives:
-        event = _slice(rank, f"{axis} collectives", "collective", start * factor, seconds * factor)
-        yield event | {"args": {"axis": axis, "action": str(span.action)}}
-        start += seconds
-
-
-def _segment(segment: Segment, rank: int, factor: float) -> dict[str, Any]:
-    seconds = (segment.end - segment.start) * factor
-    return _slice(rank, CLOSINGS[segment.kind][1], segment.kind, segment.start * factor, seconds)
+def _slice(span: StepSpan, row: int, factor: float) -> dict[str, Any]:
+    kind, action = span.kind, span.action
+    details: dict[str, Any] = {"axis": span.axis} if span.axis else {}
+    if kind == COLLECTIVE:
+        details["action"] = str(action)
+    elif action is not None:
+        whose = {} if kind in STATE else {"microbatch": action.microbatch}
+        details |= {"stage": action.stage, **whose, "step": span.step}
+    category = "wait" if kind in (IDLE, TRANSFER) else KINDS[kind][1] if kind in KINDS else kind
+    name = span.name if category != "wait" else {IDLE: "idle", TRANSFER: "waits for a transfer"}[kind]
+    times = {"ts": span.start * factor, "dur": span.length * factor}
+    return {"name": name, "cat": category, "ph": "X", **times, "pid": 0, "tid": row, "args": details}
 
 
 def _arrows(timeline: Timeline, factor: float) -> list[dict[str, Any]]:

@@ -65,12 +65,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a rank does after its last action: ``gradients`` are all-reduced, the ``optimizer`` runs, ``parameters`` are
-    gathered."""
+    """What a rank does after its last action: ``gradients`` are summed, the ``optimizer`` runs, ``parameters`` are
+    gathered. ``axis``: of the mesh, over which it communicates."""
 
     kind: str
     start: float
     end: float
+    axis: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class Timeline:
     ``peak_in_flight`` counts, for each rank, the (stage, microbatch) pairs whose activations are alive at once: from F
     to the end of B, or of W where the backward is split. Without spans, ``spans`` and ``transfers`` are empty.
     ``closing`` is what each rank does after its actions, where that is known (:func:`graphpar.cost_models.timelines.whole_step`);
-    none of the figures above counts it.
+    none of the figures above counts it. ``beside`` is the part of it that runs beside actions and costs no time: sums of gradients
+    before the last action ends, and gathers of parameters in the first forwards of the next step, drawn in this one.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -110,6 +112,7 @@ class Timeline:
     ends: tuple[float, ...]
     peak_in_flight: tuple[int, ...]
     closing: tuple[tuple[Segment, ...], ...] = ()
+    beside: tuple[tuple[Segment, ...], ...] = ()
 
     @property
     def length(self) -> float:

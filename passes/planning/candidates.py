@@ -5,7 +5,8 @@ PlannerConstraints ──Planner──► Candidate ──price──► Priced 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ from graphpar.schedules.registry import SCHEDULES
 
 SHOWN = 4
 """How many alternatives (the best of other meshes) are shown beside the chosen plan by default."""
+POINTS = 2000
+"""How many priced plans a search's JSON lists at most."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,93 @@ class Priced:
 
 
 @dataclass(frozen=True)
+class Point:
+    """A priced plan in short: its step time in seconds, and the peak of its fullest rank in bytes."""
+
+    candidate: Candidate
+    recompute: str
+    step_time_s: float
+    peak_memory_bytes: int
+    fits: bool
+
+    @staticmethod
+    def of(priced: Priced) -> Point:
+        """Shorten a priced plan; where blocks recompute differently, it says how many do what."""
+        kinds = priced.recompute
+        if not isinstance(kinds, str):
+            kinds = ", ".join(f"{kind} of {count}" for kind, count in Counter(kinds.values()).items()) or "none"
+        estimate = priced.estimate
+        return Point(
+            priced.candidate, kinds, estimate.step_time_s, max(estimate.peak_memory_bytes), estimate.missing_bytes <= 0
+        )
+
+    @property
+    def row(self) -> list[Any]:
+        """The values of :data:`COLUMNS`."""
+        each = self.candidate
+        mesh = list(each.mesh.degrees().values())
+        run = [each.zero, each.reshard, self.recompute, each.schedule, each.stages_per_rank]
+        batch = [each.microbatches, each.microbatch_size]
+        return [*mesh, *run, *batch, self.step_time_s, self.peak_memory_bytes, self.fits]
+
+
+COLUMNS = (
+    *Mesh().degrees(), "zero", "reshard", "recompute", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "step_time_s",
+    "peak_memory_bytes", "fits",
+)  # fmt: skip
+"""What a row of a search's priced plans holds."""
+
+
+def pareto_front(points: Sequence[Point]) -> list[Point]:
+    """Return the plans that fit and than which no other that fits is both faster and smaller, the fastest first."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda each: (each.step_time_s, each.peak_memory_bytes, each.candidate.key)):
+        if point.fits and (not front or point.peak_memory_bytes < front[-1].peak_memory_bytes):
+            front.append(point)
+    return front
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a search tried, and what became of it.
+
+    Attributes:
+        values: of each decision the values of its candidates.
+        no_faster: candidates that were left out since their tp is no faster than a smaller one.
+        impossible: those that can't be sharded so, or have more stages than the model can be split into.
+        too_large: those whose memory is too much by a lower bound of it, without being priced.
+        slower: those whose lower bound of the step time is above plans that were found, without being priced.
+    """
+
+    values: Mapping[str, tuple[Any, ...]]
+    no_faster: int
+    impossible: int
+    too_large: int
+    slower: int
+
+    @staticmethod
+    def of(
+        every: Sequence[Candidate],
+        able: Sequence[Candidate],
+        hopeless: Sequence[Candidate],
+        priced: Collection[Candidate],
+        useless: Collection[Candidate],
+    ) -> Tried:
+        """Count ``every`` candidate: those ``able`` to run, those of them that are ``hopeless`` or ``priced``, and ``useless`` ones."""
+        names = "schedule", "stages_per_rank", "microbatch_size", "microbatches", "zero", "reshard"
+        values: dict[str, set[Any]] = {axis: {each.mesh.degrees()[axis] for each in able} for axis in Mesh().degrees()}
+        values |= {name: {getattr(each, name) for each in able} for name in names}
+        too_large = sum(each not in priced for each in hopeless)
+        return Tried(
+            {name: tuple(sorted(found, key=lambda each: (str(type(each)), each))) for name, found in values.items()},
+            len(useless),
+            len(every) - len(able) - len(useless),
+            too_large,
+            len(able) - len(priced) - too_large,
+        )
+
+
+@dataclass(frozen=True)
 class SearchResult:
     """The result of a search.
 
@@ -141,6 +231,8 @@ class SearchResult:
         lower_bound_s: no candidate takes fewer seconds a step.
         left_out: what was not tried, in words.
         misfits: on meshes on which nothing fits, the candidate nearest to fitting, where it is faster than ``best``.
+        points: every candidate that was priced, the fastest first.
+        tried: the values that were tried, and how many candidates were not priced, and why.
     """
 
     best: Priced | None
@@ -152,6 +244,8 @@ class SearchResult:
     misfits: tuple[Priced, ...] = ()
     lower_bound_s: float = 0.0
     left_out: tuple[str, ...] = ()
+    points: tuple[Point, ...] = ()
+    tried: Tried | None = None
 
     @property
     def gap(self) -> float | None:
@@ -176,4 +270,25 @@ class SearchResult:
             "alternatives": [each.to_json() | {"why_not": self.why_not(each)} for each in shown],
             "refused": list(self.refused),
             "left_out": list(self.left_out),
+            "points": self._points(),
+            "tried": None if self.tried is None else self._tried(self.tried),
         }
+
+    def _tried(self, tried: Tried) -> dict[str, Any]:
+        data = {name: getattr(tried, name) for name in ("no_faster", "impossible", "too_large", "slower")}
+        return {"values": {name: list(values) for name, values in tried.values.items()}, **data}
+
+    def _points(self) -> dict[str, Any]:
+        """Return the priced plans as a table, with the row of the chosen one; of more than :data:`POINTS` those on the Pareto front
+        and the fastest."""
+        best = None if self.best is None else self.best.candidate
+        kept = {id(point) for point in (each for each in self.points if each.candidate == best)}
+        kept |= {id(point) for point in pareto_front(self.points)[:POINTS]}
+        for point in self.points:
+            if len(kept) >= POINTS:
+                break
+            kept.add(id(point))
+        shown = [point for point in self.points if id(point) in kept]
+        chosen = next((place for place, point in enumerate(shown) if point.candidate == best), None)
+        rows = [point.row for point in shown]
+        return {"columns": list(COLUMNS), "rows": rows, "chosen": chosen, "left_out": len(self.points) - len(shown)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphpar.cost_models.estimates import Alone
@@ -22,7 +22,15 @@ from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning.bounds import StepBounds
 from graphpar.passes.planning.candidate_prices import CandidatePrices
-from graphpar.passes.planning.candidates import SHOWN, Candidate, PlannerConstraints, Priced, SearchResult
+from graphpar.passes.planning.candidates import (
+    SHOWN,
+    Candidate,
+    PlannerConstraints,
+    Point,
+    Priced,
+    SearchResult,
+    Tried,
+)
 from graphpar.passes.planning.fitting import Fitting
 from graphpar.passes.planning.space import Space
 from graphpar.passes.sharding.shard import Sharded
@@ -40,7 +48,7 @@ class _Explored:
         best: the fastest that fits, of each mesh.
         hopeless: candidates that can't fit.
         lower: no candidate takes fewer seconds a step.
-        priced: how many were priced.
+        points: those that were priced.
         open: how many were not, for want of time.
     """
 
@@ -48,12 +56,17 @@ class _Explored:
     misfits: list[Priced] = field(default_factory=list)
     hopeless: list[Candidate] = field(default_factory=list)
     lower: float = math.inf
-    priced: int = 0
+    points: dict[Candidate, Point] = field(default_factory=dict)
     open: int = 0
+
+    def noted(self, priced: Priced) -> Priced:
+        """Keep a priced candidate in short; of the same one the last price counts."""
+        self.points[priced.candidate] = Point.of(priced)
+        return priced
 
     def text(self, candidates: int) -> str:
         """Say how far the search is, and the best plan so far."""
-        text = f"planning: {self.priced} priced of {plural(candidates, 'plan')}"
+        text = f"planning: {len(self.points)} priced of {plural(candidates, 'plan')}"
         if not self.best:
             return text
         best = min(self.best.values(), key=lambda each: each.rank_key)
@@ -96,6 +109,7 @@ class Planner:
             self.space, solve, execution or Execution(), dtype, None if like is None else like.prices, self.show
         )
         self.bounds, self.fitting = StepBounds(self.prices), Fitting(self.prices)
+        self._useless: frozenset[Candidate] = frozenset()
 
     @property
     def wishes(self) -> PlannerConstraints:
@@ -110,12 +124,9 @@ class Planner:
         """
         found, impossible = [], 0
         left_out = {} if all_degrees else self._useless_degrees(self.space.all)
+        self._useless = frozenset(each for each in self.space.all if each.mesh.tp in left_out.get(_beside(each.mesh), ()))
         for candidate in self.space.all:
-            pricing = (
-                None
-                if candidate.mesh.tp in left_out.get(_beside(candidate.mesh), ())
-                else self.prices.pricing(candidate)
-            )
+            pricing = None if candidate in self._useless else self.prices.pricing(candidate)
             if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:
                 impossible += 1
                 continue
@@ -196,25 +207,29 @@ class Planner:
         candidates, impossible = self.bounded(all_degrees=all_degrees)
         found = self._explored(candidates, prune, began)
         best, misfits, hopeless = found.best, found.misfits, found.hopeless
-        whole = sorted(map(self.fitting.exactly, best.values()), key=lambda each: each.rank_key)
+        exact = [found.noted(self.fitting.exactly(each)) for each in best.values()]
+        whole = sorted(exact, key=lambda each: each.rank_key)
         ranked = [each for each in whole if each.fits]
         misfits += [each for each in whole if not each.fits]  # simulating few microbatches underestimated them
         if not ranked:
             misfits += [
-                self.fitting.price(candidate)
+                found.noted(self.fitting.price(candidate))
                 for candidate in sorted(hopeless, key=self.bounds.least_bytes)[: 4 * SHOWN]
             ]
         nearest = sorted(misfits, key=lambda each: (each.missing, each.rank_key))
+        faster = self._faster(ranked[0], found) if ranked else ()
         return SearchResult(
             best=ranked[0] if ranked else None,
             alternatives=tuple(ranked[1 : self.shown + 1] if ranked else nearest[: max(1, self.shown)]),
             considered=len(candidates) + impossible,
-            priced=found.priced,
+            priced=len(found.points),
             infeasible=impossible + len(misfits) + len(hopeless),
             refused=tuple(self.space.refused),
-            misfits=self._faster(ranked[0], best, misfits, hopeless) if ranked else (),
+            misfits=faster,
             lower_bound_s=found.lower,
             left_out=self._left_out(candidates, found.open),
+            points=tuple(sorted(found.points.values(), key=lambda each: (each.step_time_s, *each.candidate.key))),
+            tried=Tried.of(self.space.all, candidates, hopeless, found.points, self._useless, found.open),
         )
 
     def _explored(self, candidates: Sequence[Candidate], prune: bool, began: float) -> _Explored:
@@ -244,8 +259,7 @@ class Planner:
                 else:
                     found.hopeless.append(candidate)
                 continue
-            priced = self.fitting.price(candidate)
-            found.priced += 1
+            priced = found.noted(self.fitting.price(candidate))
             exact = priced.fits and not any(priced.choices)
             found.lower = min(found.lower, priced.estimate.step_time_s if exact else bound)
             if not priced.fits:
@@ -267,17 +281,15 @@ class Planner:
             )
         return tuple(found)
 
-    def _faster(
-        self, chosen: Priced, fitting: Collection[Mesh], misfits: Sequence[Priced], hopeless: Sequence[Candidate]
-    ) -> tuple[Priced, ...]:
+    def _faster(self, chosen: Priced, found: _Explored) -> tuple[Priced, ...]:
         """Return the candidates nearest to fitting, on meshes on which nothing fits, that would be faster than ``chosen``."""
         smallest: dict[Mesh, Candidate] = {}
-        for candidate in sorted(hopeless, key=lambda candidate: (self.bounds.least_bytes(candidate), candidate.key)):
-            if candidate.mesh not in fitting and candidate.bound < chosen.estimate.step_time_s:
+        for candidate in sorted(found.hopeless, key=lambda each: (self.bounds.least_bytes(each), each.key)):
+            if candidate.mesh not in found.best and candidate.bound < chosen.estimate.step_time_s:
                 smallest.setdefault(candidate.mesh, candidate)
         first = sorted(smallest.values(), key=lambda candidate: (candidate.bound, candidate.key))[: self.shown]
-        others = [each for each in misfits if each.candidate.mesh not in fitting] + [
-            self.fitting.price(candidate) for candidate in first
+        others = [each for each in found.misfits if each.candidate.mesh not in found.best] + [
+            found.noted(self.fitting.price(candidate)) for candidate in first
         ]
         return _nearest([each for each in others if each.rank_key < chosen.rank_key])[: self.shown]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -424,7 +425,12 @@ def test_a_trace_has_the_fields_of_its_format(table: ActionTable, data: st.DataO
 
     assert trace["otherData"]["times"] == "seconds"
     events = trace["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
+    everything = [event for event in events if event["ph"] == "X"]
+    for rank in range(table.ranks):  # one after the other, without gaps
+        own = sorted((each for each in everything if each["tid"] == rank), key=lambda each: (each["ts"], each["dur"]))
+        assert math.fsum(each["dur"] for each in own) == pytest.approx(1e6 * timeline.length)
+        assert all(a["ts"] + a["dur"] == pytest.approx(b["ts"]) for a, b in pairwise(own))
+    slices = [event for event in everything if event["cat"] != "wait"]
     assert len(slices) == sum(1 for _ in table.actions())
     for event in slices:
         assert {"name", "cat", "ts", "dur", "pid", "tid"} <= set(event)
