@@ -52,7 +52,7 @@ def explain(
 
 def _modules(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, str]:
     about: dict[str, str] = {}
-    word = "rank" if plan.mesh.size == plan.mesh.pp else "pp rank"
+    word = "rank" if plan.mesh.size == plan.mesh.pp else "pp group"
     for path in filter(None, program.module_classes):
         found = [stage.index for stage in stages if any(_related(path, module) for module in stage.modules)]
         ranks = ", ".join(str(rank) for rank in dict.fromkeys(plan.stages[index].rank for index in found))

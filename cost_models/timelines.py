@@ -111,7 +111,8 @@ def whole_step(pipeline: Timeline, stages: Sequence[StageEstimate], closings: Se
     A rank reduces its gradients after its last action. Optimizers start when all ranks have, since the norm of all gradients is needed.
     """
     summed = max((end + closing.exposed for end, closing in zip(pipeline.ends, closings)), default=0.0)
-    rows, beside = [], []
+    rows: list[tuple[Segment, ...]] = []
+    beside: list[tuple[Segment, ...]] = []
     for end, closing in zip(pipeline.ends, closings):
         updated, axis = summed + closing.optimizer, closing.axis or ""
         segments = (

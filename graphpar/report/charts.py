@@ -1,19 +1,14 @@
-"""The charts of the page: the schedule in time, and the memory of ranks at their peaks, as SVG without script."""
+"""Charts of bars and lines, as SVG without script: memory of ranks at their peaks, communication by axis, throughput."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from graphpar.schedules.simulation import CLOSINGS, Segment, Span, Timeline
-from graphpar.schedules.table import KINDS, STATE
-from graphpar.text import bytes_text, seconds_text
+from graphpar.report.timeline_chart import WIDTH, left_of
+from graphpar.text import bytes_text, seconds_text, share_text
 
-COLORS = {"F": "#3b82c4", "B": "#e08a3c", "I": "#c9a227", "W": "#5a9e6f", "UNSHARD": "#6b6ecf", "REDUCE_GRAD": "#a05195",
-          "gradients": "#a05195", "optimizer": "#7f8c9a", "parameters": "#6b6ecf", "collectives": "#1c2733"}  # fmt: skip
-"""Colors of actions by kind, of the end of the step, and of collectives inside of actions."""
 PARTS = {
     "parameters": "#3b82c4",
     "gradients": "#e08a3c",
@@ -28,131 +23,20 @@ PARTS = {
     "slack": "#b9c2cb",
 }
 """Colors of the parts of a rank's memory, in the order in which they are drawn."""
-LABELLED = 3000
-"""With more actions than this, the timeline has no labels and tooltips, so that the page stays small."""
-_AXIS, _STRIP = 18, 5
-_LETTER = 6.1
-"""Width of a letter of an axis, in pixels."""
-
-
-def timeline_svg(
-    timeline: Timeline, names: Sequence[str], several: bool, seconds: bool, height: int = 22, gap: int = 5
-) -> str:
-    """Draw a row for each pp rank with its name.
-
-    ``several``: label actions with their stage; ``seconds``: draw an axis of time.
-    """
-    count = sum(len(row) for row in timeline.spans)
-    longest = max(len(row) for row in timeline.spans)
-    left = _left(names)
-    width = max(900, min(longest * (26 if count <= LABELLED else 8), 6000))
-    scale = (width - left - 4) / (timeline.length or 1.0)
-    shapes = []
-    for rank, row in enumerate(timeline.spans):
-        top = rank * (height + gap)
-        shapes.append(_name(names[rank], top + height - 7))
-        if count <= LABELLED:
-            shapes += [_box(span, left, top, scale, height, several) for span in row if span.drawn]
-        else:
-            shapes += _paths(row, left, top, scale, height)
-        closing = timeline.closing[rank] if timeline.closing else ()
-        shapes += [_closing(segment, left, top, scale, height) for segment in closing]
-    tall = len(timeline.spans) * (height + gap)
-    if seconds and timeline.length:
-        shapes += _axis(timeline.length, left, scale, tall)
-        tall += _AXIS
-    return f'<svg viewBox="0 0 {width} {tall}" width="{width}" height="{tall}" role="img">{"".join(shapes)}</svg>'
-
-
-def _left(names: Sequence[str]) -> float:
-    return 10 + _LETTER * max(map(len, names), default=0)
-
-
-def _name(name: str, y: float) -> str:
-    return f'<text class="axis" x="0" y="{y}">{name}</text>'
-
-
-def _axis(length: float, left: float, scale: float, top: int) -> list[str]:
-    """Draw ticks at about ten round times."""
-    step = _round_step(length / 10)
-    times = [step * number for number in range(math.floor(length / step) + 1)]
-    unit, name = next((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms"), (0.0, "us")) if length >= 10 * unit)
-    unit = unit or 1e-6
-    return [
-        f'<path d="M{left + time * scale:.1f} {top}v4" stroke="#98a5b2"/>'
-        f'<text class="axis" x="{left + time * scale:.1f}" y="{top + 14}" text-anchor="middle">{time / unit:.6g} {name}</text>'
-        for time in times
-    ]
-
-
-def _round_step(wanted: float) -> float:
-    """Return 1, 2 or 5 times a power of ten, at least ``wanted``."""
-    power = 10.0 ** math.floor(math.log10(wanted))
-    return next(times * power for times in (1, 2, 5, 10) if times * power >= wanted * (1 - 1e-9))
-
-
-def _box(span: Span, left: float, top: int, scale: float, height: int, several: bool) -> str:
-    """Draw an action; the share of collectives is a strip below its end."""
-    x, wide = left + span.start * scale, max((span.end - span.start) * scale - 1, 0.5)
-    action = span.action
-    label = action.label(several)
-    text = ""
-    if wide > 6.5 * len(label) + 2:
-        text = f'<text x="{x + wide / 2:.1f}" y="{top + height - 7}" text-anchor="middle" fill="#fff">{label}</text>'
-    tip = f"stage {action.stage}, {KINDS[action.kind][1]}"
-    tip += "" if action.kind in STATE else f" of microbatch {action.microbatch}"
-    strip = ""
-    if span.collectives:
-        tip += "".join(f"; {axis} collectives {seconds_text(taken)}" for axis, taken in span.collectives)
-        long = min(wide, sum(taken for _, taken in span.collectives) * scale)
-        strip = (
-            f'<rect x="{x + wide - long:.1f}" y="{top + height - _STRIP}" width="{long:.1f}" height="{_STRIP}" '
-            f'fill="{COLORS["collectives"]}"/>'
-        )
-    return (
-        f'<g><title>{tip}</title><rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{height}" rx="2" '
-        f'fill="{COLORS[action.kind]}"/>{strip}{text}</g>'
-    )
-
-
-def _closing(segment: Segment, left: float, top: int, scale: float, height: int) -> str:
-    """Draw the all-reduce of gradients, the optimizer, or a gather, after the actions."""
-    x, wide = left + segment.start * scale, max((segment.end - segment.start) * scale - 1, 0.5)
-    letter, what = CLOSINGS[segment.kind]
-    text = ""
-    if wide > 9:
-        text = f'<text x="{x + wide / 2:.1f}" y="{top + height - 7}" text-anchor="middle" fill="#fff">{letter}</text>'
-    return (
-        f'<g><title>{what}: {seconds_text(segment.end - segment.start)}</title><rect x="{x:.1f}" y="{top}" width="{wide:.1f}" '
-        f'height="{height}" rx="2" fill="{COLORS[segment.kind]}"/>{text}</g>'
-    )
-
-
-def _paths(row: Sequence[Span], left: float, top: int, scale: float, height: int) -> list[str]:
-    """Draw one shape for each kind of action of a rank, and one for the collectives in them."""
-    outlines: dict[str, list[str]] = {}
-    for span in (span for span in row if span.drawn):
-        x, wide = left + span.start * scale, (span.end - span.start) * scale
-        outlines.setdefault(span.action.kind, []).append(f"M{x:.1f} {top}h{max(wide - 0.4, 0.4):.1f}v{height}H{x:.1f}z")
-        if span.collectives:
-            long = sum(taken for _, taken in span.collectives) * scale
-            strip = f"M{x + wide - long:.1f} {top + height - _STRIP}h{long:.1f}v{_STRIP}h-{long:.1f}z"
-            outlines.setdefault("collectives", []).append(strip)
-    return [f'<path fill="{COLORS[kind]}" d="{"".join(outlines[kind])}"/>' for kind in COLORS if kind in outlines]
 
 
 def memory_chart(
-    predicted: Mapping[str, Any], names: Sequence[str], width: int = 900, height: int = 18, gap: int = 5
+    predicted: Mapping[str, Any], names: Sequence[str], width: int = WIDTH, height: int = 18, gap: int = 5
 ) -> str:
-    """Draw a bar for each pp rank: the parts of its memory at the peak, and a line at the device's memory if that is near."""
+    """Draw a bar for a rank of each pp group: the parts of its memory at the peak, and a line at the device's memory if that is near."""
     peaks, capacity = predicted["peak_memory_bytes"], predicted["memory_bytes"]
     longest = max(max(peaks), 1)
-    near, left = longest > capacity / 3, _left(names)
+    near, left = longest > capacity / 3, left_of(names)
     scale = (width - left - 90) / (max(longest, capacity) if near else longest)
     shapes = []
     for rank, (memory, peak) in enumerate(zip(predicted["memory"], peaks)):
         top, x = rank * (height + gap), left
-        shapes.append(_name(names[rank], top + height - 5))
+        shapes.append(f'<text class="axis" x="0" y="{top + height - 5}">{names[rank]}</text>')
         for part in PARTS:
             wide = memory[part] * scale
             if wide >= 0.05:
@@ -165,16 +49,44 @@ def memory_chart(
     tall = len(peaks) * (height + gap)
     if near:
         x = left + capacity * scale
-        shapes.append(f'<path d="M{x:.1f} 0v{tall}" stroke="#c0392b" stroke-dasharray="4 3"/>')
+        shapes.append(f'<path class="limit" d="M{x:.1f} 0v{tall}"/>')
     used = [part for part in PARTS if any(memory[part] for memory in predicted["memory"])]
     key = "".join(
-        f'<span class="key" style="background:{PARTS[part]}"></span>{part.replace("_", " ")}' for part in used
+        f'<span class="entry"><span class="key" style="background:{PARTS[part]}"></span>{part.replace("_", " ")}</span>'
+        for part in used
     )
     line = " (the line)" if near else ""
     return (
-        f'<div class="scroll"><svg viewBox="0 0 {width} {tall}" width="{width}" height="{tall}" role="img">{"".join(shapes)}</svg></div>'
+        f'<svg class="peaks" viewBox="0 0 {width} {tall}" role="img" aria-label="Memory at the peak">{"".join(shapes)}</svg></div>'
         f'<div class="soft">{key}</div>'
-        f'<p class="soft">At the peak of a device of each pipeline rank. A device has {bytes_text(capacity)}{line}.</p>'
+        f'<p class="soft">Of each rank at its peak. A device has {bytes_text(capacity)}{line}.</p>'
+    )
+
+
+def axes_chart(predicted: Mapping[str, Any], height: int = 18, gap: int = 5) -> str:
+    """Draw a bar for each axis of the mesh: what of its communication is exposed, and, fainter, what computation hides."""
+    sent, exposed = predicted["communication_s"], predicted["exposed_s"]
+    left = left_of(list(sent))
+    scale = (WIDTH - left - 200) / (max(sent.values()) or 1.0)
+    shapes = []
+    for number, (axis, seconds) in enumerate(sent.items()):
+        top, shown = number * (height + gap), exposed.get(axis, 0.0)
+        tip = f"{axis}: {seconds_text(seconds)} a step, {seconds_text(shown)} exposed, {share_text(shown / predicted['step_time_s'])} of it"
+        shapes.append(f'<text class="axis" x="0" y="{top + height - 5}">{axis}</text>')
+        shapes.append(
+            f'<g><title>{tip}</title><rect x="{left}" y="{top}" width="{seconds * scale:.1f}" height="{height}" fill="#b0305c55"/>'
+            f'<rect x="{left}" y="{top}" width="{shown * scale:.1f}" height="{height}" fill="#b0305c"/></g>'
+        )
+        text = f"{seconds_text(seconds)}, {seconds_text(shown)} exposed"
+        shapes.append(f'<text class="axis" x="{left + seconds * scale + 5:.1f}" y="{top + height - 5}">{text}</text>')
+    tall = len(sent) * (height + gap)
+    key = "".join(
+        f'<span class="entry"><span class="key" style="background:{color}"></span>{name}</span>'
+        for name, color in (("exposed", "#b0305c"), ("hidden behind computation", "#b0305c55"))
+    )
+    return (
+        f'<svg class="axes" viewBox="0 0 {WIDTH} {tall}" role="img" aria-label="Communication by mesh axis">{"".join(shapes)}</svg>'
+        f'</div><div class="soft">{key}</div>'
     )
 
 
@@ -209,7 +121,7 @@ def throughput_svg(points: Sequence[tuple[str, int, float, str]], width: int = 7
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"><title>{tip}</title></circle>'
             for x, y, tip in line
         ]
-        key += f'<span class="key" style="background:{color}"></span>{escape(name)}'
+        key += f'<span class="entry"><span class="key" style="background:{color}"></span>{escape(name)}</span>'
     return (
         f'<div class="scroll"><svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">{"".join(shapes)}'
         f'</svg></div><div class="soft">{key}</div>'

@@ -52,9 +52,9 @@ def estimate_frame(estimate: Estimate) -> str:
         "<h2>Parts of a step</h2>",
         _table(("Part", "Takes", "Share"), parts),
         "<h2>Stages, a microbatch</h2>",
-        _table(("Stage", "Pipeline rank", "Forward", "Backward"), stages),
+        _table(("Stage", "pp", "Forward", "Backward"), stages),
         "<h2>Memory</h2>",
-        _table(("Pipeline rank", "Peak"), peaks),
+        _table(("pp", "Peak of a rank"), peaks),
     ]
     return _frame(page(estimate.cluster, body))
 

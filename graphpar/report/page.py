@@ -1,87 +1,90 @@
-"""The report as one self-contained page: no script, no other file, nothing from the network."""
+"""The report as one self-contained page: no other file, nothing from the network. Without script it shows the same, without tooltips
+and zoom."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from graphpar.report.charts import COLORS, memory_chart, timeline_svg
+from graphpar.report.charts import axes_chart, memory_chart
 from graphpar.report.data import timeline_of
-from graphpar.report.layout import gap_text, redistribution_text, sent_text, sharding_legend, transitions_text
+from graphpar.report.explored import search_sections
+from graphpar.report.layout import TYPES, gap_text, redistribution_text, sent_text, sharding_legend, transitions_text
+from graphpar.report.memory_time import line_key, memory_over_time, memory_time_svg
 from graphpar.report.predicted import (
     alone_text,
     assumed_lines,
-    communication_text,
     mesh_text,
-    named,
     parts_text,
     peak_text,
     rank_names,
-    searched_text,
     stage_columns,
 )
 from graphpar.report.recomputation import recomputation_text
 from graphpar.report.state import state_text
-from graphpar.schedules.simulation import CLOSINGS, Timeline
-from graphpar.schedules.table import KINDS
+from graphpar.report.timeline_chart import key, timeline_svg
+from graphpar.schedules.simulation import Timeline
 from graphpar.text import bytes_text, count_text, flops_text, indices_text, place_text, seconds_text, share_text
 
-_STYLE = """
-:root { --ink: #1c2733; --soft: #5d6b79; --line: #dfe4e9; --paper: #ffffff; --tint: #f5f7f9; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e9ee; --soft: #98a5b2; --line: #34404c; --paper: #161c22; --tint: #1e262e; }
+_STYLE = Path(__file__).with_name("page.css").read_text()
+_SCRIPT = Path(__file__).with_name("page.js").read_text()
+_CARRIED = {
+    "pp": "results of stages, and their gradients",
+    "dp_replicate": "sums of gradients",
+    "dp_shard": "reduce-scatters of gradients, gathers of parameters",
+    "cp": "keys and values of other parts of the sequence, sums of gradients",
+    "ep": "rows to their experts and back",
+    "tp": "activations and their gradients",
 }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2.5rem auto;
-       max-width: 72rem; padding: 0 1.5rem; }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem; }
-.soft { color: var(--soft); } code, .mono { font-family: ui-monospace, monospace; font-size: .9em; }
-.facts { display: flex; flex-wrap: wrap; gap: .8rem; margin-top: 1.2rem; }
-.fact { background: var(--tint); border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .9rem; }
-.fact b { display: block; font-size: 1.15rem; } .fact span { color: var(--soft); font-size: .85rem; }
-table { border-collapse: collapse; width: 100%; } .scroll { overflow-x: auto; }
-th { text-align: left; font-weight: 600; color: var(--soft); font-size: .85rem; }
-th, td { padding: .4rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-.right { text-align: right; white-space: nowrap; }
-.bar { display: inline-block; height: .7rem; background: #3b82c4; border-radius: 2px; }
-.warning { border-left: 3px solid #e08a3c; background: var(--tint); padding: .4rem .8rem; margin: .4rem 0; }
-svg text { font: 10px ui-monospace, monospace; } .axis { fill: var(--soft); }
-.key { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin: 0 .3rem 0 1rem;
-       vertical-align: -1px; }
-"""
+"""What is sent over each axis."""
 
 
 def html(data: Mapping[str, Any]) -> str:
     """Make the page of a report's data (:func:`graphpar.report.report.report_data`)."""
     name = escape(data["model"]["name"])
+    timeline, sections = timeline_of(data), search_sections(data)
+    links = [
+        *([("plans", "Plans"), ("searched", "What was tried")] if sections else []),
+        ("stages", "Stages"),
+        ("timeline", "Timeline"),
+        *([("memory", "Memory"), ("communication", "Communication")] if data.get("predicted") else []),
+        ("sharding", "Sharding"),
+    ]
     body = [
         f"<h1>{name}</h1>",
         f'<div class="soft">graphpar · {data["mode"]} · {data["dtype"]} · {escape(place_text(data))}</div>',
+        "<nav>" + "".join(f'<a href="#{to}">{text}</a>' for to, text in links) + "</nav>",
         _facts(data),
         *(f'<div class="warning">{escape(line)}</div>' for line in data["warnings"]),
-        "<h2>Stages</h2>",
+        *_predicted(data),
+        *sections,
+        '<h2 id="stages">Stages</h2>',
         _stages(data),
-        *([f'<p class="soft">{escape(state_text(data["state"]))}.</p>'] if "state" in data else []),
         *(
             [f'<p class="soft">Recomputed: {escape(recomputation_text(data["recomputation"]))}.</p>']
             if "recomputation" in data
             else []
         ),
-        *_runners_up(data),
-        "<h2>Schedule</h2>",
-        _schedule(data),
-        *_predicted(data),
+        '<h2 id="timeline">Timeline of a step</h2>',
+        _schedule(data, timeline),
+        *_memory(data, timeline),
+        *_communication(data),
+        '<h2 id="sharding">How tensors are sharded</h2>',
         *_sharding(data),
         _notes(data),
     ]
-    return page(data["model"]["name"], body)
+    return page(data["model"]["name"], body, _SCRIPT)
 
 
-def page(title: str, body: Sequence[str]) -> str:
+def page(title: str, body: Sequence[str], script: str = "") -> str:
     """Join parts that are HTML already into a self-contained page."""
+    run = f"<script>\n{script}</script>\n" if script else ""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)} · graphpar</title>\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>\n{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + f"\n{run}</body>\n</html>\n"
     )
 
 
@@ -120,7 +123,7 @@ def _stages(data: Mapping[str, Any]) -> str:
     times = stage_columns(data["predicted"]) if data.get("predicted") else []
     for stage in data["stages"]:
         timed = "".join(f'<td class="right">{text}</td>' for text in times[stage["index"]][:3]) if times else ""
-        width = 110 * stage["flops"] / most
+        width = 60 * stage["flops"] / most
         sends = "<br>".join(_sent(value) for value in stage["sends"]) or '<span class="soft">the result</span>'
         rows.append(
             f'<tr><td class="right">{stage["index"]}</td><td class="right">{names[stage["rank"]]}</td>'
@@ -133,7 +136,7 @@ def _stages(data: Mapping[str, Any]) -> str:
         )
     timed = "".join(f'<th class="right">{name}</th>' for name in ("Forward", "Backward", "Memory")) if times else ""
     head = (
-        '<tr><th class="right">Stage</th><th class="right">Pipeline rank</th><th>Modules</th><th class="right">Parameters</th>'
+        '<tr><th class="right">Stage</th><th class="right">Ranks</th><th>Modules</th><th class="right">Parameters</th>'
         f'<th class="right">Work</th><th>Share</th>{timed}<th>Sends, a microbatch</th></tr>'
     )
     return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
@@ -147,7 +150,7 @@ def _sent(value: Mapping[str, Any]) -> str:
     return f'<code>{escape(value["name"])}</code> {shape} {value["dtype"]} <span class="soft">{", ".join(notes)}</span>'
 
 
-# ---- predictions, and alternatives ----------------------------------------------------------------
+# ---- the prediction --------------------------------------------------------------------------------------------
 
 
 def _predicted(data: Mapping[str, Any]) -> list[str]:
@@ -157,39 +160,76 @@ def _predicted(data: Mapping[str, Any]) -> list[str]:
     lines = [f"Step: {parts_text(predicted)}."]
     if "alone" in data:
         lines.append(f"One device: {alone_text(data)}.")
-    if communication := communication_text(predicted):
-        lines.append(f"Communication a step: {communication}.")
     lines += [f"{label}: {text}." for label, text in assumed_lines(data)]
-    return [
-        *(f'<p class="soft">{escape(line)}</p>' for line in lines),
-        "<h2>Memory</h2>",
-        memory_chart(predicted, rank_names(data)),
-    ]
+    return [f'<p class="soft">{escape(line)}</p>' for line in lines]
 
 
-def _runners_up(data: Mapping[str, Any]) -> list[str]:
-    search = data.get("search")
-    if not search:
+def _memory(data: Mapping[str, Any], timeline: Timeline) -> list[str]:
+    predicted = data.get("predicted")
+    if predicted is None:
         return []
-    step = data["predicted"]["step_time_s"]
+    names, capacity = rank_names(data), predicted["memory_bytes"]
+    parts = ['<h2 id="memory">Memory</h2>']
+    lines = memory_over_time(data, timeline)
+    if lines is not None:
+        near = capacity < 2 * max(level for line in lines for _, level in line)
+        parts += [
+            f'<h3>Over a step</h3><div class="chart">{memory_time_svg(lines, names, capacity, timeline.length)}</div>',
+            f'<div class="soft">{line_key(names, near)}</div>',
+            '<p class="soft">Of each rank, on the time axis of the timeline, with which it zooms. What a rank always holds is its '
+            "parameters, gradients, optimizer state and buffers; on top are the activations of microbatches that wait for their "
+            "backward, and, while an action runs, what the largest one of that rank needs.</p>",
+        ]
+    return [*parts, "<h3>At the peak</h3>", f'<div class="chart">{memory_chart(predicted, names)}']
+
+
+def _communication(data: Mapping[str, Any]) -> list[str]:
+    """Write a row for each axis over which something is sent: the busiest rank's seconds in a step, and how much is not hidden."""
+    predicted = data.get("predicted")
+    if predicted is None:
+        return []
+    head = '<h2 id="communication">Communication by mesh axis</h2>'
+    if not predicted["communication_s"]:
+        return [head, '<p class="soft">Ranks send nothing to each other.</p>']
+    step, sharding = predicted["step_time_s"], data.get("sharding") or {"bytes": {}}
     rows = []
-    for other in search["alternatives"]:
-        seconds = other["step_time_s"]
-        texts = (*named(other), seconds_text(seconds), f"{seconds / step - 1:+.1%}", other["why_not"])
-        rows.append(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>")
-    head = "".join(f"<th>{name}</th>" for name in ("Mesh", "Schedule", "A step", "", "Why not"))
-    table = f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>' if rows else ""
-    return ["<h2>Runners-up</h2>", f'<p class="soft">{escape(searched_text(search))}.</p>', table]
+    for axis, seconds in predicted["communication_s"].items():
+        exposed = predicted["exposed_s"].get(axis, 0.0)
+        sent = sharding["bytes"].get(axis)
+        cells = (
+            f'<td class="mono">{axis}</td><td class="right">{data["mesh"].get(axis, "")}</td><td>{_CARRIED.get(axis, "")}</td>',
+            f'<td class="right">{seconds_text(seconds)}</td><td class="right">{seconds_text(exposed)}</td>',
+            f'<td class="right">{share_text(exposed / step)}</td><td class="right">{bytes_text(round(sent)) if sent else ""}</td>',
+        )
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    names = ("Axis", "Degree", "Carries", "A step", "Exposed", "of the step", "Sent, a microbatch")
+    right = {"Degree", "A step", "Exposed", "of the step", "Sent, a microbatch"}
+    titles = "".join(f'<th class="right">{name}</th>' if name in right else f"<th>{name}</th>" for name in names)
+    return [
+        head,
+        f'<div class="chart">{axes_chart(predicted)}',
+        f'<div class="scroll"><table><tr>{titles}</tr>{"".join(rows)}</table></div>',
+        '<p class="soft">Of the busiest rank. What is exposed takes time of the step; computation hides the rest. The last column is of '
+        "the redistributions of tensors below, and blank for other axes.</p>",
+    ]
 
 
 # ---- sharded operators -----------------------------------------------------------------------------------------
 
 
 def _sharding(data: Mapping[str, Any]) -> list[str]:
-    """Make a table for each distinct block, and one for the operators outside of blocks."""
+    """Explain the types, and make a table for each distinct block, and one for the operators outside of blocks."""
     sharding = data.get("sharding")
+    state = [f'<p class="soft">State: {escape(state_text(data["state"]))}.</p>'] if "state" in data else []
+    used = [] if sharding is None else [name for name, _ in sharding_legend(sharding)]
+    shown = [TYPES[letter] for letter in "IRPSE" if letter in "IRPS" or TYPES[letter][0] in used]
+    legend = "".join(f"<dt>{name}</dt><dd>{escape(what)}</dd>" for name, what in shown)
+    types = f'<h3>Types of a tensor on a mesh axis</h3><dl class="types">{legend}</dl>'
     if sharding is None:
-        return []
+        alone = (
+            "No tensor of the model is sharded over tp, cp or ep: each rank computes with whole tensors of its stages."
+        )
+        return [f'<p class="soft">{alone}</p>', *state, types]
     lines = [
         f"{transitions_text(data)}.",
         f"The placement of tensors is {gap_text(sharding['gap'])}.",
@@ -199,10 +239,8 @@ def _sharding(data: Mapping[str, Any]) -> list[str]:
             for operator, rules in sharding["discovered"].items()
         ),
     ]
-    legend = "; ".join(f"<code>{name}</code> {what}" for name, what in sharding_legend(sharding))
     tables = [_scope(scope, len(sharding["axes"]) > 1) for scope in sharding["scopes"] if scope["rows"]]
-    said = [*map(escape, lines), f"{legend}."]
-    return ["<h2>How tensors are sharded</h2>", *(f'<p class="soft">{line}</p>' for line in said), *tables]
+    return [*(f'<p class="soft">{escape(line)}</p>' for line in lines), *state, types, *tables]
 
 
 def _scope(scope: Mapping[str, Any], several: bool) -> str:
@@ -225,31 +263,32 @@ def _scope(scope: Mapping[str, Any], several: bool) -> str:
 # ---- the timeline ----------------------------------------------------------------------------------------------
 
 
-def _schedule(data: Mapping[str, Any]) -> str:
-    timeline, names, predicted = timeline_of(data), rank_names(data), data.get("predicted")
+def _schedule(data: Mapping[str, Any], timeline: Timeline) -> str:
+    names, predicted = rank_names(data), data.get("predicted")
     drawn = timeline_svg(timeline, names, len(data["stages"]) > data["mesh"]["pp"], bool(predicted))
-    inside = any(span.collectives for row in timeline.spans for span in row)
     held = " · ".join(f"{name}: {peak}" for name, peak in zip(names[:16], data["in_flight"]))
     more = " · …" if len(data["in_flight"]) > 16 else ""
     costs = f"Simulated with each stage's forward flops as cost, {data['backward_cost']:g} times as much backward, and free transfers."
     if predicted:
-        costs = f"{seconds_text(timeline.length)}, simulated with the predicted seconds of stages and of transfers between them."
-        costs += " The dark foot of an action is its share of collectives, which are spread over it." if inside else ""
-    return (
-        f'<div class="scroll">{drawn}</div><div class="soft">{_key(timeline, inside)}</div>'
-        f'<p class="soft">{costs} Microbatch activations alive at once, at most: {held}{more}.</p>'
+        costs = f"All {seconds_text(timeline.length)} of a step: the spans of a row add up to it."
+        if any(span.collectives for row in timeline.spans for span in row):
+            costs += " Collectives inside of an action stand after its computation, though they are spread over it."
+        if any(timeline.beside):
+            costs += " A thin bar below a row is communication that runs beside it and costs no time."
+    rows = (
+        ""
+        if data["devices"] == data["mesh"]["pp"]
+        else " A row is a pp group, the ranks that run the same stages; all do the same."
     )
-
-
-def _key(timeline: Timeline, inside: bool) -> str:
-    """Explain the colors of the timeline."""
-    kinds: set[str] = {span.action.kind for row in timeline.spans for span in row if span.drawn} | {
-        part.kind for row in timeline.closing for part in row
-    }
-    words = {kind: name for kind, (_, name) in KINDS.items()} | {kind: name for kind, (_, name) in CLOSINGS.items()}
-    shown = [kind for kind in COLORS if kind in kinds or (inside and kind == "collectives")]
-    return "".join(
-        f'<span class="key" style="background:{COLORS[kind]}"></span>{words.get(kind, kind)}' for kind in shown
+    buttons = (("in", "+", "Zoom in"), ("out", "−", "Zoom out"), ("all", "whole step", "Show the whole step"), ("back", "◀", "Earlier"),
+               ("on", "▶", "Later"))  # fmt: skip
+    controls = "".join(f'<button data-do="{do}" aria-label="{what}">{text}</button>' for do, text, what in buttons)
+    keys = "wheel, drag, or keys: + − zoom, 0 all, arrows go from span to span, Page Up and Down move; shift and drag moves"
+    return (
+        f'<div class="controls">{controls}<span class="zoomed">the whole step</span><span class="soft">{keys}</span></div>'
+        '<div class="chart" tabindex="0" role="group" aria-label="Timeline: plus and minus zoom, arrow keys go from span to span">'
+        f'{drawn}</div><div class="soft">{key(timeline)}</div>'
+        f'<p class="soft">{costs}{rows} Microbatch activations alive at once, at most: {held}{more}.</p>'
     )
 
 

@@ -126,14 +126,12 @@ def runners_up(data: Mapping[str, Any], width: int) -> list[str]:
 
 
 def rank_names(data: Mapping[str, Any]) -> list[str]:
-    """Name the rows of a chart: pipeline ranks, with their devices."""
+    """Name the rows of a chart: pp groups, which are the ranks that run the same stages, with these ranks."""
     stages = data["mesh"]["pp"]
     together = data["devices"] // stages
     if together == 1:
         return [f"rank {rank}" for rank in range(stages)]
-    return [
-        f"pp {rank}: devices {indices_text(range(rank * together, (rank + 1) * together))}" for rank in range(stages)
-    ]
+    return [f"pp {rank}: ranks {indices_text(range(rank * together, (rank + 1) * together))}" for rank in range(stages)]
 
 
 def timeline_legend(data: Mapping[str, Any], timeline: Timeline) -> str:

@@ -61,12 +61,19 @@ def report_files(data: Mapping[str, Any], plan: Plan) -> dict[str, str]:
     files: dict[str, str] = {}
     search = {} if plan.found is None else {"search": plan.found.to_json()}
     if search:
-        files["search.json"] = json.dumps(search["search"], indent=1) + "\n"
+        files["search.json"] = _search_json(search["search"])
     alone = None if plan.alone is None else plan.alone.to_json()
     if alone is not None:
         files["alone.json"] = json.dumps(alone, indent=1) + "\n"
     files["report.html"] = html(with_alone(data, alone) | search)
     return files
+
+
+def _search_json(search: Mapping[str, Any]) -> str:
+    """Write a search as JSON, with each priced plan on a line of its own."""
+    rows = ",\n".join(f"   {json.dumps(row)}" for row in search["points"]["rows"])
+    without = {**search, "points": {**search["points"], "rows": []}}
+    return json.dumps(without, indent=1).replace('"rows": []', f'"rows": [\n{rows}\n  ]', 1) + "\n"
 
 
 def render(data: Mapping[str, Any], console: Console, out: str | None = None, seconds: float | None = None) -> None:
@@ -96,7 +103,7 @@ def render(data: Mapping[str, Any], console: Console, out: str | None = None, se
 
 
 def timeline_lines(data: Mapping[str, Any], width: int) -> list[str]:
-    """Draw the step in time, one line for each pp rank, and a legend."""
+    """Draw the step in time, one line for each pp group, and a legend."""
     timeline = timeline_of(data)
     ranks = data["mesh"]["pp"]
     names = rank_names(data) if data["devices"] == ranks else [f"pp {rank}" for rank in range(ranks)]
@@ -105,7 +112,7 @@ def timeline_lines(data: Mapping[str, Any], width: int) -> list[str]:
 
 
 def trace(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a Chrome trace of the simulated step, a row for each pp rank; without a prediction times are relative, from flops."""
+    """Make a Chrome trace of the simulated step, a row for each pp group; without a prediction times are relative, from flops."""
     return chrome_trace(timeline_of(data), rank_names(data), 1e6 if data.get("predicted") else None)
 
 
@@ -194,7 +201,7 @@ def _in_flight(data: Mapping[str, Any]) -> str:
     peaks = data["in_flight"]
     if len(peaks) > 16:
         return f"{max(peaks)} activations of a stage on a rank, {min(peaks)} on the least loaded"
-    ranks = "ranks" if data["devices"] == len(peaks) else "pp ranks"
+    ranks = "ranks" if data["devices"] == len(peaks) else "pp groups"
     return f"{', '.join(map(str, peaks))} microbatches on {ranks} 0 to {len(peaks) - 1}, whose activations are kept"
 
 

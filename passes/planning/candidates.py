@@ -279,16 +279,21 @@ class SearchResult:
         return {"values": {name: list(values) for name, values in tried.values.items()}, **data}
 
     def _points(self) -> dict[str, Any]:
-        """Return the priced plans as a table, with the row of the chosen one; of more than :data:`POINTS` those on the Pareto front
-        and the fastest."""
+        """Return the priced plans as a table, with the rows of the chosen one and of the Pareto front; of more than :data:`POINTS`
+        those and the fastest."""
         best = None if self.best is None else self.best.candidate
-        kept = {id(point) for point in (each for each in self.points if each.candidate == best)}
-        kept |= {id(point) for point in pareto_front(self.points)[:POINTS]}
+        front = pareto_front(self.points)[:POINTS]
+        kept = {point.candidate for point in front} | {each.candidate for each in self.points if each.candidate == best}
         for point in self.points:
             if len(kept) >= POINTS:
                 break
-            kept.add(id(point))
-        shown = [point for point in self.points if id(point) in kept]
-        chosen = next((place for place, point in enumerate(shown) if point.candidate == best), None)
-        rows = [point.row for point in shown]
-        return {"columns": list(COLUMNS), "rows": rows, "chosen": chosen, "left_out": len(self.points) - len(shown)}
+            kept.add(point.candidate)
+        shown = [point for point in self.points if point.candidate in kept]
+        places = {point.candidate: place for place, point in enumerate(shown)}
+        return {
+            "columns": list(COLUMNS),
+            "rows": [point.row for point in shown],
+            "chosen": None if best is None else places.get(best),
+            "front": [places[point.candidate] for point in front],
+            "left_out": len(self.points) - len(shown),
+        }
