@@ -14,6 +14,7 @@ _OUTCOMES = {
     "priced": "priced: the points above",
     "slower": "not priced: a lower bound of the step time is above the plans that were found",
     "too_large": "not priced: a lower bound of the memory is above a device's",
+    "open": "not priced: the time limit was over",
     "no_faster": "left out: a larger tp that makes microbatches no faster",
     "impossible": "not possible: the model can't be sharded so, or has fewer units than stages",
 }

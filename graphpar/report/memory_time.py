@@ -18,7 +18,7 @@ from graphpar.text import bytes_text
 
 LINES = ("#2f78b7", "#c9701f", "#46875a", "#a05195", "#a8851a", "#6264c4", "#b0305c", "#6b7885")
 """Colors of lines, one after the other."""
-_MOST = 2000
+_MOST = 1000
 """A line of more steps than this is drawn as the highest value in each of as many equal times."""
 _TALL = 190
 

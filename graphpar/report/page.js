@@ -1,7 +1,7 @@
 "use strict";
 // Tooltips for every shape that has a title, keys that go from shape to shape, and a zoom of the charts over time.
 (() => {
-  const WHOLE = 100000, NS = "http://www.w3.org/2000/svg";
+  const WHOLE = 100000;
   const tip = document.createElement("div");
   tip.id = "tip";
   tip.setAttribute("role", "status");
@@ -86,7 +86,7 @@
   let from = 0, to = WHOLE;
 
   const element = (name, attributes, text) => {
-    const made = document.createElementNS(NS, name);
+    const made = document.createElementNS(timeline.namespaceURI, name);
     for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
     if (text !== undefined) made.textContent = text;
     return made;
@@ -135,7 +135,7 @@
   // A row's spans of one kind are one shape in a long schedule: find the one under the pointer.
   const intervals = new WeakMap();
   const found = (shape, event) => {
-    if (!intervals.has(shape)) intervals.set(shape, [...shape.getAttribute("d").matchAll(/M(\d+) \d+H(\d+)/g)].map((m) => [+m[1], +m[2]]));
+    if (!intervals.has(shape)) intervals.set(shape, [...shape.getAttribute("d").matchAll(/M(\d+) [\d.]+h(\d+)/g)].map((m) => [+m[1], +m[1] + +m[2]]));
     const time = timeAt(event.clientX);
     const span = intervals.get(shape).find(([a, b]) => a <= time && time <= b);
     if (!span) return shape.dataset.w;

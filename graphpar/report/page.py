@@ -210,8 +210,18 @@ def _communication(data: Mapping[str, Any]) -> list[str]:
         f'<div class="chart">{axes_chart(predicted)}',
         f'<div class="scroll"><table><tr>{titles}</tr>{"".join(rows)}</table></div>',
         '<p class="soft">Of the busiest rank. What is exposed takes time of the step; computation hides the rest. The last column is of '
-        "the redistributions of tensors below, and blank for other axes.</p>",
+        f"the redistributions of tensors below, and blank for other axes.{_together(data)}</p>",
     ]
+
+
+def _together(data: Mapping[str, Any]) -> str:
+    """Say under which axis sums of gradients over several are counted."""
+    predicted = data["predicted"]
+    under = next((closing["axis"] for closing in predicted["closings"] if closing["axis"]), None)
+    others = [axis for axis in ("dp_replicate", "dp_shard", "cp") if data["mesh"][axis] > 1 and axis != under]
+    if under is None or not others or data["mode"] != "train":
+        return ""
+    return f" Gradients are summed over {', '.join(others)} too: that is counted with {under}."
 
 
 # ---- sharded operators -----------------------------------------------------------------------------------------

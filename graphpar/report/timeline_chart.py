@@ -112,15 +112,15 @@ def _boxes(row: Iterable[StepSpan], top: int, height: int, whole: float, several
 
 
 def _shapes(row: Sequence[StepSpan], top: int, height: int, whole: float, several: bool, seconds: bool) -> list[str]:
-    """Draw one shape for each kind of span."""
-    scale = WHOLE / whole
+    """Draw one shape for each kind of span: lines as wide as the row."""
+    scale, middle = WHOLE / whole, top + height / 2
     outlines: dict[str, list[str]] = {}
     for span in row:
-        x, end = span.start * scale, span.end * scale
-        outlines.setdefault(span.kind, []).append(f"M{x:.0f} {top}H{end:.0f}v{height}H{x:.0f}z")
+        x, end = round(span.start * scale), round(span.end * scale)
+        outlines.setdefault(span.kind, []).append(f"M{x} {middle}h{max(1, end - x)}")
     words = {kind: name for kind, (_, name) in (KINDS | CLOSINGS).items()} | {TRANSFER: "waits for a transfer"}
     return [
-        f'<path fill="{COLORS[kind]}" data-w="{words.get(kind, kind)}" d="{"".join(outlines[kind])}"/>'
+        f'<path stroke="{COLORS[kind]}" stroke-width="{height}" data-w="{words.get(kind, kind)}" d="{"".join(outlines[kind])}"/>'
         for kind in COLORS
         if kind in outlines
     ]

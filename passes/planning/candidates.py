@@ -188,6 +188,7 @@ class Tried:
         impossible: those that can't be sharded so, or have more stages than the model can be split into.
         too_large: those whose memory is too much by a lower bound of it, without being priced.
         slower: those whose lower bound of the step time is above plans that were found, without being priced.
+        open: those for which there was no time.
     """
 
     values: Mapping[str, tuple[Any, ...]]
@@ -195,6 +196,7 @@ class Tried:
     impossible: int
     too_large: int
     slower: int
+    open: int = 0
 
     @staticmethod
     def of(
@@ -203,8 +205,10 @@ class Tried:
         hopeless: Sequence[Candidate],
         priced: Collection[Candidate],
         useless: Collection[Candidate],
+        unpriced: int = 0,
     ) -> Tried:
-        """Count ``every`` candidate: those ``able`` to run, those of them that are ``hopeless`` or ``priced``, and ``useless`` ones."""
+        """Count ``every`` candidate: those ``able`` to run, those of them that are ``hopeless``, ``priced``, or ``unpriced`` for want of
+        time, and ``useless`` ones."""
         names = "schedule", "stages_per_rank", "microbatch_size", "microbatches", "zero", "reshard"
         values: dict[str, set[Any]] = {axis: {each.mesh.degrees()[axis] for each in able} for axis in Mesh().degrees()}
         values |= {name: {getattr(each, name) for each in able} for name in names}
@@ -214,7 +218,8 @@ class Tried:
             len(useless),
             len(every) - len(able) - len(useless),
             too_large,
-            len(able) - len(priced) - too_large,
+            len(able) - len(priced) - too_large - unpriced,
+            unpriced,
         )
 
 
@@ -275,7 +280,7 @@ class SearchResult:
         }
 
     def _tried(self, tried: Tried) -> dict[str, Any]:
-        data = {name: getattr(tried, name) for name in ("no_faster", "impossible", "too_large", "slower")}
+        data = {name: getattr(tried, name) for name in ("no_faster", "impossible", "too_large", "slower", "open")}
         return {"values": {name: list(values) for name, values in tried.values.items()}, **data}
 
     def _points(self) -> dict[str, Any]:

@@ -124,7 +124,9 @@ class Planner:
         """
         found, impossible = [], 0
         left_out = {} if all_degrees else self._useless_degrees(self.space.all)
-        self._useless = frozenset(each for each in self.space.all if each.mesh.tp in left_out.get(_beside(each.mesh), ()))
+        self._useless = frozenset(
+            each for each in self.space.all if each.mesh.tp in left_out.get(_beside(each.mesh), ())
+        )
         for candidate in self.space.all:
             pricing = None if candidate in self._useless else self.prices.pricing(candidate)
             if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:

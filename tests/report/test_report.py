@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 import graphpar as gp
 from graphpar.passes.compilation import priced
 from graphpar.passes.planning.planning import on_one_device
+from graphpar.report.memory_time import memory_over_time
 from graphpar.report.report import (
     compile_json,
     html,
@@ -29,8 +32,11 @@ from graphpar.report.report import (
     trace,
     with_alone,
 )
+from graphpar.report.spans import step_spans
 from graphpar.report.stages import stage_table
 from graphpar.schedules.registry import bubble_warning
+from graphpar.schedules.simulation import Timeline
+from graphpar.schedules.table import COMPUTATIONS
 from graphpar.text import (
     bytes_text,
     compressed,
@@ -134,18 +140,24 @@ def test_page_is_well_formed_and_self_contained(gpt: gp.Parts) -> None:
     data = report_data(gpt.compilation)
     data["warnings"] = ["<b>not bold</b>"]
     page = html(data)
-    timeline, memory = (ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page))
+    drawn = {
+        name: ElementTree.fromstring(svg)
+        for name, svg in re.findall(r'(?s)<div class="chart[^>]*>(?=<svg class="(\w+)")(.*?)</div>', page)
+    }
+    assert list(drawn) == ["timeline", "memory", "peaks", "axes"]
+    timeline = drawn["timeline"]
     titles = [node.text or "" for node in timeline.iter("title")]
-    assert len(timeline.findall(".//rect")) == len(titles) == 2 * 4 * 8 + 4  # an optimizer a rank
+    waits = sum(title.startswith(("idle", "waits for a transfer")) for title in titles)
+    assert len(timeline.findall(".//rect")) == len(titles) == 2 * 4 * 8 + 4 + waits  # an optimizer a rank
     assert sum(title.startswith("optimizer: ") for title in titles) == 4
-    ticks = [text for node in timeline.findall("text") if (text := node.text or "").endswith("ms")]
+    ticks = [text for node in timeline.iter("text") if (text := node.text or "").endswith("ms")]
     assert ticks[0] == "0 ms" and len(ticks) >= 5
-    assert {node.text.partition(":")[0] for node in memory.iter("title") if node.text} >= {
+    assert {node.text.partition(":")[0] for node in drawn["peaks"].iter("title") if node.text} >= {
         "parameters",
         "gradients",
         "activations",
     }
-    assert "<script" not in page and "http" not in page and "<link" not in page
+    assert page.count("<script") == 1 and "http" not in page and "<link" not in page and "src=" not in page
     assert "&lt;b&gt;not bold" in page
     data["actions"] = _gpipe(ranks=4, microbatches=1000)
     assert len(html(data)) < 400_000  # shapes, not boxes
@@ -246,6 +258,32 @@ def test_lines_of_transitions_add_up_to_the_step(name: str, mesh: dict[str, int]
         )
 
 
+def check_spans(data: dict[str, Any], timeline: Timeline, slices: list[dict[str, Any]]) -> None:
+    """The spans of a row fill the step, and those of the busiest one are the parts of the predicted step; the trace has the same; what
+    a rank holds over time is at most its predicted peak, and reaches it."""
+    rows, step, predicted = step_spans(timeline), data["predicted"]["step_time_s"], data["predicted"]
+    for number, row in enumerate(rows):
+        assert row[0].start == 0 and all(a.end == b.start for a, b in pairwise(row))
+        assert math.fsum(span.length for span in row) == pytest.approx(step, rel=1e-9)
+        traced = [(each["ts"], each["dur"], each["cat"] == "wait") for each in slices if each["tid"] == number]
+        assert traced == [(1e6 * span.start, 1e6 * span.length, span.kind in ("idle", "transfer")) for span in row]
+    busiest = rows[max(range(len(rows)), key=timeline.busy.__getitem__)]
+    found: dict[str, float] = {}
+    for span in busiest:
+        of_step = "work" if span.kind in COMPUTATIONS else span.axis if span.kind == "collective" else span.kind
+        found[of_step] = found.get(of_step, 0.0) + span.length
+    parts = predicted["parts_s"]
+    expected = {axis: parts[axis] for axis in data["mesh"] if axis in parts and axis in found}
+    expected |= {"transfer": parts.get("pp", 0.0), "work": parts["compute"] + parts.get("host", 0.0)}
+    if "turns" not in parts:
+        assert {name: found.get(name, 0.0) for name in expected} == pytest.approx(expected, abs=1e-9 * step)
+    lines = memory_over_time(data, timeline)
+    assert lines is not None
+    for line, peak in zip(lines, predicted["peak_memory_bytes"]):
+        assert max(level for _, level in line) == pytest.approx(peak, abs=2)
+        assert line[0][0] == 0 and line[-1][0] == pytest.approx(step) and min(level for _, level in line) >= 0
+
+
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
@@ -254,6 +292,7 @@ def test_lines_of_transitions_add_up_to_the_step(name: str, mesh: dict[str, int]
         ("llama", {"pp": 2, "tp": 2}, {"schedule": "Interleaved1F1B"}),
         ("t5", {"pp": 2}, {"schedule": "zbv"}),
         ("bert", {"cp": 2}, {"microbatch_size": 4}),
+        ("gpt", {"pp": 2, "dp_shard": 2}, {"zero": 3}),
     ],
 )
 def test_the_timeline_is_as_long_as_the_step(name: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
@@ -267,7 +306,9 @@ def test_the_timeline_is_as_long_as_the_step(name: str, mesh: dict[str, int], op
         assert timeline.length == pytest.approx(step, rel=1e-9) and timeline.length > timeline.makespan
         slices = [event for event in trace(data)["traceEvents"] if event["ph"] == "X"]
         assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(1e6 * step)
-        inside = sum(seconds for row in timeline.spans for span in row for _, seconds in span.collectives)
+        check_spans(data, timeline, slices)
+        actions = [span for row in timeline.spans for span in row if span.action.kind in COMPUTATIONS]
+        inside = sum(seconds for span in actions for _, seconds in span.collectives)
         drawn = sum(event["dur"] for event in slices if event["cat"] == "collective")
         assert drawn == pytest.approx(1e6 * inside) and (inside > 0) == bool(plan.mesh.compute)
         for rank, row in enumerate(timeline.spans):
@@ -316,8 +357,9 @@ def test_text_of_a_cut_program(llama: gp.Parts) -> None:
     for letter in ("R", "I", "S(d)"):
         assert re.search(rf"^   {re.escape(letter)} +\w+: ", text, re.MULTILINE), letter
     page = html(data)
-    assert "How tensors are sharded" in page and "S(1) -&gt; R" in page and "<code>S(d)</code> sharded" in page
-    assert "pp 0: devices 0-3" in page and "rank 0" not in page.replace("pipeline rank", "")
+    assert "How tensors are sharded" in page and "S(1) -&gt; R" in page
+    assert all(f"<dt>{name}</dt>" in page for name in ("I", "R", "P", "S(d)"))
+    assert "pp 0: ranks 0-3" in page and "rank 0" not in page and "pp rank" not in page
     assert f"{spec}@tp:" in str(llama.plan) and "model.layers.*.self_attn.q_proj.weight" in str(llama.plan)
 
 
