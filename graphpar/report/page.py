@@ -283,6 +283,7 @@ def _schedule(data: Mapping[str, Any], timeline: Timeline) -> str:
         costs = f"All {seconds_text(timeline.length)} of a step: the spans of a row add up to it."
         if any(span.collectives for row in timeline.spans for span in row):
             costs += " Collectives inside of an action stand after its computation, though they are spread over it."
+            costs += " Those that its computation hides are not drawn; the table of communication counts them."
         if any(timeline.beside):
             costs += " A thin bar below a row is communication that runs beside it and costs no time."
     rows = (

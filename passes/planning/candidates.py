@@ -17,6 +17,7 @@ from graphpar.ir.split_points import SplitAt
 from graphpar.passes.planning.why_not import why_not
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.schedules.registry import SCHEDULES
+from graphpar.text import plural
 
 SHOWN = 4
 """How many alternatives (the best of other meshes) are shown beside the chosen plan by default."""
@@ -146,7 +147,10 @@ class Point:
         """Shorten a priced plan; where blocks recompute differently, it says how many do what."""
         kinds = priced.recompute
         if not isinstance(kinds, str):
-            kinds = ", ".join(f"{kind} of {count}" for kind, count in Counter(kinds.values()).items()) or "none"
+            kinds = (
+                ", ".join(f"{kind} of {plural(count, 'block')}" for kind, count in Counter(kinds.values()).items())
+                or "none"
+            )
         estimate = priced.estimate
         return Point(
             priced.candidate, kinds, estimate.step_time_s, max(estimate.peak_memory_bytes), estimate.missing_bytes <= 0
