@@ -25,16 +25,18 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from graphpar.cost_models.fake_operators import call_on_fakes
 from graphpar.cost_models.storage_tracker import Live, storage_of, unseen
 from graphpar.emitted import collectives
+from graphpar.emitted.gathering import gathered_again
 from graphpar.emitted.recomputation import checkpointed
 from graphpar.errors import GraphparError
 from graphpar.hardware.devices import KINDS
 from graphpar.ir.program import Block, Program, Runner, concrete_shape, value_of
-from graphpar.ir.recomputation import Recomputation
+from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.quiet_torch import torch_is_quiet
 from graphpar.runtime.axes import AXES
 from graphpar.runtime.stages import sendable
@@ -191,7 +193,12 @@ class Forward(Runner):
         run, recomputed = super().block, self.activations.recomputed.get(prefix.removesuffix("."))
         if recomputed is None:
             return run(block, prefix, args)
+        if recomputed.kind == GATHERS:
+            return gathered_again(lambda *args: run(block, prefix, args), self.kept)(*args)
         return checkpointed(lambda *args: run(block, prefix, args), recomputed.keeps)(*args)
+
+    def kept(self, tensor: Tensor) -> None:
+        """Note a tensor that a block of the kind ``gathers`` keeps: hooks outside of it are not called."""
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return call_on_fakes(node.target, args, kwargs, self.activations.device, self.activations.even_experts)
@@ -214,16 +221,21 @@ def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> bo
 
 
 class _Sharing(Forward):
-    """Collects the storages of the values that every stage recomputes."""
+    """Collects the storages of the values that every stage recomputes; calls ``note`` with what blocks keep by hooks of their own."""
 
-    def __init__(self, activations: Activations, names: Sequence[str]) -> None:
+    def __init__(self, activations: Activations, names: Sequence[str], note: Callable[[Tensor], object]) -> None:
         super().__init__(activations)
-        self.names, self.storages = frozenset(names), set[int]()
+        self.names, self.note = frozenset(names), note
+        self.storages: dict[int, StorageWeakRef] = {}  # which keep other storages from having the same identity
+
+    def kept(self, tensor: Tensor) -> None:
+        self.note(tensor)
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = super().call(node, args, kwargs)
         if node.name in self.names:
-            self.storages |= {storage_of(item) for item in tree_leaves(made) if isinstance(item, Tensor)}
+            tensors = [item for item in tree_leaves(made) if isinstance(item, Tensor)]
+            self.storages |= {storage_of(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
         return made
 
 
@@ -277,7 +289,7 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int, at: Callab
         return tensor
 
     train = activations.program.mode == "train"
-    runner = _Sharing(activations, stage.recomputed)
+    runner = _Sharing(activations, stage.recomputed, note)
     with Live(at) as live:
         with saved_tensors_hooks(note, lambda tensor: tensor):
             result = runner.run_graph(stage.graph, "", given)

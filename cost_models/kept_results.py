@@ -26,9 +26,10 @@ from graphpar.cost_models.execution import share_of
 from graphpar.cost_models.repeated_work import after_last
 from graphpar.cost_models.storage_tracker import storage_of
 from graphpar.cost_models.workload import Collective, Phase, Traffic, Work, Works
+from graphpar.emitted.collectives import watchers
 from graphpar.emitted.recomputation import NAMES, name_of
 from graphpar.ir.program import Block, Program, concrete_shape, value_of
-from graphpar.ir.recomputation import Recomputation
+from graphpar.ir.recomputation import GATHERS, Recomputation
 
 FLOPS_A_BYTE = {2: 200, 4: 20, 8: 15}
 """How many flops take the time of a byte of memory, by bytes an element: on an A100 156, 10 and 10, on an H100 295, 20 and 20 (their
@@ -151,6 +152,35 @@ def _bytes_for(work: Work, rows: int) -> float:
     return work.flops(rows) / FLOPS_A_BYTE.get(row.itemsize, FLOPS_A_BYTE[2])
 
 
+def _gathered_again(activations: Activations, works: Works, block: Block) -> set[str]:
+    """Return the nodes of a block that gather what its backward reads."""
+    made, found = dict[int, tuple[str, Tensor]](), set[str]()
+
+    def note(tensor: Tensor) -> Tensor:
+        if storage_of(tensor) in made:
+            found.add(made[storage_of(tensor)][0])
+        return tensor
+
+    class Gathers(Forward):
+        def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            def watch(shard: Tensor, result: Tensor, gather: object) -> None:
+                if storage_of(result) != storage_of(shard):
+                    made[storage_of(result)] = node.name, result
+
+            watchers.append(watch)
+            try:
+                return super().call(node, args, kwargs)
+            finally:
+                watchers.remove(watch)
+
+    with activations.ready(), saved_tensors_hooks(note, lambda tensor: tensor):
+        placeholders = [node for node in block.graph.nodes if node.op == "placeholder"]
+        Gathers(activations).run_graph(
+            block.graph, f"{block.instances[0]}.", [_given(works, block, node) for node in placeholders]
+        )
+    return found
+
+
 class _Noted(Forward):
     """Runs a block and notes of each node the operators that make results in new memory, with the numbers of their calls and bytes."""
 
@@ -193,7 +223,7 @@ def recomputations(
     """Say for each block of a rank's program, by path, what it keeps; ``kinds`` are those of the blocks that are recomputed."""
     works = Works(program, degrees)
     activations = Activations(program, degrees, device=device, even_experts=True)
-    known: dict[tuple[str, str], Recomputation] = {}
+    known: dict[tuple[str, str], Recomputation | None] = {}
     found = {}
     for block in program.blocks.values():
         for path in dict.fromkeys(block.instances):
@@ -201,11 +231,15 @@ def recomputations(
                 key = block.name, kind
                 if key not in known:
                     known[key] = _recomputation(activations, works, block, kind)
-                found[path] = known[key]
+                if (how := known[key]) is not None:
+                    found[path] = how
     return found
 
 
-def _recomputation(activations: Activations, works: Works, block: Block, kind: str) -> Recomputation:
+def _recomputation(activations: Activations, works: Works, block: Block, kind: str) -> Recomputation | None:
+    if kind == GATHERS:
+        again = _gathered_again(activations, works, block)
+        return Recomputation(kind, nodes=frozenset(n.name for n in block.graph.nodes) - again) if again else None
     if (share := share_of(kind)) is None:
         return Recomputation(kind)
     kept = results_of(activations, works, block).within(share)

@@ -11,7 +11,7 @@ from torch import fx
 
 from graphpar.cost_models.workload import Phase, Work, Works
 from graphpar.ir.program import Block, value_of
-from graphpar.ir.recomputation import Recomputation
+from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.operators.contractions import ONE, matrices
 from graphpar.operators.record import Kind, Reads
 from graphpar.operators.table import record_of
@@ -31,7 +31,9 @@ def repeated_work(works: Works, graph: fx.Graph, recomputed: Mapping[str, Recomp
 
 def repeated_in(works: Works, block: Block, how: Recomputation) -> Work:
     """Return the forward work that an instance of ``block`` repeats."""
-    without = after_last(works, block) | (_selected(block) if how.kind == "selective" else how.nodes)
+    without = set(how.nodes)
+    if how.kind != GATHERS:
+        without = after_last(works, block) | (_selected(block) if how.kind == "selective" else how.nodes)
     work = works.of(block.graph, block.name, without)
     return Work({row: times for row, times in work.rows.items() if row.phase is Phase.FORWARD})
 

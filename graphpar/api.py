@@ -189,6 +189,7 @@ def plan(
             (``"pre"``, the default; in the forward, too), after it (``"post"``), or when it is needed (``"none"``).
         prefetch_distance: how many units are gathered ahead, 1 by default.
         recompute: what blocks run again in the backward instead of keeping it: ``"none"``, ``"full"`` (all but their inputs),
+            ``"gathers"`` (what all-gathers bring, gathered again from the shards),
             ``"selective"`` (what is cheap: not collectives, attention, and every second product), or ``"budget:0.6"`` (what is cheapest
             for its bytes, until a block keeps this share of them); or one of these by pattern over the paths of blocks, the last that
             matches: ``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices' memory, for each block

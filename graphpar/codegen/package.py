@@ -33,14 +33,14 @@ from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
 from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
 from graphpar.codegen.recomputation import FUNCTIONS as RECOMPUTING
-from graphpar.codegen.recomputation import recomputation_function, recomputed_in
+from graphpar.codegen.recomputation import GATHERING, recomputation_function, recomputed_in
 from graphpar.codegen.token_inputs import vocabularies
 from graphpar.codegen.train_script import EXAMPLES, train_script
-from graphpar.emitted import collectives, random_streams, recomputation
+from graphpar.emitted import collectives, gathering, random_streams, recomputation
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
-from graphpar.ir.recomputation import Recomputation
+from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.stages import emitted_package, stage_module
@@ -98,8 +98,11 @@ def emit_package(
         files["random_streams.py"] = inspect.getsource(random_streams)
     if plan.sharding.degrees:
         files["collectives.py"] = inspect.getsource(collectives)
-    if recomputed:
+    kinds = {how.kind for how in recomputed.values()}
+    if kinds - {GATHERS}:
         files["recomputation.py"] = inspect.getsource(recomputation)
+    if GATHERS in kinds:
+        files["gathering.py"] = inspect.getsource(gathering).replace("from graphpar.emitted.", "from .")
     record = plan.to_json() | {
         "interface": interface(program, plan, stages, recomputed),
         "model_file": model_file,
@@ -256,6 +259,7 @@ def _assembled(
         ("collectives", COLLECTIVES),
         ("random_streams", FUNCTIONS),
         ("recomputation", RECOMPUTING),
+        ("gathering", GATHERING),
     ):
         called = sorted(name for name in functions if re.search(rf"(?<![.\w]){name}\(", text))
         if called:

@@ -14,12 +14,14 @@ from graphpar.codegen.attributes import Tree
 from graphpar.codegen.classes import docstring
 from graphpar.codegen.fully_sharded import modules_of
 from graphpar.codegen.layout import wrapped
-from graphpar.ir.recomputation import Recomputation
+from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Stage
 
 NAME = "recompute_units"
 FUNCTIONS = ("recompute", "recompute_selectively", "recompute_but")
 """The functions of ``recomputation.py``."""
+GATHERING = ("gather_again",)
+"""The functions of ``gathering.py``."""
 
 _KEPT = {
     "selective": "keeps what enters it and what recompute_selectively names (recomputation.py)",
@@ -37,8 +39,10 @@ def recomputed_in(stages: Sequence[Stage], recomputed: Mapping[str, Recomputatio
 def recomputation_function(tree: Tree, recomputed: Mapping[str, Recomputation]) -> str:
     """Print the function; ``tree`` is the stage's, ``recomputed`` its blocks by path."""
     used = dict.fromkeys(how.kind for how in recomputed.values())
-    kept = [f"a block {_KEPT.get(kind) or _budget(kind)}" for kind in used]
-    what = f"{'; or '.join(kept)}, and runs its forward again in the backward."
+    kept = [f"a block {_KEPT.get(kind) or _budget(kind)}" for kind in used if kind != GATHERS]
+    parts = [f"{'; or '.join(kept)}, and runs its forward again in the backward"] if kept else []
+    parts += ["a block keeps the shards of what it gathers, and gathers again in the backward"] * (GATHERS in used)
+    what = f"{'; or '.join(parts)}."
     lines = [f"def {NAME}(stage: nn.Module) -> None:", *docstring(f"Recomputation: {what}")]
     for how, paths in _runs(recomputed):
         for text, variable in modules_of(tree, paths):
@@ -58,6 +62,8 @@ def _budget(kind: str) -> str:
 def _call(how: Recomputation, module: str) -> str:
     writes = ", writes=({}{})".format(", ".join(f'"{name}"' for name in how.writes), "," * (len(how.writes) == 1))
     written = writes if how.writes else ""
+    if how.kind == GATHERS:
+        return f"gather_again({module})"
     if how.kind == "selective":
         return f"recompute_selectively({module}{written})"
     if not how.calls:

@@ -27,6 +27,9 @@ _operators = torch.ops._c10d_functional
 _axes: dict[str, tuple[str, int, int]] = {}
 """The group's name, its size and this rank in it. Compiled code takes a group by its name."""
 
+watchers: list[Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], None]] = []
+"""Called with the shard and the result of each all-gather, and the function between them."""
+
 
 def bind(groups: Mapping[str, ProcessGroup | None]) -> None:
     """Give every axis its process group (``None``: one rank), in place of what was bound before."""
@@ -71,12 +74,14 @@ def reduce_scatter(x: Tensor, axis: str, dim: int, parts: Sequence[int] = ()) ->
 
 def all_gather(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), size: int | None = None) -> Tensor:
     """S(dim) -> R: the whole; backward sums and keeps its shard. [.., n, ..] -> [.., size or n * k, ..]"""
-    return _apply(x, lambda x: _gather(x, axis, dim, parts, size), lambda g: _sum_piece(g, axis, dim, parts))
+    result = _apply(x, lambda x: _gather(x, axis, dim, parts, size), lambda g: _sum_piece(g, axis, dim, parts))
+    return _watched(x, result, lambda x: _gather(x, axis, dim, parts, size))
 
 
 def all_gather_invariant(x: Tensor, axis: str, dim: int, parts: Sequence[int] = (), size: int | None = None) -> Tensor:
     """S(dim) -> I: the whole; backward keeps its shard. [.., n, ..] -> [.., size or n * k, ..]"""
-    return _apply(x, lambda x: _gather(x, axis, dim, parts, size), lambda g: _piece(g, axis, dim, parts))
+    result = _apply(x, lambda x: _gather(x, axis, dim, parts, size), lambda g: _piece(g, axis, dim, parts))
+    return _watched(x, result, lambda x: _gather(x, axis, dim, parts, size))
 
 
 def shard(x: Tensor, axis: str, dim: int, parts: Sequence[int] = ()) -> Tensor:
@@ -308,6 +313,12 @@ def _vocab_losses(logits: Tensor, target: Tensor, axis: str, vocab: int) -> Tens
 
 def _apply(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
     result: Tensor = _Transition.apply(x, forward, backward)
+    return result
+
+
+def _watched(x: Tensor, result: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    for watch in watchers:
+        watch(x, result, gather)
     return result
 
 

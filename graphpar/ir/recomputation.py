@@ -9,6 +9,8 @@ from graphpar.emitted.recomputation import Keeps, listed_in, selected
 
 Recompute = str | Mapping[str, str]
 """How blocks are recomputed: one kind for all, or kinds by pattern over their paths."""
+GATHERS = "gathers"
+"""The kind that only gathers again (:mod:`graphpar.emitted.gathering`)."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +18,9 @@ class Recomputation:
     """How a block is recomputed.
 
     Attributes:
-        kind: ``selective``, ``full`` or ``budget:SHARE``.
+        kind: ``gathers``, ``selective``, ``full`` or ``budget:SHARE``.
         calls: whose results a budget keeps: numbers of calls in a forward, by the name of the operator.
-        nodes: the same as names of the block's nodes.
+        nodes: the same as names of the block's nodes; for ``gathers`` all that don't run again.
         writes: names, in the block, of its buffers that are written while the program runs.
     """
 

@@ -59,11 +59,11 @@ def check_recomputes_all(stage: ModuleType) -> None:
     Raises:
         RuntimeProgramError: they keep some results, which in a compiled block are none of their own.
     """
-    for name in ("recompute_selectively", "recompute_but"):
+    for name in ("gather_again", "recompute_selectively", "recompute_but"):
         if hasattr(stage, name):
             raise RuntimeProgramError(
-                f"{name} keeps results of single operators, which compiled blocks do not have; compile the model with recompute=full or "
-                "none, or leave compile out"
+                f"{name} is about results of single operators, which compiled blocks do not have; compile the model with recompute=full "
+                "or none, or leave compile out"
             )
 
 

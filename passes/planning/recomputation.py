@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from graphpar.annotations.patterns import matching
-from graphpar.cost_models.execution import RECOMPUTE, share_of
+from graphpar.cost_models.execution import share_of
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
-from graphpar.ir.recomputation import Recomputation, Recompute
+from graphpar.ir.recomputation import GATHERS, Recomputation, Recompute
 from graphpar.passes.normalize.functional import written_buffers
 from graphpar.text import listed
 
@@ -23,7 +23,8 @@ OF_THE_MODEL = "of the model"
 """What the model itself runs under ``torch.utils.checkpoint``, where nothing is asked for."""
 AUTO = "auto"
 """The least recomputation with which a plan fits."""
-_LEAST_FIRST = ("none", "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
+KINDS = ("none", GATHERS, "selective", "full")
+_LEAST_FIRST = ("none", GATHERS, "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
 
 
 def least_first(program: Program) -> tuple[str, ...]:
@@ -91,9 +92,9 @@ def check_recompute(value: Any) -> None:
 def _check_kind(what: str, kind: Any) -> None:
     if isinstance(kind, str) and share_of(kind) is not None:
         return
-    if not isinstance(kind, str) or kind not in RECOMPUTE:
-        hint = near_match(kind, RECOMPUTE) if isinstance(kind, str) else ""
-        raise GraphparError(f"{what} is {kind!r}; it must be one of {', '.join(RECOMPUTE)}, or budget:SHARE.{hint}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        hint = near_match(kind, KINDS) if isinstance(kind, str) else ""
+        raise GraphparError(f"{what} is {kind!r}; it must be one of {', '.join(KINDS)}, or budget:SHARE.{hint}")
 
 
 def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:

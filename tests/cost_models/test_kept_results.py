@@ -27,7 +27,7 @@ from graphpar.runtime.stages import (
     stage_function,
 )
 from tests.cost_models.test_memory import ROWS, _filled, _inputs, _rank_0, _tuple
-from tests.programs import example
+from tests.programs import example, norms_pinned
 
 KINDS = ("none", "budget:0.9", "selective", "budget:0.6", "budget:0.3", "full")
 FAST = [("gpt2_tiny", {"tp": 2}), ("gpt_dropout", {})]
@@ -112,6 +112,21 @@ def test_kept_bytes(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
     assert full <= selective < none
     assert full < selective or name == "resnet_batchnorm"  # its convolutions are all made again
     assert full <= least < middle < most < none
+
+
+def test_shards_are_kept_of_what_is_gathered() -> None:
+    """Each of 8 blocks gathers twice, for q, k and v and for its wider layer."""
+    program, kept = example("gpt"), []
+    for kind in ("none", "gathers"):
+        pinned = norms_pinned(program, "S(1)")
+        plan = gp.plan(program, mesh={"tp": 4}, microbatch_size=ROWS, global_batch=8, recompute=kind, shard_plan=pinned)
+        parts = gp.partition(program, plan)
+        activations = Activations(parts.program, {"tp": 4}, recomputed=parts.compilation.recomputed)
+        reach = activations.reach(parts.stages[0], ROWS)
+        assert reach.inside + reach.shared + reach.sent == _kept(parts, 0)
+        kept.append(reach.inside)
+    whole = ROWS * 16 * 64 * 4
+    assert kept[0] - kept[1] == 8 * 2 * whole * 3 // 4
 
 
 def test_the_peak_grows_with_the_budget() -> None:

@@ -20,7 +20,7 @@ from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.sharding.planned import sharded_as
 from graphpar.verification.reference import run_reference
-from tests.programs import example
+from tests.programs import example, norms_pinned
 from tests.rank_pool import RankPool
 
 FIXTURE = Path(__file__).parents[1] / "recomputation_fixture.py"
@@ -115,6 +115,44 @@ ON_RANKS = [
 @pytest.mark.parametrize(("name", "mesh", "asked"), ON_RANKS, ids=lambda part: str(part))
 def test_ranks(pool: RankPool, tmp_path: Path, name: str, mesh: dict[str, int], asked: dict[str, Any]) -> None:
     same_bits(run(pool, tmp_path, name, mesh, KINDS, **asked))
+
+
+GATHERED = [
+    ("llama", {"tp": 2}, {}),
+    pytest.param("llama", {"tp": 2, "pp": 2}, {"schedule": "ZBVZeroBubble"}, marks=pytest.mark.slow),
+    pytest.param("gpt_dropout", {"tp": 2, "pp": 2}, {"schedule": "InterleavedZeroBubble"}, marks=pytest.mark.slow),
+    pytest.param("gpt2_tiny", {"tp": 2, "dp_shard": 2}, {"zero": 3}, marks=pytest.mark.slow),
+    pytest.param("gpt", {"tp": 4}, {}, marks=pytest.mark.slow),
+    pytest.param("llama", {"cp": 2}, {}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "asked"), GATHERED, ids=lambda part: str(part))
+def test_gathers(pool: RankPool, tmp_path: Path, name: str, mesh: dict[str, int], asked: dict[str, Any]) -> None:
+    program = example(name)
+    blocks = [path for block in program.blocks.values() for path in block.instances]
+    kinds: tuple[Recompute, ...] = ("gathers", {blocks[0]: "gathers", blocks[-1]: "full"})
+    pinned = norms_pinned(program, "S(1)") if "tp" in mesh else {}
+    folders = run(pool, tmp_path, name, mesh, kinds, shard_plan=pinned, **asked)
+    same_bits(folders)
+    plan, counts = gp.Plan.load(folders[1]), [sent(folder)["all_gather_into_tensor"] for folder in folders[:2]]
+    if "pp" not in mesh:
+        assert counts[1] - counts[0] == _repeated(program, plan) * plan.microbatches * STEPS > 0
+
+
+@pytest.mark.parametrize("fault", ["self.read_shard().repeat(1, 2, 1)", "self.gather(self.read_shard()).flip(1)"])
+def test_verify_finds_a_wrong_second_gather(tmp_path: Path, fault: str) -> None:
+    program = example("llama")
+    pinned = norms_pinned(program, "S(1)")
+    plan = gp.plan(program, mesh={"tp": 2}, microbatch_size=2, global_batch=4, recompute="gathers", shard_plan=pinned)
+    parts = gp.partition(program, plan)
+    for file in parts.folder.glob("gathering.py"):
+        text = file.read_text()
+        assert "self.gather(self.read_shard())" in text
+        file.write_text(text.replace("self.gather(self.read_shard())", fault))
+    result = gp.verify(parts, steps=1)
+    assert not result.ok
+    assert "_proj" in result.worst["gradient"]
 
 
 def test_collectives_are_kept_or_repeated_as_said(pool: RankPool, tmp_path: Path) -> None:
