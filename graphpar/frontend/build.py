@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -48,7 +50,7 @@ def build(model: ModelLike) -> Built:
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     tape = Tape()
     try:
-        with fake, tape, OffMeta(), _shared_by_copies():
+        with fake, tape, OffMeta(), _shared_by_copies(), _converted_in_place(fake):
             built = model()
     except Exception:
         with OffMeta():
@@ -85,6 +87,27 @@ def _shared_by_copies() -> Iterator[None]:
         yield
     finally:
         del FakeTensorMode.__deepcopy__  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _converted_in_place(fake: FakeTensorMode) -> Iterator[None]:
+    """Make ``.to(dtype)`` and the like work on fake parameters: torch swaps these, which it refuses for tensors that the mode remembers."""
+    swap = torch.utils.swap_tensors
+    remembered = fake.fake_tensor_converter.meta_converter.tensor_memo
+
+    def swapped(first: torch.Tensor, second: torch.Tensor) -> None:
+        references = [*weakref.getweakrefs(first), *weakref.getweakrefs(second)]
+        keys = [reference.key for reference in references if isinstance(reference, weakref.KeyedRef)]
+        del references
+        for key in keys:
+            remembered.pop(key, None)
+        swap(first, second)
+
+    torch.utils.swap_tensors = swapped
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import graphpar as gp
+from graphpar.frontend.build import build
 from tests.equality import Case, assert_exact, assert_same, eager, run
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
@@ -600,6 +602,14 @@ def test_values_of_a_factory_on_the_device_meta(factory: Callable[[], nn.Module]
     program = gp.export(factory, (X,), loss_fn=square)
 
     assert torch.equal(program.constants["mask"], torch.ones(3, 3).tril()) and "meta" not in str(program.graph)
+
+
+@pytest.mark.parametrize("convert", [nn.Module.bfloat16, lambda model: model.to(torch.float16)], ids=["bf16", "fp16"])
+def test_a_factory_that_converts_its_model_takes_no_memory(convert: Callable[[nn.Module], nn.Module]) -> None:
+    module, fake, _ = build(lambda: convert(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))))
+
+    assert fake is not None and all(isinstance(parameter, FakeTensor) for parameter in module.parameters())
+    assert {parameter.dtype for parameter in module.parameters()} <= {torch.bfloat16, torch.float16}
 
 
 def test_a_table_on_the_device_meta_without_values_is_refused() -> None:
