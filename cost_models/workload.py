@@ -320,7 +320,7 @@ class _Walk:
     def _joins(self, node: fx.Node, source: fx.Node, head: Mapping[fx.Node, fx.Node]) -> bool:
         if not self.works.fused or source not in head:
             return False
-        return record_of(node).fusible and record_of(source).fusible
+        return _fusible(node) and _fusible(source)
 
     def _chain(self, chain: Sequence[fx.Node]) -> Iterator[Row]:
         inside = set(chain)
@@ -371,6 +371,11 @@ class _Walk:
 
     def _grad(self, node: fx.Node) -> bool:
         return self.works.has_gradient(node, self.scope)
+
+
+def _fusible(node: fx.Node) -> bool:
+    """Return whether a compiler fuses a node with its neighbours; it traces a user's autograd.Function, taken to be pointwise."""
+    return record_of(node).fusible or operator_name(node).endswith(".apply")
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------
