@@ -37,9 +37,9 @@ from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.gradients import BUCKET_BYTES
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
-from graphpar.schedules.registry import action_order, stage_ranks
+from graphpar.schedules.registry import action_order, action_table, stage_ranks
 from graphpar.schedules.simulation import Timeline, in_flight, kept_before_backward, most_in_flight
-from graphpar.schedules.table import forwards
+from graphpar.schedules.table import ActionTable, forwards
 
 Array = NDArray[np.float64]
 
@@ -324,6 +324,11 @@ class Pricing:
         gathers = self.execution.kept_for_step if self._sharded else None
         return action_order(layout.schedule, self.mesh.pp, stages // self.mesh.pp, microbatches, gathers)
 
+    def _table(self, layout: Layout, stages: int, microbatches: int) -> ActionTable:
+        if layout.order is not None:
+            return layout.order.table
+        return action_table(layout.schedule, self.mesh.pp, stages // self.mesh.pp, microbatches)
+
     def _timeline(
         self,
         layout: Layout,
@@ -372,7 +377,7 @@ class Pricing:
         stages = len(layout.starts)
         if self.mesh.pp == 1 and layout.order is None:
             return (1.0,)
-        return self._peaks(layout, lambda count: kept_before_backward(self._order(layout, stages, count)), exact=False)
+        return self._peaks(layout, lambda count: kept_before_backward(self._table(layout, stages, count)), exact=False)
 
     def _peaks(self, layout: Layout, peaks: Callable[[int], Sequence[float]], *, exact: bool) -> tuple[float, ...]:
         """Return ``peaks`` of the layout's microbatches, unless ``exact`` extrapolated from few."""

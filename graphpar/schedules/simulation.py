@@ -13,6 +13,7 @@ others when the action has ended, and crosses ranks as :class:`Transfers` says.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -322,16 +323,14 @@ def most_in_flight(table: ActionTable | Order) -> tuple[int, ...]:
     return tuple(most)
 
 
-def kept_before_backward(table: ActionTable | Order) -> tuple[int, ...]:
+def kept_before_backward(table: ActionTable) -> tuple[int, ...]:
     """Compute for each rank how many microbatches it keeps, of each of its stages at least, when its first backward begins."""
-    order = table if isinstance(table, Order) else order_of(table)
     found = []
-    for nodes in order.actions_of:
-        kind, stage = np.divmod(order.price[nodes], order.stages)
-        backwards = np.flatnonzero((kind == 1) | (kind == 2))  # B, I
-        before = slice(None, backwards[0] if len(backwards) else None)
-        run = stage[before][kind[before] == 0]
-        found.append(min((int((run == own).sum()) for own in np.unique(stage)), default=0))
+    for row in table.rows:
+        actions = [action for cell in row if cell is not None for action in cell.parts]
+        first = next((place for place, action in enumerate(actions) if action.kind in "BI"), len(actions))
+        run = Counter(action.stage for action in actions[:first] if action.kind == "F")
+        found.append(min((run[own] for own in {action.stage for action in actions}), default=0))
     return tuple(found)
 
 

@@ -54,6 +54,7 @@ class CandidatePrices:
         self.space, self.solve, self.execution, self.dtype, self.show = space, solve, execution, dtype, show
         self.program, self.cluster = space.program, space.cluster
         self._sharded: dict[tuple[Mesh, int], Sharded | None] = {} if like is None else like._sharded
+        self._units: dict[tuple[object, ...], list[Unit]] = {}
         self._pricings: dict[tuple[object, ...], Pricing] = {}
         self._balancers: dict[tuple[object, ...], StageBalancer] = {}
         self._run_bytes: dict[tuple[object, ...], RunBytes] = {}
@@ -72,8 +73,11 @@ class CandidatePrices:
         sharded = self.sharded(mesh, rows)
         if sharded is None:
             return None
-        run = replace(self.execution, blocks=tuple(self.recomputed[kind].items()))
-        return units_of_ranks(sharded, run, device=self.cluster.device.kind, wanted=split_points or ())
+        key = id(sharded), split_points, kind
+        if key not in self._units:
+            run = replace(self.execution, blocks=tuple(self.recomputed[kind].items()))
+            self._units[key] = units_of_ranks(sharded, run, device=self.cluster.device.kind, wanted=split_points or ())
+        return self._units[key]
 
     def sharded(self, mesh: Mesh, rows: int) -> Sharded | None:
         """Return the program of a rank, solved once for each mesh of compute axes; None where there is none."""

@@ -104,15 +104,12 @@ class StageBalancer:
 
     def _steps(self, able: NDArray[np.bool_]) -> list[list[_Step]]:
         """Return the steps of each unit among the kinds that are ``able``, [kind, unit]."""
-        known: dict[tuple[tuple[int, float, float], ...], list[_Step]] = {}
-        found = []
-        for unit in range(self.count):
-            kinds = np.flatnonzero(able[:, unit]).tolist()
-            points = tuple((kind, float(self.saved[kind, unit]), float(self.more[kind, unit])) for kind in kinds)
-            if points not in known:
-                known[points] = hull(points)
-            found.append(known[points])
-        return found
+        different, places = np.unique(np.concatenate([able, self.saved, self.more]), axis=1, return_inverse=True)
+        hulls = []
+        for column in different.T:
+            able_of, saved, more = column.reshape(3, -1).tolist()
+            hulls.append(hull([(kind, saved[kind], more[kind]) for kind, can in enumerate(able_of) if can]))
+        return [hulls[place] for place in places.ravel()]
 
     def kinds_of(self, unit: int) -> list[int]:
         """Return the kinds that save bytes of a unit, the one that saves most last."""
@@ -145,7 +142,8 @@ class StageBalancer:
     @cached_property
     def _savings(self) -> tuple[Array, Array]:
         """Bytes of a microbatch that all units together can save, and the seconds that takes, the cheapest savings first."""
-        steps = sorted((step.price, step.nbytes) for unit in self._caps[-1].steps for step in unit)
+        of_units = self._steps(np.ones(self.saved.shape, dtype=np.bool_))
+        steps = sorted((step.price, step.nbytes) for unit in of_units for step in unit)
         prices, sizes = np.array([(0.0, 0.0), *steps]).T
         return sizes.cumsum(), (prices * sizes).cumsum()
 
