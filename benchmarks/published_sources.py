@@ -33,6 +33,7 @@ class Habits:
         prefetch: divided parameters are gathered ahead.
         wait_for_sends: a stage waits until what it sends has arrived.
         overlap_tp: collectives of tp are divided into as many chunks as there are ranks, of which all but the first are hidden.
+        gathers_keys: ranks of cp gather keys and values; else these go round a ring.
         node_gbps: GB/s between nodes of one whole node in one direction, where it is not the device's usual.
         per_node: devices of a node, by a part of the hardware's name.
     """
@@ -50,6 +51,7 @@ class Habits:
     prefetch: bool = True
     wait_for_sends: bool = False
     overlap_tp: bool = False
+    gathers_keys: bool = False
     node_gbps: float | None = None
     per_node: Mapping[str, int] | None = None
 
@@ -93,7 +95,8 @@ SOURCES: Mapping[str, Habits] = {
     "internevo": Habits(gradient_bytes=2, node_gbps=50),
     # attn_impl is triton unless named (its scripts/train/benchmarking/submit_benchmarks.py): a kernel of the first FlashAttention
     "llm_foundry": replace(_FSDP, tied=True, loss="kernel", attention_rates=FIRST_FLASH),
-    "torchtitan": Habits(fused=True),
+    # its context_parallel_rotate_method is allgather unless named
+    "torchtitan": Habits(fused=True, gathers_keys=True),
     # 2 Tb/s RoCE a node
     "fsdp_paper": replace(_FSDP, attention="softmax", biases=True, dropout=0.1, node_gbps=250),
     "colossalai": Habits(),
