@@ -101,9 +101,7 @@ def _keys_and_values(row: Row, shape: Shape) -> dict[WorkRow, int]:
 def mesh_of(row: Row) -> Mesh:
     """Return the mesh of a row, with the ranks of cp and ep among its replicas."""
     replicas = row.replicas * row.degrees["cp"]
-    return Mesh(
-        pp=row.degrees["pp"], dp_replicate=replicas // row.shards, dp_shard=row.shards, tp=row.degrees["tp"]
-    )
+    return Mesh(pp=row.degrees["pp"], dp_replicate=replicas // row.shards, dp_shard=row.shards, tp=row.degrees["tp"])
 
 
 def own_state_bytes(row: Row, blocks: int) -> int:

@@ -22,8 +22,10 @@ ATTENTIONS = ("flash", "softmax", "composed")
 
 @dataclass(frozen=True)
 class Experts:
-    """``count`` of width ``ffn``, ``topk`` of which see a token; ``shared`` more see every token. A rank has ``here`` of them (0: all), which
-    see as many rows as it has tokens times ``topk``."""
+    """``count`` of width ``ffn``, ``topk`` of which see a token; ``shared`` more see every token.
+
+    A rank has ``here`` of them (0: all), which see as many rows as it has tokens times ``topk``.
+    """
 
     count: int
     topk: int

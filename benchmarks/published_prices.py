@@ -26,6 +26,7 @@ from graphpar.schedules.zero_bubble import StageCosts, automatic
 AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}
 """Schedules that are made for given costs, by how often the memory of 1F1B they may take."""
 
+
 @dataclass(frozen=True)
 class Prediction:
     """Of a row; ``memory_bytes`` is that of the rank that was measured, ``fits`` is about all."""
