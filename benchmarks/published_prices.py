@@ -17,6 +17,7 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import USABLE
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Transfers, simulate
@@ -29,10 +30,12 @@ AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a row; ``memory_bytes`` is that of the rank that was measured, ``fits`` is about all."""
+    """Of a row; ``memory_bytes``, what the source prints, and the other two are of the rank that was measured, ``fits`` is about all."""
 
     step_time_s: float
     memory_bytes: float
+    allocated_bytes: float
+    reserved_bytes: float
     fits: bool
     estimates: tuple[Estimate, ...] = ()
 
@@ -46,8 +49,10 @@ def price_row(row: Row) -> Prediction:
         without, whole = (price_row(replace(row, recompute=kind)) for kind in ("none", "full"))
         return Prediction(
             (without.step_time_s + whole.step_time_s) / 2,
-            memory := (without.memory_bytes + whole.memory_bytes) / 2,
-            memory <= row.cluster.device.memory_bytes,
+            (without.memory_bytes + whole.memory_bytes) / 2,
+            (without.allocated_bytes + whole.allocated_bytes) / 2,
+            reserved := (without.reserved_bytes + whole.reserved_bytes) / 2,
+            reserved <= row.cluster.device.memory_bytes,
             (*without.estimates, *whole.estimates),
         )
     try:
@@ -59,9 +64,14 @@ def price_row(row: Row) -> Prediction:
         first, after = stage.units
         blocks[stage.rank] += len(range(max(first, 1 + row.experts_after), min(after, 1 + row.layers)))
     peaks = [peak + own_state_bytes(row, blocks[pp]) for pp, peak in enumerate(estimate.peak_memory_bytes)]
+    rank = max(range(len(peaks)), key=peaks.__getitem__) if row.memory_of is None else row.memory_of
+    reserved, allocated = peaks[rank], peaks[rank] - estimate.memory[rank].slack
+    outside = row.cluster.device.memory_bytes * (1 / USABLE - 1)
     return Prediction(
         estimate.step_time_s,
-        max(peaks) if row.memory_of is None else peaks[row.memory_of],
+        {"allocated": allocated, "device": reserved + outside}.get(row.habits.prints or "", reserved),
+        allocated,
+        reserved,
         max(peaks) <= row.cluster.device.memory_bytes,
         (estimate,),
     )
