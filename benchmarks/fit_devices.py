@@ -23,6 +23,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.published_folded import Exchanging
 from benchmarks.published_prices import DISPATCH_S, layout_of, pricing_of
 from benchmarks.published_rows import HALF, Row, Unpriced, read, rows_of
 from benchmarks.published_sources import held_out
@@ -49,7 +50,8 @@ class Sample:
         made = self.pricing
         cluster = replace(made.cluster, device=change(made.cluster.device))
         execution = replace(made.execution, dispatch_s=None)  # it is one of the figures
-        step = Pricing(made.units, made.mesh, cluster, execution, dtype=made.dtype).estimate(self.layout).step_time_s
+        changed = Exchanging(made.units, made.mesh, cluster, execution, dtype=made.dtype).of_row(self.row)
+        step = changed.estimate(self.layout).step_time_s
         assert self.row.measured.step_time_s is not None
         return math.log(step / self.row.measured.step_time_s)
 

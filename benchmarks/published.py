@@ -118,6 +118,7 @@ def outcome(row: Row, prediction: Prediction | None, times: tuple[float, float] 
         step_time_s=(prediction.step_time_s, known.step_time_s) if prediction and known.step_time_s else None,
         memory_bytes=(prediction.memory_bytes, known.memory_bytes) if prediction and known.memory_bytes else None,
         bubble=times,
+        says=row.habits.prints is not None,
         fits=prediction.fits if prediction else None,
         ran=None if prediction is None else not known.oom,
     )
@@ -147,6 +148,10 @@ def tables(found: Sequence[Priced]) -> dict[str, dict[str, Scores]]:
     lines = selections(found)
     return {
         "all": {name: score([result.outcome for result in results]) for name, results in lines.items()},
+        "undescribed": {
+            name: score([result.outcome for result in results])
+            for name, results in selections([result for result in found if not result.row.described]).items()
+        },
         "counted": {
             name: score([result.outcome for result in results if result.outcome.counted])
             for name, results in lines.items()
@@ -170,7 +175,9 @@ def print_report(found: Sequence[Priced], missing: Sequence[Missing], details: b
     """Print the tables, why rows have no price, what was assumed, and with ``details`` every row."""
     console = Console(width=150)
     for kind, lines in tables(found).items():
-        console.print(table(kind, lines))
+        if lines:
+            console.print(table(kind, lines))
+    console.print(remainder_table(found))
     reasons = Counter((row.source, row.why) for row in missing)
     if reasons:
         console.print(f"{sum(reasons.values())} rows have no price:")
@@ -186,8 +193,54 @@ def print_report(found: Sequence[Priced], missing: Sequence[Missing], details: b
             console.print(line_of(result), markup=False, highlight=False)
 
 
+PARTS = {
+    "bubble": ("bubble", "pp"),
+    "gradients, optimizer": ("gradients", "optimizer", "dp_shard", "dp_replicate"),
+    "exchanges in operators": ("tp", "cp", "ep"),
+    "host": ("host",),
+}
+"""What a step has beside the device's computation, by the names of :attr:`graphpar.cost_models.estimates.Estimate.parts_s`."""
+MUCH = 0.1
+"""The share of a predicted step from which on a part counts as what the row is about."""
+
+
+def part_of(prediction: Prediction) -> str:
+    """Name the largest part of a predicted step beside computation, or computation where no part has :data:`MUCH` of it."""
+    seconds = prediction.estimates[0].parts_s
+    shares = {name: sum(seconds.get(each, 0.0) for each in of) for name, of in PARTS.items()}
+    most = max(shares, key=lambda name: shares[name])
+    return most if shares[most] >= MUCH * prediction.estimates[0].step_time_s else "computation alone"
+
+
+def remainder_table(found: Sequence[Priced]) -> Table:
+    """Make the table of what the remaining error is made of: counted rows by the largest part of their step beside computation."""
+    by_part: dict[tuple[str, str], list[float]] = {}
+    for result in found:
+        if result.outcome.counted and result.outcome.step_time_s and result.prediction:
+            kind = "A100 and before" if not result.row.cluster.device.name.startswith(NEW) else "H100 and later"
+            by_part.setdefault((kind, part_of(result.prediction)), []).append(relative(result.outcome.step_time_s))
+    whole = sum(abs(error) for errors in by_part.values() for error in errors) or 1.0
+    made = Table(
+        "devices", "most beside computation", title="what the error of step times is made of", title_justify="left"
+    )
+    for column in ("rows", "error", "bias", "share of all error"):
+        made.add_column(column, justify="right")
+    for (kind, part), errors in sorted(by_part.items()):
+        size = sum(map(abs, errors))
+        made.add_row(
+            kind,
+            part,
+            str(len(errors)),
+            _percent(size / len(errors)),
+            _percent(sum(errors) / len(errors)),
+            _percent(size / whole),
+        )
+    return made
+
+
 _COLUMNS = (
-    "rows", "error", "bias", "groups", "tau", "regret", "outcomes", "OOM right", "false fits", "memories", "error", "bubbles", "points",
+    "rows", "error", "bias", "groups", "tau", "regret", "outcomes", "OOM right", "false fits", "memories", "error", "said", "bubbles",
+    "points",
 )  # fmt: skip
 
 
@@ -206,14 +259,31 @@ def cells(scores: Scores) -> list[str]:
     """Format the numbers of one line of a table."""
     percent = [
         _percent(value)
-        for value in (scores.mape, scores.bias, scores.regret, scores.oom_accuracy, scores.false_fit, scores.memory)
-    ]
-    error, bias, regret, accuracy, false_fit, memory = percent
+        for value in (
+            scores.mape, scores.bias, scores.regret, scores.oom_accuracy, scores.false_fit, scores.memory, scores.said,
+        )
+    ]  # fmt: skip
+    error, bias, regret, accuracy, false_fit, memory, said = percent
     tau = "" if scores.tau is None else f"{scores.tau:.2f}"
     points = "" if scores.bubble is None else f"{scores.bubble:.2f}"
     counts = [str(n or "") for n in (scores.rows, scores.groups, scores.outcomes, scores.memories, scores.bubbles)]
     rows, groups, outcomes, memories, bubbles = counts
-    return [rows, error, bias, groups, tau, regret, outcomes, accuracy, false_fit, memories, memory, bubbles, points]
+    return [
+        rows,
+        error,
+        bias,
+        groups,
+        tau,
+        regret,
+        outcomes,
+        accuracy,
+        false_fit,
+        memories,
+        memory,
+        said,
+        bubbles,
+        points,
+    ]
 
 
 def _percent(value: float | None) -> str:
@@ -233,8 +303,12 @@ def line_of(result: Priced) -> str:
             f"{seen.step_time_s[0]:.4g} s for {seen.step_time_s[1]:.4g} ({100 * relative(seen.step_time_s):+.1f}%)"
         )
     if seen.memory_bytes:
-        said, found = (value / 2**30 for value in seen.memory_bytes)
-        words.append(f"{said:.1f} GiB for {found:.1f} ({100 * relative(seen.memory_bytes):+.1f}%)")
+        told, found = (value / 2**30 for value in seen.memory_bytes)
+        words.append(f"{told:.1f} GiB for {found:.1f} ({100 * relative(seen.memory_bytes):+.1f}%)")
+    if seen.memory_bytes and result.prediction:
+        words.append(
+            f"allocated {result.prediction.allocated_bytes / 2**30:.1f}, reserved {result.prediction.reserved_bytes / 2**30:.1f}"
+        )
     if seen.fits is not None and not (seen.fits and seen.ran):
         words.append(f"{'fits' if seen.fits else 'does not fit'}, {'ran' if seen.ran else 'did not run'}")
     if seen.bubble:

@@ -22,12 +22,16 @@ ATTENTIONS = ("flash", "softmax", "composed")
 
 @dataclass(frozen=True)
 class Experts:
-    """``count`` of width ``ffn``, ``topk`` of which see a token; ``shared`` more see every token."""
+    """``count`` of width ``ffn``, ``topk`` of which see a token; ``shared`` more see every token.
+
+    A rank has ``here`` of them (0: all), which see as many rows as it has tokens times ``topk``.
+    """
 
     count: int
     topk: int
     ffn: int
     shared: int = 0
+    here: int = 0
 
 
 @dataclass(frozen=True)
@@ -205,15 +209,18 @@ class Mixture(nn.Module):
         self.experts, self.gated = experts, shape.gated
         width = experts.ffn * (2 if shape.gated else 1)
         self.router = nn.Linear(shape.hidden, experts.count, bias=False)
-        self.up = nn.Parameter(torch.empty(experts.count, width, shape.hidden))
-        self.down = nn.Parameter(torch.empty(experts.count, shape.hidden, experts.ffn))
+        self.here = experts.here or experts.count
+        self.up = nn.Parameter(torch.empty(self.here, width, shape.hidden))
+        self.down = nn.Parameter(torch.empty(self.here, shape.hidden, experts.ffn))
         self.shared = MLP(shape, experts.ffn * experts.shared) if experts.shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, hidden] -> [b, s, hidden]"""
-        count, topk = self.experts.count, self.experts.topk
+        count, topk = self.here, self.experts.topk
         rows = x.flatten(0, 1)
         weights, chosen = self.router(rows).float().softmax(-1).topk(topk, dim=-1)
+        if count < self.experts.count:
+            chosen = chosen % count  # in place of the rows that come for these experts from other ranks
         order, which = torch.sort(chosen.flatten())
         ends = torch.histc(order.float(), bins=count, min=0, max=count - 1).cumsum(0, dtype=torch.int32)
         hidden = activated(F.grouped_mm(rows[which // topk], self.up.transpose(1, 2), offs=ends), self.gated)

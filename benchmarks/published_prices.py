@@ -6,8 +6,10 @@ Row ──its model's units──► Pricing ──its layout──► Estimate 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
+from benchmarks.published_folded import Exchanging, exchanging, mesh_of, own_state_bytes, shape_here
 from benchmarks.published_programs import Degrees, Parts, parts, with_scores_again
 from benchmarks.published_rows import HALF, Profile, Row, Unpriced
 from graphpar.cost_models.estimates import Estimate, Layout
@@ -15,7 +17,7 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pricing import Pricing
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.ir.mesh import Mesh
+from graphpar.hardware.devices import USABLE
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_table
 from graphpar.schedules.simulation import Transfers, simulate
@@ -25,19 +27,15 @@ from graphpar.schedules.zero_bubble import StageCosts, automatic
 AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}
 """Schedules that are made for given costs, by how often the memory of 1F1B they may take."""
 
-OTHERWISE = {
-    "cp": "graphpar keeps the queries of causal attention whole, where ring attention ran",
-    "ep": "graphpar gathers all tokens of a replica, where an all-to-all of the rows that move ran",
-}
-"""Axes on which graphpar's program differs from the one that was measured."""
-
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a row; ``memory_bytes`` is that of the rank that was measured, ``fits`` is about all."""
+    """Of a row; ``memory_bytes``, what the source prints, and the other two are of the rank that was measured, ``fits`` is about all."""
 
     step_time_s: float
     memory_bytes: float
+    allocated_bytes: float
+    reserved_bytes: float
     fits: bool
     estimates: tuple[Estimate, ...] = ()
 
@@ -51,18 +49,29 @@ def price_row(row: Row) -> Prediction:
         without, whole = (price_row(replace(row, recompute=kind)) for kind in ("none", "full"))
         return Prediction(
             (without.step_time_s + whole.step_time_s) / 2,
-            memory := (without.memory_bytes + whole.memory_bytes) / 2,
-            memory <= row.cluster.device.memory_bytes,
+            (without.memory_bytes + whole.memory_bytes) / 2,
+            (without.allocated_bytes + whole.allocated_bytes) / 2,
+            reserved := (without.reserved_bytes + whole.reserved_bytes) / 2,
+            reserved <= row.cluster.device.memory_bytes,
             (*without.estimates, *whole.estimates),
         )
     try:
         estimate = pricing_of(row).estimate(layout_of(row))
     except GraphparError as error:
         raise Unpriced(str(error)) from None
-    peaks = estimate.peak_memory_bytes
+    blocks = Counter[int]()  # with experts, of each pp rank
+    for stage in estimate.stages:
+        first, after = stage.units
+        blocks[stage.rank] += len(range(max(first, 1 + row.experts_after), min(after, 1 + row.layers)))
+    peaks = [peak + own_state_bytes(row, blocks[pp]) for pp, peak in enumerate(estimate.peak_memory_bytes)]
+    rank = max(range(len(peaks)), key=peaks.__getitem__) if row.memory_of is None else row.memory_of
+    reserved, allocated = peaks[rank], peaks[rank] - estimate.memory[rank].slack
+    outside = row.cluster.device.memory_bytes * (1 / USABLE - 1)
     return Prediction(
         estimate.step_time_s,
-        max(peaks) if row.memory_of is None else peaks[row.memory_of],
+        {"allocated": allocated, "device": reserved + outside}.get(row.habits.prints or "", reserved),
+        allocated,
+        reserved,
         max(peaks) <= row.cluster.device.memory_bytes,
         (estimate,),
     )
@@ -71,34 +80,19 @@ def price_row(row: Row) -> Prediction:
 def pricing_of(row: Row) -> Pricing:
     """Make the pricing of a row's model on the row's cluster."""
     units = _parts(row).chain(row.experts_after, row.layers - row.experts_after)
-    return Pricing(units, mesh_of(row), _cluster(row), execution_of(row), dtype=row.products)
+    return Exchanging(units, mesh_of(row), _cluster(row), execution_of(row), dtype=row.products).of_row(row)
 
 
 def _parts(row: Row) -> Parts:
-    for axis, why in OTHERWISE.items():
-        if row.degrees[axis] > 1:
-            raise Unpriced(f"{axis}={row.degrees[axis]}: {why}")
+    shape = shape_here(row)
     degrees = Degrees(row.degrees["tp"], row.sequence_parallel and row.degrees["tp"] > 1)
     made = with_scores_again if _makes_scores_again(row) else parts
     kinds = row.experts_after > 0, row.layers > row.experts_after
-    return made(row.shape, degrees, row.dtype, *kinds, row.habits.fused, row.habits.gradient_bytes)
+    return exchanging(row, shape, made(shape, degrees, row.dtype, *kinds, row.habits.fused, row.habits.gradient_bytes))
 
 
 def _makes_scores_again(row: Row) -> bool:
     return row.recompute == "selective" and row.shape.attention != "flash"
-
-
-def mesh_of(row: Row) -> Mesh:
-    """Read the mesh of a row."""
-    degrees = row.degrees
-    return Mesh(
-        pp=degrees["pp"],
-        dp_replicate=row.replicas // row.shards,
-        dp_shard=row.shards,
-        cp=degrees["cp"],
-        ep=degrees["ep"],
-        tp=degrees["tp"],
-    )
 
 
 DISPATCH_S = 57e-6

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_models import Experts, Latent, Shape
-from benchmarks.published_sources import FIRST_FLASH, SOURCES, Habits
+from benchmarks.published_sources import FIRST_FLASH, SOURCES, UNDESCRIBED, Habits
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import Link, device_named
@@ -94,7 +94,12 @@ class Row:
     @property
     def counted(self) -> bool:
         """Whether the headline counts it."""
-        return not self.tags & APART
+        return self.described and not self.tags & APART
+
+    @property
+    def described(self) -> bool:
+        """Whether it is known how the runs of its source were made."""
+        return self.source in SOURCES
 
 
 def rows_of(file: Path) -> Iterator[Mapping[str, Any]]:
@@ -110,12 +115,13 @@ def read(row: Mapping[str, Any]) -> Row:
     Raises:
         Unpriced: it can't be priced.
     """
-    habits = SOURCES.get(row["source"])
-    if habits is None:
-        raise Unpriced(f"nothing is known of how the runs of {row['source']} were made")
+    assumed: list[str] = []
+    habits = SOURCES.get(row["source"], UNDESCRIBED)
+    if row["source"] not in SOURCES:
+        assumed.append("it ran as Megatron Core does")
     if "nonstandard_model" in row["tags"]:
         raise Unpriced("its blocks are others than its dims say")
-    habits, assumed = _with_options(habits, row.get("options") or {}), []
+    habits = _with_options(habits, row.get("options") or {})
     degrees = _degrees(row)
     batch, parallel = row["batch"], row["parallel"]
     rows = _printed(batch, "global")

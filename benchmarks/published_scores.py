@@ -21,7 +21,7 @@ LEAST_GROUP = 3
 class Outcome:
     """Predictions of a row and its measurements; None where either is missing.
 
-    ``fits`` and ``ran``: predicted and measured. ``bubble``: shares.
+    ``says``: the source says what its memory is. ``fits`` and ``ran``: predicted and measured. ``bubble``: shares.
     """
 
     id: str
@@ -31,6 +31,7 @@ class Outcome:
     step_time_s: tuple[float, float] | None = None
     memory_bytes: tuple[float, float] | None = None
     bubble: tuple[float, float] | None = None
+    says: bool = False
     fits: bool | None = None
     ran: bool | None = None
 
@@ -38,7 +39,7 @@ class Outcome:
 @dataclass(frozen=True)
 class Scores:
     """``rows`` have a step time; ``groups`` and ``grouped`` are rank groups and the rows in them; ``false_fit`` is of
-    all outcomes."""
+    all outcomes; ``said`` is ``memory`` of sources that say what they print."""
 
     rows: int
     mape: float | None
@@ -52,6 +53,7 @@ class Scores:
     false_fit: float | None
     memories: int
     memory: float | None
+    said: float | None
     bubbles: int
     bubble: float | None
 
@@ -79,6 +81,9 @@ def score(outcomes: Sequence[Outcome]) -> Scores:
         false_fit=mean([float(fits and not ran) for fits, ran in known]),
         memories=len(memories),
         memory=mean(memories),
+        said=mean(
+            [abs(relative(outcome.memory_bytes)) for outcome in outcomes if outcome.memory_bytes and outcome.says]
+        ),
         bubbles=len(bubbles),
         bubble=mean(bubbles),
     )

@@ -33,8 +33,11 @@ class Habits:
         prefetch: divided parameters are gathered ahead.
         wait_for_sends: a stage waits until what it sends has arrived.
         overlap_tp: collectives of tp are divided into as many chunks as there are ranks, of which all but the first are hidden.
+        gathers_keys: ranks of cp gather keys and values; else these go round a ring.
         node_gbps: GB/s between nodes of one whole node in one direction, where it is not the device's usual.
         per_node: devices of a node, by a part of the hardware's name.
+        prints: of its memory: what is ``allocated``, what the allocator has ``reserved``, or what the ``device`` has in use; None
+            where the source does not say, which is compared with what is reserved.
     """
 
     attention: str = "flash"
@@ -50,8 +53,10 @@ class Habits:
     prefetch: bool = True
     wait_for_sends: bool = False
     overlap_tp: bool = False
+    gathers_keys: bool = False
     node_gbps: float | None = None
     per_node: Mapping[str, int] | None = None
+    prints: str | None = None
 
 
 _MEGATRON = Habits(  # Megatron-LM of 2020 to 2022: fused softmax, bias + GELU, bias + dropout + add; gradients and messages are waited for
@@ -88,18 +93,23 @@ SOURCES: Mapping[str, Habits] = {
     "nemo_2407": replace(_CORE, biases=True, tied=True, overlap_tp=True),
     "mlperf_gpt3": replace(_CORE, biases=True, tied=True, dropout=0.1, overlap_tp=True),
     # GPT-2's vocabulary padded; what overlaps, its options say
-    "megatron_ci": replace(_CORE, biases=True, vocab=50304, dropout=0.1, overlap_gradients=False),
+    "megatron_ci": replace(_CORE, biases=True, vocab=50304, dropout=0.1, overlap_gradients=False, prints="allocated"),
     # four 100 Gb/s RoCE a node
-    "internevo": Habits(gradient_bytes=2, node_gbps=50),
+    "internevo": Habits(gradient_bytes=2, node_gbps=50, prints="device"),
     # attn_impl is triton unless named (its scripts/train/benchmarking/submit_benchmarks.py): a kernel of the first FlashAttention
     "llm_foundry": replace(_FSDP, tied=True, loss="kernel", attention_rates=FIRST_FLASH),
-    "torchtitan": Habits(fused=True),
+    # its context_parallel_rotate_method is allgather unless named
+    "torchtitan": Habits(fused=True, gathers_keys=True, prints="reserved"),
     # 2 Tb/s RoCE a node
     "fsdp_paper": replace(_FSDP, attention="softmax", biases=True, dropout=0.1, node_gbps=250),
     "colossalai": Habits(),
     "alpa_readme": Habits(attention="softmax", biases=True, tied=True, overlap_gradients=False),
     "primus_pp": Habits(),
 }
+
+
+UNDESCRIBED = _CORE
+"""Of a source of which nothing is known: its runs are priced as Megatron Core's, and scored apart."""
 
 
 def held_out(source: str) -> bool:

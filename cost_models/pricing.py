@@ -11,7 +11,7 @@ for the slowest rank of each stage; ranks of one stage do the same.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import Memory
+from graphpar.cost_models.overlapped_state import StageWindow, exposed_gather, exposed_reduce, windows
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.stage_prices import StagePrices
 from graphpar.cost_models.step_costs import StageSeconds, StepCosts, UnitSeconds, continued, summed_by_axis
@@ -243,7 +244,8 @@ class Pricing:
         conditions = self._conditions(layout, costs)
         timeline = self._timeline(layout, staged, costs, conditions, exact)
         closings = tuple(
-            self._closing([stages[place] for place in places], [costs[place] for place in places]) for places in own
+            self._closing(stages, costs, places, self._windows(layout, costs, pp, exact))
+            for pp, places in enumerate(own)
         )
         return StepCosts(staged, costs, own, conditions, timeline, closings)
 
@@ -427,22 +429,37 @@ class Pricing:
     def _elements(self, stage: tuple[int, int]) -> int:
         return sum(held.elements for held in self.bytes.held([stage]))
 
-    def _closing(self, stages: Sequence[tuple[int, int]], seconds: Sequence[StageSeconds]) -> StepEnd:
-        """Return the end of the step on a rank with these stages."""
-        reduce, gather, nbytes = self._gradients(stages)
+    def _closing(
+        self,
+        stages: Sequence[tuple[int, int]],
+        costs: Sequence[StageSeconds],
+        places: Sequence[int],
+        around: Mapping[int, StageWindow],
+    ) -> StepEnd:
+        """Return the end of the step on a rank with the stages at ``places``."""
+        own = [stages[place] for place in places]
+        reduce, gather, nbytes = self._gradients(own)
         # On a CPU the cores that compute also add and copy gradients.
         beside = self.execution.overlap_gradients and self.cluster.device.kind != "cpu"
-        hidden = sum(cost.backward for cost in seconds) if beside else 0.0
         last = reduce * BUCKET_BYTES / max(nbytes, BUCKET_BYTES)
-        following = sum(cost.forward for cost in seconds) if self.execution.prefetch else 0.0
-        return StepEnd(
-            reduce,
-            max(reduce - hidden, last),
-            gather,
-            max(0.0, gather - following),
-            self._optimizer(stages),
-            self._summed_over(stages),
-        )
+        elements = [self._elements(stage) for stage in own]
+        shares = {place: count / max(1, sum(elements)) for place, count in zip(places, elements)}
+        exposed, delay = max(reduce, last), gather
+        if beside:
+            exposed = exposed_reduce({place: reduce * share for place, share in shares.items()}, costs, last, around)
+        if self.execution.prefetch:
+            delay = exposed_gather({place: gather * share for place, share in shares.items()}, costs, around)
+        return StepEnd(reduce, exposed, gather, delay, self._optimizer(own), self._summed_over(own))
+
+    def _windows(
+        self, layout: Layout, costs: Sequence[StageSeconds], rank: int, exact: bool
+    ) -> Mapping[int, StageWindow]:
+        """Return what a pp rank computes around the reduction and the gathering of each of its stages."""
+        if len(costs) == self.mesh.pp or not self.train:
+            return {place: StageWindow(0.0, 0.0) for place in range(len(costs))}
+        few = self._few(layout)
+        order = self._order(layout, len(costs), layout.microbatches if exact or few is None else few)
+        return windows(order, rank, costs)
 
     def _gradients(self, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
         """Return the seconds of reducing a rank's gradients and of gathering its parameters after the optimizer; bytes reduced."""

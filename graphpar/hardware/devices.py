@@ -247,10 +247,14 @@ _INSIDE_S = 2.7e-6  # 57 KB at 1.44 GB/s over 15 steps
 _BETWEEN_S = 14e-6  # InfiniBand and RoCE: NVIDIA/nccl src/graph/tuning.cc, and all-reduces and all-gathers of 1 to 16 MiB on two nodes
 
 
+USABLE = 0.97
+"""The share of a device's memory that a program's tensors can have: the rest is of the driver, page tables, the context, and buffers
+of the communication library."""
+
+
 def usable(vendor_gb: float, unit: int = 2**30) -> int:
-    """Return the bytes that a program can use of ``vendor_gb``, which are GiB on most data sheets: 3 % go to the driver, page
-    tables, the context, and buffers of the communication library."""
-    return int(0.97 * vendor_gb * unit)
+    """Return the bytes that a program can use of ``vendor_gb``, which are GiB on most data sheets."""
+    return int(USABLE * vendor_gb * unit)
 
 
 def _gpu(

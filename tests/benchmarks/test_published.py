@@ -14,13 +14,14 @@ import pytest
 
 from benchmarks import published
 from benchmarks.fit_devices import FIGURES, Array, changed, least_squares, samples
-from benchmarks.published_models import Shape
+from benchmarks.published_folded import mesh_of
+from benchmarks.published_models import Experts, Shape
 from benchmarks.published_prices import few, price_row, pricing_of, starts
 from benchmarks.published_programs import Degrees, lowered, parts, with_scores_again
-from benchmarks.published_rows import Unpriced, read, rows_of
+from benchmarks.published_rows import Row, Unpriced, read, rows_of
 from benchmarks.published_scores import Outcome, kendall, mean, regret, score
 from benchmarks.published_sources import SOURCES, held_out
-from graphpar.cost_models.workload import Phase, Product
+from graphpar.cost_models.workload import Collective, Phase, Product, Work
 from graphpar.ir.program import operator_name
 from graphpar.operators.transitions import TABLE
 from graphpar.schedules.registry import action_table
@@ -113,13 +114,16 @@ def test_what_is_not_printed_is_not_guessed() -> None:
         read(altered("vtrain_multi:a", parallel={"dp": 4}))
     with pytest.raises(Unpriced, match="no multiple of 2 replicas x 3 rows"):
         read(altered("vtrain_multi:a", batch={"micro": 3}))
-    with pytest.raises(Unpriced, match="nothing is known of how the runs of elsewhere were made"):
-        read({**ROWS["vtrain_multi:a"], "source": "elsewhere"})
 
 
 def test_what_is_taken_for_granted_is_said() -> None:
     assert read(ROWS["megatron_bridge:a"]).assumed == ("nothing is recomputed",)
     assert read(ROWS["vtrain_multi:a"]).assumed == ()
+
+
+def test_a_source_without_a_description_is_priced_by_a_stated_default_and_scored_apart() -> None:
+    row = read({**ROWS["vtrain_multi:a"], "source": "elsewhere"})
+    assert row.assumed == ("it ran as Megatron Core does",) and not row.described and not row.counted
 
 
 def test_step_times_come_from_what_is_printed_first() -> None:
@@ -175,6 +179,40 @@ def test_scores_that_are_made_again_are_not_kept() -> None:
     assert products(again, Phase.INPUT) == products(kept, Phase.INPUT) + 2  # q @ k and shares @ v
 
 
+# ---- context and expert parallelism ---
+
+
+def test_ring_attention_has_all_keys_on_a_part_of_the_queries() -> None:
+    raw = ROWS["nemo_longseq:a"]
+    ring = read(raw)
+    whole = read({**raw, "parallel": {**raw["parallel"], "cp": 1}, "gpus": raw["gpus"] // 2})
+    assert ring.degrees["cp"] == 2
+
+    def block(row: Row) -> Work:
+        return pricing_of(row).units[1].kind.work
+
+    assert 2 * block(ring).flops(1) == pytest.approx(block(whole).flops(1))
+    sent = {row: times for row, times in block(ring).rows.items() if isinstance(row, Collective) and row.axis == "cp"}
+    shape, tp = ring.shape, ring.degrees["tp"]
+    own = (
+        2 * shape.kv_heads // tp * shape.head_dim * shape.seq / 2 * 2
+    )  # keys and values of half of the sequence, 2 bytes each
+    assert {(row.phase, row.nbytes.at(1)): times for row, times in sent.items()} == {
+        (Phase.FORWARD, own): 1, (Phase.INPUT, 2 * own): 1,
+    }  # fmt: skip
+    assert mesh_of(ring).size == ring.cluster.size
+
+
+def test_experts_are_divided_and_every_rank_has_its_tokens_share() -> None:
+    shape = replace(SMALL, gated=True, biases=False, tied=False, experts=Experts(8, 2, 64))
+    divided = replace(shape, experts=Experts(8, 2, 64, here=2))
+    one, other = (parts(each, Degrees(1, False), "bf16", False, True, True, 4).other for each in (shape, divided))
+    assert one is not None and other is not None
+    assert one.kind.work.flops(8) == pytest.approx(other.kind.work.flops(8))
+    held = [sum(part.elements for part in unit.held) for unit in (one, other)]
+    assert held[0] - held[1] == 6 * 3 * 64 * 64
+
+
 # ---- layouts and prices ----------------------------------------------------------------------------------------
 
 
@@ -220,8 +258,7 @@ def test_a_file_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["all"]["zero_bubble"]["bubble"] < 1e-9  # (p - 1)(F + B) of 1F1B, by hand
     assert report["all"]["everything"]["outcomes"] == 5 and len(report["rows"]) == 6
     assert report["all"]["A100, several nodes"]["rows"] == 3
-    (row,) = report["unpriced"]
-    assert row["id"] == "nemo_longseq:a" and row["why"].startswith("cp=2: ")
+    assert report["unpriced"] == []
     huge = next(row for row in report["rows"] if row["id"] == "hagemann_layouts:a")
     assert huge["fits"] is False and huge["ran"] is False
 
@@ -250,11 +287,11 @@ def test_held_out_sources_are_never_fitted() -> None:
     assert {
         sample.row.source for sample in samples(FILE, "A100", 1)
     } == set()  # zero_bubble's row has no time, the others are held out
-    assert {sample.row.source for sample in samples(FILE, "H100", 1)} == {"megatron_bridge"}
+    assert {sample.row.source for sample in samples(FILE, "H100", 1)} == {"megatron_bridge", "nemo_longseq"}
 
 
 def test_figures_that_made_a_time_explain_it() -> None:
-    (sample,) = samples(FILE, "H100", 1)
+    sample = next(iter(samples(FILE, "H100", 1)))
     device = sample.row.cluster.device
     start = [float(getattr(device, name)) for name in FIGURES]
     slower: Array = np.array([0.0, 0.0, 0.0, 0.5])

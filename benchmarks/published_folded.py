@@ -1,0 +1,142 @@
+"""Context and expert parallelism as the frameworks run them, priced as replicas that exchange something more.
+
+    Row ──its sequence and its experts divided──► units of a rank ──with the exchanges of cp and ep──► Exchanging(mesh: cp and ep in dp)
+
+Ranks of cp and ep hold the dense weights whole and sum their gradients, as replicas do, so the mesh counts them among
+those. What they exchange besides is work of a unit:
+
+    cp    a ring: each of cp steps attends to one part of the keys while the next part arrives, the gradients of keys and values going
+          round with them in the backward. Parts of the sequence are paired so that causal attention is as long on every rank. Or keys
+          and values are gathered, and their gradients reduce-scattered
+    ep    two all-to-alls of the rows of tokens forward, and two backward; each expert sees an even share
+
+Gradients of experts are summed over dp / ep ranks only; their bytes are right, the number of ranks that sum them is taken to be dp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.published_models import Shape
+from benchmarks.published_programs import Parts
+from benchmarks.published_rows import Row, Unpriced
+from graphpar.cost_models.collectives import Group
+from graphpar.cost_models.pipeline_units import Unit, UnitClass
+from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.workload import Attention, Collective, Phase, Work
+from graphpar.cost_models.workload import Row as WorkRow
+from graphpar.ir.mesh import Mesh
+from graphpar.operators.contractions import Size
+
+ITEM = 2
+"""Bytes of an element of what is exchanged, whatever products compute in."""
+
+
+def shape_here(row: Row) -> Shape:
+    """Return the model as a rank of cp and ep has it: its part of the sequence, and its experts.
+
+    Raises:
+        Unpriced: parts are uneven, or what is divided over cp or ep is not known.
+    """
+    shape, (cp, ep, tp) = row.shape, (row.degrees[axis] for axis in ("cp", "ep", "tp"))
+    if cp > 1:
+        if shape.seq % cp:
+            raise Unpriced(f"a sequence of {shape.seq} is no multiple of cp={cp}")
+        if shape.latent is not None or shape.attention != "flash":
+            raise Unpriced(f"cp={cp}: there is a price for rings of fused attention with its own keys alone")
+        shape = replace(shape, seq=shape.seq // cp)
+    if ep > 1:
+        if shape.experts is None or shape.experts.count % ep:
+            raise Unpriced(f"ep={ep} does not divide {shape.experts.count if shape.experts else 0} experts")
+        if tp > 1:
+            raise Unpriced(f"ep={ep} with tp={tp}: what tp divides of an expert is not printed")
+        if row.replicas * cp % ep:
+            raise Unpriced(f"ep={ep} is no part of {row.replicas * cp} replicas")
+        shape = replace(shape, experts=replace(shape.experts, here=shape.experts.count // ep))
+    return shape
+
+
+def exchanging(row: Row, shape: Shape, made: Parts) -> Parts:
+    """Add what cp and ep exchange to the units of ``shape``, a rank's."""
+    if row.degrees["cp"] == row.degrees["ep"] == 1:
+        return made
+    return Parts(
+        made.first, made.dense and _block(row, shape, made.dense, False), made.other and _block(row, shape, made.other, True), made.last
+    )  # fmt: skip
+
+
+def _block(row: Row, shape: Shape, unit: Unit, experts: bool) -> Unit:
+    cp, ep = row.degrees["cp"], row.degrees["ep"]
+    rows: dict[WorkRow, int] = dict(unit.kind.work.rows)
+    if cp > 1:
+        rows = {_over_all_keys(each, cp): times for each, times in rows.items()}
+        rows |= _keys_and_values(row, shape)
+    if ep > 1 and experts and shape.experts is not None:
+        tokens = Size(float(ep * shape.seq * shape.experts.topk * shape.hidden * ITEM), 1)
+        rows |= {Collective(phase, "ep", "all-to-all", tokens): 2 for phase in (Phase.FORWARD, Phase.INPUT)}
+    kind = unit.kind
+    return replace(unit, kind=UnitClass(Work(rows), kind.sends, lambda: kind.memory, kind.again))
+
+
+def _over_all_keys(each: WorkRow, cp: int) -> WorkRow:
+    return each._replace(keys=cp * each.keys) if isinstance(each, Attention) else each
+
+
+def _keys_and_values(row: Row, shape: Shape) -> dict[WorkRow, int]:
+    cp, heads = row.degrees["cp"], max(1, shape.kv_heads // row.degrees["tp"])
+    own = Size(2.0 * heads * shape.head_dim * shape.seq * ITEM, 1)
+    if row.habits.gathers_keys:
+        whole = float(cp) * own
+        return {
+            Collective(Phase.FORWARD, "cp", "all-gather", whole): 1,
+            Collective(Phase.INPUT, "cp", "all-gather", whole): 1,
+            Collective(Phase.INPUT, "cp", "reduce-scatter", whole): 1,
+        }
+    return {
+        Collective(Phase.FORWARD, "cp", "send", own): cp - 1,
+        Collective(Phase.INPUT, "cp", "send", 2.0 * own): cp - 1,
+    }
+
+
+def mesh_of(row: Row) -> Mesh:
+    """Return the mesh of a row, with the ranks of cp and ep among its replicas."""
+    replicas = row.replicas * row.degrees["cp"]
+    return Mesh(pp=row.degrees["pp"], dp_replicate=replicas // row.shards, dp_shard=row.shards, tp=row.degrees["tp"])
+
+
+def own_state_bytes(row: Row, blocks: int) -> int:
+    """Return the bytes of main copies and optimizer state that a rank with ``blocks`` blocks of experts has beyond the price, where
+    these are sharded over the dp / ep ranks with the same experts, not over dp."""
+    experts, ep = row.shape.experts, row.degrees["ep"]
+    if ep == 1 or not row.zero or experts is None:
+        return 0
+    elements = experts.count // ep * (3 if row.shape.gated else 2) * experts.ffn * row.shape.hidden
+    return round(blocks * elements * 12 * (ep - 1) / row.shards)
+
+
+class Exchanging(Pricing):
+    """Prices of units that exchange something over cp and ep, whose ranks are among the replicas of the mesh."""
+
+    def of_row(self, row: Row) -> Exchanging:
+        """Return these prices with the groups of a row's cp and ep."""
+        replicas, sizes = row.replicas * row.degrees["cp"], {"cp": row.degrees["cp"], "ep": row.degrees["ep"]}
+        self._exchanges: dict[str, Group] = {}
+        for axis, size in sizes.items():
+            if size > 1:
+                mesh = Mesh(pp=row.degrees["pp"], dp_shard=replicas // size, tp=row.degrees["tp"], **{axis: size})
+                self._exchanges[axis] = self.network.group_of_axes(mesh, [axis])
+        self._steps = sizes["cp"]
+        self._attention = {
+            each.phase: each for unit in self.units for each in unit.kind.work.rows if isinstance(each, Attention)
+        }
+        return self
+
+    def collective_s(self, row: Collective, rows: int) -> float:
+        """Return the seconds of one collective, of a ring's send those that attention to a part of the keys does not hide."""
+        if row.axis not in self._exchanges:
+            return super().collective_s(row, rows)
+        seconds = self.network.seconds(row.kind, row.nbytes.at(rows), self._exchanges[row.axis])
+        if row.kind == "send":
+            work = Work({self._attention[row.phase]: 1})
+            seconds = max(0.0, seconds - self.compute.seconds(work, rows)[row.phase].attention / self._steps)
+        return seconds / (1.0 - self.execution.overlap_tp)  # which is of the collectives of tp alone
