@@ -168,7 +168,11 @@ def _add_output(parser: Parser) -> None:
         metavar="S",
         help="after S seconds of search take the best plan so far; the report says how far from the best it may be",
     )
-    group.add_argument("--explain", metavar="PATTERN", help="say where matching modules and values are, and why")
+    group.add_argument(
+        "--explain",
+        metavar="PATTERN",
+        help="say where matching modules and values are, and why; of mesh, schedule, ... or plan, what else would cost",
+    )
     group.add_argument("--dump-after", metavar="STEP|all", help="print the program after a step, on standard error")
     group.add_argument("--run", action="store_true", help="then run it here, on local processes")
     group.add_argument("--steps", type=count, metavar="K", help="optimizer steps of --run (default: 10)")

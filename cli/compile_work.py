@@ -16,6 +16,7 @@ from graphpar.annotations.files import load_shard_plan
 from graphpar.cli import run_command
 from graphpar.cli.clock import Clock
 from graphpar.cli.explain import explain
+from graphpar.cli.explain_decisions import DecisionExplainer
 from graphpar.cli.explain_sharding import ShardingExplainer
 from graphpar.cli.output import Result, check_writable, print_wrapped, progress, stdout_console, write_text
 from graphpar.cli.passes_command import step_rows
@@ -34,6 +35,7 @@ from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
 from graphpar.passes.compilation import Compilation, compiled
 from graphpar.passes.planning.asked import Asked, ask, check_batch, planned
+from graphpar.passes.planning.next_best import Decisions
 from graphpar.passes.planning.planning import on_one_device
 from graphpar.passes.planning.recomputation import read_recompute
 from graphpar.passes.planning.validate_plan import check_alone, validate_plan
@@ -113,7 +115,13 @@ def compile_model(options: argparse.Namespace) -> Result:
     clock.step("report")
     clock.within("report", compilation.seconds)
     shard_plan = asked.pins.shard_plan if given is None else None
-    explanation = _explanation(compilation, options.explain, shard_plan) if options.explain else []
+    explanation: list[str] = []
+    if options.explain:
+        with progress("pricing what was not chosen"):
+            explainer = DecisionExplainer(
+                Decisions(program, plan, compilation.cluster, asked if given is None else None)
+            )
+            explanation = _explanation(compilation, options.explain, shard_plan, explainer)
     written = "" if folder is None else _write(compilation, report, file, folder, options)
     clock.phase("emit")
     clock.step("codegen")
@@ -122,7 +130,7 @@ def compile_model(options: argparse.Namespace) -> Result:
     report |= {} if plan.found is None else {"search": plan.found.to_json()}
     data = compile_json(report, plan, clock.seconds, out) | {"steps": step_rows(clock.steps)}
     if options.explain:
-        data["explain"] = explanation
+        data |= {"explain": explanation, "decisions": explainer.to_json()}
     if options.html:
         write_text(options.html, html(report))
 
@@ -325,10 +333,18 @@ def _on_one_device(program: Program, plan: Plan) -> Alone | None:
         return None
 
 
-def _explanation(compilation: Compilation, pattern: str, shard_plan: Mapping[str, Any] | None) -> list[str]:
-    plan, sharded = compilation.plan, compilation.sharded
-    explainer = ShardingExplainer(compilation, shard_plan) if plan.sharding.degrees else None
-    return explain(sharded.local, plan, compilation.stages, pattern, explainer.lines if explainer else None)
+def _explanation(
+    compilation: Compilation, pattern: str, shard_plan: Mapping[str, Any] | None, decisions: DecisionExplainer
+) -> list[str]:
+    """Explain the decision of that name, and every module and value that the pattern matches."""
+    plan, sharded, priced = compilation.plan, compilation.sharded, compilation.estimate is not None
+    tensors = ShardingExplainer(compilation, shard_plan) if plan.sharding.degrees else None
+    lines = decisions.named(pattern) if priced else []
+
+    def more(name: str) -> list[str]:
+        return [*(decisions.lines(name) if priced else ()), *(tensors.lines(name) if tensors else ())]
+
+    return explain(sharded.local, plan, compilation.stages, pattern, more, lines)
 
 
 def _step_lines(steps: Mapping[str, float]) -> list[str]:

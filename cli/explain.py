@@ -19,11 +19,13 @@ def explain(
     stages: Sequence[Stage],
     pattern: str,
     more: Callable[[str], list[str]] | None = None,
+    decisions: Sequence[str] = (),
 ) -> list[str]:
     """Explain everything whose name matches ``pattern``: ``*`` within one level, ``**`` over levels.
 
     Args:
         more: further lines about a name.
+        decisions: lines about the decision that has the name ``pattern``, if there is one.
 
     Raises:
         GraphparError: nothing matches.
@@ -37,7 +39,7 @@ def explain(
     ]
     parts = (re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("**"))
     wanted = re.compile(".*".join(parts))
-    lines = []
+    lines = list(decisions)
     for name, text in about:
         if wanted.fullmatch(name):
             lines += [f" {name}: {text}", *(f"     {line}" for line in (more(name) if more else ()))]
@@ -46,7 +48,7 @@ def explain(
         hint = near_match(pattern, dict(about)) or near_match(
             anywhere, {f"**.{name.rpartition('.')[2]}" for name, _ in about}
         )
-        raise GraphparError(f"--explain {pattern!r} matches no module, parameter or value.{hint}")
+        raise GraphparError(f"--explain {pattern!r} matches no module, parameter, value or decision.{hint}")
     return lines
 
 

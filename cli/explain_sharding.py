@@ -1,6 +1,6 @@
 """``--explain`` of a sharded program: the spec of each tensor around a module, its cost, and the cost of the next best spec.
 
-tensor ──its type forbidden, searched again──► next best type ──priced as a step is──► what a step would take then
+tensor ──its type forbidden, searched again──► next best type ──priced as a step is──► what a step would take then, and its memory
 
 Seconds are those of the report: of a priced step, and not of the simpler costs that the search minimises.
 """
@@ -16,7 +16,9 @@ from torch import fx
 
 from graphpar.annotations.patterns import ShardConstraints, names_of, resolve
 from graphpar.annotations.values import Choice, Spec
+from graphpar.cli.explain_decisions import compared
 from graphpar.codegen.printer import describe_shape
+from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.sent import SentPrices
 from graphpar.cost_models.sharding import costs_for
 from graphpar.errors import GraphparError
@@ -25,7 +27,7 @@ from graphpar.ir.sharding import Sharding, Types
 from graphpar.operators.naming import value_name
 from graphpar.operators.transitions import moves
 from graphpar.passes.compilation import Compilation
-from graphpar.passes.planning.planning import pricing_of
+from graphpar.passes.planning.planning import estimate_plan
 from graphpar.passes.sharding.costs import Prices, Workload
 from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.pins import pin_nodes
@@ -162,16 +164,15 @@ class ShardingExplainer:
         return seconds
 
     @cached_property
-    def step(self) -> float:
-        """Seconds of a step of the plan."""
-        return self._step_s(self.sharding)
+    def step(self) -> Estimate:
+        """A step of the plan."""
+        return self._estimate(self.sharding)
 
-    def _step_s(self, sharding: Sharding) -> float:
+    def _estimate(self, sharding: Sharding) -> Estimate:
         placed = replace(
             self.plan, sharding=replace(sharding, variants=self.sharding.variants, points=self.sharding.points)
         )
-        pricing, layout = pricing_of(self.whole, placed, self.cluster)
-        return pricing.step_s(layout)
+        return estimate_plan(self.whole, placed, self.cluster)
 
     def _alternative(self, operator: Operator, types: Types) -> str:
         if operator not in self._next:
@@ -203,13 +204,10 @@ class ShardingExplainer:
             return (
                 "no other spec is possible with the rest of the program" if possible else "no rule allows another spec"
             )
-        seconds = self._step_s(sharding_of(best))
-        change = seconds / self.step - 1
-        cheaper = ", but slower by the costs that the search minimises, or with more memory" if change < -5e-4 else ""
-        return (
-            f"next best {self._spec(best.types(operator))}: {seconds_text(seconds)} a step instead of "
-            f"{seconds_text(self.step)} ({change:+.1%}{cheaper})"
-        )
+        other = self._estimate(sharding_of(best))
+        cheaper = other.step_time_s < (1 - 5e-4) * self.step.step_time_s and other.missing_bytes <= 0
+        why = "; slower by the costs that the search minimises, or with more memory" if cheaper else ""
+        return f"next best {self._spec(best.types(operator))}: {compared(self.step, other)}{why}"
 
     def _pinned(self, operator: Operator) -> Spec:
         if operator.kind == "parameter":

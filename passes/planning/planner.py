@@ -165,6 +165,13 @@ class Planner:
         self.space.divide_any_sequence()  # a part of one may fit where a whole one does not
         return self._searched(prune, all_degrees=True)
 
+    def fastest(self, keep: Callable[[Candidate], bool]) -> tuple[Priced | None, bool]:
+        """Return the fastest that fits of the candidates that ``keep`` takes, and whether there was time for all of them."""
+        candidates = [each for each in self.bounded(all_degrees=True)[0] if keep(each)]
+        found = self._explored(candidates, True, time.monotonic())
+        ranked = sorted(map(self.fitting.exactly, found.best.values()), key=lambda each: each.rank_key)
+        return next((each for each in ranked if each.fits), None), not found.open
+
     def alone(self) -> Alone:
         """Estimate the whole batch on one device of the cluster; the unsharded program's measurements are reused."""
         device = Cluster(1, 1, self.cluster.device, self.cluster.intra_node, self.cluster.inter_node)
