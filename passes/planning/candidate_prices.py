@@ -21,6 +21,7 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.errors import GraphparError
 from graphpar.ir.mesh import Mesh
+from graphpar.ir.recomputation import GATHERS
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.normalize.coupled import placed_axes
 from graphpar.passes.planning.candidates import Candidate
@@ -73,6 +74,8 @@ class CandidatePrices:
         sharded = self.sharded(mesh, rows)
         if sharded is None:
             return None
+        if self.space.wishes.recompute[kind] == GATHERS and Mesh(**placed_axes(self.program, mesh)).size == 1:
+            kind = 0  # nothing is gathered
         key = id(sharded), split_points, kind
         if key not in self._units:
             run = replace(self.execution, blocks=tuple(self.recomputed[kind].items()))

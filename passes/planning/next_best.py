@@ -195,12 +195,15 @@ class Decisions:
     def _best_of(self, about: NextBest, others: Sequence[tuple[str, Recompute]]) -> NextBest:
         """Price the plan with each of ``others``, and take the fastest that fits, or else the one nearest to fitting."""
         taken = recomputed_blocks(self.program, self.plan.recompute)
+        now = self.plan.predicted or estimate_plan(self.program, self.plan, self.cluster)
         found: list[tuple[str, Estimate]] = []
         for name, recompute in others:
             try:
                 if recomputed_blocks(self.program, recompute) != taken:
                     plan = replace(self.plan, recompute=recompute)
-                    found.append((name, estimate_plan(self.program, plan, self.cluster)))
+                    other = estimate_plan(self.program, plan, self.cluster)
+                    if (other.step_time_s, other.peak_memory_bytes) != (now.step_time_s, now.peak_memory_bytes):
+                        found.append((name, other))
             except GraphparError:  # a block that can't run again
                 continue
         if not found:
