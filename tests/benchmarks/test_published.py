@@ -256,7 +256,7 @@ def test_a_file_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["all"]["vtrain_multi"]["rows"] == 3 and report["counted"]["vtrain_multi"]["rows"] == 3
     assert report["all"]["vtrain_multi"]["groups"] == 1 and report["all"]["vtrain_multi"]["held_out"]
     assert report["all"]["zero_bubble"]["bubble"] < 1e-9  # (p - 1)(F + B) of 1F1B, by hand
-    assert report["all"]["everything"]["outcomes"] == 5 and len(report["rows"]) == 6
+    assert report["all"]["everything"]["outcomes"] == 6 and len(report["rows"]) == 7
     assert report["all"]["A100, several nodes"]["rows"] == 3
     assert report["unpriced"] == []
     huge = next(row for row in report["rows"] if row["id"] == "hagemann_layouts:a")

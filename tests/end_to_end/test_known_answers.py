@@ -137,9 +137,10 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("known", sample(KNOWN, 2), ids=str)
 def test_a_known_answer(known: Known, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = compiled(known.model, tmp_path / "whole", ["--cluster", known.cluster, "--batch", str(known.batch)], capsys)
+    whole, twin = tmp_path / "whole", tmp_path / "twin"
+    plan = compiled(known.model, whole, ["--cluster", known.cluster, "--batch", str(known.batch)], capsys)
     assert known.expected(plan["mesh"]), plan["mesh"]
-    result = gp.check(tmp_path / "whole")
+    result = gp.check(whole)
     assert result.ok, result.problems
     mesh = {axis: min(degree, 2) for axis, degree in plan["mesh"].items()}
     options = ["--mesh", ",".join(f"{axis}={degree}" for axis, degree in mesh.items()), "--recompute"]
@@ -148,8 +149,8 @@ def test_a_known_answer(known: Known, tmp_path: Path, capsys: pytest.CaptureFixt
         options += ["--zero", str(plan["zero"]), "--reshard", str(plan["reshard"])]
     if mesh["pp"] > 1:
         options += ["--schedule", plan["schedule"]]
-    compiled(known.twin, tmp_path / "twin", options, capsys)
-    verified = gp.verify(tmp_path / "twin", steps=2)
+    compiled(known.twin, twin, options, capsys)
+    verified = gp.verify(twin, steps=2)
     assert verified.ok, verified
 
 
@@ -157,10 +158,8 @@ def compiled(model: str, folder: Path, options: list[str], capsys: pytest.Captur
     """Compile an example or the text of a model file, and return the plan."""
     path = EXAMPLES / f"{model}.py"
     if "\n" in model:
-        folder.mkdir()
-        path = folder / "known_model.py"
+        path = folder.with_name(f"{folder.name}_model.py")
         path.write_text(model)
-        folder = folder / "program"
     assert main(["compile", str(path), *options, "-o", str(folder), "--no-weights", "--json"]) == 0, (
         capsys.readouterr().err
     )
