@@ -21,21 +21,20 @@ from numpy.typing import NDArray
 from graphpar.cost_models.collectives import Network
 from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
 from graphpar.cost_models.estimates import Estimate, Layout
-from graphpar.cost_models.execution import OPTIMIZERS, Execution
+from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import Memory
-from graphpar.cost_models.overlapped_state import StageWindow, exposed_gather, exposed_reduce, windows
+from graphpar.cost_models.overlapped_state import StageWindow, windows
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.stage_prices import StagePrices
 from graphpar.cost_models.step_costs import StageSeconds, StepCosts, UnitSeconds, continued, summed_by_axis
-from graphpar.cost_models.timelines import Conditions, StageEstimate, StepEnd
+from graphpar.cost_models.step_ends import StepEnds
+from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.cost_models.workload import Collective, Phase
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import figures_of
 from graphpar.ir.mesh import Mesh
-from graphpar.runtime.axes import REPLICAS
-from graphpar.runtime.gradients import BUCKET_BYTES
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_order, action_table, stage_ranks
@@ -81,6 +80,7 @@ class Pricing:
         self._groups = {
             axis: self.network.group_of_axes(mesh, [axis]) for axis, degree in mesh.degrees().items() if degree > 1
         }
+        self._ends = StepEnds(mesh, cluster, self.network, self.compute, self.bytes, self.crowd)
         self._seconds: dict[tuple[int, int], UnitSeconds] = {}
         self._again: dict[tuple[int, int], tuple[PhaseSeconds, dict[str, float]]] = {}
         self._stages: dict[tuple[int, int, int], StageSeconds] = {}
@@ -92,6 +92,7 @@ class Pricing:
         other = copy.copy(self)
         other.units, other._stages, other._stage_prices = tuple(units), {}, {}
         other.bytes = self.bytes.with_units(units)
+        other._ends = self._ends.with_bytes(other.bytes)
         return other
 
     # ---- seconds ----
@@ -108,8 +109,8 @@ class Pricing:
     def least_end_s(self) -> float:
         """A lower bound of the seconds after the pipeline: the mean rank's optimizer, and on a CPU its sums of gradients."""
         whole = [(0, len(self.units))]
-        reduce = self._gradients(whole)[0] if self.cluster.device.kind == "cpu" and not self._sharded else 0.0
-        return (self._optimizer(whole) + reduce) / self.mesh.pp
+        reduce = self._ends.gradients(whole)[0] if self.cluster.device.kind == "cpu" and not self._sharded else 0.0
+        return (self._ends.optimizer(whole) + reduce) / self.mesh.pp
 
     def unit_seconds(self, kind: UnitClass, rows: int) -> UnitSeconds:
         """Return the seconds of a unit for a microbatch of ``rows``."""
@@ -236,7 +237,7 @@ class Pricing:
         there, back = ([*crossing, 0.0] for crossing in self._crossings(layout, stages))
         staged = tuple(
             StageEstimate(
-                place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._elements(stage), there[place], back[place],
+                place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._ends.elements(stage), there[place], back[place],
                 cost.forward_exposed, cost.backward_exposed, *self._by_table(stage),
             )
             for place, (stage, cost) in enumerate(zip(stages, costs))
@@ -244,7 +245,7 @@ class Pricing:
         conditions = self._conditions(layout, costs)
         timeline = self._timeline(layout, staged, costs, conditions, exact)
         closings = tuple(
-            self._closing(stages, costs, places, self._windows(layout, costs, pp, exact))
+            self._ends.of_rank(stages, costs, places, self._windows(layout, costs, pp, exact))
             for pp, places in enumerate(own)
         )
         return StepCosts(staged, costs, own, conditions, timeline, closings)
@@ -420,37 +421,6 @@ class Pricing:
                 costs.append(self.network.seconds("send", nbytes, group) if nbytes else 0.0)
         return there, back
 
-    # ---- once a step ----
-
-    @cached_property
-    def _replicas(self) -> list[str]:
-        return [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
-
-    def _elements(self, stage: tuple[int, int]) -> int:
-        return sum(held.elements for held in self.bytes.held([stage]))
-
-    def _closing(
-        self,
-        stages: Sequence[tuple[int, int]],
-        costs: Sequence[StageSeconds],
-        places: Sequence[int],
-        around: Mapping[int, StageWindow],
-    ) -> StepEnd:
-        """Return the end of the step on a rank with the stages at ``places``."""
-        own = [stages[place] for place in places]
-        reduce, gather, nbytes = self._gradients(own)
-        # On a CPU the cores that compute also add and copy gradients.
-        beside = self.execution.overlap_gradients and self.cluster.device.kind != "cpu"
-        last = reduce * BUCKET_BYTES / max(nbytes, BUCKET_BYTES)
-        elements = [self._elements(stage) for stage in own]
-        shares = {place: count / max(1, sum(elements)) for place, count in zip(places, elements)}
-        exposed, delay = max(reduce, last), gather
-        if beside:
-            exposed = exposed_reduce({place: reduce * share for place, share in shares.items()}, costs, last, around)
-        if self.execution.prefetch:
-            delay = exposed_gather({place: gather * share for place, share in shares.items()}, costs, around)
-        return StepEnd(reduce, exposed, gather, delay, self._optimizer(own), self._summed_over(own))
-
     def _windows(
         self, layout: Layout, costs: Sequence[StageSeconds], rank: int, exact: bool
     ) -> Mapping[int, StageWindow]:
@@ -460,50 +430,6 @@ class Pricing:
         few = self._few(layout)
         order = self._order(layout, len(costs), layout.microbatches if exact or few is None else few)
         return windows(order, rank, costs)
-
-    def _gradients(self, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
-        """Return the seconds of reducing a rank's gradients and of gathering its parameters after the optimizer; bytes reduced."""
-        replicas = self._replicas
-        by_axes: dict[tuple[str, ...], float] = {}
-        parameters = 0.0
-        for held in self.bytes.held(stages):
-            if held.trained:
-                by_axes[held.axes] = by_axes.get(held.axes, 0.0) + self.bytes.reduced_sizes([held])
-                parameters += held.nbytes if self.execution.zero < 2 else self.execution.gathered_bytes([held])
-        total, reduced, gathered = sum(by_axes.values()), 0.0, 0.0
-        zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
-        for axes, nbytes in by_axes.items():
-            over = [*replicas, *axes] if zero == 0 else list(axes)
-            if over:
-                reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
-        if zero:
-            shards = self._groups["dp_shard"]
-            if zero == 1:
-                reduced += self.network.seconds("reduce-scatter", total, shards)
-            if zero == 1 or (zero == 2 and self.mesh.pp == 1):
-                gathered = self.network.seconds("all-gather", parameters, shards)
-            if self.mesh.dp_replicate > 1:
-                reduced += self.network.seconds("all-reduce", total / self.mesh.dp_shard, self._groups["dp_replicate"])
-        return reduced, gathered, total
-
-    def _summed_over(self, stages: Sequence[tuple[int, int]]) -> str | None:
-        """Return the axis to report the reduction of gradients under: the innermost of replicas, else the first of partial gradients."""
-        trained = [held for held in self.bytes.held(stages) if held.trained]
-        partial = [axis for held in trained for axis in held.axes]
-        return next(iter([*reversed(self._replicas), *partial]), None) if trained else None
-
-    def _optimizer(self, stages: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of reading gradients and state and writing state and parameters; in several passes where not fused."""
-        nbytes = 0.0
-        for held in self.bytes.held(stages):
-            if held.trained:
-                main = 4 if self.execution.main_copies else held.itemsize
-                updated = 2 * main * (1 + OPTIMIZERS[self.execution.optimizer]) + 2 * self.bytes.gradient_bytes(held)
-                nbytes += held.elements * (updated + (held.itemsize if main != held.itemsize else 0))
-        shards = self.execution.shards if self.execution.zero else 1
-        if not nbytes:
-            return 0.0
-        return self.crowd * float(self.compute.traffic_s(nbytes * (1 if self.execution.fused else 3) / shards))
 
     # ---- bytes ----
 

@@ -1,0 +1,120 @@
+"""``StepEnds``: what each pp rank does once a step, after its pipeline.
+
+gradients ──► reduced over replicas, behind the backwards ──► optimizer ──► parameters gathered, behind the next forwards
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from graphpar.cost_models.collectives import Group, Network
+from graphpar.cost_models.compute import Compute
+from graphpar.cost_models.execution import OPTIMIZERS
+from graphpar.cost_models.overlapped_state import StageWindow, exposed_gather, exposed_reduce
+from graphpar.cost_models.step_costs import StageSeconds
+from graphpar.cost_models.timelines import StepEnd
+from graphpar.cost_models.unit_bytes import UnitBytes
+from graphpar.hardware.cluster import Cluster
+from graphpar.ir.mesh import Mesh
+from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.gradients import BUCKET_BYTES
+
+
+class StepEnds:
+    """Prices the reduction of gradients, the optimizer and the gathering of parameters; stages are (first unit, the one after the last).
+
+    Args:
+        bytes: those of the units, under their ``execution``.
+        crowd: ranks for each core where they outnumber the cores of a node, else 1.
+    """
+
+    def __init__(
+        self, mesh: Mesh, cluster: Cluster, network: Network, compute: Compute, bytes: UnitBytes, crowd: float
+    ) -> None:
+        self.mesh, self.cluster, self.network, self.compute, self.crowd = mesh, cluster, network, compute, crowd
+        self.bytes, self.execution = bytes, bytes.execution
+
+    def with_bytes(self, bytes: UnitBytes) -> StepEnds:
+        """Return the prices of the same program with other recomputation."""
+        other = copy.copy(self)
+        other.bytes = bytes
+        return other
+
+    @cached_property
+    def _replicas(self) -> list[str]:
+        return [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
+
+    def _group(self, axis: str) -> Group:
+        return self.network.group_of_axes(self.mesh, [axis])
+
+    def elements(self, stage: tuple[int, int]) -> int:
+        """Return the elements of parameters that a rank of ``stage`` holds."""
+        return sum(held.elements for held in self.bytes.held([stage]))
+
+    def of_rank(
+        self,
+        stages: Sequence[tuple[int, int]],
+        costs: Sequence[StageSeconds],
+        places: Sequence[int],
+        around: Mapping[int, StageWindow],
+    ) -> StepEnd:
+        """Return the end of the step on a rank with the stages at ``places``."""
+        own = [stages[place] for place in places]
+        reduce, gather, nbytes = self.gradients(own)
+        # On a CPU the cores that compute also add and copy gradients.
+        beside = self.execution.overlap_gradients and self.cluster.device.kind != "cpu"
+        last = reduce * BUCKET_BYTES / max(nbytes, BUCKET_BYTES)
+        elements = [self.elements(stage) for stage in own]
+        shares = {place: count / max(1, sum(elements)) for place, count in zip(places, elements)}
+        exposed, delay = max(reduce, last), gather
+        if beside:
+            exposed = exposed_reduce({place: reduce * share for place, share in shares.items()}, costs, last, around)
+        if self.execution.prefetch:
+            delay = exposed_gather({place: gather * share for place, share in shares.items()}, costs, around)
+        return StepEnd(reduce, exposed, gather, delay, self.optimizer(own), self._summed_over(own))
+
+    def gradients(self, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
+        """Return the seconds of reducing a rank's gradients and of gathering its parameters after the optimizer; bytes reduced."""
+        replicas = self._replicas
+        by_axes: dict[tuple[str, ...], float] = {}
+        parameters = 0.0
+        for held in self.bytes.held(stages):
+            if held.trained:
+                by_axes[held.axes] = by_axes.get(held.axes, 0.0) + self.bytes.reduced_sizes([held])
+                parameters += held.nbytes if self.execution.zero < 2 else self.execution.gathered_bytes([held])
+        total, reduced, gathered = sum(by_axes.values()), 0.0, 0.0
+        zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
+        for axes, nbytes in by_axes.items():
+            over = [*replicas, *axes] if zero == 0 else list(axes)
+            if over:
+                reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
+        if zero:
+            shards = self._group("dp_shard")
+            if zero == 1:
+                reduced += self.network.seconds("reduce-scatter", total, shards)
+            if zero == 1 or (zero == 2 and self.mesh.pp == 1):
+                gathered = self.network.seconds("all-gather", parameters, shards)
+            if self.mesh.dp_replicate > 1:
+                reduced += self.network.seconds("all-reduce", total / self.mesh.dp_shard, self._group("dp_replicate"))
+        return reduced, gathered, total
+
+    def _summed_over(self, stages: Sequence[tuple[int, int]]) -> str | None:
+        """Return the axis to report the reduction of gradients under: the innermost of replicas, else the first of partial gradients."""
+        trained = [held for held in self.bytes.held(stages) if held.trained]
+        partial = [axis for held in trained for axis in held.axes]
+        return next(iter([*reversed(self._replicas), *partial]), None) if trained else None
+
+    def optimizer(self, stages: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of reading gradients and state and writing state and parameters; in several passes where not fused."""
+        nbytes = 0.0
+        for held in self.bytes.held(stages):
+            if held.trained:
+                main = 4 if self.execution.main_copies else held.itemsize
+                updated = 2 * main * (1 + OPTIMIZERS[self.execution.optimizer]) + 2 * self.bytes.gradient_bytes(held)
+                nbytes += held.elements * (updated + (held.itemsize if main != held.itemsize else 0))
+        shards = self.execution.shards if self.execution.zero else 1
+        if not nbytes:
+            return 0.0
+        return self.crowd * float(self.compute.traffic_s(nbytes * (1 if self.execution.fused else 3) / shards))
