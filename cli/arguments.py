@@ -103,6 +103,15 @@ def add_model(parser: Parser) -> None:
     )
 
 
+def add_cache(parser: argparse._ActionsContainer) -> None:
+    """Add ``--no-cache``, which commands that trace a model take."""
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="trace the model even where a capture of it was kept (in GRAPHPAR_CACHE)",
+    )
+
+
 def add_program(parser: Parser) -> None:
     """Add the folder that ``graphpar compile`` wrote."""
     parser.add_argument("out", metavar="OUT", help="the emitted folder")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from graphpar.cli.arguments import Commands, Parser, add_json, add_model, count, count_or_none, seconds
+from graphpar.cli.arguments import Commands, Parser, add_cache, add_json, add_model, count, count_or_none, seconds
 from graphpar.cli.output import Result
 
 _EXAMPLES = """examples:
@@ -156,6 +156,7 @@ def _add_output(parser: Parser) -> None:
         action="store_true",
         help="run the model's first step here and store its loss and gradient norm, with which train.py --check compares",
     )
+    add_cache(group)
     add_json(group)
     group.add_argument("-v", "--verbose", action="store_true", help="say how long each step of the compilation took")
     group.add_argument("--html", metavar="FILE", help="write the report as a page too")

@@ -27,6 +27,7 @@ from graphpar.codegen.printer import print_graph
 from graphpar.codegen.saving import EditedFiles, check_target
 from graphpar.cost_models.estimates import Alone
 from graphpar.errors import GraphparError, near_match
+from graphpar.frontend.capture_cache import CaptureCache, cache_folder
 from graphpar.frontend.inputs import batch_size
 from graphpar.frontend.modelfile import ModelFile, initial_weights, load_model_file
 from graphpar.hardware.cluster import Cluster
@@ -95,7 +96,8 @@ def compile_model(options: argparse.Namespace) -> Result:
     request = _request(options)
     file, given, asked, folder = request.file, request.given, request.asked, request.folder
     with progress("tracing the model"):
-        program = _export(file, options, given, clock)
+        cache = CaptureCache(file, None if options.no_cache else cache_folder())
+        program = _export(file, options, given, clock, cache)
     clock.phase("capture")
     with progress("planning") as shown:
         plan = planned(program, asked, shown) if given is None else validate_plan(program, given)
@@ -143,7 +145,7 @@ def compile_model(options: argparse.Namespace) -> Result:
                 f"\n Wrote      {out}   ({clock.seconds['total']:.1f} s)\n Weights    {written}", highlight=False
             )
         if options.verbose:
-            console.out("\n".join(["", *_step_lines(clock.steps)]), highlight=False)
+            console.out("\n".join(["", *_step_lines(clock.steps), *_cache_lines(cache)]), highlight=False)
         if request.kept:
             console.out(f" Kept       {request.kept} (as NAME.orig where it was written anew)", highlight=False)
 
@@ -222,7 +224,9 @@ def _split_points(text: str) -> list[str | dict[str, str]]:
 # ---- the steps -------------------------------------------------------------------------------------------------
 
 
-def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None, clock: Clock) -> Program:
+def _export(
+    file: ModelFile, options: argparse.Namespace, given: Plan | None, clock: Clock, cache: CaptureCache
+) -> Program:
     def ended(row: Step, program: Program) -> None:
         clock.step(row.name)
         nodes = len(program.graph.nodes)
@@ -234,7 +238,8 @@ def _export(file: ModelFile, options: argparse.Namespace, given: Plan | None, cl
         given.precision if given else _precision(options),
         _names(options.skip or ""),
         ended,
-        **({"evaluates": True} if options.eval else {}),
+        bool(options.eval),
+        cache,
     )
 
 
@@ -345,6 +350,12 @@ def _explanation(
         return [*(decisions.lines(name) if priced else ()), *(tensors.lines(name) if tensors else ())]
 
     return explain(sharded.local, plan, compilation.stages, pattern, more, lines)
+
+
+def _cache_lines(cache: CaptureCache) -> list[str]:
+    if cache.hit:
+        return [" Capture    as it was kept from an earlier run (--no-cache traces the model again)"]
+    return [] if cache.why_not is None else [f" Capture    not kept for other runs: {cache.why_not}"]
 
 
 def _step_lines(steps: Mapping[str, float]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from graphpar.cli.arguments import Commands, add_json, add_model
+from graphpar.cli.arguments import Commands, add_cache, add_json, add_model
 from graphpar.cli.output import Result
 
 
@@ -28,4 +28,5 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--formula", action="store_true", help="print flops and bytes as polynomials in the batch and the sequence"
     )
+    add_cache(parser)
     add_json(parser)

@@ -15,6 +15,7 @@ from graphpar.cli.output import Result, print_wrapped, progress
 from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cli.trace import export_file
 from graphpar.errors import GraphparError
+from graphpar.frontend.capture_cache import CaptureCache, cache_folder
 from graphpar.frontend.modelfile import ModelFile, load_model_file
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
@@ -39,7 +40,8 @@ def estimate_plan(options: argparse.Namespace) -> Result:
     cluster = Cluster.parse(options.cluster) if options.cluster else given.cluster
     with progress("tracing the model"):
         file = load_model_file(options.model)
-        program = export_file(file, given.mode, given.precision)
+        cache = CaptureCache(file, None if options.no_cache else cache_folder())
+        program = export_file(file, given.mode, given.precision, cache=cache)
     clock.phase("capture")
     with progress("pricing the plan"):
         plan = validate_plan(program, given)

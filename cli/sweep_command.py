@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from graphpar.cli.arguments import Commands, add_json, add_model, count, count_or_none
+from graphpar.cli.arguments import Commands, add_cache, add_json, add_model, count, count_or_none
 from graphpar.cli.output import Result
 
 
@@ -30,4 +30,5 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--zero", type=count_or_none, metavar="N", help="the ZeRO level")
     parser.add_argument("--recompute", metavar="KIND", help="as compile takes it")
     parser.add_argument("--html", metavar="FILE", help="write the table, and rows a second against devices, as a page")
+    add_cache(parser)
     add_json(parser)

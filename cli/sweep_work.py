@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from graphpar.cli.output import Result, check_writable, phases, print_wrapped, write_text
 from graphpar.cli.trace import default_dtype, export_file
 from graphpar.errors import GraphparError, NothingFits
+from graphpar.frontend.capture_cache import CaptureCache, cache_folder
 from graphpar.frontend.modelfile import load_model_file
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
@@ -81,7 +82,8 @@ def sweep(options: argparse.Namespace) -> Result:
     with phases() as phase:
         phase("tracing the model")
         file = load_model_file(options.model)
-        program = export_file(file, None, precision)
+        cache = CaptureCache(file, None if options.no_cache else cache_folder())
+        program = export_file(file, None, precision, cache=cache)
         rows = []
         for name, asked in wanted:
             phase(f"planning for {name}, batch {asked.pins.global_batch or 'of the example'}")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from graphpar import api
+from graphpar.frontend.capture import capture
+from graphpar.frontend.capture_cache import CaptureCache
 from graphpar.frontend.modelfile import ModelFile
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.precision import AUTO, Precision
-from graphpar.ir.program import Program
-from graphpar.passes.table import Step
+from graphpar.ir.program import ModelSource, Program
+from graphpar.passes.table import PASSES, PassList, Step, check_skipped
 
 
 def default_dtype(*clusters: str | None) -> str:
@@ -25,24 +28,20 @@ def export_file(
     skip: Sequence[str] = (),
     after_pass: Callable[[Step, Program], None] | None = None,
     evaluates: bool = False,
+    cache: CaptureCache | None = None,
 ) -> Program:
     """Trace the model with its example inputs, loss and passes; the rest is as :func:`graphpar.export` takes it.
+
+    Args:
+        cache: where its captures are kept.
 
     Raises:
         GraphparError: the model can't be traced.
     """
-    return api.export(
-        file.model,
-        file.args,
-        file.kwargs,
-        loss_fn=file.loss_fn,
-        targets=file.targets,
-        batch_dims=file.batch_dims,
-        mode=mode,
-        evaluates=evaluates,
-        dtype=None if precision is None else precision.dtype,
-        param_dtype=None if precision is None else precision.param_dtype or None,
-        passes=file.passes,
-        skip=skip,
-        after_pass=after_pass,
+    passes = PASSES if file.passes is None else PassList.of(file.passes)
+    check_skipped(passes, skip)
+    source = ModelSource(
+        file.model, file.args, file.kwargs, file.loss_fn, file.targets, precision or Precision(), mode, evaluates
     )
+    trace = capture if cache is None else partial(cache.capture, capture)
+    return api.export_source(source, file.batch_dims, passes, skip, after_pass, trace)

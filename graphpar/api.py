@@ -25,6 +25,7 @@ from graphpar.display import as_page, as_text
 from graphpar.errors import GraphparError
 from graphpar.frontend.build import ModelLike
 from graphpar.frontend.capture import capture
+from graphpar.frontend.capture_cache import Capture
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import AUTO, Precision
@@ -94,12 +95,25 @@ def export(
     check_skipped(row_list, skip)
     precision = Precision.of(dtype, pure, param_dtype)
     source = ModelSource(model, tuple(args), dict(kwargs or {}), loss_fn, tuple(targets), precision, mode, evaluates)
+    return export_source(source, batch_dims, row_list, skip, after_pass)
+
+
+def export_source(
+    source: ModelSource,
+    batch_dims: Mapping[str, int | None] | None,
+    row_list: PassList,
+    skip: Sequence[str] = (),
+    after_pass: Callable[[Step, Program], None] | None = None,
+    trace: Capture = capture,
+) -> Program:
+    """Do what :func:`export` says, where ``trace`` captures the model."""
     try:
-        return _exported(source, batch_dims, row_list, skip, after_pass)
+        return _exported(source, batch_dims, row_list, skip, after_pass, trace)
     except GraphparError as error:
-        if precision.dtype != AUTO:
+        if source.precision.dtype != AUTO:
             raise
-        program = _exported(replace(source, precision=Precision()), batch_dims, row_list, skip, after_pass)
+        plain = replace(source, precision=Precision())
+        program = _exported(plain, batch_dims, row_list, skip, after_pass, trace)
         return program.warn(
             f"The model computes in fp32, since in bf16 it can't be traced: {error} Where fp32 is meant, say so with dtype 'fp32' "
             "(--dtype fp32)."
@@ -112,8 +126,9 @@ def _exported(
     row_list: PassList,
     skip: Sequence[str],
     after_pass: Callable[[Step, Program], None] | None,
+    trace: Capture,
 ) -> Program:
-    raw = capture(source, batch_dims)
+    raw = trace(source, batch_dims)
     if after_pass is not None:
         after_pass(STEPS[0], raw)
     program, _ = run_passes(raw, row_list, skip=skip, after=after_pass)

@@ -14,6 +14,8 @@ from tests.rank_pool import RankPool
 
 # Reports are as wide as the terminal, which is another one for each who runs the tests.
 os.environ.pop("COLUMNS", None)
+# Each test traces what it needs.
+os.environ["GRAPHPAR_CACHE"] = ""
 # As the commands do: compiling makes many objects that stay, so that looking for garbage often is a tenth of a test's time.
 gc.set_threshold(400_000, 20, 20)
 # Each worker of pytest and each rank has a core; threads that wait for one another's core only burn time.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from graphpar.cli.trace import export_file
+from graphpar.frontend.capture_cache import CaptureCache
 from graphpar.frontend.modelfile import ModelFile, load_model_file
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
@@ -42,12 +43,13 @@ def traced_once(
     skip: Sequence[str] = (),
     after_pass: Callable[[Step, Program], None] | None = None,
     evaluates: bool = False,
+    cache: CaptureCache | None = None,
 ) -> Program:
     """In the place of the commands' :func:`graphpar.cli.trace.export_file`: an example is traced once a process, and its steps are
     shown again to whom asks for them."""
     path = file.path.resolve()
     if path.parent != EXAMPLES or file.passes is not None:
-        return export_file(file, mode, precision, skip, after_pass, evaluates)
+        return export_file(file, mode, precision, skip, after_pass, evaluates, cache)
     leaves = tree_leaves((file.args, file.kwargs, file.targets))
     shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     key = (path.stem, mode, precision or Precision(), tuple(skip), shapes, evaluates)

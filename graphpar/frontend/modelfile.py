@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.build import ModelLike, needed_arguments, unwrapped
+from graphpar.frontend.observed import OBSERVED
 from graphpar.runtime.manifest import InputInterface
 
 NAMES = (
@@ -77,6 +78,11 @@ def load_model_file(path_or_module: str | Path) -> ModelFile:
     Raises:
         GraphparError: there is no such file or module, it raises, or a name is missing or of a wrong type.
     """
+    with OBSERVED.watching():
+        return _loaded_file(path_or_module)
+
+
+def _loaded_file(path_or_module: str | Path) -> ModelFile:
     text = str(path_or_module)
     named_as_file = isinstance(path_or_module, Path) or text.endswith(".py") or "/" in text or Path(text).is_file()
     if named_as_file:
