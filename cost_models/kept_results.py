@@ -217,35 +217,40 @@ class _Dispatched(TorchDispatchMode):
         return result
 
 
-def recomputations(
-    program: Program, degrees: Mapping[str, int], kinds: Mapping[str, str], device: str
-) -> dict[str, Recomputation]:
-    """Say for each block of a rank's program, by path, what it keeps; ``kinds`` are those of the blocks that are recomputed."""
-    works = Works(program, degrees)
-    activations = Activations(program, degrees, device=device, even_experts=True)
-    known: dict[tuple[str, str], Recomputation | None] = {}
-    found = {}
-    for block in program.blocks.values():
-        for path in dict.fromkeys(block.instances):
-            if kind := kinds.get(path):
-                key = block.name, kind
-                if key not in known:
-                    known[key] = _recomputation(activations, works, block, kind)
-                if (how := known[key]) is not None:
-                    found[path] = how
-    return found
+class Recomputations:
+    """How blocks of a rank's program are recomputed; each is measured once, however many kinds are asked for."""
 
+    def __init__(self, program: Program, degrees: Mapping[str, int], device: str) -> None:
+        self.program, self._works = program, Works(program, degrees)
+        self._activations = Activations(program, degrees, device=device, even_experts=True)
+        self._known: dict[tuple[str, str], Recomputation | None] = {}
+        self._results: dict[str, Results] = {}
 
-def _recomputation(activations: Activations, works: Works, block: Block, kind: str) -> Recomputation | None:
-    if kind == GATHERS:
-        again = _gathered_again(activations, works, block)
-        return Recomputation(kind, nodes=frozenset(n.name for n in block.graph.nodes) - again) if again else None
-    if (share := share_of(kind)) is None:
-        return Recomputation(kind)
-    kept = results_of(activations, works, block).within(share)
-    calls: dict[str, list[int]] = {}
-    for result in kept:
-        calls.setdefault(result.operator, []).append(result.number)
-    return Recomputation(
-        kind, {name: tuple(numbers) for name, numbers in calls.items()}, frozenset(r.node for r in kept)
-    )
+    def of(self, kinds: Mapping[str, str]) -> dict[str, Recomputation]:
+        """Say for each block, by path, what it keeps; ``kinds`` are those of the blocks that are recomputed."""
+        found = {}
+        for block in self.program.blocks.values():
+            for path in dict.fromkeys(block.instances):
+                if kind := kinds.get(path):
+                    key = block.name, kind
+                    if key not in self._known:
+                        self._known[key] = self._recomputation(block, kind)
+                    if (how := self._known[key]) is not None:
+                        found[path] = how
+        return found
+
+    def _recomputation(self, block: Block, kind: str) -> Recomputation | None:
+        if kind == GATHERS:
+            again = _gathered_again(self._activations, self._works, block)
+            return Recomputation(kind, nodes=frozenset(n.name for n in block.graph.nodes) - again) if again else None
+        if (share := share_of(kind)) is None:
+            return Recomputation(kind)
+        if block.name not in self._results:
+            self._results[block.name] = results_of(self._activations, self._works, block)
+        kept = self._results[block.name].within(share)
+        calls: dict[str, list[int]] = {}
+        for result in kept:
+            calls.setdefault(result.operator, []).append(result.number)
+        return Recomputation(
+            kind, {name: tuple(numbers) for name, numbers in calls.items()}, frozenset(r.node for r in kept)
+        )

@@ -11,7 +11,7 @@ from time import perf_counter
 
 from graphpar.codegen.package import Package
 from graphpar.cost_models.estimates import Estimate
-from graphpar.cost_models.kept_results import recomputations
+from graphpar.cost_models.kept_results import Recomputations
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
@@ -69,7 +69,7 @@ def compiled(program: Program, plan: Plan, cluster: Cluster | None = None) -> Co
         sharded = replace(sharded, local=local)
     seconds = {"split": perf_counter() - started}
     hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
-    recomputed = recomputations(sharded.local, plan.mesh.degrees(), kinds, hardware.device.kind) if kinds else {}
+    recomputed = Recomputations(sharded.local, plan.mesh.degrees(), hardware.device.kind).of(kinds) if kinds else {}
     recomputed = with_writes(sharded.local, recomputed)
     return priced(
         Compilation(program, plan, sharded, stages, hardware, recomputed=recomputed, seconds=seconds), hardware

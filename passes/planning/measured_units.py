@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from graphpar.cost_models.activation_memory import Activations, Reach, attributes
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import tensor_bytes
-from graphpar.cost_models.kept_results import recomputations
+from graphpar.cost_models.kept_results import Recomputations
 from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Unit, UnitClass, UnitMemory
 from graphpar.cost_models.repeated_work import repeated_work
 from graphpar.cost_models.workload import Size, Works
@@ -76,13 +76,14 @@ def units_of_ranks(
 ) -> list[Unit]:
     """Return :func:`units_of` the program that a rank runs, cached on ``sharded`` with what was measured of them."""
     run = execution or Execution()
-    asked = device, run.fused, run.gradient_bytes, run.blocks, tuple(wanted)
+    measured = device, run.fused, run.gradient_bytes
+    asked = *measured, run.blocks, tuple(wanted)
     if asked not in sharded.units:
         split_points = unit_split_points(sharded.local, wanted)
-        key = *asked[:4], tuple(split_points)  # pinned split points may be among those found anyway
+        key = *measured, tuple(split_points)  # pinned split points may be among those found anyway
         if key not in sharded.units:
-            sharded.units[key] = _units(sharded.local, sharded.sharding.degrees, run, device, split_points)
-        sharded.units[asked] = sharded.units[key]
+            sharded.units[key] = _Measured(sharded.local, sharded.sharding.degrees, run, device, split_points)
+        sharded.units[asked] = sharded.units[key].units(run.blocks)
     found: list[Unit] = sharded.units[asked]
     return found
 
@@ -104,42 +105,59 @@ def units_of(
         device: ``cpu`` or ``cuda``, as :class:`Activations` takes it.
         wanted: further split points at which a unit begins.
     """
-    return _units(program, degrees, execution or Execution(), device, unit_split_points(program, wanted))
+    run = execution or Execution()
+    return _Measured(program, degrees, run, device, unit_split_points(program, wanted)).units(run.blocks)
 
 
-def _units(
-    program: Program,
-    degrees: Mapping[str, int],
-    execution: Execution,
-    device: str,
-    split_points: Sequence[tuple[int, SplitAt]],
-) -> list[Unit]:
-    positions = [position for position, _ in split_points]
-    stages = split(program, positions)
-    works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
-    recomputed = recomputations(program, degrees, dict(execution.blocks), device)
-    activations = Activations(program, degrees, device=device, even_experts=True, recomputed=recomputed)
-    kinds: dict[Any, UnitClass] = {}
-    memories: dict[Any, Callable[[], UnitMemory]] = {}
-    shared: set[str] = set()
-    holders = Counter(
-        name for stage in stages for name in {program.tie_of(name)[0] for name in attributes(program, stage)}
-    )
-    several = {name for name, count in holders.items() if count > 1}
-    units = []
-    for stage, position, point in zip(stages, [0, *positions], [None, *(point for _, point in split_points)]):
-        again = shared & set(stage.recomputed)
-        signature = _signature(program, stage, recomputed)
-        key = signature, frozenset(again)
-        if key not in kinds:
-            measure = memories.setdefault(signature, functools.cache(partial(_memory, activations, stage)))
-            work = works.of(stage.graph, without=again)
-            repeated = repeated_work(works, stage.graph, recomputed)
-            kinds[key] = UnitClass(work, _sends(program, stage), measure, repeated)
-        shared |= set(stage.recomputed)
-        held, buffers = _held(program, degrees, stage, several)
-        units.append(Unit(point, position, stage.modules, kinds[key], held, buffers, _inputs(program, stage), stage))
-    return units
+class _Measured:
+    """The units of a lowered program between ``split_points``, and what was measured of them, however their blocks are recomputed."""
+
+    def __init__(
+        self,
+        program: Program,
+        degrees: Mapping[str, int],
+        execution: Execution,
+        device: str,
+        split_points: Sequence[tuple[int, SplitAt]],
+    ) -> None:
+        positions = [position for position, _ in split_points]
+        self.program, self.degrees, self.device = program, degrees, device
+        self.stages = split(program, positions)
+        self.begins = list(zip([0, *positions], [None, *(point for _, point in split_points)]))
+        self.works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
+        self.recomputations = Recomputations(program, degrees, device)
+        self.kinds: dict[Any, UnitClass] = {}
+        self.memories: dict[Any, Callable[[], UnitMemory]] = {}
+        names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
+        holders = Counter(name for each in names for name in each)
+        several = {name for name, count in holders.items() if count > 1}
+        self.held = [_held(program, degrees, stage, several) for stage in self.stages]
+        self.inputs = [_inputs(program, stage) for stage in self.stages]
+        self.sends = [_sends(program, stage) for stage in self.stages]
+
+    def units(self, blocks: Iterable[tuple[str, str]]) -> list[Unit]:
+        """Return the units, in order, where ``blocks`` says how blocks are recomputed; equal ones are of one class."""
+        recomputed = self.recomputations.of(dict(blocks))
+        activations = Activations(
+            self.program, self.degrees, device=self.device, even_experts=True, recomputed=recomputed
+        )
+        shared: set[str] = set()
+        units = []
+        for number, (stage, (position, point)) in enumerate(zip(self.stages, self.begins)):
+            again = shared & set(stage.recomputed)
+            signature = _signature(self.program, stage, recomputed)
+            key = signature, frozenset(again)
+            if key not in self.kinds:
+                measure = self.memories.setdefault(signature, functools.cache(partial(_memory, activations, stage)))
+                work = self.works.of(stage.graph, without=again)
+                repeated = repeated_work(self.works, stage.graph, recomputed)
+                self.kinds[key] = UnitClass(work, self.sends[number], measure, repeated)
+            shared |= set(stage.recomputed)
+            held, buffers = self.held[number]
+            units.append(
+                Unit(point, position, stage.modules, self.kinds[key], held, buffers, self.inputs[number], stage)
+            )
+        return units
 
 
 def _signature(program: Program, stage: Stage, recomputed: Mapping[str, Recomputation]) -> Any:
