@@ -22,6 +22,8 @@ from graphpar.passes.planning.candidates import Candidate, Priced
 
 TRIES = 10
 """How often the bytes that are to be saved are corrected by those that a choice was found to miss."""
+MOVES = 64
+"""How many stages are tried beside those whose slowest is as fast as possible."""
 
 
 class Fitting:
@@ -57,6 +59,28 @@ class Fitting:
         """Price again, with every microbatch simulated."""
         pricing = self.prices.mixed(priced.candidate, priced.choices)
         return replace(priced, estimate=pricing.estimate(priced.layout))
+
+    def polished(self, priced: Priced) -> Priced:
+        """Return ``priced``, or a faster plan that fits whose stages begin a unit earlier or later; pinned stages stay."""
+        candidate, count = priced.candidate, len(self.prices.known(priced.candidate).units)
+        if not self.prices.chosen_in_memory(candidate):
+            return priced
+        best, tried = priced, {priced.layout.starts}
+        while len(tried) < MOVES:
+            others = [each for each in _moved(best.layout.starts, count) if each not in tried][: MOVES - len(tried)]
+            tried.update(others)
+            faster = [
+                each
+                for starts in others
+                if (each := self._fitted(candidate, starts)).fits
+                and each.estimate.step_time_s < best.estimate.step_time_s * (1 - 1e-9)
+            ]
+            whole = [each for each in map(self.exactly, faster) if each.fits]
+            found = min((best, *whole), key=lambda each: each.rank_key)
+            if found is best:
+                break
+            best = found
+        return best
 
     def _fitted(self, candidate: Candidate, starts: tuple[int, ...]) -> Priced:
         """Price stages, with as little recomputation as lets their ranks fit, or as much as there is."""
@@ -127,3 +151,14 @@ class Fitting:
             (kind for kind, each in zip(self.prices.space.wishes.recompute, self.prices.recomputed) if each == found),
             found,
         )
+
+
+def _moved(starts: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """Return the stages of which one begins a unit earlier or later; there are ``count`` units."""
+    ends = (*starts[1:], count)
+    found = []
+    for place in range(1, len(starts)):
+        for start in (starts[place] - 1, starts[place] + 1):
+            if starts[place - 1] < start < ends[place]:
+                found.append((*starts[:place], start, *starts[place + 1 :]))
+    return found

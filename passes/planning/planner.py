@@ -36,6 +36,8 @@ from graphpar.passes.planning.space import Space
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.text import listed, plural, seconds_text
 
+_NEAR = 1.03
+"""Up to how many times the fastest step a plan takes whose stages are looked at again."""
 SHOWN_EVERY_S = 0.2
 """How often a search says what it is at."""
 
@@ -119,7 +121,7 @@ class Planner:
     def bounded(self, *, all_degrees: bool = False) -> tuple[list[Candidate], int]:
         """Return candidates with their first bounds, the most promising first, and how many are impossible.
 
-        Unless ``all_degrees``, tp degrees from the first that makes microbatches no faster are left out: more replicas or stages use
+        Unless ``all_degrees``, tp degrees beyond the first that makes microbatches no faster are left out: more replicas or stages use
         the devices better. (Such a degree may still be needed for memory.)
         """
         found, impossible = [], 0
@@ -128,7 +130,9 @@ class Planner:
             each for each in self.space.all if each.mesh.tp in left_out.get(_beside(each.mesh), ())
         )
         for candidate in self.space.all:
-            pricing = None if candidate in self._useless else self.prices.pricing(candidate)
+            if candidate in self._useless:
+                continue
+            pricing = self.prices.pricing(candidate)
             if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:
                 impossible += 1
                 continue
@@ -136,7 +140,7 @@ class Planner:
         return sorted(found, key=lambda candidate: (candidate.bound, candidate.key)), impossible
 
     def _useless_degrees(self, candidates: Sequence[Candidate]) -> dict[tuple[int, ...], set[int]]:
-        """Return for each cp and ep the tp degrees from the first on that is no faster than smaller ones, for small and large
+        """Return for each cp and ep the tp degrees beyond the first that is no faster than smaller ones, for small and large
         microbatches."""
         found: dict[tuple[int, ...], set[int]] = {}
         sizes = {candidate.microbatch_size for candidate in candidates}
@@ -152,7 +156,7 @@ class Planner:
                     pricing = self.prices.pricing(replace(first[degree], microbatch_size=size))
                     seconds.append(math.inf if pricing is None else _microbatch_s(pricing, size))
                 if place and all(now >= before for now, before in zip(seconds, best)):
-                    found[beside] = set(degrees[place:])
+                    found[beside] = set(degrees[place + 1 :])
                     break
                 best = [min(now, before) for now, before in zip(seconds, best)]
         return found
@@ -218,7 +222,7 @@ class Planner:
         best, misfits, hopeless = found.best, found.misfits, found.hopeless
         exact = [found.noted(self.fitting.exactly(each)) for each in best.values()]
         whole = sorted(exact, key=lambda each: each.rank_key)
-        ranked = [each for each in whole if each.fits]
+        ranked = self._polished([each for each in whole if each.fits], found)
         misfits += [each for each in whole if not each.fits]  # simulating few microbatches underestimated them
         if not ranked:
             misfits += [
@@ -230,7 +234,7 @@ class Planner:
         return SearchResult(
             best=ranked[0] if ranked else None,
             alternatives=tuple(ranked[1 : self.shown + 1] if ranked else nearest[: max(1, self.shown)]),
-            considered=len(candidates) + impossible,
+            considered=len(self.space.all),
             priced=len(found.points),
             infeasible=impossible + len(misfits) + len(hopeless),
             refused=tuple(self.space.refused),
@@ -277,11 +281,18 @@ class Planner:
                 found.best[candidate.mesh] = priced
         return found
 
+    def _polished(self, ranked: list[Priced], found: _Explored) -> list[Priced]:
+        """Move the boundaries of stages of the plans that are about as fast as the first: the search has the slowest stage as fast as
+        possible, which is not always the fastest step."""
+        near = [each for each in ranked if each.estimate.step_time_s <= _NEAR * ranked[0].estimate.step_time_s]
+        better = {each.candidate: found.noted(self.fitting.polished(each)) for each in near[: self.shown + 1]}
+        return sorted((better.get(each.candidate, each) for each in ranked), key=lambda each: each.rank_key)
+
     def _left_out(self, candidates: Sequence[Candidate], unpriced: int) -> tuple[str, ...]:
         """Say what was not tried: degrees, and ``unpriced`` candidates for which there was no time."""
         tried = {candidate.mesh.tp for candidate in candidates}
         others = sorted({candidate.mesh.tp for candidate in self.space.all} - tried)
-        found = [f"tp={listed(list(map(str, others)), 4)}, no faster than tp={max(tried)}"] if others and tried else []
+        found = [f"tp={listed(list(map(str, others)), 4)}, as tp={max(tried)} is no faster"] if others and tried else []
         if "cp" not in self.space.pinned and not self.space.divides_sequences and self.cluster.size > 1:
             found.append("cp, as rows suffice")
         if unpriced:
