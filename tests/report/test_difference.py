@@ -80,7 +80,9 @@ def test_sweep_traces_once_and_says_what_does_not_fit(
     Path("small.json").write_text(json.dumps(small))
     command = ["sweep", "m.py", "--cluster", "2xCPU,small.json", "--batch", "8,16", "--html", "s.html"]
     traces = []
-    monkeypatch.setattr(sweep_work, "export_file", lambda *given: traces.append(1) or export_file(*given))
+    monkeypatch.setattr(
+        sweep_work, "export_file", lambda *given, **options: traces.append(1) or export_file(*given, **options)
+    )
     assert main([*command, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert traces == [1]
