@@ -70,7 +70,7 @@ class Observed:
 
     opened: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
-    variables: set[str] = field(default_factory=set)
+    variables: dict[str, str | None] = field(default_factory=dict)  # as first read: code may set them
     unknowable: str | None = None
     depth: int = 0
     hooked: bool = False
@@ -96,7 +96,7 @@ class Observed:
         return Facts(
             {path: _file(path) for path in sorted(opened)},
             {path: _path(path) for path in sorted(self.asked)},
-            {name: _variable(os.environ.get(name)) for name in sorted(self.variables)},
+            dict(sorted(self.variables.items())),
             names,
             _own_names(names),
         )
@@ -128,9 +128,15 @@ class Observed:
         get = environment.__getitem__
 
         def getitem(mapping: Any, name: Any) -> Any:
-            if mapping is os.environ and isinstance(name, str) and not _looks_through(sys._getframe(1)):
-                self.variables.add(name)
-            return get(mapping, name)
+            if mapping is not os.environ or not isinstance(name, str) or _looks_through(sys._getframe(1)):
+                return get(mapping, name)
+            try:
+                value = get(mapping, name)
+            except KeyError:
+                self.variables.setdefault(name, None)
+                raise
+            self.variables.setdefault(name, _variable(value))
+            return value
 
         def asked(original: Callable[..., Any]) -> Callable[..., Any]:
             def function(path: Any, *args: Any, **options: Any) -> Any:

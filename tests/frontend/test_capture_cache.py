@@ -160,6 +160,19 @@ def test_what_can_not_be_known_is_not_kept(
         assert why in str(cache.why_not)
 
 
+def test_variables_count_as_they_were_read(
+    trace: Callable[..., tuple[Program, CaptureCache]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRAPHPAR_TEST_LAYERS", raising=False)
+    text = MODEL.format(before="", layers="int(os.environ.setdefault('GRAPHPAR_TEST_LAYERS', '2'))")
+    assert trace(text)[1].why_not is None
+    monkeypatch.delenv("GRAPHPAR_TEST_LAYERS")  # as in a new process
+
+    program, cache = trace()
+
+    assert (layers_of(program), cache.hit) == (2, True)
+
+
 def test_broken_entries_are_traced_again(trace: Callable[..., tuple[Program, CaptureCache]], tmp_path: Path) -> None:
     trace(MODEL.format(before="", layers=2))
     (entry,) = (tmp_path / "cache").glob("*.capture")
