@@ -126,6 +126,8 @@ class Manifest:
     """The dtype in which gradients are summed over replicas; None: that of each parameter."""
     gather_dtype: torch.dtype | None = None
     """The dtype in which the stages read all parameters; None: in several."""
+    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The dtype in which stages read a parameter that is stored in another and not in shards."""
     model_file: str | None = None
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
     no_eval: str | None = None
@@ -229,6 +231,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         dtype=plan.optional("dtype", str, "fp32"),
         reduce_dtype=_dtype(plan, "reduce_dtype"),
         gather_dtype=_dtype(interface, "gather_dtype"),
+        casts=_dtypes(interface, "casts"),
         owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
@@ -245,6 +248,13 @@ def _dtype(record: Record, field: str) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
         raise RuntimeProgramError(f"{record.where}: {field} is {name!r}, not one of {', '.join(DTYPES)}")
     return None if name is None else DTYPES[name]
+
+
+def _dtypes(record: Record, field: str) -> dict[str, torch.dtype]:
+    names = record.values(field, str) if record.has(field) else {}
+    if strange := sorted(set(names.values()) - set(DTYPES)):
+        raise RuntimeProgramError(f"{record.where}: {field} has {strange[0]!r}, not one of {', '.join(DTYPES)}")
+    return {name: DTYPES[dtype] for name, dtype in names.items()}
 
 
 def _under_every_name(values: Mapping[str, T], ties: Sequence[Sequence[str]]) -> dict[str, T]:

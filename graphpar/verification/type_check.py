@@ -331,7 +331,7 @@ class _Stage:
             }
             with _Operators(self.axes, self.program.placed, self.result) as operators, torch.set_grad_enabled(train):
                 returned = module(*values, **inputs, **counts)
-            self._check_gathers(module, operators.read)
+            self._check_copies(module, operators.read)
             outputs = returned if isinstance(returned, tuple) else (returned,)
             if not self.stage.sends:
                 self._check_outputs(outputs, train)
@@ -341,19 +341,17 @@ class _Stage:
                     torch.autograd.backward(sent, [torch.zeros_like(value) for value in sent])
         return outputs
 
-    def _check_gathers(self, module: nn.Module, read: Mapping[nn.Parameter, set[torch.dtype]]) -> None:
-        """Check that no parameter is gathered in fewer bits than those in which it is read."""
-        gathered = self.program.gather_dtype
-        if gathered is None:
-            return
+    def _check_copies(self, module: nn.Module, read: Mapping[nn.Parameter, set[torch.dtype]]) -> None:
+        """Check that no parameter is gathered, or cast for a step, in fewer bits than those in which it is read."""
         for name, parameter in module.named_parameters():
-            lost = [dtype for dtype in read.get(parameter, ()) if torch.promote_types(dtype, gathered) != gathered]
-            if lost and name in self.program.fully_sharded:
-                self._problem(
-                    f"{name} is read in {lost[0]}, but interface.gather_dtype gathers it in {gathered}".replace(
-                        "torch.", ""
-                    )
-                )
+            sharded = name in self.program.fully_sharded
+            copied = self.program.gather_dtype if sharded else self.program.casts.get(name)
+            if copied is None:
+                continue
+            lost = [dtype for dtype in read.get(parameter, ()) if torch.promote_types(dtype, copied) != copied]
+            if lost:
+                how = "interface.gather_dtype gathers" if sharded else "interface.casts casts"
+                self._problem(f"{name} is read in {lost[0]}, but {how} it in {copied}".replace("torch.", ""))
                 return
 
     def _is_small(self) -> bool:
