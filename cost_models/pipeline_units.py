@@ -61,6 +61,8 @@ class UnitMemory:
 class Held:
     """Parameters of a unit whose gradients are partial on the same ``axes``, or one that is ``tied`` to another unit's: a stage holds
     that once.
+
+    ``copied``: the bytes of an element of the copy that a step makes of them, in another dtype; 0: none.
     """
 
     axes: tuple[str, ...]
@@ -69,6 +71,7 @@ class Held:
     itemsize: int
     trained: bool
     tied: str | None = None
+    copied: int = 0
 
 
 class UnitClass:

@@ -107,7 +107,9 @@ class StepEnds:
         return next(iter([*reversed(self._replicas), *partial]), None) if trained else None
 
     def optimizer(self, stages: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of reading gradients and state and writing state and parameters; in several passes where not fused."""
+        """Return the seconds of reading gradients and state and writing state and parameters, in several passes where not fused, and
+        of casting parameters for the next step.
+        """
         nbytes = 0.0
         for held in self.bytes.held(stages):
             if held.trained:
@@ -117,4 +119,11 @@ class StepEnds:
         shards = self.execution.shards if self.execution.zero else 1
         if not nbytes:
             return 0.0
-        return self.crowd * float(self.compute.traffic_s(nbytes * (1 if self.execution.fused else 3) / shards))
+        nbytes *= (1 if self.execution.fused else 3) / shards
+        return self.crowd * float(self.compute.traffic_s(nbytes + self._cast(stages)))
+
+    def _cast(self, stages: Sequence[tuple[int, int]]) -> float:
+        """Return the bytes of reading parameters and writing their copies, of a rank's shards before they are gathered."""
+        held = self.bytes.held(stages)
+        nbytes = sum(each.elements * (each.itemsize + each.copied) for each in held if each.copied)
+        return nbytes / (self.execution.shards if self.execution.zero >= 2 else 1)

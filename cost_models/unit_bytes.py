@@ -50,6 +50,10 @@ class UnitBytes:
             part.elements * (self.execution.reduce_bytes or self.gradient_bytes(part)) for part in held if part.trained
         )
 
+    def copied(self, held: Iterable[Held]) -> int:
+        """Return the bytes of the copies of parameters that a step makes; those that are sharded are gathered as they are read."""
+        return sum(part.elements * part.copied for part in held) if self.execution.zero < 2 else 0
+
     def gradient_bytes(self, held: Held) -> int:
         """Return the bytes of one element of a gradient."""
         return self.execution.gradient_bytes or held.itemsize
@@ -151,6 +155,7 @@ class UnitBytes:
         updated = sum(part.nbytes for part in trained) - sum(part.nbytes for part in copied) + main
         return Memory(
             parameters=run.divided(sum(part.nbytes for part in parts), 3),
+            copies=self.copied(parts),
             gradients=run.divided(self.gradient_sizes(trained), 2),
             main_copies=run.divided(main, 1),
             optimizer=run.divided(updated * OPTIMIZERS[run.optimizer], 1),

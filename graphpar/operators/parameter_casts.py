@@ -42,6 +42,11 @@ def gather_dtype(program: Program) -> torch.dtype | None:
     return found.pop() if len(found) == 1 else None
 
 
+def casts_parameter(node: fx.Node) -> bool:
+    """Return whether a node copies what the graph holds: whether that is a parameter is the program's to say."""
+    return is_copy(node) and node.all_input_nodes[0].op == "get_attr"
+
+
 def is_copy(node: fx.Node) -> bool:
     """Return whether a node only copies its operand, into another dtype for example."""
     return node.op == "call_function" and record_of(node).kind is Kind.COPY

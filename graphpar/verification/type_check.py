@@ -350,8 +350,8 @@ class _Stage:
                 continue
             lost = [dtype for dtype in read.get(parameter, ()) if torch.promote_types(dtype, copied) != copied]
             if lost:
-                how = "interface.gather_dtype gathers" if sharded else "interface.casts casts"
-                self._problem(f"{name} is read in {lost[0]}, but {how} it in {copied}".replace("torch.", ""))
+                how = "interface.gather_dtype gathers it in" if sharded else "interface.casts casts it to"
+                self._problem(f"{name} is read in {lost[0]}, but {how} {copied}".replace("torch.", ""))
                 return
 
     def _is_small(self) -> bool:
