@@ -146,9 +146,13 @@ class EveryPlan:
         if mesh.dp_shard == 1:
             return [(0, "default")]
         levels = [self.zero] if self.zero else [3] if "dp_shard" in self.mesh else [1, 2, 3]
-        both = {level: ["default", "always"] if level == 3 and mesh.pp > 1 else ["default"] for level in levels}
-        found = [(level, reshard) for level in levels for reshard in both[level]]
-        return [each for each in found if self.reshard in (None, each[1])]
+        if self.reshard is not None:
+            return [(level, self.reshard) for level in levels if level == 3 or self.reshard == "default"]
+        return [
+            (level, reshard)
+            for level in levels
+            for reshard in ("default", "always")[: 1 + (level == 3 and mesh.pp > 1)]
+        ]
 
     def _depths(self, name: str, pp: int) -> tuple[int, ...]:
         if self.split_points is not None:
