@@ -308,6 +308,15 @@ def _described(record: Record) -> tuple[str, tuple[int, ...], torch.dtype]:
     return record.get("name", str), record.shape(), record.dtype()
 
 
+def _is_recomputation(kind: object) -> bool:
+    if not isinstance(kind, str) or not kind.startswith("budget:"):
+        return kind in ("none", "gathers", "selective", "full")
+    try:
+        return 0 <= float(kind.removeprefix("budget:")) <= 1
+    except ValueError:
+        return False
+
+
 def _check(plan: Manifest, where: str) -> None:
     """What must hold between the fields of a plan; a violation is a broken or edited ``plan.json``."""
     known = {spec.name for spec in plan.inputs}
@@ -327,7 +336,13 @@ def _check(plan: Manifest, where: str) -> None:
         broken.append(f"zero is {plan.zero}, but {min(plan.fully_sharded)!r} is stored in shards over dp_shard")
     if plan.zero != 1 and plan.owners:
         broken.append(f"zero is {plan.zero}, but owners says which rank updates {min(plan.owners)!r}, as at level 1")
-    kinds = {plan.recompute} if isinstance(plan.recompute, str) else set(plan.recompute.values())
+    asked: list[object] = [plan.recompute] if isinstance(plan.recompute, str) else list(plan.recompute.values())
+    broken += [
+        f"recompute is {kind!r}; it must be one of none, gathers, selective, full or budget:SHARE"
+        for kind in asked
+        if not _is_recomputation(kind)
+    ]
+    kinds = {str(kind) for kind in asked}
     recomputing = [stage.index for stage in plan.stages if stage.recomputes]
     if recomputing and kinds == {"none"}:
         broken.append(f"recompute is 'none', but stage {recomputing[0]} recomputes")

@@ -46,6 +46,7 @@ from graphpar.runtime.layout import Shard, Type, local_shape, rank_at
 from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, TensorInterface, load_manifest
 from graphpar.runtime.schedules import check_actions
 from graphpar.runtime.stages import build_stage, emitted_package
+from graphpar.verification.recomputed import check_recomputed
 from graphpar.verification.typed_collectives import Axes, Kinds, declare_collectives, give, kinds_of, untyped
 
 SMALL = 1 << 26
@@ -101,7 +102,7 @@ class CheckResult:
 
 
 def check_folder(folder: str | Path) -> CheckResult:
-    """Check the types of every stage of an emitted program, and that its table of actions loses nothing.
+    """Check the types of every stage of an emitted program, that its table of actions loses nothing, and what it recomputes.
 
     Raises:
         GraphparError: this process already has a process group.
@@ -122,6 +123,8 @@ def check_folder(folder: str | Path) -> CheckResult:
         received: list[Kinds] = []
         for stage in program.stages:
             received = _Stage(program, package, stage, axes, result).check(received)
+        if program.mode == "train":
+            result.problems += check_recomputed(program, package)
     return result
 
 
