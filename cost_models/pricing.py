@@ -38,7 +38,7 @@ from graphpar.ir.mesh import Mesh
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_order, action_table, stage_ranks
-from graphpar.schedules.simulation import Timeline, in_flight, kept_before_backward, most_in_flight
+from graphpar.schedules.simulation import Timeline, kept_before_backward, most_in_flight, peak_in_flight
 from graphpar.schedules.table import ActionTable, forwards
 
 Array = NDArray[np.float64]
@@ -455,7 +455,7 @@ class Pricing:
         if self.mesh.pp == 1 and layout.order is None:
             return [sum(saved)]
 
-        def peaks(microbatches: int) -> list[float]:
-            return [memory.peak for memory in in_flight(self._order(layout, len(saved), microbatches), saved)]
+        def peaks(microbatches: int) -> tuple[int, ...]:
+            return peak_in_flight(self._order(layout, len(saved), microbatches), saved)
 
         return [int(peak) for peak in self._peaks(layout, peaks, exact=exact)]

@@ -39,13 +39,14 @@ class StageBalancer:
         self.first = pricing(0)
         self.count = len(self.first.units)
         self._costs: dict[tuple[float, float, int], Array] = {}
+        self._balanced: list[_Reach] = []
 
     @cached_property
     def _seconds(self) -> Array:
         own = [self.first.stage_seconds(place, place + 1, self.rows) for place in range(self.count)]
         seconds = np.array([cost.forward + cost.backward for cost in own])
         least = float(seconds.sum()) * 2.0**-40  # whole multiples add up exactly, so equal stages are equal
-        return _runs(np.round(seconds / least)) * least if least else _runs(seconds)
+        return np.asfortranarray(_runs(np.round(seconds / least)) * least if least else _runs(seconds))
 
     @cached_property
     def _bytes(self) -> tuple[RunBytes, ...]:
@@ -165,7 +166,9 @@ class StageBalancer:
 
     def balanced(self, stages: int) -> tuple[int, ...] | None:
         """Return the first unit of each stage, memory aside; ties go to the earliest starts."""
-        return self._best([self._seconds] * stages)[1]
+        while len(self._balanced) < stages:
+            self._balanced.append(_further(self._balanced[-1] if self._balanced else None, self._seconds))
+        return _best(self._balanced[:stages])[1]
 
     def within(self, alive: Sequence[float], room: float, messages: int = 1) -> tuple[float, tuple[int, ...] | None]:
         """Return a lower bound of the slowest stage's seconds, and the first unit of each stage there; ``inf`` where none fit.
@@ -175,7 +178,10 @@ class StageBalancer:
             room: bytes that a stage may take.
             messages: how many microbatches of messages between stages are kept.
         """
-        return self._best([self._within(each, room, messages) for each in alive])
+        reaches: list[_Reach] = []
+        for each in alive:
+            reaches.append(_further(reaches[-1] if reaches else None, self._within(each, room, messages)))
+        return _best(reaches)
 
     def _within(self, alive: float, room: float, messages: int) -> Array:
         """Return the seconds of every run of units that fits in ``room``."""
@@ -191,24 +197,34 @@ class StageBalancer:
                     taken = np.minimum(left, savings)
                     seconds, left = seconds + price * taken, left - taken
                 best = np.minimum(best, np.where(left > 1, np.inf, seconds))
-            self._costs[key] = best
+            self._costs[key] = np.asfortranarray(best)
         return self._costs[key]
 
-    def _best(self, costs: Sequence[Array]) -> tuple[float, tuple[int, ...] | None]:
-        reach = costs[0][0]  # [end]: seconds of the slowest stage of units 0 to end, at best
-        choices: list[NDArray[np.int64]] = []
-        for cost in costs[1:]:
-            through = np.maximum(reach[:, None], cost)
-            choices.append(through.argmin(axis=0))
-            reach = through.min(axis=0)
-        slowest = float(reach[self.count])
-        if not math.isfinite(slowest):
-            return math.inf, None
-        starts, end = [], self.count
-        for choice in reversed(choices):
-            end = int(choice[end])
-            starts.append(end)
-        return slowest, (0, *reversed(starts))
+
+class _Reach(NamedTuple):
+    """For some stages, of units 0 up to each end: the seconds of the slowest stage at best, and where the last one begins then."""
+
+    seconds: Array
+    begins: NDArray[np.int64]
+
+
+def _further(before: _Reach | None, cost: Array) -> _Reach:
+    """Add a stage, of which ``cost`` has the seconds of every run of units; ties go to the earliest starts."""
+    if before is None:
+        return _Reach(cost[0], np.zeros(len(cost), dtype=np.int64))
+    through = np.maximum(before.seconds, cost.T)  # [end, begin]
+    begins = through.argmin(axis=1)
+    return _Reach(through[np.arange(len(through)), begins], begins)
+
+
+def _best(reaches: Sequence[_Reach]) -> tuple[float, tuple[int, ...] | None]:
+    """Return the seconds of the slowest stage of all units, and the first unit of each stage."""
+    slowest, starts = float(reaches[-1].seconds[-1]), [len(reaches[-1].seconds) - 1]
+    if not math.isfinite(slowest):
+        return math.inf, None
+    for reach in reversed(reaches):
+        starts.append(int(reach.begins[starts[-1]]))
+    return slowest, tuple(reversed(starts[1:]))
 
 
 class _Step(NamedTuple):
