@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -35,6 +35,7 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import figures_of
 from graphpar.ir.mesh import Mesh
+from graphpar.runtime.axes import AXES, AXIS
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_order, action_table, stage_ranks
@@ -42,6 +43,14 @@ from graphpar.schedules.simulation import Timeline, kept_before_backward, most_i
 from graphpar.schedules.table import ActionTable, forwards
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The seconds of units by kind and rows: once, and of what their blocks run again in the backward with its collectives by axis."""
+
+    seconds: dict[tuple[UnitClass, int], UnitSeconds] = field(default_factory=dict)
+    again: dict[tuple[UnitClass, int], tuple[PhaseSeconds, dict[str, float]]] = field(default_factory=dict)
 
 
 class Pricing:
@@ -81,8 +90,10 @@ class Pricing:
             axis: self.network.group_of_axes(mesh, [axis]) for axis, degree in mesh.degrees().items() if degree > 1
         }
         self._ends = StepEnds(mesh, cluster, self.network, self.compute, self.bytes, self.crowd)
-        self._seconds: dict[tuple[int, int], UnitSeconds] = {}
-        self._again: dict[tuple[int, int], tuple[PhaseSeconds, dict[str, float]]] = {}
+        # Units of equal groups take equal seconds, however many replicas and stages there are.
+        self._by_groups: dict[object, _Known] = {} if like is None else like._by_groups
+        groups = tuple(self._groups.get(axis) for axis in AXES if AXIS[axis].compute)
+        self._known = self._by_groups.setdefault(groups, _Known())
         self._stages: dict[tuple[int, int, int], StageSeconds] = {}
         self._stage_prices: dict[int, StagePrices] = {}
         self._flops: dict[tuple[int, int], float] = {}
@@ -114,14 +125,14 @@ class Pricing:
 
     def unit_seconds(self, kind: UnitClass, rows: int) -> UnitSeconds:
         """Return the seconds of a unit for a microbatch of ``rows``."""
-        key = id(kind), rows
-        if key not in self._seconds:
+        key, known = (kind, rows), self._known.seconds
+        if key not in known:
             sent: tuple[dict[str, float], ...] = ({}, {}, {})
             for axis, collectives in collectives_of(kind.work).items():
                 for row, times in collectives:
                     sent[row.phase][axis] = sent[row.phase].get(axis, 0.0) + times * self.collective_s(row, rows)
-            self._seconds[key] = UnitSeconds(self.compute.seconds(kind.work, rows), (sent[0], sent[1], sent[2]))
-        return self._seconds[key]
+            known[key] = UnitSeconds(self.compute.seconds(kind.work, rows), (sent[0], sent[1], sent[2]))
+        return known[key]
 
     def collective_s(self, row: Collective, rows: int) -> float:
         """Return the seconds of one collective inside a microbatch of ``rows``."""
@@ -151,14 +162,14 @@ class Pricing:
 
     def _repeated(self, kind: UnitClass, rows: int) -> tuple[PhaseSeconds, dict[str, float]]:
         """Return what a unit's blocks run again in the backward, and the seconds of its collectives by axis."""
-        key = id(kind), rows
-        if key not in self._again:
+        key, known = (kind, rows), self._known.again
+        if key not in known:
             sent = {
                 axis: sum(times * self.collective_s(row, rows) for row, times in collectives)
                 for axis, collectives in collectives_of(kind.again).items()
             }
-            self._again[key] = self.compute.seconds(kind.again, rows)[Phase.FORWARD], sent
-        return self._again[key]
+            known[key] = self.compute.seconds(kind.again, rows)[Phase.FORWARD], sent
+        return known[key]
 
     @cached_property
     def _sharded(self) -> bool:
