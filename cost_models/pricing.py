@@ -47,10 +47,12 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Known:
-    """The seconds of units by kind and rows: once, and of what their blocks run again in the backward with its collectives by axis."""
+    """The seconds of units by kind and rows: once, and of what their blocks run again in the backward with its collectives by axis; and
+    of stages, where state is not gathered in them."""
 
     seconds: dict[tuple[UnitClass, int], UnitSeconds] = field(default_factory=dict)
     again: dict[tuple[UnitClass, int], tuple[PhaseSeconds, dict[str, float]]] = field(default_factory=dict)
+    stages: dict[tuple[tuple[Unit, ...], int, float, str], StagePrices] = field(default_factory=dict)
 
 
 class Pricing:
@@ -92,16 +94,15 @@ class Pricing:
         self._ends = StepEnds(mesh, cluster, self.network, self.compute, self.bytes, self.crowd)
         # Units of equal groups take equal seconds, however many replicas and stages there are.
         self._by_groups: dict[object, _Known] = {} if like is None else like._by_groups
-        groups = tuple(self._groups.get(axis) for axis in AXES if AXIS[axis].compute)
-        self._known = self._by_groups.setdefault(groups, _Known())
-        self._stages: dict[tuple[int, int, int], StageSeconds] = {}
+        self.compute_groups = tuple(self._groups.get(axis) for axis in AXES if AXIS[axis].compute)
+        self._known = self._by_groups.setdefault(self.compute_groups, _Known())
         self._stage_prices: dict[int, StagePrices] = {}
         self._flops: dict[tuple[int, int], float] = {}
 
     def with_units(self, units: Sequence[Unit]) -> Pricing:
         """Return the prices of the same program with other recomputation, which its units say."""
         other = copy.copy(self)
-        other.units, other._stages, other._stage_prices = tuple(units), {}, {}
+        other.units, other._stage_prices = tuple(units), {}
         other.bytes = self.bytes.with_units(units)
         other._ends = self._ends.with_bytes(other.bytes)
         return other
@@ -140,25 +141,30 @@ class Pricing:
 
     def stage_seconds(self, first: int, after: int, rows: int) -> StageSeconds:
         """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive."""
-        key = first, after, rows
-        if key not in self._stages:
-            self._stages[key] = self.stage_prices(rows).stage(first, after)
-        return self._stages[key]
+        return self.stage_prices(rows).stage(first, after)
 
     def stage_prices(self, rows: int) -> StagePrices:
         """Return the prices of all stages for microbatches of ``rows``."""
         if rows not in self._stage_prices:
-            gathered = self._sharded and (self.mesh.pp == 1 or not self.execution.kept_for_step)
-            self._stage_prices[rows] = StagePrices(
-                [self.unit_seconds(unit.kind, rows) for unit in self.units],
-                [self._repeated(unit.kind, rows) for unit in self.units],
-                [bool(unit.kind.again.rows) for unit in self.units],
-                self.compute,
-                self.execution,
-                self.mesh.pp,
-                (lambda: self._of_state) if gathered else None,
-            )
+            if self._sharded and (self.mesh.pp == 1 or not self.execution.kept_for_step):
+                self._stage_prices[rows] = self._made_stage_prices(rows, lambda: self._of_state)
+            else:
+                key, known = (self.units, rows, self.execution.overlap_tp, self.execution.recompute), self._known.stages
+                if key not in known:
+                    known[key] = self._made_stage_prices(rows, None)
+                self._stage_prices[rows] = known[key]
         return self._stage_prices[rows]
+
+    def _made_stage_prices(self, rows: int, state: Callable[[], tuple[Array, Array]] | None) -> StagePrices:
+        return StagePrices(
+            [self.unit_seconds(unit.kind, rows) for unit in self.units],
+            [self._repeated(unit.kind, rows) for unit in self.units],
+            [bool(unit.kind.again.rows) for unit in self.units],
+            self.compute,
+            self.execution,
+            self.mesh.pp,
+            state,
+        )
 
     def _repeated(self, kind: UnitClass, rows: int) -> tuple[PhaseSeconds, dict[str, float]]:
         """Return what a unit's blocks run again in the backward, and the seconds of its collectives by axis."""
@@ -333,9 +339,13 @@ class Pricing:
         return stage_ranks(layout.schedule, self.mesh.pp, stages // self.mesh.pp) if self.mesh.pp > 1 else [0] * stages
 
     def _order(self, layout: Layout, stages: int, microbatches: int) -> Order:
+        gathers = self.execution.kept_for_step if self._sharded else None
+        return self._ordered(layout, stages, microbatches, gathers)
+
+    def _ordered(self, layout: Layout, stages: int, microbatches: int, gathers: bool | None = None) -> Order:
+        """Return the order of all actions; those on state, which keep no activations, only with ``gathers``."""
         if layout.order is not None:
             return layout.order
-        gathers = self.execution.kept_for_step if self._sharded else None
         return action_order(layout.schedule, self.mesh.pp, stages // self.mesh.pp, microbatches, gathers)
 
     def _table(self, layout: Layout, stages: int, microbatches: int) -> ActionTable:
@@ -384,7 +394,7 @@ class Pricing:
         stages = len(layout.starts)
         if self.mesh.pp == 1 and layout.order is None:
             return (1.0,)
-        return self._peaks(layout, lambda count: most_in_flight(self._order(layout, stages, count)), exact=False)
+        return self._peaks(layout, lambda count: most_in_flight(self._ordered(layout, stages, count)), exact=False)
 
     def kept_together(self, layout: Layout) -> tuple[float, ...]:
         """Return for each pp rank a number of microbatches of which it keeps those of all its stages at one time."""
@@ -467,6 +477,6 @@ class Pricing:
             return [sum(saved)]
 
         def peaks(microbatches: int) -> tuple[int, ...]:
-            return peak_in_flight(self._order(layout, len(saved), microbatches), saved)
+            return peak_in_flight(self._ordered(layout, len(saved), microbatches), saved)
 
         return [int(peak) for peak in self._peaks(layout, peaks, exact=exact)]

@@ -104,18 +104,18 @@ class Fitting:
         self, candidate: Candidate, pricing: Pricing, layout: Layout, missing: Sequence[int]
     ) -> tuple[int, ...]:
         """Choose what each unit recomputes, so that ``missing`` bytes are saved on each rank in the fewest seconds."""
-        balancer, own = self.prices.balancer(candidate), self.prices.alive_by_rank(candidate, pricing, layout)
+        savings, own = self.prices.savings(candidate), self.prices.alive_by_rank(candidate, pricing, layout)
         needed = [
-            nbytes - (1 + ALLOCATOR_SLACK) * (on_top - balancer.least_on_top(units))
+            nbytes - (1 + ALLOCATOR_SLACK) * (on_top - savings.least_on_top(units))
             for units, nbytes, on_top in zip(own, missing, self.prices.on_top(candidate, pricing, layout))
         ]
-        most = {unit: kinds[-1] for unit, kinds in enumerate(map(balancer.kinds_of, range(balancer.count))) if kinds}
-        chosen, times = (0,) * balancer.count, 1
+        most = {unit: kinds[-1] for unit, kinds in enumerate(map(savings.kinds_of, range(savings.count))) if kinds}
+        chosen, times = (0,) * savings.count, 1
         for _ in range(TRIES):
             by_unit: dict[int, int] = {}
             for units, nbytes in zip(own, needed):
-                by_unit |= balancer.cheapest(units, nbytes)
-            known, chosen = chosen, self._agreed(pricing, [by_unit[unit] for unit in range(balancer.count)])
+                by_unit |= savings.cheapest(units, nbytes)
+            known, chosen = chosen, self._agreed(pricing, [by_unit[unit] for unit in range(savings.count)])
             times = 2 * times if chosen == known else 1  # what is missed may be too little for another choice
             left = self.prices.missing(self.prices.mixed(candidate, chosen), layout)
             if max(left) <= 0 or all(chosen[unit] == kind for unit, kind in most.items()):
