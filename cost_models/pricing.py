@@ -454,10 +454,11 @@ class Pricing:
 
     # ---- bytes ----
 
-    def memories(self, layout: Layout, *, exact: bool = True) -> tuple[Memory, ...]:
-        """Return the memory of :meth:`estimate`, without simulating a step."""
-        stages = self.stages_of(layout)
-        return self._memories(layout, stages, self.places(layout), exact)
+    def totals(self, layout: Layout) -> list[int]:
+        """Return the bytes of each rank in :meth:`estimate` without ``exact``, without simulating a step."""
+        stages, rows, count = self.stages_of(layout), layout.microbatch_size, layout.microbatches
+        own, peaks = self.places(layout), self._activations(layout, stages, exact=False)
+        return [self.bytes.total(stages, places, rows, count, peak) for places, peak in zip(own, peaks)]
 
     def places(self, layout: Layout) -> list[list[int]]:
         """Return the stages of each pp rank."""
@@ -468,11 +469,12 @@ class Pricing:
         self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[Sequence[int]], exact: bool
     ) -> tuple[Memory, ...]:
         rows, count = layout.microbatch_size, layout.microbatches
-        peaks = self._activations(layout, [self.bytes.kept(first, after, rows)[0] for first, after in stages], exact)
+        peaks = self._activations(layout, stages, exact)
         return tuple(self.bytes.memory(stages, places, rows, count, peak) for places, peak in zip(own, peaks))
 
-    def _activations(self, layout: Layout, saved: Sequence[int], exact: bool) -> list[int]:
+    def _activations(self, layout: Layout, stages: Sequence[tuple[int, int]], exact: bool) -> list[int]:
         """Return the most bytes of activations that each pp rank keeps at once."""
+        saved = [self.bytes.kept(first, after, layout.microbatch_size)[0] for first, after in stages]
         if self.mesh.pp == 1 and layout.order is None:
             return [sum(saved)]
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,14 @@ from graphpar.runtime.gradients import BUCKET_BYTES
 Array = NDArray[np.float64]
 
 
+class _Constant(NamedTuple):
+    """What does not depend on the batch of a rank's memory, its total, and the inputs that the rank takes."""
+
+    memory: Memory
+    total: int
+    inputs: tuple[Bytes, ...]
+
+
 class UnitBytes:
     """Memory of any stages of ``units`` on ``mesh``."""
 
@@ -33,7 +42,7 @@ class UnitBytes:
         self._averages: dict[int, tuple[int, int, int]] = {}
         self._joined: dict[int, JoinedUnits] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
-        self._constants: dict[tuple[object, ...], tuple[Memory, dict[str, Bytes]]] = {}
+        self._constants: dict[tuple[object, ...], _Constant] = {}
 
     def with_units(self, units: Sequence[Unit]) -> UnitBytes:
         """Return the bytes of the same parameters and inputs where units keep something else."""
@@ -74,27 +83,39 @@ class UnitBytes:
             rows, microbatches: the size of a microbatch, and how many a step has.
             activations: the most bytes of activations that the rank keeps at once.
         """
-        run, costs = self.execution, {place: self.kept(*stages[place], rows) for place in own}
-        transient = max(max(costs[place][1:3]) for place in own)
-        received = {place: costs[place][3] if place else 0 for place in own}
-        returned = {place: self._returned(stages[place][1], rows) for place in own}
-        boundaries = sum(received.values()) + sum(returned.values())
+        constant = self._constant(stages, own).memory
+        return replace(constant, **self._varying(stages, own, rows, microbatches, activations))
+
+    def total(
+        self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, activations: int
+    ) -> int:
+        """Return the bytes of :meth:`memory` together."""
+        varying = self._varying(stages, own, rows, microbatches, activations)
+        return self._constant(stages, own).total + sum(varying.values())
+
+    def _varying(
+        self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, activations: int
+    ) -> dict[str, int]:
+        """Return what depends on the batch of a rank's memory."""
+        run, costs = self.execution, [self.kept(*stages[place], rows) for place in own]
+        transient = max(max(cost[1:3]) for cost in costs)
+        boundaries = sum(cost[3] for place, cost in zip(own, costs) if place)
+        boundaries += sum(self._returned(stages[place][1], rows) for place in own)
         boundaries *= microbatches if run.hold_messages else 1
         if len(own) == 1 and len(stages) > 1:  # the last message being sent
             sent = self.joined(rows).at[stages[own[0]][1] - 1].sent if own[0] + 1 < len(stages) else 0
             boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
-        constant, inputs = self._constant(stages, own)
-        return replace(
-            constant,
-            inputs=sum(line.at(rows * microbatches) for line in inputs.values()),
-            boundaries=boundaries,
-            activations=activations,
-            transient=transient,
-            slack=round(ALLOCATOR_SLACK * (activations + transient + constant.buckets)),
-        )
+        constant = self._constant(stages, own)
+        return {
+            "inputs": sum(line.at(rows * microbatches) for line in constant.inputs),
+            "boundaries": boundaries,
+            "activations": activations,
+            "transient": transient,
+            "slack": round(ALLOCATOR_SLACK * (activations + transient + constant.memory.buckets)),
+        }
 
-    def _constant(self, stages: Sequence[tuple[int, int]], own: Sequence[int]) -> tuple[Memory, dict[str, Bytes]]:
-        """Return what does not depend on the batch of a rank's memory, and the inputs that it takes."""
+    def _constant(self, stages: Sequence[tuple[int, int]], own: Sequence[int]) -> _Constant:
+        """Return what does not depend on the batch of a rank's memory."""
         mine = tuple(stages[place] for place in own)
         elsewhere = frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in mine))
         key = *mine, elsewhere
@@ -107,7 +128,7 @@ class UnitBytes:
             buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
             inputs = {name: line for unit in units for name, line in unit.inputs.items()}
             memory = replace(self.state(held), buffers=sum(buffers.values()), buckets=buckets)
-            self._constants[key] = memory, inputs
+            self._constants[key] = _Constant(memory, memory.total, tuple(inputs.values()))
         return self._constants[key]
 
     @property

@@ -132,7 +132,8 @@ class CandidatePrices:
         pricing = self.known(candidate)
         if not any(choices):
             return pricing
-        return pricing.with_units([self.known(candidate, kind).units[place] for place, kind in enumerate(choices)])
+        units = {kind: self.known(candidate, kind).units for kind in set(choices)}
+        return pricing.with_units([units[kind][place] for place, kind in enumerate(choices)])
 
     def balancer(self, candidate: Candidate) -> StageBalancer:
         """Return what places the stages of the candidate's mesh."""
@@ -198,7 +199,7 @@ class CandidatePrices:
     def missing(self, pricing: Pricing, layout: Layout) -> list[int]:
         """Return by how many bytes each rank exceeds a device; not positive where it fits."""
         room = self.cluster.device.memory_bytes
-        return [memory.total - room for memory in pricing.memories(layout, exact=False)]
+        return [nbytes - room for nbytes in pricing.totals(layout)]
 
     def on_top(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[float]:
         """Return the bytes that each rank needs on top of what is kept, with the first kind."""

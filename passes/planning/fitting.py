@@ -31,6 +31,7 @@ class Fitting:
 
     def __init__(self, prices: CandidatePrices) -> None:
         self.prices = prices
+        self._paths: dict[Unit, list[str]] = {}
 
     def price(self, candidate: Candidate) -> Priced:
         """Price the candidate with its slowest stage as fast as possible; where that does not fit, as fast as memory allows.
@@ -136,8 +137,10 @@ class Fitting:
 
     def _recomputed_in(self, unit: Unit) -> list[str]:
         """Return the paths of a unit's blocks that may be recomputed."""
-        calls = (str(node.target) for node in unit.stage.graph.nodes if node.op == "call_module")
-        return [path for path in calls if path in self.prices.recomputed[-1]]
+        if unit not in self._paths:
+            calls = (str(node.target) for node in unit.stage.graph.nodes if node.op == "call_module")
+            self._paths[unit] = [path for path in calls if path in self.prices.recomputed[-1]]
+        return self._paths[unit]
 
     def _recompute(self, pricing: Pricing, choices: Sequence[int]) -> Recompute:
         """Return what units recompute as a plan has it."""
