@@ -46,7 +46,8 @@ def unit_split_points(program: Program, wanted: Sequence[SplitAt] = ()) -> list[
         found.append((places[-1] + 1, SplitAt(last, SplitPoint.END)))
     work = [index for index, node in enumerate(nodes) if node not in again and _has_work(node)]
     pinned = {positions_of(program, [point])[0]: point for point in wanted}
-    split(program, sorted(pinned))  # so that an error speaks of the user's stages, not of units
+    if pinned:
+        split(program, sorted(pinned))  # so that an error speaks of the user's stages, not of units
     legal: list[tuple[int, SplitAt]] = []
     begin = 0
     for position, point in sorted((dict(found) | pinned).items()):
@@ -80,7 +81,9 @@ def units_of_ranks(
     measured = device, run.fused, run.gradient_bytes
     asked = *measured, run.blocks, tuple(wanted)
     if asked not in sharded.units:
-        split_points = unit_split_points(sharded.local, wanted)
+        if ("split points", *wanted) not in sharded.units:
+            sharded.units["split points", *wanted] = unit_split_points(sharded.local, wanted)
+        split_points = sharded.units["split points", *wanted]
         key = *measured, tuple(split_points)  # pinned split points may be among those found anyway
         if key not in sharded.units:
             sharded.units[key] = _Measured(sharded.local, sharded.sharding.degrees, run, device, split_points)
