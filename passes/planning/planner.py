@@ -164,7 +164,7 @@ class Planner:
     def search(self, prune: bool = True) -> SearchResult:
         """Return the fastest candidate that fits. Without ``prune`` all are priced, with the same result."""
         found = self._searched(prune, all_degrees=False)
-        if found.best is not None or not self.space.all:
+        if found.best is not None or not self.space.all or self.cluster.size == 1:
             return found
         self.space.divide_any_sequence()  # a part of one may fit where a whole one does not
         return self._searched(prune, all_degrees=True)
