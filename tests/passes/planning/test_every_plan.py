@@ -303,3 +303,38 @@ def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
             assert bound <= seconds * (1 + 1e-9)
             touched += bound >= seconds * (1 - 1e-6)
     assert touched >= len(units)
+
+
+# ---- tp degrees that are left out ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", [1, 1e-5])
+@pytest.mark.parametrize(("name", "nodes"), [("equal", (1, 4)), ("two rows", (1, 8)), ("experts", (1, 4))])
+def test_a_smaller_degree_bounds_a_larger_one(name: str, nodes: tuple[int, int], slow: float) -> None:
+    planner = Case(name, nodes, {}, {"recompute": "none"}, slow=slow).planner(1e12)
+    wide = [each for each in planner.bounded(all_degrees=True)[0] if each.mesh.tp > 1]
+    assert len(wide) > 15
+    for candidate in wide:
+        step_s = planner.fitting.exactly(planner.fitting.price(candidate)).estimate.step_time_s
+        for smaller in (degree for degree in range(1, candidate.mesh.tp) if candidate.mesh.tp % degree == 0):
+            assert planner.bounds.of_smaller(candidate, smaller) <= step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "slow"), [("equal", 1), ("head", 1e-3), ("equal", 1e-6)])
+def test_samples_that_are_wrong_leave_no_degree_out(name: str, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they take every degree for useless, the plan is the same, since those that may be faster are searched."""
+    case = Case(name, (1, 4), {}, {"recompute": "none"}, slow=slow)
+    whole = case.planner(1e12).search()
+    monkeypatch.setattr(Planner, "_useless_degrees", lambda self, candidates: {(1, 1): {2, 4}})
+    found = case.planner(1e12).search()
+    assert whole.best is not None and found.best is not None
+    assert found.best.candidate == whole.best.candidate
+    assert found.best.estimate == whole.best.estimate
+    assert found.lower_bound_s == whole.lower_bound_s
+
+
+def test_a_degree_that_can_not_be_faster_is_not_sharded() -> None:
+    planner = Case("equal", (1, 4), {}, {"recompute": "none"}, slow=1e-6).planner(1e12)
+    found = planner.search()
+    assert found.tried is not None and found.tried.no_faster == 4 and "tp=4, as tp=2 is no faster" in found.left_out
+    assert {compute.tp for compute, _ in planner.prices._sharded} == {1, 2}
