@@ -205,6 +205,25 @@ def test_the_best_of_every_plan_of_more_cases(part: int) -> None:
         check_best(case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("equal", (1, 4), {"pp": 2}, {"schedule": "1F1B"}, 0.9, 1e-2, 2e-6),
+        Case("tapered", (1, 3), {}, {}, 0.9, 1, 2e-5),
+        Case("equal", (1, 2), {"dp_replicate": 2}, {}, 0.9),
+        Case("experts", (1, 2), {}, {}, 0.5, 1e-4, 2e-6),
+    ],
+    ids=str,
+)
+def test_whole_choices_of_recomputation_are_near_the_best(case: Case) -> None:
+    """The cheapest savings first, and then other choices of a unit or two: at most 3 % above the best of all choices and stages."""
+    assert case.room is not None
+    planner = case.planner(case.room)
+    found, best = planner.search().best, case.every_plan(planner).best(case.room)
+    assert found is not None and best is not None and any(best.kinds)
+    assert best.step_s * (1 - 1e-9) <= found.estimate.step_time_s <= 1.03 * best.step_s
+
+
 def candidate_of(way: Way) -> Candidate:
     return Candidate(
         way.mesh, way.schedule, way.depth, way.rows, way.microbatches, way.split_points, way.zero, way.reshard
