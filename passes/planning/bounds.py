@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from graphpar.cost_models.estimates import Layout
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pricing import Pricing
+from graphpar.ir.mesh import Mesh
 from graphpar.passes.planning.candidate_prices import CandidatePrices
 from graphpar.passes.planning.candidates import Candidate
 from graphpar.schedules.registry import get_schedule
@@ -32,6 +34,17 @@ class StepBounds:
         if key not in self._bounds:
             self._bounds[key] = self._computed_bound(candidate, pricing)
         return self._bounds[key]
+
+    def of_smaller(self, candidate: Candidate, tp: int) -> float:
+        """Return a bound of the step time from what ranks of a smaller ``tp`` take, whose placements are known: more ranks divide their
+        work at best, and what they send is no less."""
+        compute = Mesh(cp=candidate.mesh.cp, ep=candidate.mesh.ep, tp=tp)
+        pricing = self.prices.pricing(replace(candidate, mesh=compute, zero=0, reshard="default"))
+        if pricing is None:
+            return 0.0
+        whole = pricing.stage_seconds(0, len(pricing.units), candidate.microbatch_size)
+        share = tp / (candidate.mesh.tp * candidate.mesh.pp)
+        return candidate.microbatches * (whole.forward + whole.backward) * share
 
     def _computed_bound(self, candidate: Candidate, pricing: Pricing) -> float:
         count, pp = candidate.microbatches, candidate.mesh.pp

@@ -9,7 +9,8 @@ bounds is the search's gap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from graphpar.cost_models.estimates import Layout
@@ -19,9 +20,15 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.ir.recomputation import Recompute
 from graphpar.passes.planning.candidate_prices import CandidatePrices
 from graphpar.passes.planning.candidates import Candidate, Priced
+from graphpar.passes.planning.stage_balance import StageBalancer
+from graphpar.schedules.registry import get_schedule
 
 TRIES = 10
 """How often the bytes that are to be saved are corrected by those that a choice was found to miss."""
+_NEARLY = 0.02
+"""By which share of a device's memory other choices are tried that do not fit by the savings of single units: these don't quite add up."""
+CHOICES = 32
+"""How many other choices of what is recomputed are tried of a plan that is about as fast as the first."""
 MOVES = 64
 """How many stages are tried beside those whose slowest is as fast as possible."""
 
@@ -62,13 +69,66 @@ class Fitting:
         return replace(priced, estimate=pricing.estimate(priced.layout))
 
     def polished(self, priced: Priced) -> Priced:
-        """Return ``priced``, or a faster plan that fits whose stages begin a unit earlier or later; pinned stages stay."""
+        """Return ``priced``, or a faster plan that fits whose stages begin a unit earlier or later, and where a unit or two of a rank
+        recompute something else; pinned stages stay."""
+        return self._rechosen(self._moved(priced))
+
+    def _rechosen(self, priced: Priced) -> Priced:
+        """Return ``priced``, or a faster plan that fits with other choices of a unit or two of one rank."""
+        best, tried = priced, {priced.choices}
+        while any(best.choices) and len(tried) < CHOICES:
+            others = [each for each in self._other_choices(best) if each not in tried][: CHOICES - len(tried)]
+            tried.update(others)
+            step_s, found = best.estimate.step_time_s * (1 - 1e-9), best
+            for choices in others:
+                pricing = self.prices.mixed(best.candidate, choices)
+                if max(self.prices.missing(pricing, best.layout)) <= 0 and pricing.step_s(best.layout) < step_s:
+                    each = replace(best, choices=choices, recompute=self._recompute(pricing, choices))
+                    each = self.exactly(each)
+                    step_s, found = (each.estimate.step_time_s, each) if each.fits else (step_s, found)
+            if found is best:
+                break
+            best = found
+        return best
+
+    def _other_choices(self, priced: Priced) -> list[tuple[int, ...]]:
+        """Return choices that may be faster and fit, in which a unit or two of one rank recompute otherwise: those that take the fewest
+        seconds of a microbatch first. They take fewer than ``priced``, but where stages that recompute nothing split their backward."""
+        candidate, layout = priced.candidate, priced.layout
+        pricing, balancer, now = self.prices.known(candidate), self.prices.balancer(candidate), priced.choices
+        most = math.inf if get_schedule(candidate.schedule).splits_backward else 0.0
+        missing = self.prices.missing(self.prices.mixed(candidate, now), layout)
+        found: dict[tuple[int, ...], float] = {}
+        for own, spare in zip(self.prices.alive_by_rank(candidate, pricing, layout), missing):
+            for changed in _changes(now, self._different(balancer, own, now), len(balancer.more)):
+                more = sum(balancer.more[kind, unit] - balancer.more[now[unit], unit] for unit, kind in changed.items())
+                less = sum(
+                    own[unit] * (balancer.saved[now[unit], unit] - balancer.saved[kind, unit])
+                    for unit, kind in changed.items()
+                )
+                if more < most and less + spare <= _NEARLY * self.prices.cluster.device.memory_bytes:
+                    found[self._agreed(pricing, [changed.get(unit, kind) for unit, kind in enumerate(now)])] = more
+        return sorted(found, key=lambda each: (found[each], each))
+
+    @staticmethod
+    def _different(balancer: StageBalancer, alive: Mapping[int, float], choices: Sequence[int]) -> list[int]:
+        """Return the first and the last of the units of a rank that have the same choices and made the same one."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for unit, number in alive.items():
+            key = choices[unit], number, balancer.more[:, unit].tobytes(), balancer.saved[:, unit].tobytes()
+            alike.setdefault(key, []).append(unit)
+        return sorted({unit for units in alike.values() for unit in (units[0], units[-1])})
+
+    def _moved(self, priced: Priced) -> Priced:
+        """Return ``priced``, or a faster plan that fits whose stages begin a unit earlier or later."""
         candidate, count = priced.candidate, len(self.prices.known(priced.candidate).units)
         if not self.prices.chosen_in_memory(candidate):
             return priced
         best, tried = priced, {priced.layout.starts}
         while len(tried) < MOVES:
-            others = [each for each in _moved(best.layout.starts, count) if each not in tried][: MOVES - len(tried)]
+            others = [each for each in _neighbours(best.layout.starts, count) if each not in tried][
+                : MOVES - len(tried)
+            ]
             tried.update(others)
             faster = [
                 each
@@ -156,7 +216,15 @@ class Fitting:
         )
 
 
-def _moved(starts: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+def _changes(choices: Sequence[int], units: Sequence[int], kinds: int) -> Iterator[dict[int, int]]:
+    """Yield other kinds of one of ``units`` that recomputes, alone and with another one."""
+    for unit in (unit for unit in units if choices[unit]):
+        yield from ({unit: kind} for kind in range(kinds) if kind != choices[unit])
+        for other in (other for other in units if choices[other] != choices[unit]):
+            yield from ({unit: kind, other: second} for kind in range(kinds) for second in range(kinds))
+
+
+def _neighbours(starts: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
     """Return the stages of which one begins a unit earlier or later; there are ``count`` units."""
     ends = (*starts[1:], count)
     found = []

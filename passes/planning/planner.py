@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from graphpar.cost_models.estimates import Alone
 from graphpar.cost_models.execution import Execution
@@ -38,6 +39,10 @@ from graphpar.text import listed, plural, seconds_text
 
 _NEAR = 1.03
 """Up to how many times the fastest step a plan takes whose stages are looked at again."""
+_DOUBTFUL = -1
+"""The level of a candidate that has not been sharded; at others, so many of the higher bounds are known."""
+_Entry = tuple[float, tuple[Any, ...], int, int]
+"""A bound, the order of candidates that have the same, the number of one, and its level."""
 SHOWN_EVERY_S = 0.2
 """How often a search says what it is at."""
 
@@ -52,6 +57,8 @@ class _Explored:
         lower: no candidate takes fewer seconds a step.
         points: those that were priced.
         open: how many were not, for want of time.
+        expanded: candidates with a doubtful tp that were tried after all, since no bound was above the best: those that are ``added`` to
+            the others, and how many are ``impossible``.
     """
 
     best: dict[Mesh, Priced] = field(default_factory=dict)
@@ -60,6 +67,9 @@ class _Explored:
     lower: float = math.inf
     points: dict[Candidate, Point] = field(default_factory=dict)
     open: int = 0
+    added: list[Candidate] = field(default_factory=list)
+    expanded: list[Candidate] = field(default_factory=list)
+    impossible: int = 0
 
     def noted(self, priced: Priced) -> Priced:
         """Keep a priced candidate in short; of the same one the last price counts."""
@@ -121,8 +131,8 @@ class Planner:
     def bounded(self, *, all_degrees: bool = False) -> tuple[list[Candidate], int]:
         """Return candidates with their first bounds, the most promising first, and how many are impossible.
 
-        Unless ``all_degrees``, tp degrees beyond the first that makes microbatches no faster are left out: more replicas or stages use
-        the devices better. (Such a degree may still be needed for memory.)
+        Unless ``all_degrees``, those with a tp degree beyond the first that makes microbatches no faster are not among them; see
+        :meth:`_doubtful`. (Such a degree may still be needed for memory.)
         """
         found, impossible = [], 0
         left_out = {} if all_degrees else self._useless_degrees(self.space.all)
@@ -132,12 +142,31 @@ class Planner:
         for candidate in self.space.all:
             if candidate in self._useless:
                 continue
-            pricing = self.prices.pricing(candidate)
-            if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:
-                impossible += 1
-                continue
-            found.append(replace(candidate, bound=self.bounds.of(candidate, pricing)))
+            bounded = self._bounded(candidate)
+            impossible += bounded is None
+            found += [] if bounded is None else [bounded]
         return sorted(found, key=lambda candidate: (candidate.bound, candidate.key)), impossible
+
+    def _bounded(self, candidate: Candidate) -> Candidate | None:
+        """Return the candidate with its first bound; None where it is impossible."""
+        pricing = self.prices.pricing(candidate)
+        if pricing is None or len(pricing.units) < candidate.mesh.pp * candidate.stages_per_rank:
+            return None
+        return replace(candidate, bound=self.bounds.of(candidate, pricing))
+
+    def _doubtful(self) -> list[Candidate]:
+        """Return the candidates whose degree makes microbatches no faster, as far as a smaller one shows, with a bound that needs no
+        placements of theirs: they divide a microbatch's seconds at the largest smaller degree at best."""
+        degrees: dict[tuple[int, ...], set[int]] = {}
+        for each in self.space.all:
+            if each not in self._useless:
+                degrees.setdefault(_beside(each.mesh), set()).add(each.mesh.tp)
+        found = []
+        for each in self._useless:
+            smaller = max(degree for degree in degrees[_beside(each.mesh)] if each.mesh.tp % degree == 0)
+            seconds = self.bounds.of_smaller(each, smaller)
+            found.append(replace(each, bound=seconds))
+        return found
 
     def _useless_degrees(self, candidates: Sequence[Candidate]) -> dict[tuple[int, ...], set[int]]:
         """Return for each cp and ep the tp degrees beyond the first that is no faster than smaller ones, for small and large
@@ -218,7 +247,9 @@ class Planner:
     def _searched(self, prune: bool, all_degrees: bool) -> SearchResult:
         began = time.monotonic()
         candidates, impossible = self.bounded(all_degrees=all_degrees)
-        found = self._explored(candidates, prune, began)
+        found = self._explored(candidates, prune, began, self._doubtful())
+        candidates, impossible = candidates + found.added, impossible + found.impossible
+        self._useless -= set(found.expanded)
         best, misfits, hopeless = found.best, found.misfits, found.hopeless
         exact = [found.noted(self.fitting.exactly(each)) for each in best.values()]
         whole = sorted(exact, key=lambda each: each.rank_key)
@@ -245,23 +276,36 @@ class Planner:
             tried=Tried.of(self.space.all, candidates, hopeless, found.points, self._useless, found.open),
         )
 
-    def _explored(self, candidates: Sequence[Candidate], prune: bool, began: float) -> _Explored:
-        """Price candidates in the order of their bounds, until what is left can't be shown, or time is over."""
-        found, shown_at = _Explored(), -math.inf
+    def _explored(
+        self, candidates: Sequence[Candidate], prune: bool, began: float, doubtful: Sequence[Candidate] = ()
+    ) -> _Explored:
+        """Price candidates in the order of their bounds, until what is left can't be shown, or time is over.
+
+        ``doubtful`` ones are sharded only if they may be faster than the best.
+        """
+        found, shown_at, known_ones = _Explored(), -math.inf, [*candidates, *doubtful]
         higher = (self.bounds.in_all_memory, self.bounds.of_stages, self.bounds.in_memory)
-        heap = [(each.bound, each.key, number, 0) for number, each in enumerate(candidates)]
+        first = [0] * len(candidates) + [_DOUBTFUL] * len(doubtful)
+        heap: list[_Entry] = [
+            (each.bound, each.key, number, level) for number, (each, level) in enumerate(zip(known_ones, first))
+        ]
+        heapq.heapify(heap)
         while heap:
             bound, _, number, level = heapq.heappop(heap)
-            candidate, now = candidates[number], time.monotonic()
+            candidate, now = known_ones[number], time.monotonic()
             if found.best and self.limit_s is not None and now - began > self.limit_s:
                 found.lower, found.open = min(found.lower, bound), 1 + len(heap)
                 break
             if now - shown_at > SHOWN_EVERY_S:
                 self.show(found.text(len(candidates)))
                 shown_at = now
-            slowest_shown = sorted(each.estimate.step_time_s for each in found.best.values())[self.shown :]
-            if prune and slowest_shown and bound > slowest_shown[0]:
+            times = sorted(each.estimate.step_time_s for each in found.best.values())
+            if prune and times[self.shown :] and bound > times[self.shown]:
                 break
+            if level == _DOUBTFUL:
+                if not times or bound < times[0]:
+                    self._expand(number, known_ones, found, heap)
+                continue
             known = found.best.get(candidate.mesh)
             if prune and known is not None and bound > known.estimate.step_time_s:
                 continue
@@ -280,6 +324,17 @@ class Planner:
             elif known is None or priced.rank_key < known.rank_key:
                 found.best[candidate.mesh] = priced
         return found
+
+    def _expand(self, number: int, candidates: list[Candidate], found: _Explored, heap: list[_Entry]) -> None:
+        """Shard a doubtful candidate, and try it like the others."""
+        found.expanded.append(candidates[number])
+        bounded = self._bounded(candidates[number])
+        if bounded is None:
+            found.impossible += 1
+            return
+        candidates[number] = bounded
+        found.added.append(bounded)
+        heapq.heappush(heap, (bounded.bound, bounded.key, number, 0))
 
     def _polished(self, ranked: list[Priced], found: _Explored) -> list[Priced]:
         """Move the boundaries of stages of the plans that are about as fast as the first: the search has the slowest stage as fast as

@@ -205,6 +205,25 @@ def test_the_best_of_every_plan_of_more_cases(part: int) -> None:
         check_best(case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("equal", (1, 4), {"pp": 2}, {"schedule": "1F1B"}, 0.9, 1e-2, 2e-6),
+        Case("tapered", (1, 3), {}, {}, 0.9, 1, 2e-5),
+        Case("equal", (1, 2), {"dp_replicate": 2}, {}, 0.9),
+        Case("experts", (1, 2), {}, {}, 0.5, 1e-4, 2e-6),
+    ],
+    ids=str,
+)
+def test_whole_choices_of_recomputation_are_near_the_best(case: Case) -> None:
+    """The cheapest savings first, and then other choices of a unit or two: at most 3 % above the best of all choices and stages."""
+    assert case.room is not None
+    planner = case.planner(case.room)
+    found, best = planner.search().best, case.every_plan(planner).best(case.room)
+    assert found is not None and best is not None and any(best.kinds)
+    assert best.step_s * (1 - 1e-9) <= found.estimate.step_time_s <= 1.03 * best.step_s
+
+
 def candidate_of(way: Way) -> Candidate:
     return Candidate(
         way.mesh, way.schedule, way.depth, way.rows, way.microbatches, way.split_points, way.zero, way.reshard
@@ -303,3 +322,38 @@ def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
             assert bound <= seconds * (1 + 1e-9)
             touched += bound >= seconds * (1 - 1e-6)
     assert touched >= len(units)
+
+
+# ---- tp degrees that are left out ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", [1, 1e-5])
+@pytest.mark.parametrize(("name", "nodes"), [("equal", (1, 4)), ("two rows", (1, 8)), ("experts", (1, 4))])
+def test_a_smaller_degree_bounds_a_larger_one(name: str, nodes: tuple[int, int], slow: float) -> None:
+    planner = Case(name, nodes, {}, {"recompute": "none"}, slow=slow).planner(1e12)
+    wide = [each for each in planner.bounded(all_degrees=True)[0] if each.mesh.tp > 1]
+    assert len(wide) > 15
+    for candidate in wide:
+        step_s = planner.fitting.exactly(planner.fitting.price(candidate)).estimate.step_time_s
+        for smaller in (degree for degree in range(1, candidate.mesh.tp) if candidate.mesh.tp % degree == 0):
+            assert planner.bounds.of_smaller(candidate, smaller) <= step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "slow"), [("equal", 1), ("head", 1e-3), ("equal", 1e-6)])
+def test_samples_that_are_wrong_leave_no_degree_out(name: str, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they take every degree for useless, the plan is the same, since those that may be faster are searched."""
+    case = Case(name, (1, 4), {}, {"recompute": "none"}, slow=slow)
+    whole = case.planner(1e12).search()
+    monkeypatch.setattr(Planner, "_useless_degrees", lambda self, candidates: {(1, 1): {2, 4}})
+    found = case.planner(1e12).search()
+    assert whole.best is not None and found.best is not None
+    assert found.best.candidate == whole.best.candidate
+    assert found.best.estimate == whole.best.estimate
+    assert found.lower_bound_s == whole.lower_bound_s
+
+
+def test_a_degree_that_can_not_be_faster_is_not_sharded() -> None:
+    planner = Case("equal", (1, 4), {}, {"recompute": "none"}, slow=1e-6).planner(1e12)
+    found = planner.search()
+    assert found.tried is not None and found.tried.no_faster == 4 and "tp=4, as tp=2 is no faster" in found.left_out
+    assert {compute.tp for compute, _ in planner.prices._sharded} == {1, 2}
