@@ -80,7 +80,7 @@ class Shape:
 
 
 class ComposedNorm(nn.Module):
-    """RMSNorm in operators of fp32, as written before there were kernels for it."""
+    """RMSNorm in single operators, as written before there were kernels for it (Aleph-Alpha/scaling, core/nn/norm/rms_norm.py)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -88,9 +88,8 @@ class ComposedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]"""
-        wide = x.float()
-        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-        return normal.to(x.dtype) * self.weight
+        normal = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return normal.float().to(x.dtype) * self.weight
 
 
 def _norm(shape: Shape, width: int | None = None) -> nn.Module:
@@ -248,6 +247,14 @@ class Block(nn.Module):
         return x + dropped(self.mlp(self.norm2(x)), self.dropout)
 
 
+class Shares(nn.Module):
+    """Log-softmax in 32 bits: logits [b, s, v] -> [b s, v]"""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """[b, s, v] -> [b s, v]"""
+        return F.log_softmax(logits.flatten(0, 1).float(), dim=-1)
+
+
 class GPT(nn.Module):
     """``dense`` blocks without experts, then ``others``."""
 
@@ -258,11 +265,12 @@ class GPT(nn.Module):
         self.positions = None if shape.rotary else nn.Embedding(shape.seq, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape, number < dense) for number in range(dense + others))
         self.norm, self.head = _norm(shape), nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.shares = Shares() if shape.loss == "gathered" else None
         if shape.tied:
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids [b, s] -> logits [b, s, vocabulary]"""
+        """Token ids [b, s] -> logits [b, s, vocabulary], or what a loss of gathered logits takes"""
         x, shape = self.tokens(ids), self.shape
         if self.positions is not None:
             x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
@@ -272,4 +280,4 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin)
         logits: Tensor = self.head(self.norm(x))
-        return logits
+        return logits if self.shares is None else self.shares(logits)

@@ -106,6 +106,9 @@ def execution_of(row: Row) -> Execution:
     return Execution(
         main_copies=True,
         gradient_bytes=habits.gradient_bytes,
+        reduce_bytes=habits.sum_bytes,
+        sums_whole=habits.sums_whole,
+        moved_bytes=habits.moved_bytes,
         zero=row.zero,
         shards=row.shards,
         recompute="none" if _makes_scores_again(row) else row.recompute,
@@ -130,13 +133,13 @@ def _cluster(row: Row) -> Cluster:
 # ---- layout ----------------------------------------------------------------------------------------------------
 
 
-def starts(layers: int, stages: int) -> tuple[int, ...]:
+def starts(layers: int, stages: int, entries: bool = False) -> tuple[int, ...]:
     """List the first unit of each stage. Layers are divided evenly; where that can't be, the embedding and the head
-    count as layers, and first stages have one more."""
-    if layers % stages == 0:
+    count as layers, and first stages have one more. ``entries``: embedding, last norm and head always count, each as one."""
+    if layers % stages == 0 and not entries:
         return (0, *(1 + stage * (layers // stages) for stage in range(1, stages)))
-    each, more = divmod(layers + 2, stages)
-    return tuple(stage * each + min(stage, more) for stage in range(stages))
+    each, more = divmod(layers + 2 + entries, stages)
+    return tuple(min(stage * each + min(stage, more), layers + 1) for stage in range(stages))
 
 
 def layout_of(row: Row) -> Layout:
@@ -149,7 +152,7 @@ def layout_of(row: Row) -> Layout:
     count = pp * row.stages_per_rank
     if row.layers + 2 < count:
         raise Unpriced(f"{row.layers} layers are fewer than {count} stages")
-    first = starts(row.layers, count)
+    first = starts(row.layers, count, row.habits.split_entries)
     if row.schedule not in AUTOMATIC:
         order = order_of(few(pp, row.microbatches)) if row.schedule == "1F1B" and row.microbatches < pp else None
         return Layout(row.schedule, row.microbatch_size, row.microbatches, first, order)

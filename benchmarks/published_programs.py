@@ -20,9 +20,12 @@ from benchmarks.published_models import GPT, Shape
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.workload import Phase, Work
+from graphpar.hardware.cluster import Cluster
+from graphpar.hardware.devices import Link, device_named
+from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
+from graphpar.passes.planning.choose import solve
 from graphpar.passes.planning.measured_units import units_of
-from graphpar.passes.sharding.shard import shard
 from graphpar.runtime.plan_record import DTYPES
 
 ROWS = 2
@@ -69,28 +72,24 @@ def pins(degrees: Degrees, shape: Shape) -> dict[str, Any]:
     }
     if not shape.tied:
         found["head.weight"] = "S(0)@tp"
+    if shape.loss == "gathered":
+        found["head"] = found["shares"] = {"outputs": ["I@tp"]}
     return found
 
 
 @functools.cache
 def lowered(shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: bool) -> Program:
-    """The program of a rank with two blocks of each kind that is asked for."""
+    """The program of a rank with two blocks of each kind that is asked for. Placements that nothing pins are solved for slow links, so
+    that no collectives are added to divide what Megatron-LM's ranks do each."""
     ids = torch.zeros(ROWS, shape.seq, dtype=torch.long)
     counts = 2 * dense, 2 * others
-    loss_fn = LOSSES[
-        "plain" if degrees.tp > 1 else shape.loss
-    ]  # sharded over the vocabulary, the loss is graphpar's own, which is Megatron-LM's
+    # sharded over the vocabulary, the loss is graphpar's own, which is Megatron-LM's
+    loss_fn = LOSSES["plain" if degrees.tp > 1 and shape.loss != "gathered" else shape.loss]
     program = gp.export(  # main copies of parameters, where a row has them, are the optimizer's
         lambda: GPT(shape, *counts).to(DTYPES[dtype]), (ids,), loss_fn=loss_fn, targets=(ids.clone(),), mode="train"
     )
-    plan = gp.plan(
-        program,
-        mesh={"tp": degrees.tp},
-        global_batch=ROWS,
-        microbatch_size=ROWS,
-        shard_plan=pins(degrees, shape) or None,
-    )
-    return shard(program.at_batch(ROWS), plan.sharding)
+    slow = replace(Cluster.of(device_named("A100"), 1, degrees.tp), intra_node=Link(1e-3, 1e9))
+    return solve(program, Mesh(tp=degrees.tp), ROWS, 1, pins(degrees, shape) or None, slow).local
 
 
 def with_scores_again(

@@ -29,10 +29,15 @@ class Habits:
         fused: elementwise chains are one kernel each.
         gradient_bytes: of an element in which gradients are summed; None: 2 with fp16, 4 with bf16, as Megatron-LM and
             DeepSpeed do.
+        sum_bytes: of an element in which gradients are summed over replicas; None: as they are accumulated.
+        sums_whole: with ZeRO 1 gradients are all-reduced, not reduce-scattered.
+        moved_bytes: of memory, for each element of a gradient once a step, besides its sum and the optimizer.
         overlap_gradients: their sums run beside the backward.
         prefetch: divided parameters are gathered ahead.
         wait_for_sends: a stage waits until what it sends has arrived.
         overlap_tp: collectives of tp are divided into as many chunks as there are ranks, of which all but the first are hidden.
+        split_entries: stages are equal runs of the list of embedding, blocks, last norm and head, of which the first are one longer;
+            else blocks are divided evenly, see :func:`benchmarks.published_prices.starts`.
         gathers_keys: ranks of cp gather keys and values; else these go round a ring.
         node_gbps: GB/s between nodes of one whole node in one direction, where it is not the device's usual.
         per_node: devices of a node, by a part of the hardware's name.
@@ -49,10 +54,14 @@ class Habits:
     vocab: int = 51200
     fused: bool = True
     gradient_bytes: int | None = None
+    sum_bytes: int | None = None
+    sums_whole: bool = False
+    moved_bytes: int = 0
     overlap_gradients: bool = True
     prefetch: bool = True
     wait_for_sends: bool = False
     overlap_tp: bool = False
+    split_entries: bool = False
     gathers_keys: bool = False
     node_gbps: float | None = None
     per_node: Mapping[str, int] | None = None
@@ -71,6 +80,18 @@ _LATER_KERNELS = {"H100": 1.6, "B200": 1.6, "B300": 1.6, "GB": 1.6}
 _CORE = Habits(attention_rates=_LATER_KERNELS, loss="megatron")
 _FSDP = Habits(fused=False)
 
+# A framework of its own, later published as Aleph-Alpha/scaling, whose files under src/scaling say all of this. No kernel for RMSNorm
+# (but where a row says so), SwiGLU and rotary. core/nn/linear/column_parallel_linear.py, transformer/model/losses/cross_entropy.py: ranks
+# of tp gather logits, whose loss is torch's in fp32. core/nn/parallel_module/pipeline_partitioning.py, topology_config.py: stages are
+# uniform runs of layers, with embedding, last norm and head among them. communicator.py: sends are waited for. core/optimizer/
+# optimizer.py, allreduce.py, parameter_group.py: gradients of 16 bits are, after the last backward, copied to flat buckets (4 bytes an
+# element), divided (4), cast (6), all-reduced whole in fp32 though ZeRO shards the state, cast back (6), copied back (4), scaled (4) and
+# normed (2); parameters are all-gathered into a flat buffer, and copied (4).
+_SCALING = Habits(
+    fused=False, loss="gathered", gradient_bytes=2, sum_bytes=4, sums_whole=True, moved_bytes=34, overlap_gradients=False, prefetch=False,
+    wait_for_sends=True, split_entries=True,
+)  # fmt: skip
+
 SOURCES: Mapping[str, Habits] = {
     "megatron_sc21": _MEGATRON,
     "megatron_readme2020": _MEGATRON,
@@ -83,9 +104,7 @@ SOURCES: Mapping[str, Habits] = {
     "bigscience_tr11": replace(_MEGATRON_DEEPSPEED, dropout=0.0, node_gbps=50),
     # a fork of Megatron-LM of 2023, by default without flash attention
     "zero_bubble": _MEGATRON,
-    # a framework of its own; no kernel for RMSNorm (but where a row says so), SwiGLU and rotary; gradients of 16 bits: with those of 32
-    # 13B could not have run on one device
-    "hagemann_layouts": Habits(fused=False, gradient_bytes=2, overlap_gradients=False, prefetch=False),
+    "hagemann_layouts": _SCALING,
     "megascale": replace(_CORE, biases=True, tied=True, overlap_gradients=False),
     "megatron_readme_h100": replace(_CORE, biases=True, tied=True, overlap_tp=True),
     "megatron_bridge": replace(_CORE, overlap_tp=True),

@@ -93,7 +93,8 @@ class StepEnds:
         if zero:
             shards = self._group("dp_shard")
             if zero == 1:
-                reduced += self.network.seconds("reduce-scatter", total, shards)
+                kind = "all-reduce" if self.execution.sums_whole else "reduce-scatter"
+                reduced += self.network.seconds(kind, total, shards)
             if zero == 1 or (zero == 2 and self.mesh.pp == 1):
                 gathered = self.network.seconds("all-gather", parameters, shards)
             if self.mesh.dp_replicate > 1:
@@ -107,7 +108,8 @@ class StepEnds:
         return next(iter([*reversed(self._replicas), *partial]), None) if trained else None
 
     def optimizer(self, stages: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of reading gradients and state and writing state and parameters; in several passes where not fused."""
+        """Return the seconds of reading gradients and state and writing state and parameters; in several passes where not fused,
+        and of what else is done with gradients."""
         nbytes = 0.0
         for held in self.bytes.held(stages):
             if held.trained:
@@ -117,4 +119,6 @@ class StepEnds:
         shards = self.execution.shards if self.execution.zero else 1
         if not nbytes:
             return 0.0
-        return self.crowd * float(self.compute.traffic_s(nbytes * (1 if self.execution.fused else 3) / shards))
+        moved = sum(held.elements for held in self.bytes.held(stages) if held.trained) * self.execution.moved_bytes
+        nbytes *= 1 if self.execution.fused else 3
+        return self.crowd * float(self.compute.traffic_s(nbytes / shards + moved))
