@@ -21,8 +21,10 @@ from benchmarks.published_models import Shape
 from benchmarks.published_programs import Parts
 from benchmarks.published_rows import Row, Unpriced
 from graphpar.cost_models.collectives import Group
+from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.step_costs import UnitSeconds
 from graphpar.cost_models.workload import Attention, Collective, Phase, Work
 from graphpar.cost_models.workload import Row as WorkRow
 from graphpar.ir.mesh import Mesh
@@ -104,6 +106,16 @@ def mesh_of(row: Row) -> Mesh:
     return Mesh(pp=row.degrees["pp"], dp_replicate=replicas // row.shards, dp_shard=row.shards, tp=row.degrees["tp"])
 
 
+def own_copies_bytes(row: Row, elements: int) -> int:
+    """Return the bytes of 16-bit copies in the price that a rank with ``elements`` of parameters has no shards of."""
+    return elements * ITEM // row.shards if row.habits.fp32_shards and row.zero == 3 else 0
+
+
+def held_logits_bytes(row: Row) -> int:
+    """Return the bytes of logits that the last stage's buffers hold."""
+    return row.habits.held_logits * row.microbatch_size * row.shape.seq * row.shape.vocab * ITEM
+
+
 def own_state_bytes(row: Row, blocks: int) -> int:
     """Return the bytes of main copies and optimizer state that a rank with ``blocks`` blocks of experts has beyond the price, where
     these are sharded over the dp / ep ranks with the same experts, not over dp."""
@@ -126,10 +138,20 @@ class Exchanging(Pricing):
                 mesh = Mesh(pp=row.degrees["pp"], dp_shard=replicas // size, tp=row.degrees["tp"], **{axis: size})
                 self._exchanges[axis] = self.network.group_of_axes(mesh, [axis])
         self._steps = sizes["cp"]
+        self._head: Compute | None = None
         self._attention = {
             each.phase: each for unit in self.units for each in unit.kind.work.rows if isinstance(each, Attention)
         }
         return self
+
+    def unit_seconds(self, kind: UnitClass, rows: int) -> UnitSeconds:
+        """Return the seconds of a unit; heads compute in 16 bits where blocks do in 8, in Megatron-LM as in torchtitan."""
+        if self.dtype != "fp8" or kind is not self.units[-1].kind:
+            return super().unit_seconds(kind, rows)
+        if self._head is None:
+            self._head = Compute(self.compute.device, "bf16")
+        found = super().unit_seconds(kind, rows)
+        return UnitSeconds(self._head.seconds(kind.work, rows), found.sent)
 
     def collective_s(self, row: Collective, rows: int) -> float:
         """Return the seconds of one collective, of a ring's send those that attention to a part of the keys does not hide."""

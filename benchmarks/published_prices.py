@@ -9,9 +9,26 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from benchmarks.published_folded import Exchanging, exchanging, mesh_of, own_state_bytes, shape_here
-from benchmarks.published_programs import Degrees, Parts, parts, with_scores_again
-from benchmarks.published_rows import HALF, Profile, Row, Unpriced
+from benchmarks.published_folded import (
+    Exchanging,
+    exchanging,
+    held_logits_bytes,
+    mesh_of,
+    own_copies_bytes,
+    own_state_bytes,
+    shape_here,
+)
+from benchmarks.published_programs import (
+    Build,
+    Degrees,
+    Parts,
+    parts,
+    with_casts,
+    with_gathers_again,
+    with_scores_again,
+    with_shards_kept,
+)
+from benchmarks.published_rows import HALF, OPERATORS, Profile, Row, Unpriced
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pricing import Pricing
@@ -63,7 +80,14 @@ def price_row(row: Row) -> Prediction:
     for stage in estimate.stages:
         first, after = stage.units
         blocks[stage.rank] += len(range(max(first, 1 + row.experts_after), min(after, 1 + row.layers)))
-    peaks = [peak + own_state_bytes(row, blocks[pp]) for pp, peak in enumerate(estimate.peak_memory_bytes)]
+    held = Counter[int]()
+    for stage in estimate.stages:
+        held[stage.rank] += stage.parameters
+    peaks = [
+        peak + own_state_bytes(row, blocks[pp]) - own_copies_bytes(row, held[pp])
+        for pp, peak in enumerate(estimate.peak_memory_bytes)
+    ]
+    peaks[-1] += held_logits_bytes(row)
     rank = max(range(len(peaks)), key=peaks.__getitem__) if row.memory_of is None else row.memory_of
     reserved, allocated = peaks[rank], peaks[rank] - estimate.memory[rank].slack
     outside = row.cluster.device.memory_bytes * (1 / USABLE - 1)
@@ -84,11 +108,21 @@ def pricing_of(row: Row) -> Pricing:
 
 
 def _parts(row: Row) -> Parts:
-    shape = shape_here(row)
+    shape, habits = shape_here(row), row.habits
     degrees = Degrees(row.degrees["tp"], row.sequence_parallel and row.degrees["tp"] > 1)
-    made = with_scores_again if _makes_scores_again(row) else parts
     kinds = row.experts_after > 0, row.layers > row.experts_after
-    return exchanging(row, shape, made(shape, degrees, row.dtype, *kinds, row.habits.fused, row.habits.gradient_bytes))
+    build = Build(degrees, row.dtype, *kinds, habits.fused, habits.gradient_bytes)
+    made = with_scores_again if _makes_scores_again(row) else parts
+    found = made(shape, build)
+    if row.recompute == OPERATORS:
+        plain, found = found, made(shape, replace(build, kind="selective"))
+        if degrees.sequence:
+            found = with_gathers_again(found, plain, made(shape, replace(build, kind="gathers")))
+    if habits.keeps_shards and degrees.sequence and row.recompute in ("none", "selective"):
+        found = with_shards_kept(made(shape, replace(build, kind="gathers")), found)
+    if row.products == "fp8" and habits.cast_bytes:
+        found = with_casts(found, habits.cast_bytes, shape.hidden, degrees.tp if degrees.sequence else 1)
+    return exchanging(row, shape, found)
 
 
 def _makes_scores_again(row: Row) -> bool:
@@ -111,7 +145,7 @@ def execution_of(row: Row) -> Execution:
         moved_bytes=habits.moved_bytes,
         zero=row.zero,
         shards=row.shards,
-        recompute="none" if _makes_scores_again(row) else row.recompute,
+        recompute="none" if _makes_scores_again(row) or row.recompute == OPERATORS else row.recompute,
         fused=habits.fused,
         overlap_gradients=habits.overlap_gradients,
         prefetch=habits.prefetch,
