@@ -134,6 +134,10 @@ DISPATCH_S = 57e-6
 :mod:`benchmarks.fit_devices`, in effect to vtrain_single, which alone is bound by its hosts. One figure for all sources."""
 
 
+_TENSORS = 9
+"""Parameters of a block of InternLM: weights of q, k and v, of what follows them and of three products, biases of two, and norms."""
+
+
 def execution_of(row: Row) -> Execution:
     """Read how a row's program runs: kernels, overlap, recomputation, dtypes."""
     habits = row.habits
@@ -142,6 +146,7 @@ def execution_of(row: Row) -> Execution:
         gradient_bytes=habits.gradient_bytes,
         reduce_bytes=habits.sum_bytes,
         sums_whole=habits.sums_whole,
+        broadcasts=min(row.shards, _TENSORS * row.layers) if habits.broadcasts else 0,
         moved_bytes=habits.moved_bytes,
         zero=row.zero,
         shards=row.shards,

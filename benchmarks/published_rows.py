@@ -85,6 +85,7 @@ class Row:
     habits: Habits
     measured: Measured
     memory_of: int | None = None
+    recompute_printed: bool = True
     assumed: tuple[str, ...] = ()
 
     @property
@@ -161,6 +162,7 @@ def read(row: Mapping[str, Any]) -> Row:
         habits=habits,
         measured=measured(row),
         memory_of=-1 if row["source"] == "megatron_ci" else None,  # its logs are of the last rank
+        recompute_printed=row["recompute"] in _PRINTED,
         assumed=tuple(assumed),
     )
 
@@ -309,6 +311,9 @@ def _schedule(row: Mapping[str, Any], assumed: list[str]) -> tuple[str, int]:
         per_rank = row["model"]["layers"] // pp
         assumed.append("a layer a stage")
     return (_SCHEDULES[name], per_rank) if per_rank > 1 else ("1F1B", 1)
+
+
+_PRINTED = ("none", "selective", "full", "selective_op", "selective_layer(every 2nd)")
 
 
 def _recompute(given: str | None, assumed: list[str]) -> str:

@@ -31,6 +31,7 @@ class Habits:
             DeepSpeed do.
         sum_bytes: of an element in which gradients are summed over replicas; None: as they are accumulated.
         sums_whole: with ZeRO 1 gradients are all-reduced, not reduce-scattered.
+        broadcasts: with ZeRO 1 each rank owns whole parameters, and broadcasts them.
         moved_bytes: of memory, for each element of a gradient once a step, besides its sum and the optimizer.
         overlap_gradients: their sums run beside the backward.
         prefetch: divided parameters are gathered ahead.
@@ -62,6 +63,7 @@ class Habits:
     gradient_bytes: int | None = None
     sum_bytes: int | None = None
     sums_whole: bool = False
+    broadcasts: bool = False
     moved_bytes: int = 0
     overlap_gradients: bool = True
     prefetch: bool = True
@@ -128,8 +130,9 @@ SOURCES: Mapping[str, Habits] = {
     "mlperf_gpt3": replace(_CORE, biases=True, tied=True, dropout=0.1, overlap_tp=True),
     # GPT-2's vocabulary padded; what overlaps, its options say
     "megatron_ci": replace(_CORE, biases=True, vocab=50304, dropout=0.1, overlap_gradients=False, prints="allocated"),
-    # four 100 Gb/s RoCE a node
-    "internevo": Habits(gradient_bytes=2, node_gbps=50, prints="device"),
+    # four 100 Gb/s RoCE a node (doc/en/train_performance.md). internlm/solver/optimizer/hybrid_zero_optim.py: a parameter is of one rank;
+    # its gradient is all-reduced (reduce_rank is None), and the rank broadcasts what it updated
+    "internevo": Habits(gradient_bytes=2, sums_whole=True, broadcasts=True, node_gbps=50, prints="device"),
     # attn_impl is triton unless named (its scripts/train/benchmarking/submit_benchmarks.py): a kernel of the first FlashAttention
     "llm_foundry": replace(_FSDP, tied=True, loss="kernel", attention_rates=FIRST_FLASH),
     # its context_parallel_rotate_method is allgather unless named; FSDP2's shards are fp32 (parallelize_llama.py: MixedPrecisionPolicy).

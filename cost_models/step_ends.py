@@ -91,13 +91,17 @@ class StepEnds:
             if over:
                 reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
         if zero:
-            shards = self._group("dp_shard")
-            if zero == 1:
-                kind = "all-reduce" if self.execution.sums_whole else "reduce-scatter"
-                reduced += self.network.seconds(kind, total, shards)
-            if zero == 1 or (zero == 2 and self.mesh.pp == 1):
+            shards, count = self._group("dp_shard"), self.execution.broadcasts
+            whole = zero == 1 and self.execution.sums_whole
+            if whole:
+                reduced += self.network.seconds("all-reduce", total, self.network.group_of_axes(self.mesh, replicas))
+            elif zero == 1:
+                reduced += self.network.seconds("reduce-scatter", total, shards)
+            if zero == 1 and count:
+                gathered = count * self.network.seconds("broadcast", parameters / count, shards)
+            elif zero == 1 or (zero == 2 and self.mesh.pp == 1):
                 gathered = self.network.seconds("all-gather", parameters, shards)
-            if self.mesh.dp_replicate > 1:
+            if self.mesh.dp_replicate > 1 and not whole:
                 reduced += self.network.seconds("all-reduce", total / self.mesh.dp_shard, self._group("dp_replicate"))
         return reduced, gathered, total
 
