@@ -95,7 +95,7 @@ def lowered(shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: boo
     program = gp.export(  # main copies of parameters, where a row has them, are the optimizer's
         lambda: GPT(shape, *counts).to(DTYPES[dtype]), (ids,), loss_fn=loss_fn, targets=(ids.clone(),), mode="train"
     )
-    slow = replace(Cluster.of(device_named("A100"), 1, degrees.tp), intra_node=Link(1e-3, 1e9))
+    slow = replace(Cluster.of(device_named("A100"), 1, degrees.tp), intra_node=Link(1e-6, 1e9))
     return solve(program, Mesh(tp=degrees.tp), ROWS, 1, pins(degrees, shape) or None, slow).local
 
 
@@ -158,6 +158,18 @@ def _gathering_again(made: Unit, saved: Unit) -> Unit:
     memory = replace(made.kind.memory, inside=Bytes(kept.fixed - less.fixed, kept.per_row - less.per_row))
     again = made.kind.again + saved.kind.again
     return replace(made, kind=UnitClass(made.kind.work, made.kind.sends, lambda: memory, again))
+
+
+def with_pieces_sent(made: Parts, pieces: int) -> Parts:
+    """Units whose results are sent in ``pieces``, one from each rank of tp, and gathered where they arrive (the time of that gather
+    inside a node is left out)."""
+
+    def sending(unit: Unit, _: Unit) -> Unit:
+        kind = unit.kind
+        sends = tuple((1 / pieces * size, gradient) for size, gradient in kind.sends)
+        return replace(unit, kind=UnitClass(kind.work, sends, lambda: kind.memory, kind.again))
+
+    return _each(sending, made, made)
 
 
 def _each(change: Callable[[Unit, Unit], Unit], one: Parts, two: Parts) -> Parts:

@@ -36,6 +36,8 @@ class Habits:
         overlap_gradients: their sums run beside the backward.
         prefetch: divided parameters are gathered ahead.
         wait_for_sends: a stage waits until what it sends has arrived.
+        splits_messages: between stages each rank of tp sends a part, where their results are the same.
+        sends_once: a token is sent to a rank of ep once for all its experts there, and to a node once.
         overlap_tp: collectives of tp are divided into as many chunks as there are ranks, of which all but the first are hidden.
         split_entries: stages are equal runs of the list of embedding, blocks, last norm and head, of which the first are one longer;
             else blocks are divided evenly, see :func:`benchmarks.published_prices.starts`.
@@ -68,6 +70,8 @@ class Habits:
     overlap_gradients: bool = True
     prefetch: bool = True
     wait_for_sends: bool = False
+    splits_messages: bool = False
+    sends_once: bool = False
     overlap_tp: bool = False
     split_entries: bool = False
     merged: bool = True
@@ -84,7 +88,7 @@ class Habits:
 
 _MEGATRON = Habits(  # Megatron-LM of 2020 to 2022: fused softmax, bias + GELU, bias + dropout + add; gradients and messages are waited for
     attention="softmax", dropout=0.1, biases=True, tied=True, loss="megatron", overlap_gradients=False, wait_for_sends=True,
-    keeps_shards=True,
+    keeps_shards=True, splits_messages=True,  # arXiv 2104.04473, section 4.1; DeepSpeed's pipelines do the same
 )  # fmt: skip
 _MEGATRON_DEEPSPEED = replace(
     _MEGATRON, prefetch=False
@@ -124,8 +128,10 @@ SOURCES: Mapping[str, Habits] = {
     "hagemann_layouts": _SCALING,
     "megascale": replace(_CORE, biases=True, tied=True, overlap_gradients=False),
     "megatron_readme_h100": replace(_CORE, biases=True, tied=True, overlap_tp=True),
-    "megatron_bridge": replace(_CORE, overlap_tp=True),
-    "nemo_longseq": replace(_CORE, overlap_tp=True),
+    # its recipes dispatch with DeepEP or HybridEP (docs/training/moe-optimization.md)
+    "megatron_bridge": replace(_CORE, overlap_tp=True, sends_once=True),
+    # of March 2024, before the later kernels for Hopper (July 2024)
+    "nemo_longseq": replace(_CORE, overlap_tp=True, attention_rates={}),
     "nemo_2407": replace(_CORE, biases=True, tied=True, overlap_tp=True),
     "mlperf_gpt3": replace(_CORE, biases=True, tied=True, dropout=0.1, overlap_tp=True),
     # GPT-2's vocabulary padded; what overlaps, its options say
