@@ -350,13 +350,9 @@ def test_a_tokens_experts_are_on_fewer_places_than_there_are_experts() -> None:
     assert places(8, 8, 2) == 2  # an expert a place
     assert places(2, 4, 2) == pytest.approx(2 * (1 - 1 / 6))  # of 6 pairs of experts one has none on this place
     raw = ROWS["megatron_bridge:a"]
-    row = read(
-        {
-            **raw,
-            "model": {**raw["model"], "experts": 64, "topk": 8, "moe_ffn": 64},
-            "parallel": {**raw["parallel"], "ep": 8},
-        }
-    )
+    parallel = {**raw["parallel"], "tp": 1, "dp": 8, "ep": 8, "sp": False}
+    model = {**raw["model"], "experts": 64, "topk": 8, "moe_ffn": 64}
+    row = read({**raw, "gpus": 8, "model": model, "parallel": parallel})
     once, each = (
         pricing_of(replace(row, habits=replace(row.habits, sends_once=flag))).estimate(layout_of(row))
         for flag in (True, False)
