@@ -137,8 +137,8 @@ DISPATCH_S = 57e-6
 :mod:`benchmarks.fit_devices`, in effect to vtrain_single, which alone is bound by its hosts. One figure for all sources."""
 
 
-_TENSORS = 9
-"""Parameters of a block of InternLM: weights of q, k and v, of what follows them and of three products, biases of two, and norms."""
+_WEIGHTS = 5
+"""Of a block of InternLM: of q, k and v, of what follows attention, and three; norms and biases go with them."""
 
 
 def execution_of(row: Row) -> Execution:
@@ -149,7 +149,7 @@ def execution_of(row: Row) -> Execution:
         gradient_bytes=habits.gradient_bytes,
         reduce_bytes=habits.sum_bytes,
         sums_whole=habits.sums_whole,
-        broadcasts=min(row.shards, _TENSORS * row.layers) if habits.broadcasts else 0,
+        broadcasts=min(row.shards, _WEIGHTS * row.layers + 2) if habits.broadcasts else 0,
         moved_bytes=habits.moved_bytes,
         zero=row.zero,
         shards=row.shards,

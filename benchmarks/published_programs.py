@@ -27,7 +27,8 @@ from graphpar.hardware.devices import Link, device_named
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.passes.planning.choose import solve
-from graphpar.passes.planning.measured_units import units_of
+from graphpar.passes.planning.measured_units import units_of_ranks
+from graphpar.passes.sharding.shard import Sharded
 from graphpar.runtime.plan_record import DTYPES
 
 ROWS = 2
@@ -85,18 +86,35 @@ def _columns(shape: Shape) -> list[str]:
 
 
 @functools.cache
-def lowered(shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: bool) -> Program:
-    """The program of a rank with two blocks of each kind that is asked for. Placements that nothing pins are solved for slow links, so
-    that no collectives are added to divide what Megatron-LM's ranks do each."""
+def exported(shape: Shape, dtype: str, dense: bool, others: bool, loss: str) -> Program:
+    """The program with two blocks of each kind that is asked for."""
     ids = torch.zeros(ROWS, shape.seq, dtype=torch.long)
     counts = 2 * dense, 2 * others
-    # sharded over the vocabulary, the loss is graphpar's own, which is Megatron-LM's
-    loss_fn = LOSSES["plain" if degrees.tp > 1 and shape.loss != "gathered" else shape.loss]
-    program = gp.export(  # main copies of parameters, where a row has them, are the optimizer's
-        lambda: GPT(shape, *counts).to(DTYPES[dtype]), (ids,), loss_fn=loss_fn, targets=(ids.clone(),), mode="train"
+    return gp.export(  # main copies of parameters, where a row has them, are the optimizer's
+        lambda: GPT(shape, *counts).to(DTYPES[dtype]),
+        (ids,),
+        loss_fn=LOSSES[loss],
+        targets=(ids.clone(),),
+        mode="train",
     )
+
+
+def lowered(shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: bool) -> Program:
+    """The program of a rank."""
+    return sharded(shape, degrees, dtype, dense, others).local
+
+
+@functools.cache
+def sharded(shape: Shape, degrees: Degrees, dtype: str, dense: bool, others: bool) -> Sharded:
+    """The program of a rank, with what is measured of it.
+
+    Placements that nothing pins are solved for slow links, so that no collectives are added to divide what Megatron-LM's ranks do each.
+    """
+    # sharded over the vocabulary, the loss is graphpar's own, which is Megatron-LM's
+    loss = "plain" if degrees.tp > 1 and shape.loss != "gathered" else shape.loss
+    program = exported(shape if loss == "gathered" else replace(shape, loss=loss), dtype, dense, others, loss)
     slow = replace(Cluster.of(device_named("A100"), 1, degrees.tp), intra_node=Link(1e-6, 1e9))
-    return solve(program, Mesh(tp=degrees.tp), ROWS, 1, pins(degrees, shape) or None, slow).local
+    return solve(program, Mesh(tp=degrees.tp), ROWS, 1, pins(degrees, shape) or None, slow)
 
 
 @dataclass(frozen=True)
@@ -121,8 +139,8 @@ def parts(shape: Shape, build: Build) -> Parts:
     count = 2 * (build.dense + build.others)
     blocks = () if build.kind == "none" else tuple((f"blocks.{number}", build.kind) for number in range(count))
     execution = Execution(fused=build.fused, gradient_bytes=build.gradient_bytes, blocks=blocks)
-    program = lowered(shape, build.degrees, build.dtype, build.dense, build.others)
-    first, *found, last = units_of(program, {"tp": build.degrees.tp}, execution, device="cuda")
+    program = sharded(shape, build.degrees, build.dtype, build.dense, build.others)
+    first, *found, last = units_of_ranks(program, execution, device="cuda")
     assert len(found) == count
     return Parts(first, found[1] if build.dense else None, found[-1] if build.others else None, last)
 

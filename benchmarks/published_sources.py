@@ -137,7 +137,8 @@ SOURCES: Mapping[str, Habits] = {
     # GPT-2's vocabulary padded; what overlaps, its options say
     "megatron_ci": replace(_CORE, biases=True, vocab=50304, dropout=0.1, overlap_gradients=False, prints="allocated"),
     # four 100 Gb/s RoCE a node (doc/en/train_performance.md). internlm/solver/optimizer/hybrid_zero_optim.py: a parameter is of one rank;
-    # its gradient is all-reduced (reduce_rank is None), and the rank broadcasts what it updated
+    # its gradient is all-reduced (reduce_rank is None), and the rank broadcasts what it updated, beside the forward (the configurations'
+    # overlap_sync_param)
     "internevo": Habits(gradient_bytes=2, sums_whole=True, broadcasts=True, node_gbps=50, prints="device"),
     # attn_impl is triton unless named (its scripts/train/benchmarking/submit_benchmarks.py): a kernel of the first FlashAttention
     "llm_foundry": replace(_FSDP, tied=True, loss="kernel", attention_rates=FIRST_FLASH),
