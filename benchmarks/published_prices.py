@@ -153,7 +153,7 @@ def execution_of(row: Row) -> Execution:
         moved_bytes=habits.moved_bytes,
         zero=row.zero,
         shards=row.shards,
-        recompute="none" if _makes_scores_again(row) or row.recompute == OPERATORS else row.recompute,
+        recompute="none" if _makes_scores_again(row) or row.recompute in (OPERATORS, HALF) else row.recompute,
         fused=habits.fused,
         overlap_gradients=habits.overlap_gradients,
         prefetch=habits.prefetch,
