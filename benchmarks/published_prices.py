@@ -25,6 +25,7 @@ from benchmarks.published_programs import (
     parts,
     with_casts,
     with_gathers_again,
+    with_peak_of_loss,
     with_pieces_sent,
     with_scores_again,
     with_shards_kept,
@@ -123,6 +124,8 @@ def _parts(row: Row) -> Parts:
         found = with_shards_kept(made(shape, replace(build, kind="gathers")), found)
     if row.products == "fp8" and habits.cast_bytes:
         found = with_casts(found, habits.cast_bytes, shape.hidden, degrees.tp if degrees.sequence else 1)
+    if habits.divided_loss_bytes and degrees.tp > 1:
+        found = with_peak_of_loss(found, habits.divided_loss_bytes * shape.seq * shape.vocab / degrees.tp)
     if habits.splits_messages and degrees.tp > 1 and not degrees.sequence:
         found = with_pieces_sent(found, degrees.tp)
     return exchanging(row, shape, found)

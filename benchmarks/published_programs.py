@@ -178,6 +178,16 @@ def _gathering_again(made: Unit, saved: Unit) -> Unit:
     return replace(made, kind=UnitClass(made.kind.work, made.kind.sends, lambda: memory, again))
 
 
+def with_peak_of_loss(made: Parts, nbytes: float) -> Parts:
+    """Units of which the last needs at least ``nbytes`` a row, with what it keeps, in its backward."""
+    kind = made.last.kind
+    more = Bytes(-kind.memory.inside.fixed, nbytes - kind.memory.inside.per_row)
+    if more.per_row <= kind.memory.backward.per_row:
+        return made
+    memory = replace(kind.memory, backward=more)
+    return replace(made, last=replace(made.last, kind=UnitClass(kind.work, kind.sends, lambda: memory, kind.again)))
+
+
 def with_pieces_sent(made: Parts, pieces: int) -> Parts:
     """Units whose results are sent in ``pieces``, one from each rank of tp, and gathered where they arrive (the time of that gather
     inside a node is left out)."""

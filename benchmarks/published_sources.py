@@ -46,6 +46,7 @@ class Habits:
         cast_bytes: of memory, for each element of an operand that is cast to 8 bits in a kernel of its own.
         fp32_shards: what ZeRO 3 divides are fp32 parameters, which are cast when they are gathered; else 16-bit ones and main copies.
         compiles_loss_from: the year from which on compiled models have compiled losses.
+        divided_loss_bytes: that a loss divided over tp needs for an element of a rank's logits, at its peak.
         held_logits: how many microbatches' logits a stage's buffers hold beside what autograd keeps.
         gathers_keys: ranks of cp gather keys and values; else these go round a ring.
         node_gbps: GB/s between nodes of one whole node in one direction, where it is not the device's usual.
@@ -79,6 +80,7 @@ class Habits:
     cast_bytes: int = 0
     fp32_shards: bool = False
     compiles_loss_from: int | None = None
+    divided_loss_bytes: int = 0
     held_logits: int = 0
     gathers_keys: bool = False
     node_gbps: float | None = None
@@ -144,6 +146,7 @@ SOURCES: Mapping[str, Habits] = {
     "llm_foundry": replace(_FSDP, tied=True, loss="kernel", attention_rates=FIRST_FLASH),
     # its context_parallel_rotate_method is allgather unless named; FSDP2's shards are fp32 (parallelize_llama.py: MixedPrecisionPolicy).
     # train.py of 2024: "compiling loss function causes CUDA errors, turning off for now"; components/loss.py of 2025 compiles it.
+    # torch/distributed/tensor/parallel/loss.py: log-softmax, its gradient, and two more of 4 bytes each.
     # torchao casts in a kernel that reads 2 bytes and writes 1, largest values come with what was before
     "torchtitan": Habits(
         fused=False,
@@ -153,6 +156,7 @@ SOURCES: Mapping[str, Habits] = {
         fp32_shards=True,
         compiles_loss_from=2025,
         cast_bytes=3,
+        divided_loss_bytes=16,
     ),
     # 2 Tb/s RoCE a node
     "fsdp_paper": replace(_FSDP, attention="softmax", biases=True, dropout=0.1, node_gbps=250),

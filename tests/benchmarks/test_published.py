@@ -24,6 +24,8 @@ from benchmarks.published_programs import (
     parts,
     with_casts,
     with_gathers_again,
+    with_peak_of_loss,
+    with_pieces_sent,
     with_scores_again,
     with_shards_kept,
 )
@@ -251,6 +253,26 @@ def test_torchtitans_blocks_gather_again_what_selective_checkpointing_would_keep
     assert found.kind.memory.inside.at(8) < selective.other.kind.memory.inside.at(8)
     gathers = [row for row in found.kind.again.rows if isinstance(row, Collective) and row.kind == "all-gather"]
     assert gathers
+
+
+def test_a_message_is_sent_in_pieces() -> None:
+    made = parts(SMALL, build(Degrees(2, False)))
+    assert made.other is not None
+    ((whole, gradient),) = made.other.kind.sends
+    split = with_pieces_sent(made, 2).other
+    assert split is not None
+    ((piece, same),) = split.kind.sends
+    assert piece.at(4) == whole.at(4) / 2 and same == gradient
+    assert split.kind.memory is made.other.kind.memory and split.kind.work == made.other.kind.work
+
+
+def test_a_loss_needs_its_own_bytes_at_its_peak() -> None:
+    made = parts(SMALL, build(Degrees(1, False)))
+    kept, needed = made.last.kind.memory.inside.per_row, made.last.kind.memory.backward.per_row
+    assert with_peak_of_loss(made, kept + needed / 2) is made
+    more = with_peak_of_loss(made, kept + 2 * needed).last.kind.memory
+    assert more.inside == made.last.kind.memory.inside
+    assert more.inside.at(8) + more.backward.at(8) == pytest.approx(8 * (kept + 2 * needed), abs=1)
 
 
 def test_casts_read_and_write_operands_once() -> None:
