@@ -137,7 +137,11 @@ def selections(found: Sequence[Priced]) -> dict[str, list[Priced]]:
     lines["A100, several nodes"] = [
         r for r in found if r.row.cluster.device.name.startswith("A100") and r.row.cluster.nodes > 1
     ]
-    lines["H100 and later"] = [r for r in found if r.row.cluster.device.name.startswith(NEW)]
+    new = [r for r in found if r.row.cluster.device.name.startswith(NEW)]
+    lines["H100 and later"] = new
+    lines["without cp and ep"] = [r for r in new if r.row.degrees["cp"] == r.row.degrees["ep"] == 1]
+    for axis in ("cp", "ep"):
+        lines[f"with {axis}"] = [r for r in new if r.row.degrees[axis] > 1]
     lines["held out"] = [result for result in found if held_out(result.row.source)]
     lines["not held out"] = [result for result in found if not held_out(result.row.source)]
     lines["everything"] = list(found)
