@@ -1,12 +1,13 @@
-"""How good the planner's choice is: every feasible plan of small models on local processes, predicted and measured.
+"""How good the planner's choice is: feasible plans of small models on local processes, predicted and measured.
 
-    python -m benchmarks.regret [--json] [--processes 2 4] [--models gpt llama mlp] [--cluster PROFILE.json]
+    python -m benchmarks.regret [--json] [--processes 2 4] [--models gpt llama mlp] [--plans 60] [--cluster PROFILE.json]
 
-    calibrate ──► Cluster ──Planner: every mesh x schedule x microbatch size──► predicted seconds ─┐
-                     └─────── partition, save ──► steps on local processes ──► measured seconds ───┴─► rank correlation, regret
+    calibrate ──► Cluster ──Planner: every mesh x ZeRO level x schedule x microbatch size x recomputation──► predicted seconds ─┐
+                     └── a sample and the fastest: partition, save ──► steps on local processes ──► measured ───────────────────┴─► scores
 
-Rank correlation is Spearman's, of predicted and measured step times of all plans of a model. Regret is the measured
-time of the plan that is predicted to be the fastest over that of the fastest measured one.
+Rank correlation is Spearman's, of predicted and measured step times of a sample of all plans of a model. Regret is the measured
+time of the plan that is predicted to be the fastest over that of the fastest measured one: the sample, and the plans predicted to be
+the next fastest, which have no part in the rank correlation unless they are drawn.
 
 A step in which others used the machine is taken again, as long as patience lasts. What they do all the same falls on
 some plan, so plans take steps in turn, a chunk at a time with one plan that is in every chunk: a plan's time is its
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -40,6 +42,7 @@ from graphpar.cost_models.calibrate import calibrate
 from graphpar.cost_models.contention import Watch
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.program import Program
+from graphpar.ir.recomputation import Recompute
 from graphpar.parts import untied
 from graphpar.passes.planning.candidates import Priced
 from graphpar.passes.planning.choose import choose
@@ -50,6 +53,9 @@ from graphpar.runtime.launch import torchrun
 
 CHUNK, WARM_UP, ROUNDS = 10, 1, 5
 FINALISTS, FINAL_ROUNDS = 5, 15
+PLANS, NEXT = 60, 10
+"""How many plans are drawn of all, and how many of those predicted to be the fastest are measured beside them."""
+RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "budget:0.4", "full")
 MOST_MICROBATCHES = 8
 GROUP_TIMEOUT_S, TIMEOUT_S = 3600, 7200
 LEARNING_RATE = 1e-4
@@ -57,12 +63,13 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Row:
-    """One plan, in seconds of a step; ``again_s``: of a finalist, measured beside the others."""
+    """One plan, in seconds of a step; ``again_s``: of a finalist, measured beside the others. ``drawn``: it is of the sample."""
 
     plan: str
     predicted_s: float
     measured_s: float
     again_s: float | None = None
+    drawn: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class Score:
 
     model: str
     processes: int
+    plans: int
+    """Of the whole space."""
     rank_correlation: float
     regret: float
     chosen: str
@@ -89,6 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], metavar="N", help="default: 2 4")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="default: all")
     parser.add_argument("--cluster", metavar="PROFILE.json", help="a profile instead of a calibration in the same run")
+    parser.add_argument(
+        "--plans", type=int, default=PLANS, help=f"how many are drawn of a model's; 0: all (default: {PLANS})"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed steps of each plan (default: {ROUNDS})")
     parser.add_argument(
         "--patience",
@@ -109,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             Cluster.parse(f"{processes}x{options.cluster}") if options.cluster else calibrate("cpu", processes).cluster
         )
         for model in options.models:
-            scores.append(score(model, cluster, options.rounds, options.patience))
+            scores.append(score(model, cluster, options.rounds, options.patience, options.plans))
             _say(
                 f"{model} on {processes}: {len(scores[-1].rows)} plans, rank correlation {scores[-1].rank_correlation:.3f}"
             )
@@ -130,10 +142,12 @@ def _say(text: str) -> None:
 # ---- the parent: predict, emit, launch, sum up -----------------------------------------------------------------
 
 
-def score(name: str, cluster: Cluster, rounds: int, patience_s: float) -> Score:
-    """Predict and measure every plan of the model ``name``."""
+def score(name: str, cluster: Cluster, rounds: int, patience_s: float, plans: int) -> Score:
+    """Predict every plan of the model ``name``, and measure ``plans`` of them, the fastest among them."""
     module, program = MODELS[name].program()
-    priced = predicted(program, cluster)
+    every = predicted(program, cluster)
+    drawn = {plan_name(each) for each in sampled(every, plans)}
+    priced = [each for place, each in enumerate(every) if place < NEXT or plan_name(each) in drawn]
     with tempfile.TemporaryDirectory(prefix="graphpar_regret_") as scratch:
         folder = Path(scratch)
         save_file(dict(MODELS[name].batch()), str(folder / "batch.safetensors"))
@@ -146,40 +160,51 @@ def score(name: str, cluster: Cluster, rounds: int, patience_s: float) -> Score:
         finals = list(dict.fromkeys([chosen, *fastest]))
         again, _ = _timed(folder, cluster.size, [finals], FINAL_ROUNDS, patience_s)
     rows = tuple(
-        Row(plan, saved[plan].estimate.step_time_s, seconds, again.get(plan))
+        Row(plan, saved[plan].estimate.step_time_s, seconds, again.get(plan), plan in drawn)
         for plan, seconds in sorted(measured.items(), key=lambda entry: entry[1])
     )
-    best = min(again, key=again.__getitem__)
+    best, ranked = min(again, key=again.__getitem__), [row for row in rows if row.drawn]
     return Score(
         model=name,
         processes=cluster.size,
-        rank_correlation=spearman([row.predicted_s for row in rows], [row.measured_s for row in rows]),
+        plans=len(every),
+        rank_correlation=spearman([row.predicted_s for row in ranked], [row.measured_s for row in ranked]),
         regret=again[chosen] / again[best],
         chosen=chosen,
         best=best,
-        error=statistics.median(abs(row.predicted_s / row.measured_s - 1) for row in rows),
+        error=statistics.median(abs(row.predicted_s / row.measured_s - 1) for row in ranked),
         disturbed=disturbed,
         rows=rows,
     )
 
 
 def predicted(program: Program, cluster: Cluster) -> list[Priced]:
-    """Every plan that the planner considers, but for those of very many microbatches, the most promising first."""
-    planner = planner_for(program, cluster, {}, PlanConstraints(cluster=cluster))
-    candidates = [each for each in planner.bounded(all_degrees=True)[0] if each.microbatches <= MOST_MICROBATCHES]
-    priced = [planner.fitting.exactly(planner.fitting.price(candidate)) for candidate in candidates]
-    return sorted((each for each in priced if each.fits), key=lambda each: each.rank_key)
+    """Every plan that the planner considers, with each kind of recomputation, but for those of very many microbatches, the most promising
+    first."""
+    found: dict[str, Priced] = {}
+    for kind in RECOMPUTED:
+        planner = planner_for(program, cluster, {}, PlanConstraints(cluster=cluster, recompute=kind))
+        candidates = [each for each in planner.bounded(all_degrees=True)[0] if each.microbatches <= MOST_MICROBATCHES]
+        priced = [planner.fitting.exactly(planner.fitting.price(candidate)) for candidate in candidates]
+        found |= {plan_name(each): each for each in priced if each.fits}
+    return sorted(found.values(), key=lambda each: each.rank_key)
+
+
+def sampled(plans: Sequence[Priced], number: int) -> list[Priced]:
+    """Draw ``number`` plans, the same ones each time; all of them for 0."""
+    return list(plans) if not 0 < number < len(plans) else random.Random(0).sample(plans, number)
 
 
 def plan_name(priced: Priced) -> str:
-    """Mesh, ZeRO level, schedule, stages a rank and microbatches, as ``pp2 fsdp2 zero3 1F1B/1 x8``."""
+    """Mesh, ZeRO level, recomputation, schedule, stages a rank and microbatches, as ``pp2 fsdp2 zero3 full 1F1B/1 x8``."""
     candidate = priced.candidate
     short = {"pp": "pp", "dp_replicate": "dp", "dp_shard": "fsdp", "tp": "tp"}
     mesh = " ".join(f"{short[axis]}{degree}" for axis, degree in candidate.mesh.degrees().items() if degree > 1)
     schedule = f" {candidate.schedule}/{candidate.stages_per_rank}" if candidate.mesh.pp > 1 else ""
     zero = f" zero{candidate.zero}" if candidate.zero else ""
     zero += f" {candidate.reshard}" if candidate.reshard != "default" else ""
-    return f"{mesh}{zero}{schedule} x{candidate.microbatches}"
+    again = "" if priced.recompute == "none" else f" {priced.recompute}"
+    return f"{mesh}{zero}{again}{schedule} x{candidate.microbatches}"
 
 
 def _emitted(program: Program, cluster: Cluster, priced: Sequence[Priced], folder: Path) -> dict[str, Priced]:
@@ -246,7 +271,18 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def _show(scores: Sequence[Score]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    headings = ("model", "processes", "plans", "rank correlation", "regret", "off by", "disturbed", "chosen", "fastest")
+    headings = (
+        "model",
+        "processes",
+        "plans",
+        "of",
+        "rank correlation",
+        "regret",
+        "off by",
+        "disturbed",
+        "chosen",
+        "fastest",
+    )
     for heading in headings:
         table.add_column(
             heading, justify="left" if heading in ("model", "chosen", "fastest") else "right", no_wrap=True
@@ -256,6 +292,7 @@ def _show(scores: Sequence[Score]) -> None:
             each.model,
             str(each.processes),
             str(len(each.rows)),
+            str(each.plans),
             f"{each.rank_correlation:.3f}",
             f"{each.regret:.3f}",
             f"{each.error:.0%}",

@@ -109,7 +109,7 @@ def _add_pins(parser: Parser) -> None:
         "--recompute",
         metavar="KIND",
         help="what blocks run again in the backward: none, gathers, selective, full, budget:0.6, auto, or by pattern: "
-        "'layers.*=full,layers.0=none' (default: searched with the mesh; none where the whole mesh is given)",
+        "'layers.*=full,layers.0=none' (default: searched with the mesh; none where the whole mesh is given and no cluster)",
     )
 
 

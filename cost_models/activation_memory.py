@@ -4,8 +4,8 @@
                                                                                                      kept by autograd, sent
          bytes divisible by the rows grow with them, others don't ──► bytes at any number of rows
 
-Bytes are those of distinct storages: a view keeps the whole storage, and what two operators save counts once. Parameters, buffers,
-constants and the unit's inputs are not counted; :mod:`graphpar.cost_models.unit_bytes` adds them.
+Bytes are those of distinct storages: a view keeps the whole storage, and what two operators save counts once. Parameters, what they are
+cast to once a step, buffers, constants and the unit's inputs are not counted; :mod:`graphpar.cost_models.unit_bytes` adds them.
 
 ``cpu`` is exact. For ``cuda`` attention saves what torch's fused kernels save, the flash kernel for half precision without a mask, else
 the memory-efficient one; other operators save what they save on a CPU, which differs in small things only (statistics of
@@ -37,8 +37,10 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.devices import KINDS
 from graphpar.ir.program import Block, Program, Runner, concrete_shape, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
+from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.quiet_torch import torch_is_quiet
 from graphpar.runtime.axes import AXES
+from graphpar.runtime.cast_once import Cast
 from graphpar.runtime.stages import sendable
 
 if TYPE_CHECKING:
@@ -108,6 +110,8 @@ class Activations:
         self.recomputed = recomputed or {}
         self.mode = FakeTensorMode()
         self.state: dict[str, Tensor] = {}
+        self.copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
+        self.casts = cast_parameters(program) if program.mode == "train" else {}
 
     def reach(self, stage: Stage, rows: int) -> Reach:
         """Measure one run of a stage's forward and backward for a microbatch of ``rows``."""
@@ -162,7 +166,10 @@ class Activations:
         if first not in self.state:
             info = self.program.tensor_info(first)
             self.state[first] = torch.empty(info.shape, dtype=info.dtype).requires_grad_(info.requires_grad)
-        return self.state[first]
+        parameter = self.state[first]
+        if name in self.casts and (parameter, self.casts[name]) not in self.copies:
+            self.copies[parameter, self.casts[name]] = torch.empty(parameter.shape, dtype=self.casts[name])
+        return parameter
 
     def given(self, stage: Stage, rows: int) -> list[Tensor]:
         """Return the stage's arguments: received values, inputs, counts."""
@@ -201,6 +208,8 @@ class Forward(Runner):
         """Note a tensor that a block of the kind ``gathers`` keeps: hooks outside of it are not called."""
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if casts_parameter(node) and (copy := self.activations.copies.get((args[0], value_of(node).dtype))) is not None:
+            return Cast.apply(args[0], copy)
         return call_on_fakes(node.target, args, kwargs, self.activations.device, self.activations.even_experts)
 
 

@@ -105,7 +105,8 @@ def results_of(activations: Activations, works: Works, block: Block) -> Results:
         given = [_given(works, block, node) for node in placeholders]
         with saved_tensors_hooks(note, lambda tensor: tensor):
             made = noted.run_graph(block.graph, f"{block.instances[0]}.", given)
-        parameters = {storage_of(tensor) for tensor in activations.state.values()}
+        whole = *activations.state.values(), *activations.copies.values()
+        parameters = {storage_of(tensor) for tensor in whole}
         entering = [tensor for tensor in given if isinstance(tensor, Tensor)]
         shared = {storage_of(tensor) for tensor in entering if not tensor.requires_grad}
         kept = sum(nbytes for key, nbytes in saved.items() if key not in parameters | shared)

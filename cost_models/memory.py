@@ -18,6 +18,7 @@ class Memory:
     """Bytes of one rank.
 
     Attributes:
+        copies: of parameters, in the dtype in which they are read, made once a step.
         buffers: buffers and constants.
         buckets: of the all-reduce of gradients: gradients are copied into them, so one bucket exists twice. And what is gathered of
             sharded parameters, and gradients that are yet to be reduced to shards.
@@ -29,6 +30,7 @@ class Memory:
     """
 
     parameters: int = 0
+    copies: int = 0
     buffers: int = 0
     gradients: int = 0
     main_copies: int = 0

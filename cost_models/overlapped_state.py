@@ -36,18 +36,19 @@ def windows(order: Order, rank: int, costs: Sequence[StageSeconds]) -> dict[int,
             seconds[KIND_ORDER.index(kind) * count + stage] = value
     prices = order.price[order.actions_of[rank]]
     taken = seconds[prices]
-    ends = np.cumsum(taken)
-    found: dict[int, StageWindow] = {}
-    for stage in np.unique(prices % count).tolist():
-        forwards = np.flatnonzero(prices == KIND_ORDER.index("F") * count + stage)
-        backwards = np.flatnonzero((prices % count == stage) & np.isin(prices // count, _BACKWARD))
-        if len(forwards) and len(backwards):
-            first, last = forwards[0], backwards[-1]
-            found[stage] = StageWindow(float(ends[first] - taken[first]), float(ends[-1] - ends[last]))
-    return found
+    ends, kinds, stages = np.cumsum(taken), prices // count, prices % count
+    forwards, backwards = np.flatnonzero(kinds == _FORWARD), np.flatnonzero(_IS_BACKWARD[kinds])
+    first = dict(zip(stages[forwards[::-1]].tolist(), forwards[::-1].tolist()))  # of several the last counts
+    last = dict(zip(stages[backwards].tolist(), backwards.tolist()))
+    return {
+        stage: StageWindow(float(ends[begin] - taken[begin]), float(ends[-1] - ends[last[stage]]))
+        for stage, begin in sorted(first.items())
+        if stage in last
+    }
 
 
-_BACKWARD = [KIND_ORDER.index(kind) for kind in ("B", "I", "W")]
+_FORWARD = KIND_ORDER.index("F")
+_IS_BACKWARD = np.array([kind in ("B", "I", "W") for kind in KIND_ORDER])
 
 
 def exposed_reduce(

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from graphpar.cost_models.workload import Size, Work
 from graphpar.ir.split_points import SplitAt
@@ -61,6 +62,8 @@ class UnitMemory:
 class Held:
     """Parameters of a unit whose gradients are partial on the same ``axes``, or one that is ``tied`` to another unit's: a stage holds
     that once.
+
+    ``copied``: the bytes of an element of the copy that a step makes of them, in another dtype; 0: none.
     """
 
     axes: tuple[str, ...]
@@ -69,6 +72,21 @@ class Held:
     itemsize: int
     trained: bool
     tied: str | None = None
+    copied: int = 0
+
+
+class UnitBytesAt(NamedTuple):
+    """A :class:`UnitMemory` for microbatches of one size."""
+
+    inside: int
+    shared: int
+    given: int
+    received: int
+    sent: int
+    passed: int
+    held: bool
+    forward: int
+    backward: int
 
 
 class UnitClass:
@@ -87,11 +105,19 @@ class UnitClass:
         again: Work | None = None,
     ) -> None:
         self.work, self.sends, self._measure, self.again = work, sends, measure, again or Work()
+        self._at: dict[int, UnitBytesAt] = {}
 
     @cached_property
     def memory(self) -> UnitMemory:
         """The memory, measured on first use."""
         return self._measure()
+
+    def bytes_at(self, rows: int) -> UnitBytesAt:
+        """Return the memory for microbatches of ``rows``."""
+        if rows not in self._at:
+            lines = {name: getattr(self.memory, name).at(rows) for name in UnitBytesAt._fields if name != "held"}
+            self._at[rows] = UnitBytesAt(held=self.memory.held, **lines)
+        return self._at[rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,21 +138,46 @@ class Unit:
     stage: Stage = field(repr=False)
 
 
-def joined(units: Sequence[Unit], rows: int) -> tuple[int, int, int, int, int]:
-    """Return the bytes of a microbatch of a stage of ``units``: (kept, forward, backward, sent, received).
+class StageBytes(NamedTuple):
+    """The bytes of a microbatch of a stage; ``forward`` and ``backward`` are needed on top of ``kept`` while they run."""
 
-    ``forward`` and ``backward`` are needed on top of ``kept`` while they run.
+    kept: int
+    forward: int
+    backward: int
+    sent: int
+    received: int
+
+
+class JoinedUnits:
+    """The bytes of any run of ``units`` for microbatches of ``rows``.
+
+    Attributes:
+        at: of each unit.
+        between: kept of the values between each unit and the next: all if the first needs them, else what the next needs.
     """
-    inside = sum(unit.kind.memory.inside.at(rows) for unit in units)
-    shared = max((unit.kind.memory.shared.at(rows) for unit in units), default=0)
-    between = sum(joint(before.kind.memory, after.kind.memory, rows) for before, after in itertools.pairwise(units))
-    sent = units[-1].kind.memory.sent.at(rows)
-    forward = max(unit.kind.memory.forward.at(rows) for unit in units)
-    backward = max(unit.kind.memory.backward.at(rows) for unit in units)
-    return inside + shared + between + sent, forward, backward, sent, units[0].kind.memory.received.at(rows)
 
+    def __init__(self, units: Sequence[Unit], rows: int) -> None:
+        self.at = [unit.kind.bytes_at(rows) for unit in units]
+        self.between = [
+            before.passed if before.held else min(before.passed, after.given)
+            for before, after in itertools.pairwise(self.at)
+        ]
+        columns = list(zip(*self.at))
+        self._shared, self._forward, self._backward = (
+            columns[UnitBytesAt._fields.index(name)] for name in ("shared", "forward", "backward")
+        )
+        self._inside = [0, *itertools.accumulate(each.inside for each in self.at)]
+        self._between = [0, *itertools.accumulate(self.between)]
 
-def joint(before: UnitMemory, after: UnitMemory, rows: int) -> int:
-    """Return the bytes kept of the values between two units of a stage: all if the first needs them, else what the next needs."""
-    sent = before.passed.at(rows)
-    return sent if before.held else min(sent, after.given.at(rows))
+    def stage(self, first: int, after: int) -> StageBytes:
+        """Return the bytes of the units from ``first`` up to ``after``, exclusive."""
+        run, sent = slice(first, after), self.at[after - 1].sent
+        inside = self._inside[after] - self._inside[first]
+        between = self._between[after - 1] - self._between[first]
+        return StageBytes(
+            kept=inside + max(self._shared[run]) + between + sent,
+            forward=max(self._forward[run]),
+            backward=max(self._backward[run]),
+            sent=sent,
+            received=self.at[first].received,
+        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -35,13 +35,24 @@ from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import figures_of
 from graphpar.ir.mesh import Mesh
+from graphpar.runtime.axes import AXES, AXIS
 from graphpar.schedules.core_sharing import SharedCores
 from graphpar.schedules.order import Order, order_of
 from graphpar.schedules.registry import action_order, action_table, stage_ranks
-from graphpar.schedules.simulation import Timeline, in_flight, kept_before_backward, most_in_flight
+from graphpar.schedules.simulation import Timeline, kept_before_backward, most_in_flight, peak_in_flight
 from graphpar.schedules.table import ActionTable, forwards
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The seconds of units by kind and rows: once, and of what their blocks run again in the backward with its collectives by axis; and
+    of stages, where state is not gathered in them."""
+
+    seconds: dict[tuple[UnitClass, int], UnitSeconds] = field(default_factory=dict)
+    again: dict[tuple[UnitClass, int], tuple[PhaseSeconds, dict[str, float]]] = field(default_factory=dict)
+    stages: dict[tuple[tuple[Unit, ...], int, float, str], StagePrices] = field(default_factory=dict)
 
 
 class Pricing:
@@ -81,16 +92,17 @@ class Pricing:
             axis: self.network.group_of_axes(mesh, [axis]) for axis, degree in mesh.degrees().items() if degree > 1
         }
         self._ends = StepEnds(mesh, cluster, self.network, self.compute, self.bytes, self.crowd)
-        self._seconds: dict[tuple[int, int], UnitSeconds] = {}
-        self._again: dict[tuple[int, int], tuple[PhaseSeconds, dict[str, float]]] = {}
-        self._stages: dict[tuple[int, int, int], StageSeconds] = {}
+        # Units of equal groups take equal seconds, however many replicas and stages there are.
+        self._by_groups: dict[object, _Known] = {} if like is None else like._by_groups
+        self.compute_groups = tuple(self._groups.get(axis) for axis in AXES if AXIS[axis].compute)
+        self._known = self._by_groups.setdefault(self.compute_groups, _Known())
         self._stage_prices: dict[int, StagePrices] = {}
         self._flops: dict[tuple[int, int], float] = {}
 
     def with_units(self, units: Sequence[Unit]) -> Pricing:
         """Return the prices of the same program with other recomputation, which its units say."""
         other = copy.copy(self)
-        other.units, other._stages, other._stage_prices = tuple(units), {}, {}
+        other.units, other._stage_prices = tuple(units), {}
         other.bytes = self.bytes.with_units(units)
         other._ends = self._ends.with_bytes(other.bytes)
         return other
@@ -114,14 +126,14 @@ class Pricing:
 
     def unit_seconds(self, kind: UnitClass, rows: int) -> UnitSeconds:
         """Return the seconds of a unit for a microbatch of ``rows``."""
-        key = id(kind), rows
-        if key not in self._seconds:
+        key, known = (kind, rows), self._known.seconds
+        if key not in known:
             sent: tuple[dict[str, float], ...] = ({}, {}, {})
             for axis, collectives in collectives_of(kind.work).items():
                 for row, times in collectives:
                     sent[row.phase][axis] = sent[row.phase].get(axis, 0.0) + times * self.collective_s(row, rows)
-            self._seconds[key] = UnitSeconds(self.compute.seconds(kind.work, rows), (sent[0], sent[1], sent[2]))
-        return self._seconds[key]
+            known[key] = UnitSeconds(self.compute.seconds(kind.work, rows), (sent[0], sent[1], sent[2]))
+        return known[key]
 
     def collective_s(self, row: Collective, rows: int) -> float:
         """Return the seconds of one collective inside a microbatch of ``rows``."""
@@ -129,36 +141,41 @@ class Pricing:
 
     def stage_seconds(self, first: int, after: int, rows: int) -> StageSeconds:
         """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive."""
-        key = first, after, rows
-        if key not in self._stages:
-            self._stages[key] = self.stage_prices(rows).stage(first, after)
-        return self._stages[key]
+        return self.stage_prices(rows).stage(first, after)
 
     def stage_prices(self, rows: int) -> StagePrices:
         """Return the prices of all stages for microbatches of ``rows``."""
         if rows not in self._stage_prices:
-            gathered = self._sharded and (self.mesh.pp == 1 or not self.execution.kept_for_step)
-            self._stage_prices[rows] = StagePrices(
-                [self.unit_seconds(unit.kind, rows) for unit in self.units],
-                [self._repeated(unit.kind, rows) for unit in self.units],
-                [bool(unit.kind.again.rows) for unit in self.units],
-                self.compute,
-                self.execution,
-                self.mesh.pp,
-                (lambda: self._of_state) if gathered else None,
-            )
+            if self._sharded and (self.mesh.pp == 1 or not self.execution.kept_for_step):
+                self._stage_prices[rows] = self._made_stage_prices(rows, lambda: self._of_state)
+            else:
+                key, known = (self.units, rows, self.execution.overlap_tp, self.execution.recompute), self._known.stages
+                if key not in known:
+                    known[key] = self._made_stage_prices(rows, None)
+                self._stage_prices[rows] = known[key]
         return self._stage_prices[rows]
+
+    def _made_stage_prices(self, rows: int, state: Callable[[], tuple[Array, Array]] | None) -> StagePrices:
+        return StagePrices(
+            [self.unit_seconds(unit.kind, rows) for unit in self.units],
+            [self._repeated(unit.kind, rows) for unit in self.units],
+            [bool(unit.kind.again.rows) for unit in self.units],
+            self.compute,
+            self.execution,
+            self.mesh.pp,
+            state,
+        )
 
     def _repeated(self, kind: UnitClass, rows: int) -> tuple[PhaseSeconds, dict[str, float]]:
         """Return what a unit's blocks run again in the backward, and the seconds of its collectives by axis."""
-        key = id(kind), rows
-        if key not in self._again:
+        key, known = (kind, rows), self._known.again
+        if key not in known:
             sent = {
                 axis: sum(times * self.collective_s(row, rows) for row, times in collectives)
                 for axis, collectives in collectives_of(kind.again).items()
             }
-            self._again[key] = self.compute.seconds(kind.again, rows)[Phase.FORWARD], sent
-        return self._again[key]
+            known[key] = self.compute.seconds(kind.again, rows)[Phase.FORWARD], sent
+        return known[key]
 
     @cached_property
     def _sharded(self) -> bool:
@@ -322,9 +339,13 @@ class Pricing:
         return stage_ranks(layout.schedule, self.mesh.pp, stages // self.mesh.pp) if self.mesh.pp > 1 else [0] * stages
 
     def _order(self, layout: Layout, stages: int, microbatches: int) -> Order:
+        gathers = self.execution.kept_for_step if self._sharded else None
+        return self._ordered(layout, stages, microbatches, gathers)
+
+    def _ordered(self, layout: Layout, stages: int, microbatches: int, gathers: bool | None = None) -> Order:
+        """Return the order of all actions; those on state, which keep no activations, only with ``gathers``."""
         if layout.order is not None:
             return layout.order
-        gathers = self.execution.kept_for_step if self._sharded else None
         return action_order(layout.schedule, self.mesh.pp, stages // self.mesh.pp, microbatches, gathers)
 
     def _table(self, layout: Layout, stages: int, microbatches: int) -> ActionTable:
@@ -373,7 +394,7 @@ class Pricing:
         stages = len(layout.starts)
         if self.mesh.pp == 1 and layout.order is None:
             return (1.0,)
-        return self._peaks(layout, lambda count: most_in_flight(self._order(layout, stages, count)), exact=False)
+        return self._peaks(layout, lambda count: most_in_flight(self._ordered(layout, stages, count)), exact=False)
 
     def kept_together(self, layout: Layout) -> tuple[float, ...]:
         """Return for each pp rank a number of microbatches of which it keeps those of all its stages at one time."""
@@ -433,10 +454,11 @@ class Pricing:
 
     # ---- bytes ----
 
-    def memories(self, layout: Layout, *, exact: bool = True) -> tuple[Memory, ...]:
-        """Return the memory of :meth:`estimate`, without simulating a step."""
-        stages = self.stages_of(layout)
-        return self._memories(layout, stages, self.places(layout), exact)
+    def totals(self, layout: Layout) -> list[int]:
+        """Return the bytes of each rank in :meth:`estimate` without ``exact``, without simulating a step."""
+        stages, rows, count = self.stages_of(layout), layout.microbatch_size, layout.microbatches
+        own, peaks = self.places(layout), self._activations(layout, stages, exact=False)
+        return [self.bytes.total(stages, places, rows, count, peak) for places, peak in zip(own, peaks)]
 
     def places(self, layout: Layout) -> list[list[int]]:
         """Return the stages of each pp rank."""
@@ -447,15 +469,16 @@ class Pricing:
         self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[Sequence[int]], exact: bool
     ) -> tuple[Memory, ...]:
         rows, count = layout.microbatch_size, layout.microbatches
-        peaks = self._activations(layout, [self.bytes.kept(first, after, rows)[0] for first, after in stages], exact)
+        peaks = self._activations(layout, stages, exact)
         return tuple(self.bytes.memory(stages, places, rows, count, peak) for places, peak in zip(own, peaks))
 
-    def _activations(self, layout: Layout, saved: Sequence[int], exact: bool) -> list[int]:
+    def _activations(self, layout: Layout, stages: Sequence[tuple[int, int]], exact: bool) -> list[int]:
         """Return the most bytes of activations that each pp rank keeps at once."""
+        saved = [self.bytes.kept(first, after, layout.microbatch_size)[0] for first, after in stages]
         if self.mesh.pp == 1 and layout.order is None:
             return [sum(saved)]
 
-        def peaks(microbatches: int) -> list[float]:
-            return [memory.peak for memory in in_flight(self._order(layout, len(saved), microbatches), saved)]
+        def peaks(microbatches: int) -> tuple[int, ...]:
+            return peak_in_flight(self._ordered(layout, len(saved), microbatches), saved)
 
         return [int(peak) for peak in self._peaks(layout, peaks, exact=exact)]

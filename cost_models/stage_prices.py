@@ -52,6 +52,8 @@ class StagePrices:
         columns = np.array([self._column(own, more) for own, more in kinds.values()]).T
         self._table: Array = np.ascontiguousarray(columns[:, [place[id(own)] for own in seconds]])
         self._recomputes = np.cumsum([0, *recomputes])
+        self._stages: dict[tuple[int, int], StageSeconds] = {}
+        self._waits: dict[int, Array] = {}
 
     def _column(self, own: UnitSeconds, more: Again) -> list[float]:
         phases = [*own.phases, more[0]]
@@ -59,13 +61,25 @@ class StagePrices:
         sent = [own.sent[phase].get(axis, 0.0) for axis in self._axes for phase in Phase]
         return [*parts, *sent, *(more[1].get(axis, 0.0) for axis in self._more_axes)]
 
-    def busy(self, phases: int) -> Array:
-        """Return of each unit the seconds of the device in the first ``phases``."""
-        rows = [_PARTS * phase + part for phase in range(phases) for part in range(_PARTS - 1)]
-        return np.asarray(self._table[rows].sum(axis=0))
+    @property
+    def count(self) -> int:
+        """The number of units."""
+        return len(self._recomputes) - 1
+
+    def waits(self, phases: int) -> Array:
+        """Return for each number of units the seconds of the device in the first ``phases`` of them, all added up."""
+        if phases not in self._waits:
+            rows = [_PARTS * phase + part for phase in range(phases) for part in range(_PARTS - 1)]
+            self._waits[phases] = np.append(0.0, self._table[rows].sum(axis=0).cumsum().cumsum())
+        return self._waits[phases]
 
     def stage(self, first: int, after: int) -> StageSeconds:
         """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive."""
+        if (first, after) not in self._stages:
+            self._stages[first, after] = self._stage(first, after)
+        return self._stages[first, after]
+
+    def _stage(self, first: int, after: int) -> StageSeconds:
         sums = self._table[:, first:after].sum(axis=1).tolist()
         *busy, run_again = (PhaseSeconds(*sums[_PARTS * place : _PARTS * (place + 1)]) for place in range(_PARTS))
         rest = sums[_PARTS * _PARTS :]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from graphpar.cost_models.collectives import Group, Network
 from graphpar.cost_models.compute import Compute
@@ -20,6 +21,15 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.gradients import BUCKET_BYTES
+
+
+class _Once(NamedTuple):
+    """Of a rank: the elements of each stage's parameters, :meth:`StepEnds.gradients`, the optimizer's seconds, and the axis to report."""
+
+    elements: tuple[int, ...]
+    gradients: tuple[float, float, float]
+    optimizer: float
+    axis: str | None
 
 
 class StepEnds:
@@ -35,6 +45,8 @@ class StepEnds:
     ) -> None:
         self.mesh, self.cluster, self.network, self.compute, self.crowd = mesh, cluster, network, compute, crowd
         self.bytes, self.execution = bytes, bytes.execution
+        self._known: dict[tuple[tuple[int, int], ...], _Once] = {}  # whatever is recomputed
+        self._elements: dict[tuple[int, int], int] = {}
 
     def with_bytes(self, bytes: UnitBytes) -> StepEnds:
         """Return the prices of the same program with other recomputation."""
@@ -51,7 +63,9 @@ class StepEnds:
 
     def elements(self, stage: tuple[int, int]) -> int:
         """Return the elements of parameters that a rank of ``stage`` holds."""
-        return sum(held.elements for held in self.bytes.held([stage]))
+        if stage not in self._elements:
+            self._elements[stage] = sum(held.elements for held in self.bytes.held([stage]))
+        return self._elements[stage]
 
     def of_rank(
         self,
@@ -62,18 +76,28 @@ class StepEnds:
     ) -> StepEnd:
         """Return the end of the step on a rank with the stages at ``places``."""
         own = [stages[place] for place in places]
-        reduce, gather, nbytes = self.gradients(own)
+        once = self._of(own)
+        reduce, gather, nbytes = once.gradients
         # On a CPU the cores that compute also add and copy gradients.
         beside = self.execution.overlap_gradients and self.cluster.device.kind != "cpu"
         last = reduce * BUCKET_BYTES / max(nbytes, BUCKET_BYTES)
-        elements = [self.elements(stage) for stage in own]
+        elements = once.elements
         shares = {place: count / max(1, sum(elements)) for place, count in zip(places, elements)}
         exposed, delay = max(reduce, last), gather
         if beside:
             exposed = exposed_reduce({place: reduce * share for place, share in shares.items()}, costs, last, around)
         if self.execution.prefetch:
             delay = exposed_gather({place: gather * share for place, share in shares.items()}, costs, around)
-        return StepEnd(reduce, exposed, gather, delay, self.optimizer(own), self._summed_over(own))
+        return StepEnd(reduce, exposed, gather, delay, once.optimizer, once.axis)
+
+    def _of(self, stages: Sequence[tuple[int, int]]) -> _Once:
+        """Return what a rank's stages do once a step, whatever else runs then."""
+        key = tuple(stages)
+        if key not in self._known:
+            elements = tuple(self.elements(stage) for stage in stages)
+            gradients, optimizer = self.gradients(stages), self.optimizer(stages)
+            self._known[key] = _Once(elements, gradients, optimizer, self._summed_over(stages))
+        return self._known[key]
 
     def gradients(self, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
         """Return the seconds of reducing a rank's gradients and of gathering its parameters after the optimizer; bytes reduced."""
@@ -112,8 +136,9 @@ class StepEnds:
         return next(iter([*reversed(self._replicas), *partial]), None) if trained else None
 
     def optimizer(self, stages: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of reading gradients and state and writing state and parameters; in several passes where not fused,
-        and of what else is done with gradients."""
+        """Return the seconds of reading gradients and state and writing state and parameters, in several passes where not fused, of
+        what else is done with gradients, and of casting parameters for the next step.
+        """
         nbytes = 0.0
         for held in self.bytes.held(stages):
             if held.trained:
@@ -124,5 +149,11 @@ class StepEnds:
         if not nbytes:
             return 0.0
         moved = sum(held.elements for held in self.bytes.held(stages) if held.trained) * self.execution.moved_bytes
-        nbytes *= 1 if self.execution.fused else 3
-        return self.crowd * float(self.compute.traffic_s(nbytes / shards + moved))
+        nbytes *= (1 if self.execution.fused else 3) / shards
+        return self.crowd * float(self.compute.traffic_s(nbytes + moved + self._cast(stages)))
+
+    def _cast(self, stages: Sequence[tuple[int, int]]) -> float:
+        """Return the bytes of reading parameters and writing their copies, of a rank's shards before they are gathered."""
+        held = self.bytes.held(stages)
+        nbytes = sum(each.elements * (each.itemsize + each.copied) for each in held if each.copied)
+        return nbytes / (self.execution.shards if self.execution.zero >= 2 else 1)

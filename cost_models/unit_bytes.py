@@ -11,18 +11,27 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.cost_models.execution import OPTIMIZERS, Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK, MAIN_DTYPE, Memory
-from graphpar.cost_models.pipeline_units import Bytes, Held, Unit, joined, joint
+from graphpar.cost_models.pipeline_units import Bytes, Held, JoinedUnits, Unit
 from graphpar.ir.mesh import Mesh
 from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.gradients import BUCKET_BYTES
 
 Array = NDArray[np.float64]
+
+
+class _Constant(NamedTuple):
+    """What does not depend on the batch of a rank's memory, its total, and the inputs that the rank takes."""
+
+    memory: Memory
+    total: int
+    inputs: tuple[Bytes, ...]
 
 
 class UnitBytes:
@@ -31,13 +40,14 @@ class UnitBytes:
     def __init__(self, units: Sequence[Unit], mesh: Mesh, execution: Execution) -> None:
         self.units, self.mesh, self.execution = tuple(units), mesh, execution
         self._averages: dict[int, tuple[int, int, int]] = {}
+        self._joined: dict[int, JoinedUnits] = {}
         self._keeps: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
-        self._constants: dict[tuple[object, ...], tuple[Memory, dict[str, Bytes]]] = {}
+        self._constants: dict[tuple[object, ...], _Constant] = {}
 
     def with_units(self, units: Sequence[Unit]) -> UnitBytes:
         """Return the bytes of the same parameters and inputs where units keep something else."""
         other = copy.copy(self)
-        other.units, other._averages, other._keeps = tuple(units), {}, {}
+        other.units, other._averages, other._joined, other._keeps = tuple(units), {}, {}, {}
         return other
 
     def gradient_sizes(self, held: Iterable[Held]) -> int:
@@ -49,6 +59,10 @@ class UnitBytes:
         return sum(
             part.elements * (self.execution.reduce_bytes or self.gradient_bytes(part)) for part in held if part.trained
         )
+
+    def copied(self, held: Iterable[Held]) -> int:
+        """Return the bytes of the copies of parameters that a step makes; those that are sharded are gathered as they are read."""
+        return sum(part.elements * part.copied for part in held) if self.execution.zero < 2 else 0
 
     def gradient_bytes(self, held: Held) -> int:
         """Return the bytes of one element of a gradient."""
@@ -73,27 +87,39 @@ class UnitBytes:
             rows, microbatches: the size of a microbatch, and how many a step has.
             activations: the most bytes of activations that the rank keeps at once.
         """
-        run, costs = self.execution, {place: self.kept(*stages[place], rows) for place in own}
-        transient = max(max(costs[place][1:3]) for place in own)
-        received = {place: costs[place][3] if place else 0 for place in own}
-        returned = {place: self._returned(stages[place][1], rows) for place in own}
-        boundaries = sum(received.values()) + sum(returned.values())
+        constant = self._constant(stages, own).memory
+        return replace(constant, **self._varying(stages, own, rows, microbatches, activations))
+
+    def total(
+        self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, activations: int
+    ) -> int:
+        """Return the bytes of :meth:`memory` together."""
+        varying = self._varying(stages, own, rows, microbatches, activations)
+        return self._constant(stages, own).total + sum(varying.values())
+
+    def _varying(
+        self, stages: Sequence[tuple[int, int]], own: Sequence[int], rows: int, microbatches: int, activations: int
+    ) -> dict[str, int]:
+        """Return what depends on the batch of a rank's memory."""
+        run, costs = self.execution, [self.kept(*stages[place], rows) for place in own]
+        transient = max(max(cost[1:3]) for cost in costs)
+        boundaries = sum(cost[3] for place, cost in zip(own, costs) if place)
+        boundaries += sum(self._returned(stages[place][1], rows) for place in own)
         boundaries *= microbatches if run.hold_messages else 1
         if len(own) == 1 and len(stages) > 1:  # the last message being sent
-            sent = self.units[stages[own[0]][1] - 1].kind.memory.sent.at(rows) if own[0] + 1 < len(stages) else 0
+            sent = self.joined(rows).at[stages[own[0]][1] - 1].sent if own[0] + 1 < len(stages) else 0
             boundaries += max(sent, self._returned(stages[own[0]][0], rows) if own[0] else 0)
-        constant, inputs = self._constant(stages, own)
-        return replace(
-            constant,
-            inputs=sum(line.at(rows * microbatches) for line in inputs.values()),
-            boundaries=boundaries,
-            activations=activations,
-            transient=transient,
-            slack=round(ALLOCATOR_SLACK * (activations + transient + constant.buckets)),
-        )
+        constant = self._constant(stages, own)
+        return {
+            "inputs": sum(line.at(rows * microbatches) for line in constant.inputs),
+            "boundaries": boundaries,
+            "activations": activations,
+            "transient": transient,
+            "slack": round(ALLOCATOR_SLACK * (activations + transient + constant.memory.buckets)),
+        }
 
-    def _constant(self, stages: Sequence[tuple[int, int]], own: Sequence[int]) -> tuple[Memory, dict[str, Bytes]]:
-        """Return what does not depend on the batch of a rank's memory, and the inputs that it takes."""
+    def _constant(self, stages: Sequence[tuple[int, int]], own: Sequence[int]) -> _Constant:
+        """Return what does not depend on the batch of a rank's memory."""
         mine = tuple(stages[place] for place in own)
         elsewhere = frozenset(name for unit, name in self._ties if not any(a <= unit < b for a, b in mine))
         key = *mine, elsewhere
@@ -106,7 +132,7 @@ class UnitBytes:
             buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
             inputs = {name: line for unit in units for name, line in unit.inputs.items()}
             memory = replace(self.state(held), buffers=sum(buffers.values()), buckets=buckets)
-            self._constants[key] = memory, inputs
+            self._constants[key] = _Constant(memory, memory.total, tuple(inputs.values()))
         return self._constants[key]
 
     @property
@@ -151,6 +177,7 @@ class UnitBytes:
         updated = sum(part.nbytes for part in trained) - sum(part.nbytes for part in copied) + main
         return Memory(
             parameters=run.divided(sum(part.nbytes for part in parts), 3),
+            copies=self.copied(parts),
             gradients=run.divided(self.gradient_sizes(trained), 2),
             main_copies=run.divided(main, 1),
             optimizer=run.divided(updated * OPTIMIZERS[run.optimizer], 1),
@@ -177,7 +204,7 @@ class UnitBytes:
         """Return lower bounds of what all stages hold together, wherever they begin: state, what a microbatch keeps, and a message."""
         if rows not in self._averages:
             state = self._fixed(self.held([(0, len(self.units))]))
-            messages = [unit.kind.memory.sent.at(rows) for unit in self.units[:-1]]
+            messages = [unit.sent for unit in self.joined(rows).at[:-1]]
             self._averages[rows] = state, self.kept(0, len(self.units), rows)[0], min(messages, default=0)
         return self._averages[rows]
 
@@ -191,23 +218,24 @@ class UnitBytes:
             fixed = fixed + (1 + ALLOCATOR_SLACK) * self.execution.gathered * largest
         return fixed
 
+    def joined(self, rows: int) -> JoinedUnits:
+        """Return the bytes of all units for microbatches of ``rows``."""
+        if rows not in self._joined:
+            self._joined[rows] = JoinedUnits(self.units, rows)
+        return self._joined[rows]
+
     def kept(self, first: int, after: int, rows: int) -> tuple[int, int, int, int]:
         """Return the bytes of a microbatch of a stage: (kept, forward on top, backward on top, received)."""
         key = first, after, rows
         if key not in self._keeps:
-            units = self.units[first:after]
-            kept, forward, backward, sent, received = joined(units, rows)
+            joined = self.joined(rows)
+            kept, forward, backward, sent, received = joined.stage(first, after)
             if self.execution.recompute == "full":
-                kept = sum(unit.kind.memory.received.at(rows) for unit in units[1:]) + sent
-                backward = max(
-                    sum(getattr(unit.kind.memory, name).at(rows) for name in ("inside", "shared", "backward"))
-                    for unit in units
-                )
+                units = joined.at[first:after]
+                kept = sum(unit.received for unit in units[1:]) + sent
+                backward = max(unit.inside + unit.shared + unit.backward for unit in units)
             self._keeps[key] = kept, forward, backward, received
         return self._keeps[key]
-
-
-_LINES = ("inside", "shared", "received", "sent", "forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -229,13 +257,9 @@ class RunBytes:
     @staticmethod
     def of(units: Sequence[Unit], rows: int) -> RunBytes:
         """Return the tables for microbatches of ``rows``."""
-        memories = [unit.kind.memory for unit in units]
-        lines = {id(each): tuple(getattr(each, name).at(rows) for name in _LINES) for each in memories}
-        columns = np.array([lines[id(each)] for each in memories], dtype=float).T
-        column = dict(zip(_LINES, columns))
-        joints = {(id(a), id(b)): (a, b) for a, b in itertools.pairwise(memories)}
-        joined_bytes = {key: joint(*pair, rows) for key, pair in joints.items()}
-        between = np.array([*(joined_bytes[id(a), id(b)] for a, b in itertools.pairwise(memories)), 0.0])
+        joined = JoinedUnits(units, rows)
+        column = dict(zip(joined.at[0]._fields, np.array(joined.at, dtype=float).T))
+        between = np.array([*joined.between, 0.0])
         returned = [0, *(_returned(unit, rows) for unit in units[:-1]), 0]
         received = np.append(column["received"], 0.0)
         received[0] = 0.0

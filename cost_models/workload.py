@@ -24,6 +24,7 @@ from graphpar.ir.program import Block, Program, batch_coefficients, operator_nam
 from graphpar.operators.contractions import Matrices, matrices, product_of
 from graphpar.operators.contractions import Size as Size  # sizes of rows
 from graphpar.operators.gradients import differentiable_nodes
+from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.operators.record import Kind, Reads
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE
@@ -149,6 +150,7 @@ class Works:
         self.program, self.degrees, self.fused, self.gradient_bytes = program, degrees, fused, gradient_bytes
         self.train = program.mode == "train"
         self.differentiable = differentiable_nodes(program) if self.train else set()
+        self.casts = cast_parameters(program) if self.train else {}
         self._names = {(name, node.name) for node, name in _scoped(program) if node in self.differentiable}
         self._blocks: dict[str, Work] = {}
 
@@ -212,6 +214,12 @@ class Works:
             if self.has_gradient(source, scope):
                 yield Collective(Phase.INPUT, axis, "reduce-scatter", nbytes)
 
+    def casts_once(self, node: fx.Node, scope: str) -> bool:
+        """Return whether a node casts a parameter, which a step does once: see :mod:`graphpar.runtime.cast_once`."""
+        if not casts_parameter(node):
+            return False
+        return f"{self.program.prefixes(scope)[0]}{node.all_input_nodes[0].target}" in self.casts
+
     def has_gradient(self, node: fx.Node, scope: str) -> bool:
         """Return whether a value has a gradient; nodes of stages, which are copies, are found by name or by their boundary."""
         if node.meta.get("boundary", node) in self.differentiable or (scope, node.name) in self._names:
@@ -255,6 +263,8 @@ class _Walk:
                 yield from self._products(node, products)
             elif record.kind is Kind.LOOKUP:
                 yield from self._lookup(node)
+            elif self.works.casts_once(node, self.scope):
+                yield from self._cast_back(node)
             elif not record.free:
                 elementwise.append(node)
         yield from self._elementwise(elementwise)
@@ -305,6 +315,12 @@ class _Walk:
         for table in filter(self._grad, node.all_input_nodes):
             yield Traffic(Phase.WEIGHT, _nbytes(table))
             yield Traffic(Phase.WEIGHT, 3 * out)
+
+    def _cast_back(self, node: fx.Node) -> Iterator[Row]:
+        """Yield casting the gradient of a parameter that a step casts once."""
+        (parameter,) = node.all_input_nodes
+        if self._grad(parameter):
+            yield Traffic(Phase.WEIGHT, _total([_nbytes(node), _nbytes(parameter)])[0])
 
     def _elementwise(self, nodes: Sequence[fx.Node]) -> Iterator[Row]:
         """Yield the traffic of chains of operators where they are fused, else of each alone."""

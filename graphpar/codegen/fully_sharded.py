@@ -15,35 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from graphpar.codegen.attributes import Tree, reference
 from graphpar.codegen.classes import docstring
 from graphpar.codegen.layout import wrapped
 from graphpar.codegen.stage_printer import loop_variable
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Program, value_of
+from graphpar.ir.program import Program
 from graphpar.ir.stage import Stage
-from graphpar.operators.record import Kind
-from graphpar.operators.table import record_of
-from graphpar.runtime.plan_record import DTYPES
 
 NAME = "fully_shard_units"
 OPTIMIZER_UNITS = "optimizer_units"
-
-
-def gather_dtype(program: Program) -> str | None:
-    """Return the dtype in which every parameter is read, in which they may be gathered; None where they differ."""
-    found: set[torch.dtype] = set()
-    for scope in ("", *program.blocks):
-        graph = program.blocks[scope].graph if scope else program.graph
-        prefix = program.prefixes(scope)[0]
-        for node in graph.nodes:
-            if node.op == "get_attr" and f"{prefix}{node.target}" in program.parameters:
-                casts = [record_of(user).kind is Kind.COPY for user in node.users]
-                found |= {value_of(user if cast else node).dtype for user, cast in zip(node.users, casts)}
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    return names.get(found.pop()) if len(found) == 1 else None
 
 
 def units_of(program: Program, stage: Stage, blocks: Mapping[str, str]) -> list[str]:

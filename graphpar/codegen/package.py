@@ -27,7 +27,7 @@ from graphpar.codegen.classes import (
     stage_class,
     stage_tree,
 )
-from graphpar.codegen.fully_sharded import gather_dtype, optimizer_units_function, order_of, units_function, units_of
+from graphpar.codegen.fully_sharded import optimizer_units_function, order_of, units_function, units_of
 from graphpar.codegen.launch_files import launch_files
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
@@ -42,7 +42,9 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Boundary, Stage
+from graphpar.operators.parameter_casts import cast_parameters, gather_dtype
 from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.plan_record import NAMES
 from graphpar.runtime.stages import emitted_package, stage_module
 from graphpar.text import compressed, plural
 
@@ -312,13 +314,25 @@ def interface(
         "shapes": {
             name: list(info.whole) for name, info in program.parameters.items() if info.whole not in (None, info.shape)
         },
-        "gather_dtype": gather_dtype(program) if plan.zero > 1 else None,
+        "gather_dtype": _gathered_in(program) if plan.zero > 1 else None,
+        **(_casts(program) if plan.zero < 2 and program.mode == "train" else {}),
         **({"owners": owners_of(program, plan, stages)} if plan.zero == 1 else {}),
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,
         **({"no_eval": program.no_eval} if program.no_eval else {}),
         **(_whole(program, plan) if program.mode == "train" else {}),
     }
+
+
+def _casts(program: Program) -> dict[str, dict[str, str]]:
+    """Say which parameters are cast once a step."""
+    casts = {name: NAMES[dtype] for name, dtype in cast_parameters(program).items() if dtype in NAMES}
+    return {"casts": casts} if casts else {}
+
+
+def _gathered_in(program: Program) -> str | None:
+    dtype = gather_dtype(program)
+    return None if dtype is None else NAMES.get(dtype)
 
 
 def _whole(program: Program, plan: Plan) -> dict[str, str]:

@@ -11,6 +11,7 @@ from graphpar.text import bytes_text, seconds_text, share_text
 
 PARTS = {
     "parameters": "#3b82c4",
+    "copies": "#7fb0dd",
     "gradients": "#e08a3c",
     "optimizer": "#5a9e6f",
     "main_copies": "#8fbf9f",

@@ -64,12 +64,11 @@ def state_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[st
 
 def whole_bytes(program: Program, plan: Plan) -> dict[str, int]:
     """Return the bytes of each whole parameter: of one that is stored in shards, in the dtype that it is gathered in."""
-    from graphpar.codegen.fully_sharded import gather_dtype
-    from graphpar.runtime.plan_record import DTYPES
+    from graphpar.operators.parameter_casts import gather_dtype
 
     gathered = gather_dtype(program) if plan.fully_sharded else None
     return {
-        name: info.numel * DTYPES[gathered].itemsize if gathered and name in plan.fully_sharded else info.nbytes
+        name: info.numel * gathered.itemsize if gathered and name in plan.fully_sharded else info.nbytes
         for name, info in program.parameters.items()
     }
 

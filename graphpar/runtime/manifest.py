@@ -126,6 +126,8 @@ class Manifest:
     """The dtype in which gradients are summed over replicas; None: that of each parameter."""
     gather_dtype: torch.dtype | None = None
     """The dtype in which the stages read all parameters; None: in several."""
+    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The dtype in which stages read a parameter that is stored in another and not in shards."""
     model_file: str | None = None
     """What the program was compiled from: a path relative to ``folder``, or a dotted module name."""
     no_eval: str | None = None
@@ -229,6 +231,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         dtype=plan.optional("dtype", str, "fp32"),
         reduce_dtype=_dtype(plan, "reduce_dtype"),
         gather_dtype=_dtype(interface, "gather_dtype"),
+        casts=_dtypes(interface, "casts"),
         owners=_under_every_name(interface.values("owners", int) if interface.has("owners") else {}, ties),
         placed=tuple(degrees_of(plan.record("sharding"), "axes")) if plan.has("sharding") else (),
         model_file=plan.optional("model_file", (str, type(None)), None),
@@ -245,6 +248,13 @@ def _dtype(record: Record, field: str) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
         raise RuntimeProgramError(f"{record.where}: {field} is {name!r}, not one of {', '.join(DTYPES)}")
     return None if name is None else DTYPES[name]
+
+
+def _dtypes(record: Record, field: str) -> dict[str, torch.dtype]:
+    names = record.values(field, str) if record.has(field) else {}
+    if strange := sorted(set(names.values()) - set(DTYPES)):
+        raise RuntimeProgramError(f"{record.where}: {field} has {strange[0]!r}, not one of {', '.join(DTYPES)}")
+    return {name: DTYPES[dtype] for name, dtype in names.items()}
 
 
 def _under_every_name(values: Mapping[str, T], ties: Sequence[Sequence[str]]) -> dict[str, T]:
@@ -298,6 +308,15 @@ def _described(record: Record) -> tuple[str, tuple[int, ...], torch.dtype]:
     return record.get("name", str), record.shape(), record.dtype()
 
 
+def _is_recomputation(kind: object) -> bool:
+    if not isinstance(kind, str) or not kind.startswith("budget:"):
+        return kind in ("none", "gathers", "selective", "full")
+    try:
+        return 0 <= float(kind.removeprefix("budget:")) <= 1
+    except ValueError:
+        return False
+
+
 def _check(plan: Manifest, where: str) -> None:
     """What must hold between the fields of a plan; a violation is a broken or edited ``plan.json``."""
     known = {spec.name for spec in plan.inputs}
@@ -317,7 +336,13 @@ def _check(plan: Manifest, where: str) -> None:
         broken.append(f"zero is {plan.zero}, but {min(plan.fully_sharded)!r} is stored in shards over dp_shard")
     if plan.zero != 1 and plan.owners:
         broken.append(f"zero is {plan.zero}, but owners says which rank updates {min(plan.owners)!r}, as at level 1")
-    kinds = {plan.recompute} if isinstance(plan.recompute, str) else set(plan.recompute.values())
+    asked: list[object] = [plan.recompute] if isinstance(plan.recompute, str) else list(plan.recompute.values())
+    broken += [
+        f"recompute is {kind!r}; it must be one of none, gathers, selective, full or budget:SHARE"
+        for kind in asked
+        if not _is_recomputation(kind)
+    ]
+    kinds = {str(kind) for kind in asked}
     recomputing = [stage.index for stage in plan.stages if stage.recomputes]
     if recomputing and kinds == {"none"}:
         broken.append(f"recompute is 'none', but stage {recomputing[0]} recomputes")

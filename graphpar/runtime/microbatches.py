@@ -6,11 +6,13 @@ values of a replica's rows ──► microbatch 0, 1, ... ──► losses ─�
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from graphpar.runtime.cast_once import CastOnce
 from graphpar.runtime.events import at
 from graphpar.runtime.fully_sharded import begin_microbatch
 from graphpar.runtime.groups import Groups
@@ -25,6 +27,9 @@ from graphpar.runtime.stages import StageAdapter, example, keywords
 class Microbatches:
     """Runs this rank's stages, first to last, in training.
 
+    Args:
+        casts: of each stage, the parameters that it casts.
+
     Attributes:
         torch_stages: torch's, one for each; none without a pipeline.
 
@@ -36,11 +41,12 @@ class Microbatches:
         self,
         program: Manifest,
         stages: Sequence[StageAdapter],
+        casts: Sequence[CastOnce],
         groups: Groups,
         device: torch.device,
         scale: LossScale,
     ) -> None:
-        self._program, self._stages = program, stages
+        self._program, self._stages, self._casts = program, stages, casts
         self._groups, self._device, self._scale = groups, device, scale
         self.torch_stages: list[PipelineStage] = []
         self._schedule: Schedule | None = None
@@ -78,11 +84,16 @@ class Microbatches:
             values: the inputs and counts of this replica's rows.
             accumulate: leave gradients of sharded state unreduced.
         """
-        return (self._alone if self._schedule is None else self._scheduled)(values, accumulate)
+        with ExitStack() as step:
+            for casts in self._casts:
+                step.enter_context(casts.step())
+            return (self._alone if self._schedule is None else self._scheduled)(values, accumulate)
 
     def left(self) -> Iterator[str]:
         """Say what torch's schedule has not finished."""
-        return left_in_schedule(self._schedule, self.torch_stages)
+        yield from left_in_schedule(self._schedule, self.torch_stages)
+        for casts in self._casts:
+            yield from casts.left()
 
     def _alone(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor:
         """All microbatches one after the other, with nothing to send."""

@@ -125,10 +125,11 @@ class Pipeline:
         self._package = emitted_package(self.program)
         bind_collectives(self.program, self._package, self.groups)
         self._interfaces = self.program.stages_of(self.groups.place["pp"])
-        self.stages = [
+        stored = [
             stored_stage(self._package, spec, self.program, self.groups, self.device, self._backend)
             for spec in self._interfaces
         ]
+        self.stages = [stage for stage, _ in stored]
         for stage in self.stages:
             load_constants(stage, self.program.folder / CONSTANTS, self.program, self.groups.place)
         self._adapters = [
@@ -140,7 +141,8 @@ class Pipeline:
         count = stage_function(self._package, self.program.stages[-1], "global_counts") if counts else None
         self._feed = Feed(self.program, self.groups, self.device, self.seed, names, count)
         self.has_last_stage = self._interfaces[-1].index == len(self.program.stages) - 1
-        self._microbatches = Microbatches(self.program, self._adapters, self.groups, self.device, self._scale)
+        casts = [casts for _, casts in stored]
+        self._microbatches = Microbatches(self.program, self._adapters, casts, self.groups, self.device, self._scale)
         named = [(f"stage_{spec.index}", stage) for spec, stage in zip(self._interfaces, self.stages)]
         watch(named, self._microbatches.torch_stages, self.rank, self.device, self.program.world_size)
         self._places = Places(self.stages, self.device)

@@ -26,6 +26,9 @@ VERSION = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes in which a program computes, stores parameters and sums gradients, by their names on the command line and in plans."""
 
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The names of these dtypes."""
+
 _SHOWN = 60
 """How many characters of a value an error shows."""
 

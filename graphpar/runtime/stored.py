@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from graphpar.runtime.compiled import check_recomputes_all, compile_blocks
+from graphpar.runtime.cast_once import CastOnce
+from graphpar.runtime.compiled import blocks, check_recomputes_all, compile_blocks
 from graphpar.runtime.fully_sharded import fully_shard_stage, hold_new_memory
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface
@@ -26,8 +27,8 @@ def stored_stage(
     groups: Groups,
     device: torch.device,
     backend: str | None = None,
-) -> nn.Module:
-    """Build a stage whose parameters have memory for what this rank stores of them, still without values.
+) -> tuple[nn.Module, CastOnce]:
+    """Build a stage whose parameters have memory for what this rank stores of them, still without values; and how these are cast.
 
     Args:
         backend: of ``torch.compile``, which compiles its blocks; None: they run as they are.
@@ -40,6 +41,10 @@ def stored_stage(
     if backend is not None:  # inside of what FSDP2 gathers, and of what is recomputed
         check_recomputes_all(stage_module(package, interface))
         compile_blocks(stage, package, backend)
+    dtypes = (
+        program.casts if backend is None else {}
+    )  # a compiled block casts again in its backward, and keeps no copies
+    casts = CastOnce(stage, list(blocks(stage, package)), dtypes)
     if interface.recomputes:  # inside of what FSDP2 gathers, as its hooks run once
         stage_function(package, interface, "recompute_units")(stage)
     units = stage_function(package, interface, "fully_shard_units") if program.zero >= 2 else None
@@ -47,7 +52,7 @@ def stored_stage(
         fully_shard_stage(stage, units, groups, device, program)
     materialise(stage, device)
     hold_new_memory(stage)
-    return stage
+    return stage, casts
 
 
 def optimizer_shards(

@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -308,19 +309,40 @@ def peak_in_flight(table: ActionTable | Order, sizes: Sequence[int] | None = Non
 
     Split backwards hold their activations until W.
     """
-    return tuple(int(memory.peak) for memory in in_flight(table, sizes))
+    order = table if isinstance(table, Order) else order_of(table)
+    whole = [1] * order.stages if sizes is None else list(sizes)
+    _check_costs("saved", whole, order.stages)
+    saved = np.array(whole)
+    return tuple(int((counts @ saved[stages]).max(initial=0)) for stages, counts in _fullest(order))
 
 
 def most_in_flight(table: ActionTable | Order) -> tuple[int, ...]:
     """Compute for each stage the most microbatches that it keeps at the same time; split backwards hold theirs until W."""
     order = table if isinstance(table, Order) else order_of(table)
-    kinds = np.array([1, -1, 0, -1, *([0] * len(STATE))])  # F, B, I, W
     most = [0] * order.stages
+    for stages, counts in _fullest(order):
+        for stage, count in zip(stages.tolist(), counts.max(axis=0, initial=0).tolist()):
+            most[stage] = count
+    return tuple(most)
+
+
+@lru_cache(maxsize=512)
+def _fullest(order: Order) -> tuple[tuple[Array, Array], ...]:
+    """Return for each rank its stages, and how many microbatches of each it keeps whenever the next action frees some, [time, stage]: at
+    other times it keeps no more of any."""
+    found = []
     for nodes in order.actions_of:
         kind, stage = np.divmod(order.price[nodes], order.stages)
-        for own in np.unique(stage):
-            most[own] = int(np.cumsum(kinds[kind[stage == own]]).max())
-    return tuple(most)
+        stages, place = np.unique(stage, return_inverse=True)
+        change = _KEEPS[kind]
+        changes = np.zeros((len(nodes), len(stages)), dtype=np.int64)
+        changes[np.arange(len(nodes)), place] = change
+        frees = np.append(change[1:], -1) < 0
+        found.append((stages, np.unique(changes.cumsum(axis=0)[frees[: len(nodes)]], axis=0)))
+    return tuple(found)
+
+
+_KEEPS = np.array([1, -1, 0, -1, *([0] * len(STATE))])  # of F, B, I and W, and of actions on state
 
 
 def kept_before_backward(table: ActionTable) -> tuple[int, ...]:

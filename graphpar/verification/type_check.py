@@ -46,6 +46,7 @@ from graphpar.runtime.layout import Shard, Type, local_shape, rank_at
 from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, TensorInterface, load_manifest
 from graphpar.runtime.schedules import check_actions
 from graphpar.runtime.stages import build_stage, emitted_package
+from graphpar.verification.recomputed import check_recomputed
 from graphpar.verification.typed_collectives import Axes, Kinds, declare_collectives, give, kinds_of, untyped
 
 SMALL = 1 << 26
@@ -101,7 +102,7 @@ class CheckResult:
 
 
 def check_folder(folder: str | Path) -> CheckResult:
-    """Check the types of every stage of an emitted program, and that its table of actions loses nothing.
+    """Check the types of every stage of an emitted program, that its table of actions loses nothing, and what it recomputes.
 
     Raises:
         GraphparError: this process already has a process group.
@@ -122,6 +123,8 @@ def check_folder(folder: str | Path) -> CheckResult:
         received: list[Kinds] = []
         for stage in program.stages:
             received = _Stage(program, package, stage, axes, result).check(received)
+        if program.mode == "train":
+            result.problems += check_recomputed(program, package)
     return result
 
 
@@ -331,7 +334,7 @@ class _Stage:
             }
             with _Operators(self.axes, self.program.placed, self.result) as operators, torch.set_grad_enabled(train):
                 returned = module(*values, **inputs, **counts)
-            self._check_gathers(module, operators.read)
+            self._check_copies(module, operators.read)
             outputs = returned if isinstance(returned, tuple) else (returned,)
             if not self.stage.sends:
                 self._check_outputs(outputs, train)
@@ -341,19 +344,17 @@ class _Stage:
                     torch.autograd.backward(sent, [torch.zeros_like(value) for value in sent])
         return outputs
 
-    def _check_gathers(self, module: nn.Module, read: Mapping[nn.Parameter, set[torch.dtype]]) -> None:
-        """Check that no parameter is gathered in fewer bits than those in which it is read."""
-        gathered = self.program.gather_dtype
-        if gathered is None:
-            return
+    def _check_copies(self, module: nn.Module, read: Mapping[nn.Parameter, set[torch.dtype]]) -> None:
+        """Check that no parameter is gathered, or cast for a step, in fewer bits than those in which it is read."""
         for name, parameter in module.named_parameters():
-            lost = [dtype for dtype in read.get(parameter, ()) if torch.promote_types(dtype, gathered) != gathered]
-            if lost and name in self.program.fully_sharded:
-                self._problem(
-                    f"{name} is read in {lost[0]}, but interface.gather_dtype gathers it in {gathered}".replace(
-                        "torch.", ""
-                    )
-                )
+            sharded = name in self.program.fully_sharded
+            copied = self.program.gather_dtype if sharded else self.program.casts.get(name)
+            if copied is None:
+                continue
+            lost = [dtype for dtype in read.get(parameter, ()) if torch.promote_types(dtype, copied) != copied]
+            if lost:
+                how = "interface.gather_dtype gathers it in" if sharded else "interface.casts casts it to"
+                self._problem(f"{name} is read in {lost[0]}, but {how} {copied}".replace("torch.", ""))
                 return
 
     def _is_small(self) -> bool:

@@ -79,6 +79,11 @@ class Asked:
         full = bool(self.mesh) and self.size == math.prod(self.mesh.values())
         return self.pins.table is not None or alone or full or not free_axes(self.mesh, self.pins.zero)
 
+    @property
+    def searched(self) -> bool:
+        """Whether something is searched: on a cluster that is given also what a whole mesh leaves open."""
+        return not self.complete or (self.pins.cluster is not None and self.pins.table is None)
+
 
 def ask(
     cluster: Cluster | int | str | Path | None = None,
@@ -164,7 +169,8 @@ def ask(
 
 
 def planned(program: Program, asked: Asked, show: Callable[[str], None] | None = None) -> Plan:
-    """Make the plan that is asked for: chosen where all degrees of the mesh are given, else searched.
+    """Make the plan that is asked for: usual values where all degrees of the mesh are given and no cluster is, else searched. A whole
+    mesh that fits a given cluster in no way is taken all the same.
 
     Args:
         show: is called with what a search is at.
@@ -175,22 +181,30 @@ def planned(program: Program, asked: Asked, show: Callable[[str], None] | None =
         pins = replace(pins, split_points=split_points_of(asked.split(program)))
     if pins.recompute == OF_THE_MODEL:
         recompute, warnings = of_the_model(program)
-        recompute = AUTO if recompute == "none" and not asked.complete else recompute
+        recompute = AUTO if recompute == "none" and asked.searched else recompute
         plan = _planned(program, asked, replace(pins, recompute=recompute), show)
         return replace(plan, warnings=(*plan.warnings, *warnings))
-    if pins.recompute == AUTO and asked.complete:
+    if pins.recompute == AUTO and not asked.searched:
         return _least_recomputation(program, asked, pins)
     return _planned(program, asked, pins, show)
 
 
 def _planned(program: Program, asked: Asked, pins: PlanConstraints, show: Callable[[str], None] | None = None) -> Plan:
-    if asked.complete:
+    if not asked.searched:
         chosen = choose(program, Mesh.resolve(asked.mesh, asked.devices), pins)
         if pins.cluster is None:
             return chosen
         return replace(chosen, predicted=estimate_plan(program, chosen, pins.cluster))
     cluster = pins.cluster or Cluster.of_this_machine(asked.size)
-    return search_plan(program, cluster, asked.mesh, pins, asked.top, asked.limit_s, show)
+    if not asked.complete:
+        return search_plan(program, cluster, asked.mesh, pins, asked.top, asked.limit_s, show)
+    mesh = Mesh.resolve(asked.mesh, asked.devices)
+    try:
+        return search_plan(program, cluster, mesh.degrees(), pins, asked.top, asked.limit_s, show)
+    except NothingFits:
+        most = least_first(program)[-1] if pins.recompute == AUTO else pins.recompute
+        chosen = choose(program, mesh, replace(pins, recompute=most))
+        return replace(chosen, predicted=estimate_plan(program, chosen, cluster))
 
 
 def _least_recomputation(program: Program, asked: Asked, pins: PlanConstraints) -> Plan:

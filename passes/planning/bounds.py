@@ -54,8 +54,8 @@ class StepBounds:
         Before rank r begins, r stages have run forward, of at least a unit each; after it, they run backward, unless these are split.
         """
         ways = 1 if get_schedule(candidate.schedule).splits_backward else 3
-        seconds = pricing.stage_prices(candidate.microbatch_size).busy(ways)[: candidate.mesh.pp - 1]
-        return float(seconds.cumsum().sum())
+        waits = pricing.stage_prices(candidate.microbatch_size).waits(ways)
+        return float(waits[min(candidate.mesh.pp, len(waits)) - 1])
 
     def in_all_memory(self, candidate: Candidate) -> float:
         """Return a lower bound of the step time under the memory of all ranks together, wherever stages begin.
@@ -72,7 +72,7 @@ class StepBounds:
         missing = kept - (room - state / max(together)) / (1 + ALLOCATOR_SLACK)
         if missing <= 0:
             return candidate.bound
-        work = prices.balancer(candidate).least_in_all_s(missing)
+        work = prices.savings(candidate).least_in_all_s(missing)
         filling = self._filling(candidate, pricing) if pp > 1 else 0.0
         bound = (count * work + filling) / pp
         if candidate.stages_per_rank == 1 and not get_schedule(candidate.schedule).splits_backward:
@@ -103,17 +103,19 @@ class StepBounds:
 
     def in_memory(self, candidate: Candidate) -> float:
         """Return a lower bound of the step time of a candidate under the memory of its ranks; infinity where it can't fit."""
-        pricing, balancer, count = self.prices.known(candidate), self.prices.balancer(candidate), candidate.microbatches
+        pricing, count = self.prices.known(candidate), candidate.microbatches
         if self.prices.chosen_in_memory(candidate):
             alive, room = self.prices.alive_on(candidate, pricing), self.prices.room(pricing)
-            return count * balancer.within(alive, room, self.prices.messages(candidate))[0] + pricing.least_end_s
+            within = self.prices.balancer(candidate).within(alive, room, self.prices.messages(candidate))
+            return count * within[0] + pricing.least_end_s
         layout = Layout(candidate.schedule, candidate.microbatch_size, count, self.prices.starts(candidate))
         missing = self.prices.missing(pricing, layout)
         if max(missing) <= 0:
             return candidate.bound
         own = self.prices.alive_by_rank(candidate, pricing, layout)
         on_top = self.prices.on_top(candidate, pricing, layout)
-        seconds = [balancer.least_s(*each) for each in zip(own, missing, on_top)]
+        savings = self.prices.savings(candidate)
+        seconds = [savings.least_s(*each) for each in zip(own, missing, on_top)]
         return self.of_stages(candidate, seconds)
 
     def least_bytes(self, candidate: Candidate) -> float:

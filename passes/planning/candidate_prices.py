@@ -18,6 +18,7 @@ from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.stage_prices import StagePrices
 from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.errors import GraphparError
 from graphpar.ir.mesh import Mesh
@@ -29,7 +30,7 @@ from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.recomputation import recomputed_blocks
 from graphpar.passes.planning.sharded_state import gathers_again, prefetching
 from graphpar.passes.planning.space import Space
-from graphpar.passes.planning.stage_balance import StageBalancer
+from graphpar.passes.planning.stage_balance import EqualStages, StageBalancer, UnitSavings
 from graphpar.passes.sharding.shard import Sharded
 
 
@@ -58,6 +59,8 @@ class CandidatePrices:
         self._units: dict[tuple[object, ...], list[Unit]] = {}
         self._pricings: dict[tuple[object, ...], Pricing] = {}
         self._balancers: dict[tuple[object, ...], StageBalancer] = {}
+        self._savings: dict[tuple[object, ...], UnitSavings] = {}
+        self._equal: dict[StagePrices, EqualStages] = {}
         self._run_bytes: dict[tuple[object, ...], RunBytes] = {}
         self._alive: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._together: dict[tuple[object, ...], tuple[float, ...]] = {}
@@ -129,16 +132,34 @@ class CandidatePrices:
         pricing = self.known(candidate)
         if not any(choices):
             return pricing
-        return pricing.with_units([self.known(candidate, kind).units[place] for place, kind in enumerate(choices)])
+        units = {kind: self.known(candidate, kind).units for kind in set(choices)}
+        return pricing.with_units([units[kind][place] for place, kind in enumerate(choices)])
 
     def balancer(self, candidate: Candidate) -> StageBalancer:
         """Return what places the stages of the candidate's mesh."""
         key = candidate.mesh, candidate.zero, candidate.reshard, candidate.microbatch_size, candidate.split_points
         if key not in self._balancers:
+            self._balancers[key] = StageBalancer(self.known(candidate).bytes.fixed_runs, self.savings(candidate))
+        return self._balancers[key]
+
+    def savings(self, candidate: Candidate) -> UnitSavings:
+        """Return what the units of the candidate's mesh may recompute; it is that of every mesh with equal units and groups."""
+        compute, rows = Mesh(**placed_axes(self.program, candidate.mesh)), candidate.microbatch_size
+        key = compute, self.known(candidate).compute_groups, rows, candidate.split_points
+        if key not in self._savings:
             pricing = functools.partial(self.known, candidate)
             running = functools.partial(self._running, candidate)
-            self._balancers[key] = StageBalancer(len(self.recomputed), pricing, running, candidate.microbatch_size)
-        return self._balancers[key]
+            self._savings[key] = UnitSavings(len(self.recomputed), pricing, running, rows)
+        return self._savings[key]
+
+    def balanced(self, candidate: Candidate, stages: int) -> tuple[int, ...]:
+        """Return the first unit of each of so many stages, memory aside."""
+        prices = self.known(candidate).stage_prices(candidate.microbatch_size)
+        if prices not in self._equal:
+            self._equal[prices] = EqualStages(prices)
+        found = self._equal[prices].balanced(stages)
+        assert found is not None
+        return found
 
     def _running(self, candidate: Candidate, kind: int) -> RunBytes:
         """Return the bytes of every run of units that depend on the microbatch; they are those of every mesh with equal units."""
@@ -178,12 +199,12 @@ class CandidatePrices:
     def missing(self, pricing: Pricing, layout: Layout) -> list[int]:
         """Return by how many bytes each rank exceeds a device; not positive where it fits."""
         room = self.cluster.device.memory_bytes
-        return [memory.total - room for memory in pricing.memories(layout, exact=False)]
+        return [nbytes - room for nbytes in pricing.totals(layout)]
 
     def on_top(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[float]:
         """Return the bytes that each rank needs on top of what is kept, with the first kind."""
-        balancer, stages = self.balancer(candidate), pricing.stages_of(layout)
-        return [max(balancer.on_top(*stages[place]) for place in places) for places in pricing.places(layout)]
+        savings, stages = self.savings(candidate), pricing.stages_of(layout)
+        return [max(savings.on_top(*stages[place]) for place in places) for places in pricing.places(layout)]
 
     def alive_by_rank(self, candidate: Candidate, pricing: Pricing, layout: Layout) -> list[dict[int, float]]:
         """Return for each rank and each of its units how many microbatches it keeps, with the allocator's overhead."""
@@ -204,9 +225,7 @@ class CandidatePrices:
             pinned = {unit.split_point: place for place, unit in enumerate(self.known(candidate).units)}
             return (0, *sorted(pinned[point] for point in candidate.split_points))
         stages = candidate.mesh.pp * candidate.stages_per_rank
-        balanced = (0,) if stages == 1 else self.balancer(candidate).balanced(stages)
-        assert balanced is not None
-        return balanced
+        return (0,) if stages == 1 else self.balanced(candidate, stages)
 
 
 def gathering(zero: int, reshard: str | int, prefetch: str | None, distance: int) -> dict[str, Any]:

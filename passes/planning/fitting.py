@@ -31,6 +31,7 @@ class Fitting:
 
     def __init__(self, prices: CandidatePrices) -> None:
         self.prices = prices
+        self._paths: dict[Unit, list[str]] = {}
 
     def price(self, candidate: Candidate) -> Priced:
         """Price the candidate with its slowest stage as fast as possible; where that does not fit, as fast as memory allows.
@@ -104,18 +105,18 @@ class Fitting:
         self, candidate: Candidate, pricing: Pricing, layout: Layout, missing: Sequence[int]
     ) -> tuple[int, ...]:
         """Choose what each unit recomputes, so that ``missing`` bytes are saved on each rank in the fewest seconds."""
-        balancer, own = self.prices.balancer(candidate), self.prices.alive_by_rank(candidate, pricing, layout)
+        savings, own = self.prices.savings(candidate), self.prices.alive_by_rank(candidate, pricing, layout)
         needed = [
-            nbytes - (1 + ALLOCATOR_SLACK) * (on_top - balancer.least_on_top(units))
+            nbytes - (1 + ALLOCATOR_SLACK) * (on_top - savings.least_on_top(units))
             for units, nbytes, on_top in zip(own, missing, self.prices.on_top(candidate, pricing, layout))
         ]
-        most = {unit: kinds[-1] for unit, kinds in enumerate(map(balancer.kinds_of, range(balancer.count))) if kinds}
-        chosen, times = (0,) * balancer.count, 1
+        most = {unit: kinds[-1] for unit, kinds in enumerate(map(savings.kinds_of, range(savings.count))) if kinds}
+        chosen, times = (0,) * savings.count, 1
         for _ in range(TRIES):
             by_unit: dict[int, int] = {}
             for units, nbytes in zip(own, needed):
-                by_unit |= balancer.cheapest(units, nbytes)
-            known, chosen = chosen, self._agreed(pricing, [by_unit[unit] for unit in range(balancer.count)])
+                by_unit |= savings.cheapest(units, nbytes)
+            known, chosen = chosen, self._agreed(pricing, [by_unit[unit] for unit in range(savings.count)])
             times = 2 * times if chosen == known else 1  # what is missed may be too little for another choice
             left = self.prices.missing(self.prices.mixed(candidate, chosen), layout)
             if max(left) <= 0 or all(chosen[unit] == kind for unit, kind in most.items()):
@@ -136,8 +137,10 @@ class Fitting:
 
     def _recomputed_in(self, unit: Unit) -> list[str]:
         """Return the paths of a unit's blocks that may be recomputed."""
-        calls = (str(node.target) for node in unit.stage.graph.nodes if node.op == "call_module")
-        return [path for path in calls if path in self.prices.recomputed[-1]]
+        if unit not in self._paths:
+            calls = (str(node.target) for node in unit.stage.graph.nodes if node.op == "call_module")
+            self._paths[unit] = [path for path in calls if path in self.prices.recomputed[-1]]
+        return self._paths[unit]
 
     def _recompute(self, pricing: Pricing, choices: Sequence[int]) -> Recompute:
         """Return what units recompute as a plan has it."""

@@ -14,7 +14,7 @@ from fractions import Fraction
 import sympy  # type: ignore[import-untyped]
 
 from graphpar.cost_models.estimates import Layout
-from graphpar.cost_models.pipeline_units import Unit, joined
+from graphpar.cost_models.pipeline_units import JoinedUnits, Unit
 from graphpar.cost_models.pricing import Pricing
 from graphpar.cost_models.workload import Work
 
@@ -40,7 +40,7 @@ def formulas(pricing: Pricing, layout: Layout) -> list[Formulas]:
 
 
 def _kept(units: Sequence[Unit]) -> sympy.Expr | None:
-    kept = {rows: joined(units, rows)[0] for rows in _ROWS}
+    kept = {rows: JoinedUnits(units, rows).stage(0, len(units)).kept for rows in _ROWS}
     slope = kept[_ROWS[1]] - kept[_ROWS[0]]
     fixed = kept[_ROWS[0]] - _ROWS[0] * slope
     rounding = len(units)  # sizes of units are whole bytes

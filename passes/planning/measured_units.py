@@ -23,6 +23,7 @@ from graphpar.ir.program import Program, batch_coefficients, value_of
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage
+from graphpar.operators.parameter_casts import cast_parameters
 from graphpar.passes.normalize.applications import first_applications
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of, split, split_candidates
@@ -45,7 +46,8 @@ def unit_split_points(program: Program, wanted: Sequence[SplitAt] = ()) -> list[
         found.append((places[-1] + 1, SplitAt(last, SplitPoint.END)))
     work = [index for index, node in enumerate(nodes) if node not in again and _has_work(node)]
     pinned = {positions_of(program, [point])[0]: point for point in wanted}
-    split(program, sorted(pinned))  # so that an error speaks of the user's stages, not of units
+    if pinned:
+        split(program, sorted(pinned))  # so that an error speaks of the user's stages, not of units
     legal: list[tuple[int, SplitAt]] = []
     begin = 0
     for position, point in sorted((dict(found) | pinned).items()):
@@ -79,7 +81,9 @@ def units_of_ranks(
     measured = device, run.fused, run.gradient_bytes
     asked = *measured, run.blocks, tuple(wanted)
     if asked not in sharded.units:
-        split_points = unit_split_points(sharded.local, wanted)
+        if ("split points", *wanted) not in sharded.units:
+            sharded.units["split points", *wanted] = unit_split_points(sharded.local, wanted)
+        split_points = sharded.units["split points", *wanted]
         key = *measured, tuple(split_points)  # pinned split points may be among those found anyway
         if key not in sharded.units:
             sharded.units[key] = _Measured(sharded.local, sharded.sharding.degrees, run, device, split_points)
@@ -214,9 +218,10 @@ def _held(
     ``several``: the parameters that other units hold too, under this name or a tied one.
     """
     train = program.mode == "train"
-    groups: dict[tuple[tuple[str, ...], int, bool], list[int]] = {}
+    groups: dict[tuple[tuple[str, ...], int, bool, int], list[int]] = {}
     tied: list[Held] = []
     buffers: dict[str, int] = {}
+    casts = cast_parameters(program) if train else {}
     for name in dict.fromkeys(program.tie_of(name)[0] for name in attributes(program, stage)):
         if name not in program.parameters:
             buffers[name] = program.tensor_info(name).nbytes
@@ -225,12 +230,14 @@ def _held(
         axes = tuple(
             sorted(axis for axis, kind in info.spec if kind == R and AXIS[axis].compute and degrees.get(axis, 1) > 1)
         )
+        trained, itemsize = train and info.requires_grad, info.dtype.itemsize
+        copied = max((casts[each].itemsize for each in program.tie_of(name) if each in casts), default=0)
         if name in several:
-            tied.append(Held(axes, info.numel, info.nbytes, info.dtype.itemsize, train and info.requires_grad, name))
+            tied.append(Held(axes, info.numel, info.nbytes, itemsize, trained, name, copied))
         else:
-            groups.setdefault((axes, info.dtype.itemsize, train and info.requires_grad), []).append(info.numel)
+            groups.setdefault((axes, itemsize, trained, copied), []).append(info.numel)
     alone = [
-        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained)
-        for (axes, itemsize, trained), sizes in groups.items()
+        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained, copied=copied)
+        for (axes, itemsize, trained, copied), sizes in groups.items()
     ]
     return (*alone, *tied), buffers

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from graphpar.codegen.fully_sharded import gather_dtype
 from graphpar.cost_models.estimates import Alone, Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import dominant_dtype
@@ -23,6 +22,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
+from graphpar.operators.parameter_casts import gather_dtype
 from graphpar.passes.planning.candidate_prices import gathering
 from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, Priced, SearchResult
 from graphpar.passes.planning.choose import choose, coupling_reason, global_batch, pinned_split_points, solve
@@ -194,7 +194,7 @@ def _execution(
     dtype = gather_dtype(program)
     return replace(
         Execution(
-            gather_bytes=None if dtype is None else DTYPES[dtype].itemsize,
+            gather_bytes=None if dtype is None else dtype.itemsize,
             reduce_bytes=None if reduce_dtype is None else DTYPES[reduce_dtype].itemsize,
         ),
         **gathering(zero, reshard, prefetch, distance),

@@ -117,12 +117,12 @@ def recomputed_blocks(program: Program, asked: Recompute) -> dict[str, str]:
         )
     found: dict[str, str] = {}
     if isinstance(asked, str):
-        found = dict.fromkeys(paths, _same_as(asked))
+        found = dict.fromkeys(paths, same_as(asked))
     for pattern, kind in asked.items() if not isinstance(asked, str) else ():
         matched = matching(pattern, paths)
         if not matched:
             raise GraphparError(_matches_nothing(pattern, paths))
-        found |= dict.fromkeys(matched, _same_as(kind))
+        found |= dict.fromkeys(matched, same_as(kind))
     chosen = {path: found[path] for path in paths if found.get(path, "none") != "none"}
     _check_buffers(program, chosen)
     return chosen
@@ -156,7 +156,7 @@ def with_writes(program: Program, recomputed: Mapping[str, Recomputation]) -> di
     return found
 
 
-def _same_as(kind: str) -> str:
+def same_as(kind: str) -> str:
     """Return ``none`` or ``full`` for a budget that is the same."""
     share = share_of(kind)
     return kind if share not in (0.0, 1.0) else "none" if share else "full"

@@ -1,4 +1,7 @@
-"""``StageBalancer``: where stages begin, so that the slowest is as fast as possible; and how fast at best, where memory is short.
+"""Where stages begin, so that the slowest is as fast as possible; and how fast at best, where memory is short.
+
+    StagePrices ──EqualStages──► starts
+    UnitSavings, bytes ──StageBalancer──► starts under each rank's memory
 
 Where a rank's memory is short its units recompute. A unit's choices are points (bytes saved, seconds more), and a share of a choice is
 allowed here: then the least seconds that save so many bytes in a run of units are found by taking the cheapest savings first. The
@@ -18,13 +21,14 @@ from numpy.typing import NDArray
 
 from graphpar.cost_models.memory import ALLOCATOR_SLACK
 from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.stage_prices import StagePrices
 from graphpar.cost_models.unit_bytes import RunBytes, run_largest, run_sums
 
 Array = NDArray[np.float64]
 
 
-class StageBalancer:
-    """Dynamic programming over units. Tables hold the seconds and bytes of units i up to j; ``inf`` where j <= i.
+class UnitSavings:
+    """What each unit can recompute, how many bytes that saves, and in how many seconds.
 
     Args:
         kinds: how many kinds of recomputation there are, the least first.
@@ -36,24 +40,21 @@ class StageBalancer:
         self, kinds: int, pricing: Callable[[int], Pricing], running: Callable[[int], RunBytes], rows: int
     ) -> None:
         self._kinds, self._pricing, self._running, self.rows = range(kinds), pricing, running, rows
-        self.first = pricing(0)
-        self.count = len(self.first.units)
-        self._costs: dict[tuple[float, float, int], Array] = {}
-
-    @cached_property
-    def _seconds(self) -> Array:
-        own = [self.first.stage_seconds(place, place + 1, self.rows) for place in range(self.count)]
-        seconds = np.array([cost.forward + cost.backward for cost in own])
-        least = float(seconds.sum()) * 2.0**-40  # whole multiples add up exactly, so equal stages are equal
-        return _runs(np.round(seconds / least)) * least if least else _runs(seconds)
+        self.count = len(pricing(0).units)
 
     @cached_property
     def _bytes(self) -> tuple[RunBytes, ...]:
         return tuple(map(self._running, self._kinds))
 
+    @property
+    def first(self) -> RunBytes:
+        """The bytes of every run of units with the first kind."""
+        return self._bytes[0]
+
     @cached_property
-    def _fixed(self) -> Array:
-        return self.first.bytes.fixed_runs()
+    def least_runs(self) -> Array:
+        """A table [first, after] of lower bounds of the seconds of every run of units with the first kind."""
+        return _runs(self._least[0])
 
     @cached_property
     def _least(self) -> tuple[Array, Array]:
@@ -90,7 +91,7 @@ class StageBalancer:
         return self._least[1]
 
     @cached_property
-    def _caps(self) -> list[_Cap]:
+    def caps(self) -> list[_Cap]:
         """The savings among kinds that need at most so many bytes on top of what is kept, from the fewest bytes up."""
         varies = self._on_top.max(axis=0) > self._on_top.min(axis=0)
         limits = np.unique(self._on_top[:, varies].max(axis=1)) if varies.any() else np.zeros(1)
@@ -113,7 +114,7 @@ class StageBalancer:
 
     def kinds_of(self, unit: int) -> list[int]:
         """Return the kinds that save bytes of a unit, the one that saves most last."""
-        return [step.kind for step in self._caps[-1].steps[unit]]
+        return [step.kind for step in self.caps[-1].steps[unit]]
 
     def cheapest(self, alive: Mapping[int, float], needed: float) -> dict[int, int]:
         """Choose a kind for each unit, so that they save ``needed`` bytes in about the fewest seconds; where they can't, all they can.
@@ -122,7 +123,7 @@ class StageBalancer:
             alive: of each unit of a rank, the microbatches in flight.
         """
         chosen, left = dict.fromkeys(alive, 0), needed
-        for _, unit, _, kind, _ in self._caps[-1].ordered(alive):
+        for _, unit, _, kind, _ in self.caps[-1].ordered(alive):
             if left <= 0:
                 break
             left += alive[unit] * self.saved[chosen[unit], unit]
@@ -157,15 +158,45 @@ class StageBalancer:
         """
         own, lowest = float(sum(self._least[0][unit] for unit in alive)), self.least_on_top(alive)
         found = math.inf
-        for cap in self._caps:
+        for cap in self.caps:
             left = missing - (1 + ALLOCATOR_SLACK) * (on_top - max(lowest, cap.above))
             if cap.able[list(alive)].all():
                 found = min(found, own + (cap.least_s(alive, left) if left > 0 else 0.0))
         return found
 
+
+class EqualStages:
+    """Stages as equal as units allow, of which ``prices`` has the seconds."""
+
+    def __init__(self, prices: StagePrices) -> None:
+        own = [prices.stage(place, place + 1) for place in range(prices.count)]
+        seconds = np.array([cost.forward + cost.backward for cost in own])
+        least = float(seconds.sum()) * 2.0**-40  # whole multiples add up exactly, so equal stages are equal
+        self._seconds = np.asfortranarray(_runs(np.round(seconds / least)) * least if least else _runs(seconds))
+        self._reaches: list[_Reach] = []
+
     def balanced(self, stages: int) -> tuple[int, ...] | None:
-        """Return the first unit of each stage, memory aside; ties go to the earliest starts."""
-        return self._best([self._seconds] * stages)[1]
+        """Return the first unit of each stage; ties go to the earliest starts."""
+        while len(self._reaches) < stages:
+            self._reaches.append(_further(self._reaches[-1] if self._reaches else None, self._seconds))
+        return _best(self._reaches[:stages])[1]
+
+
+class StageBalancer:
+    """Dynamic programming over units under memory. Tables hold the seconds and bytes of units i up to j; ``inf`` where j <= i.
+
+    Args:
+        fixed: gives the bytes of every run of units that do not depend on the microbatch.
+        savings: of the units.
+    """
+
+    def __init__(self, fixed: Callable[[], Array], savings: UnitSavings) -> None:
+        self._fixed_runs, self._savings = fixed, savings
+        self._costs: dict[tuple[float, float, int], Array] = {}
+
+    @cached_property
+    def _fixed(self) -> Array:
+        return self._fixed_runs()
 
     def within(self, alive: Sequence[float], room: float, messages: int = 1) -> tuple[float, tuple[int, ...] | None]:
         """Return a lower bound of the slowest stage's seconds, and the first unit of each stage there; ``inf`` where none fit.
@@ -175,40 +206,53 @@ class StageBalancer:
             room: bytes that a stage may take.
             messages: how many microbatches of messages between stages are kept.
         """
-        return self._best([self._within(each, room, messages) for each in alive])
+        reaches: list[_Reach] = []
+        for each in alive:
+            reaches.append(_further(reaches[-1] if reaches else None, self._within(each, room, messages)))
+        return _best(reaches)
 
     def _within(self, alive: float, room: float, messages: int) -> Array:
         """Return the seconds of every run of units that fits in ``room``."""
         key = alive, room, messages
         if key not in self._costs:
-            table, best = self._bytes[0], np.full((self.count + 1, self.count + 1), np.inf)
+            savings, table = self._savings, self._savings.first
+            best = np.full(table.kept.shape, np.inf)
             fixed = self._fixed + (1 + ALLOCATOR_SLACK) * alive * table.kept + messages * table.message - room
-            own = _runs(self._least[0])
-            for cap in self._caps:
+            for cap in savings.caps:
                 left = np.maximum(0.0, fixed + (1 + ALLOCATOR_SLACK) * cap.on_top) / ((1 + ALLOCATOR_SLACK) * alive)
-                seconds = own
-                for price, savings in cap.savings:
-                    taken = np.minimum(left, savings)
+                seconds = savings.least_runs
+                for price, sizes in cap.savings:
+                    taken = np.minimum(left, sizes)
                     seconds, left = seconds + price * taken, left - taken
                 best = np.minimum(best, np.where(left > 1, np.inf, seconds))
-            self._costs[key] = best
+            self._costs[key] = np.asfortranarray(best)
         return self._costs[key]
 
-    def _best(self, costs: Sequence[Array]) -> tuple[float, tuple[int, ...] | None]:
-        reach = costs[0][0]  # [end]: seconds of the slowest stage of units 0 to end, at best
-        choices: list[NDArray[np.int64]] = []
-        for cost in costs[1:]:
-            through = np.maximum(reach[:, None], cost)
-            choices.append(through.argmin(axis=0))
-            reach = through.min(axis=0)
-        slowest = float(reach[self.count])
-        if not math.isfinite(slowest):
-            return math.inf, None
-        starts, end = [], self.count
-        for choice in reversed(choices):
-            end = int(choice[end])
-            starts.append(end)
-        return slowest, (0, *reversed(starts))
+
+class _Reach(NamedTuple):
+    """For some stages, of units 0 up to each end: the seconds of the slowest stage at best, and where the last one begins then."""
+
+    seconds: Array
+    begins: NDArray[np.int64]
+
+
+def _further(before: _Reach | None, cost: Array) -> _Reach:
+    """Add a stage, of which ``cost`` has the seconds of every run of units; ties go to the earliest starts."""
+    if before is None:
+        return _Reach(cost[0], np.zeros(len(cost), dtype=np.int64))
+    through = np.maximum(before.seconds, cost.T)  # [end, begin]
+    begins = through.argmin(axis=1)
+    return _Reach(through[np.arange(len(through)), begins], begins)
+
+
+def _best(reaches: Sequence[_Reach]) -> tuple[float, tuple[int, ...] | None]:
+    """Return the seconds of the slowest stage of all units, and the first unit of each stage."""
+    slowest, starts = float(reaches[-1].seconds[-1]), [len(reaches[-1].seconds) - 1]
+    if not math.isfinite(slowest):
+        return math.inf, None
+    for reach in reversed(reaches):
+        starts.append(int(reach.begins[starts[-1]]))
+    return slowest, tuple(reversed(starts[1:]))
 
 
 class _Step(NamedTuple):

@@ -48,9 +48,17 @@ def test_plans_of_all_kinds_are_predicted_under_names_of_their_own(name: str) ->
         "pp2 dp2 1F1B/1",
         "pp2 tp2 ZBVZeroBubble/2",
         "dp2 tp2",
+        "fsdp4 zero3 full",
+        "dp2 fsdp2 zero1 budget:0.4",
+        "pp2 fsdp2 zero2 selective 1F1B/1",
+        "pp2 fsdp2 zero3 always full GPipe/1",
     }
     times = [each.estimate.step_time_s for each in priced]
     assert times == sorted(times)
+    drawn = [plan_name(each) for each in regret.sampled(priced, 60)]
+    assert drawn == [plan_name(each) for each in regret.sampled(priced, 60)] and len(set(drawn)) == 60
+    assert all(any(f" {kind} " in f"{name} " for name in drawn) for kind in ("full", "selective", "budget:0.4"))
+    assert regret.sampled(priced, 0) == priced
 
 
 def test_times_are_relative_to_the_plan_that_all_chunks_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +84,7 @@ def test_plans_are_measured_on_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     monkeypatch.setattr(regret, "predicted", lambda *_: kept[:4])
     monkeypatch.setattr(regret, "FINAL_ROUNDS", 2)
-    score: Score = regret.score("mlp", Cluster.parse("2xCPU"), 2, 0.0)
+    score: Score = regret.score("mlp", Cluster.parse("2xCPU"), 2, 0.0, 0)
     assert len(score.rows) == 4
     assert score.chosen == plan_name(kept[0])
     assert score.regret >= 1

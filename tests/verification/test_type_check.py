@@ -565,3 +565,17 @@ def test_parameters_are_gathered_in_the_dtype_of_the_computation(tmp_path: Path)
 
     assert json.loads((folder / "plan.json").read_text())["interface"]["gather_dtype"] == "bf16"
     assert check_folder(folder).problems == []
+
+
+def test_an_edited_dtype_of_casts_is_found(tmp_path: Path) -> None:
+    program = example("gpt")
+    folder = gp.partition(program, gp.plan(program, mesh={"pp": 2})).save(tmp_path / "out")
+    plan = json.loads((folder / "plan.json").read_text())
+    assert "casts" not in plan["interface"]
+    name = next(iter(program.parameters))
+    plan["interface"]["casts"] = {name: "bf16"}
+    (folder / "plan.json").write_text(json.dumps(plan))
+
+    (problem,) = check_folder(folder).problems
+
+    assert f"{name} is read in float32, but interface.casts casts it to bfloat16" in problem

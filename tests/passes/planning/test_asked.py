@@ -172,6 +172,32 @@ EDITS = [
 ]
 
 
+def test_a_whole_mesh_on_a_cluster_leaves_the_rest_to_the_search() -> None:
+    program, cluster = example("gpt"), gp.Cluster.parse("4xA100-SXM-40GB")
+
+    def asked(**pins: Any) -> gp.Plan:
+        return gp.plan(program, cluster, global_batch=64, mesh={"pp": 2, "tp": 2}, **pins)
+
+    free, pinned = asked(), asked(schedule="GPipe", microbatch_size=32, recompute="full")
+
+    assert free.found is not None and free.found.considered > 10
+    assert free.mesh == pinned.mesh == gp.plan(program, mesh={"pp": 2, "tp": 2}).mesh
+    assert (pinned.schedule, pinned.microbatch_size, pinned.recompute) == ("GPipe", 32, "full")
+    assert free.predicted is not None and pinned.predicted is not None
+    assert free.predicted.step_time_s < pinned.predicted.step_time_s
+
+
+def test_a_whole_mesh_that_does_not_fit_is_taken_all_the_same() -> None:
+    program = example("gpt")
+    cluster = replace(
+        gp.Cluster.parse("2xA100-SXM-40GB"), device=replace(gp.Cluster.parse("A100").device, memory_bytes=2**20)
+    )
+
+    plan = gp.plan(program, cluster, mesh={"tp": 2})
+
+    assert plan.mesh.tp == 2 and plan.predicted is not None and plan.predicted.missing_bytes > 0
+
+
 @pytest.mark.parametrize(("edit", "expected"), EDITS, ids=[expected for _, expected in EDITS])
 def test_a_plan_that_can_not_be_is_not_partitioned(edit: dict[str, Any], expected: str) -> None:
     program = example("head_first")

@@ -1,0 +1,52 @@
+"""Parameters that are stored in one dtype and read in another: their casts do not depend on a microbatch, so they are made once a step.
+
+F.linear(x, self.up.weight.bfloat16())      weight in fp32      a copy in bf16, for all microbatches of a step
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphpar.ir.program import Program, value_of
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
+
+
+def read_dtypes(program: Program) -> dict[str, set[torch.dtype]]:
+    """Return the dtypes in which each parameter is read, by every name under which it is: where it is cast, what it is cast to."""
+    found: dict[str, set[torch.dtype]] = {}
+    for scope in ("", *program.blocks):
+        graph = program.blocks[scope].graph if scope else program.graph
+        names = program.prefixes(scope)
+        for node in graph.nodes:
+            if node.op == "get_attr" and f"{names[0]}{node.target}" in program.parameters:
+                dtypes = {value_of(user if is_copy(user) else node).dtype for user in node.users}
+                for prefix in names:
+                    found.setdefault(f"{prefix}{node.target}", set()).update(dtypes)
+    return found
+
+
+def cast_parameters(program: Program) -> dict[str, torch.dtype]:
+    """Return the parameters that are read in one dtype alone, which is not that in which they are stored."""
+    return {
+        name: next(iter(dtypes))
+        for name, dtypes in read_dtypes(program).items()
+        if len(dtypes) == 1 and program.parameters[name].dtype not in dtypes
+    }
+
+
+def gather_dtype(program: Program) -> torch.dtype | None:
+    """Return the dtype in which every parameter is read, in which they may be gathered; None where they differ."""
+    found = set[torch.dtype]().union(*read_dtypes(program).values())
+    return found.pop() if len(found) == 1 else None
+
+
+def casts_parameter(node: fx.Node) -> bool:
+    """Return whether a node copies what the graph holds: whether that is a parameter is the program's to say."""
+    return is_copy(node) and node.all_input_nodes[0].op == "get_attr"
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Return whether a node only copies its operand, into another dtype for example."""
+    return node.op == "call_function" and record_of(node).kind is Kind.COPY
