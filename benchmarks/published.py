@@ -4,7 +4,7 @@
 
 Each row of the file is priced with its own plan on its own cluster. Sources with a star are held out: no figure of a
 device was fitted to them. "all" has every row that has a price; "counted" leaves out toys, slips and repetitions
-(:data:`benchmarks.published_rows.APART`).
+(:data:`benchmarks.published_rows.APART`), and the memory of rows that do not print what they recompute, which have a table of their own.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.published_prices import Prediction, bubble, price_row
+from benchmarks.published_prices import Prediction, bubble, execution_of, price_row
 from benchmarks.published_rows import Row, Unpriced, read, rows_of
 from benchmarks.published_scores import Outcome, Scores, relative, score
 from benchmarks.published_sources import held_out
+from graphpar.cost_models.execution import Execution
 
 NEW = ("H100", "H200", "H800", "B200", "B300", "GB200", "GB300")
 """Beginnings of the names of devices of Hopper's generation and later."""
@@ -136,7 +137,11 @@ def selections(found: Sequence[Priced]) -> dict[str, list[Priced]]:
     lines["A100, several nodes"] = [
         r for r in found if r.row.cluster.device.name.startswith("A100") and r.row.cluster.nodes > 1
     ]
-    lines["H100 and later"] = [r for r in found if r.row.cluster.device.name.startswith(NEW)]
+    new = [r for r in found if r.row.cluster.device.name.startswith(NEW)]
+    lines["H100 and later"] = new
+    lines["without cp and ep"] = [r for r in new if r.row.degrees["cp"] == r.row.degrees["ep"] == 1]
+    for axis in ("cp", "ep"):
+        lines[f"with {axis}"] = [r for r in new if r.row.degrees[axis] > 1]
     lines["held out"] = [result for result in found if held_out(result.row.source)]
     lines["not held out"] = [result for result in found if not held_out(result.row.source)]
     lines["everything"] = list(found)
@@ -152,11 +157,22 @@ def tables(found: Sequence[Priced]) -> dict[str, dict[str, Scores]]:
             name: score([result.outcome for result in results])
             for name, results in selections([result for result in found if not result.row.described]).items()
         },
-        "counted": {
+        "recomputation not printed": {
             name: score([result.outcome for result in results if result.outcome.counted])
+            for name, results in selections([result for result in found if not result.row.recompute_printed]).items()
+        },
+        "counted": {
+            name: score([_headline(result) for result in results if result.outcome.counted])
             for name, results in lines.items()
         },
     }
+
+
+def _headline(result: Priced) -> Outcome:
+    """The outcome without what hangs on recomputation that nothing says: whether it fits, and its bytes."""
+    if result.row.recompute_printed:
+        return result.outcome
+    return replace(result.outcome, fits=None, memory_bytes=None)
 
 
 def as_json(found: Sequence[Priced], missing: Sequence[Missing], details: bool) -> dict[str, Any]:
@@ -167,8 +183,22 @@ def as_json(found: Sequence[Priced], missing: Sequence[Missing], details: bool) 
     }
     shown["unpriced"] = [asdict(row) for row in missing]
     if details:
-        shown["rows"] = [asdict(result.outcome) | {"assumed": result.row.assumed} for result in found]
+        shown["rows"] = [
+            asdict(result.outcome) | {"assumed": result.row.assumed, "execution": asdict(execution_of(result.row))}
+            for result in found
+        ]
     return shown
+
+
+def ran_as(found: Sequence[Priced]) -> dict[str, dict[str, Any]]:
+    """Return by source how its programs ran, in as far as that is not how a program of graphpar's runs by default: those fields of
+    :class:`graphpar.cost_models.execution.Execution` that all its rows have in common."""
+    plain, said = asdict(Execution()), {}
+    for source in dict.fromkeys(result.row.source for result in found):
+        runs = [asdict(execution_of(result.row)) for result in found if result.row.source == source]
+        same = {name: runs[0][name] for name in plain if all(run[name] == runs[0][name] for run in runs)}
+        said[source] = {name: value for name, value in same.items() if value != plain[name]}
+    return said
 
 
 def print_report(found: Sequence[Priced], missing: Sequence[Missing], details: bool) -> None:
@@ -188,6 +218,10 @@ def print_report(found: Sequence[Priced], missing: Sequence[Missing], details: b
         console.print("Assumed:")
     for (source, fact), count in assumed.items():
         console.print(f"  {count:4} {source}: {fact}", markup=False, highlight=False)
+    console.print("Ran unlike a program of graphpar's:")
+    for source, fields in ran_as(found).items():
+        told = ", ".join(f"{name} {value}" for name, value in fields.items())
+        console.print(f"  {source}: {told}", markup=False, highlight=False)
     if details:
         for result in found:
             console.print(line_of(result), markup=False, highlight=False)

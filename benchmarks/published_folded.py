@@ -8,21 +8,25 @@ those. What they exchange besides is work of a unit:
     cp    a ring: each of cp steps attends to one part of the keys while the next part arrives, the gradients of keys and values going
           round with them in the backward. Parts of the sequence are paired so that causal attention is as long on every rank. Or keys
           and values are gathered, and their gradients reduce-scattered
-    ep    two all-to-alls of the rows of tokens forward, and two backward; each expert sees an even share
+    ep    two all-to-alls of the rows of tokens forward, and two backward; each expert sees an even share. Where tokens are sent once,
+          a rank sends as many rows as a token's experts are on ranks, and over links between nodes as many as they are on other nodes
 
 Gradients of experts are summed over dp / ep ranks only; their bytes are right, the number of ranks that sum them is taken to be dp.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from benchmarks.published_models import Shape
 from benchmarks.published_programs import Parts
 from benchmarks.published_rows import Row, Unpriced
 from graphpar.cost_models.collectives import Group
+from graphpar.cost_models.compute import Compute
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
 from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.step_costs import UnitSeconds
 from graphpar.cost_models.workload import Attention, Collective, Phase, Work
 from graphpar.cost_models.workload import Row as WorkRow
 from graphpar.ir.mesh import Mesh
@@ -104,6 +108,16 @@ def mesh_of(row: Row) -> Mesh:
     return Mesh(pp=row.degrees["pp"], dp_replicate=replicas // row.shards, dp_shard=row.shards, tp=row.degrees["tp"])
 
 
+def own_copies_bytes(row: Row, elements: int) -> int:
+    """Return the bytes of 16-bit copies in the price that a rank with ``elements`` of parameters has no shards of."""
+    return elements * ITEM // row.shards if row.habits.fp32_shards and row.zero == 3 else 0
+
+
+def held_logits_bytes(row: Row) -> int:
+    """Return the bytes of logits that the last stage's buffers hold."""
+    return row.habits.held_logits * row.microbatch_size * row.shape.seq * row.shape.vocab * ITEM
+
+
 def own_state_bytes(row: Row, blocks: int) -> int:
     """Return the bytes of main copies and optimizer state that a rank with ``blocks`` blocks of experts has beyond the price, where
     these are sharded over the dp / ep ranks with the same experts, not over dp."""
@@ -125,18 +139,49 @@ class Exchanging(Pricing):
             if size > 1:
                 mesh = Mesh(pp=row.degrees["pp"], dp_shard=replicas // size, tp=row.degrees["tp"], **{axis: size})
                 self._exchanges[axis] = self.network.group_of_axes(mesh, [axis])
+        self._experts = row.shape.experts if row.habits.sends_once else None
         self._steps = sizes["cp"]
+        self._head: Compute | None = None
         self._attention = {
             each.phase: each for unit in self.units for each in unit.kind.work.rows if isinstance(each, Attention)
         }
         return self
 
+    def unit_seconds(self, kind: UnitClass, rows: int) -> UnitSeconds:
+        """Return the seconds of a unit; heads compute in 16 bits where blocks do in 8, in Megatron-LM as in torchtitan."""
+        if self.dtype != "fp8" or kind is not self.units[-1].kind:
+            return super().unit_seconds(kind, rows)
+        if self._head is None:
+            self._head = Compute(self.compute.device, "bf16")
+        found = super().unit_seconds(kind, rows)
+        return UnitSeconds(self._head.seconds(kind.work, rows), found.sent)
+
     def collective_s(self, row: Collective, rows: int) -> float:
         """Return the seconds of one collective, of a ring's send those that attention to a part of the keys does not hide."""
         if row.axis not in self._exchanges:
             return super().collective_s(row, rows)
-        seconds = self.network.seconds(row.kind, row.nbytes.at(rows), self._exchanges[row.axis])
+        seconds = self._exchange_s(row.kind, row.nbytes.at(rows), self._exchanges[row.axis])
         if row.kind == "send":
             work = Work({self._attention[row.phase]: 1})
             seconds = max(0.0, seconds - self.compute.seconds(work, rows)[row.phase].attention / self._steps)
         return seconds / (1.0 - self.execution.overlap_tp)  # which is of the collectives of tp alone
+
+    def _exchange_s(self, kind: str, nbytes: float, group: Group) -> float:
+        """Return the seconds of a collective; of an all-to-all of tokens the longer of what crosses nodes and what does not."""
+        if kind != "all-to-all" or self._experts is None:
+            return self.network.seconds(kind, nbytes, group)
+        count, topk = self._experts.count, self._experts.topk
+        here = min(group.per_node, group.size)
+        to_ranks = places(group.size, count, topk) / topk
+        within = self.network.seconds(kind, nbytes * to_ranks * here / group.size, Group(here, 1, here))
+        if group.nodes == 1:
+            return within
+        others = (group.nodes - 1) / group.nodes  # of a token's rows, and of the places of its experts
+        to_nodes = places(group.nodes, count, topk) * others / (topk * (1 - here / group.size))
+        return max(within, self.network.seconds(kind, nbytes * to_nodes, group))
+
+
+def places(count: int, experts: int, topk: int) -> float:
+    """Return on how many of ``count`` places, which hold equal parts of ``experts``, a token's ``topk`` are in the mean."""
+    missed = math.comb(experts - experts // count, topk) / math.comb(experts, topk)
+    return count * (1 - missed)

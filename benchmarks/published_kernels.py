@@ -3,6 +3,7 @@
 Cross entropy of logits [n, v] and labels [n]:
 
     plain      torch's: logits, log-softmax and two gradients, in 32 bits
+    gathered   the same, of logits that every rank of tp has whole; the model ends with the log-softmax, so that it can be pinned
     megatron   a copy in 32 bits becomes the softmax, which becomes the gradient (Megatron-LM, core/tensor_parallel/cross_entropy.py)
     kernel     the logits become the gradient, in their own dtype (flash-attention, csrc/xentropy, in place)
 """
@@ -98,4 +99,9 @@ def kernel(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.mean()
 
 
-LOSSES = {"plain": plain, "megatron": megatron, "kernel": kernel}
+def gathered(shares: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of log-softmax, which the model computes: [b s, v], labels [b, s] -> scalar"""
+    return F.nll_loss(shares, labels.flatten(), reduction="none").mean()
+
+
+LOSSES = {"plain": plain, "gathered": gathered, "megatron": megatron, "kernel": kernel}

@@ -57,6 +57,7 @@ class Shape:
         attention: of :data:`ATTENTIONS`.
         dropout: of attention's softmax (where it is a tensor), of what a block adds, and of the embedding.
         loss: of :data:`benchmarks.published_kernels.LOSSES`.
+        merged: one product makes q, k and v, and one the gate and the feed-forward part; else each has its own.
     """
 
     hidden: int
@@ -77,10 +78,11 @@ class Shape:
     attention: str = "flash"
     dropout: float = 0.0
     loss: str = "plain"
+    merged: bool = True
 
 
 class ComposedNorm(nn.Module):
-    """RMSNorm in operators of fp32, as written before there were kernels for it."""
+    """RMSNorm in single operators, as written before there were kernels for it (Aleph-Alpha/scaling, core/nn/norm/rms_norm.py)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -88,9 +90,8 @@ class ComposedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]"""
-        wide = x.float()
-        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-        return normal.to(x.dtype) * self.weight
+        normal = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return normal.float().to(x.dtype) * self.weight
 
 
 def _norm(shape: Shape, width: int | None = None) -> nn.Module:
@@ -115,20 +116,22 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Attention with one product for q, k and v."""
+    """Attention with one product for q, k and v, or three."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self.sizes = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-        self.qkv = nn.Linear(shape.hidden, sum(self.sizes), bias=shape.biases)
+        if shape.merged:
+            self.qkv = nn.Linear(shape.hidden, sum(self.sizes), bias=shape.biases)
+        else:
+            self.q, self.k, self.v = (nn.Linear(shape.hidden, size, bias=shape.biases) for size in self.sizes)
         self.out = nn.Linear(self.sizes[0], shape.hidden, bias=shape.biases)
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         """[b, s, hidden] -> [b, s, hidden]"""
-        q, k, v = (
-            part.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2) for part in self.qkv(x).split(self.sizes, -1)
-        )
+        parts = self.qkv(x).split(self.sizes, -1) if self.shape.merged else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2) for part in parts)
         if cos is not None and sin is not None:
             q, k = turned(q, cos, sin), turned(k, cos, sin)
         projected: Tensor = self.out(mixed(self.shape, q, k, v).transpose(1, 2).flatten(2))
@@ -183,13 +186,16 @@ class MLP(nn.Module):
 
     def __init__(self, shape: Shape, ffn: int) -> None:
         super().__init__()
-        self.gated = shape.gated
-        self.up = nn.Linear(shape.hidden, ffn * (2 if shape.gated else 1), bias=shape.biases)
+        self.gated, self.merged = shape.gated, shape.merged or not shape.gated
+        if not self.merged:
+            self.gate = nn.Linear(shape.hidden, ffn, bias=shape.biases)
+        self.up = nn.Linear(shape.hidden, ffn * (2 if shape.gated and shape.merged else 1), bias=shape.biases)
         self.down = nn.Linear(ffn, shape.hidden, bias=shape.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]"""
-        result: Tensor = self.down(activated(self.up(x), self.gated))
+        within = activated(self.up(x), self.gated) if self.merged else F.silu(self.gate(x)) * self.up(x)
+        result: Tensor = self.down(within)
         return result
 
 
@@ -248,6 +254,14 @@ class Block(nn.Module):
         return x + dropped(self.mlp(self.norm2(x)), self.dropout)
 
 
+class Shares(nn.Module):
+    """Log-softmax in 32 bits: logits [b, s, v] -> [b s, v]"""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """[b, s, v] -> [b s, v]"""
+        return F.log_softmax(logits.flatten(0, 1).float(), dim=-1)
+
+
 class GPT(nn.Module):
     """``dense`` blocks without experts, then ``others``."""
 
@@ -258,11 +272,12 @@ class GPT(nn.Module):
         self.positions = None if shape.rotary else nn.Embedding(shape.seq, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape, number < dense) for number in range(dense + others))
         self.norm, self.head = _norm(shape), nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.shares = Shares() if shape.loss == "gathered" else None
         if shape.tied:
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids [b, s] -> logits [b, s, vocabulary]"""
+        """Token ids [b, s] -> logits [b, s, vocabulary], or what a loss of gathered logits takes"""
         x, shape = self.tokens(ids), self.shape
         if self.positions is not None:
             x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
@@ -272,4 +287,4 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin)
         logits: Tensor = self.head(self.norm(x))
-        return logits
+        return logits if self.shares is None else self.shares(logits)

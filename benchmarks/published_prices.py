@@ -9,9 +9,28 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from benchmarks.published_folded import Exchanging, exchanging, mesh_of, own_state_bytes, shape_here
-from benchmarks.published_programs import Degrees, Parts, parts, with_scores_again
-from benchmarks.published_rows import HALF, Profile, Row, Unpriced
+from benchmarks.published_folded import (
+    Exchanging,
+    exchanging,
+    held_logits_bytes,
+    mesh_of,
+    own_copies_bytes,
+    own_state_bytes,
+    shape_here,
+)
+from benchmarks.published_programs import (
+    Build,
+    Degrees,
+    Parts,
+    parts,
+    with_casts,
+    with_gathers_again,
+    with_peak_of_loss,
+    with_pieces_sent,
+    with_scores_again,
+    with_shards_kept,
+)
+from benchmarks.published_rows import HALF, OPERATORS, Profile, Row, Unpriced
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pricing import Pricing
@@ -63,7 +82,14 @@ def price_row(row: Row) -> Prediction:
     for stage in estimate.stages:
         first, after = stage.units
         blocks[stage.rank] += len(range(max(first, 1 + row.experts_after), min(after, 1 + row.layers)))
-    peaks = [peak + own_state_bytes(row, blocks[pp]) for pp, peak in enumerate(estimate.peak_memory_bytes)]
+    held = Counter[int]()
+    for stage in estimate.stages:
+        held[stage.rank] += stage.parameters
+    peaks = [
+        peak + own_state_bytes(row, blocks[pp]) - own_copies_bytes(row, held[pp])
+        for pp, peak in enumerate(estimate.peak_memory_bytes)
+    ]
+    peaks[-1] += held_logits_bytes(row)
     rank = max(range(len(peaks)), key=peaks.__getitem__) if row.memory_of is None else row.memory_of
     reserved, allocated = peaks[rank], peaks[rank] - estimate.memory[rank].slack
     outside = row.cluster.device.memory_bytes * (1 / USABLE - 1)
@@ -84,11 +110,25 @@ def pricing_of(row: Row) -> Pricing:
 
 
 def _parts(row: Row) -> Parts:
-    shape = shape_here(row)
+    shape, habits = shape_here(row), row.habits
     degrees = Degrees(row.degrees["tp"], row.sequence_parallel and row.degrees["tp"] > 1)
-    made = with_scores_again if _makes_scores_again(row) else parts
     kinds = row.experts_after > 0, row.layers > row.experts_after
-    return exchanging(row, shape, made(shape, degrees, row.dtype, *kinds, row.habits.fused, row.habits.gradient_bytes))
+    build = Build(degrees, row.dtype, *kinds, habits.fused, habits.gradient_bytes)
+    made = with_scores_again if _makes_scores_again(row) else parts
+    found = made(shape, build)
+    if row.recompute == OPERATORS:
+        plain, found = found, made(shape, replace(build, kind="selective"))
+        if degrees.sequence:
+            found = with_gathers_again(found, plain, made(shape, replace(build, kind="gathers")))
+    if habits.keeps_shards and degrees.sequence and row.recompute in ("none", "selective"):
+        found = with_shards_kept(made(shape, replace(build, kind="gathers")), found)
+    if row.products == "fp8" and habits.cast_bytes:
+        found = with_casts(found, habits.cast_bytes, shape.hidden, degrees.tp if degrees.sequence else 1)
+    if habits.divided_loss_bytes and degrees.tp > 1:
+        found = with_peak_of_loss(found, habits.divided_loss_bytes * shape.seq * shape.vocab / degrees.tp)
+    if habits.splits_messages and degrees.tp > 1 and not degrees.sequence:
+        found = with_pieces_sent(found, degrees.tp)
+    return exchanging(row, shape, found)
 
 
 def _makes_scores_again(row: Row) -> bool:
@@ -100,15 +140,23 @@ DISPATCH_S = 57e-6
 :mod:`benchmarks.fit_devices`, in effect to vtrain_single, which alone is bound by its hosts. One figure for all sources."""
 
 
+_WEIGHTS = 5
+"""Of a block of InternLM: of q, k and v, of what follows attention, and three; norms and biases go with them."""
+
+
 def execution_of(row: Row) -> Execution:
     """Read how a row's program runs: kernels, overlap, recomputation, dtypes."""
     habits = row.habits
     return Execution(
         main_copies=True,
         gradient_bytes=habits.gradient_bytes,
+        reduce_bytes=habits.sum_bytes,
+        sums_whole=habits.sums_whole,
+        broadcasts=min(row.shards, _WEIGHTS * row.layers + 2) if habits.broadcasts else 0,
+        moved_bytes=habits.moved_bytes,
         zero=row.zero,
         shards=row.shards,
-        recompute="none" if _makes_scores_again(row) else row.recompute,
+        recompute="none" if _makes_scores_again(row) or row.recompute in (OPERATORS, HALF) else row.recompute,
         fused=habits.fused,
         overlap_gradients=habits.overlap_gradients,
         prefetch=habits.prefetch,
@@ -130,13 +178,13 @@ def _cluster(row: Row) -> Cluster:
 # ---- layout ----------------------------------------------------------------------------------------------------
 
 
-def starts(layers: int, stages: int) -> tuple[int, ...]:
+def starts(layers: int, stages: int, entries: bool = False) -> tuple[int, ...]:
     """List the first unit of each stage. Layers are divided evenly; where that can't be, the embedding and the head
-    count as layers, and first stages have one more."""
-    if layers % stages == 0:
+    count as layers, and first stages have one more. ``entries``: embedding, last norm and head always count, each as one."""
+    if layers % stages == 0 and not entries:
         return (0, *(1 + stage * (layers // stages) for stage in range(1, stages)))
-    each, more = divmod(layers + 2, stages)
-    return tuple(stage * each + min(stage, more) for stage in range(stages))
+    each, more = divmod(layers + 2 + entries, stages)
+    return tuple(min(stage * each + min(stage, more), layers + 1) for stage in range(stages))
 
 
 def layout_of(row: Row) -> Layout:
@@ -149,7 +197,7 @@ def layout_of(row: Row) -> Layout:
     count = pp * row.stages_per_rank
     if row.layers + 2 < count:
         raise Unpriced(f"{row.layers} layers are fewer than {count} stages")
-    first = starts(row.layers, count)
+    first = starts(row.layers, count, row.habits.split_entries)
     if row.schedule not in AUTOMATIC:
         order = order_of(few(pp, row.microbatches)) if row.schedule == "1F1B" and row.microbatches < pp else None
         return Layout(row.schedule, row.microbatch_size, row.microbatches, first, order)

@@ -26,8 +26,9 @@ APART = frozenset({"tiny_model", "suspect", "repeat", "memory_only", "per_layer"
 whole run."""
 
 
-HALF = "half"
-"""Recomputation of every second block, in time and memory half way between none and full."""
+HALF, OPERATORS = "half", "operators"
+"""Recomputation of every second block, in time and memory half way between none and full; and of what is cheap in each block and of
+every second product, as torchtitan's selective checkpointing and ``recompute="selective"`` of graphpar do."""
 
 
 class Unpriced(Exception):
@@ -84,6 +85,7 @@ class Row:
     habits: Habits
     measured: Measured
     memory_of: int | None = None
+    recompute_printed: bool = True
     assumed: tuple[str, ...] = ()
 
     @property
@@ -121,7 +123,7 @@ def read(row: Mapping[str, Any]) -> Row:
         assumed.append("it ran as Megatron Core does")
     if "nonstandard_model" in row["tags"]:
         raise Unpriced("its blocks are others than its dims say")
-    habits = _with_options(habits, row.get("options") or {})
+    habits = _with_options(habits, row.get("options") or {}, _year(row))
     degrees = _degrees(row)
     batch, parallel = row["batch"], row["parallel"]
     rows = _printed(batch, "global")
@@ -160,6 +162,7 @@ def read(row: Mapping[str, Any]) -> Row:
         habits=habits,
         measured=measured(row),
         memory_of=-1 if row["source"] == "megatron_ci" else None,  # its logs are of the last rank
+        recompute_printed=row["recompute"] in _PRINTED,
         assumed=tuple(assumed),
     )
 
@@ -242,18 +245,27 @@ def _shape(row: Mapping[str, Any], habits: Habits) -> Shape:
         attention=habits.attention,
         dropout=0.0 if gated else habits.dropout,
         loss=habits.loss,
+        merged=habits.merged,
         composed_norm=options.get("kernel") is not None and "RMS" not in options["kernel"],
     )
 
 
-def _with_options(habits: Habits, options: Mapping[str, Any]) -> Habits:
-    """What the options of the row say about kernels and overlap."""
+def _year(row: Mapping[str, Any]) -> int | None:
+    """The year in the name of what the row is from; None where it has none."""
+    found = re.search(r"20[12]\d", row.get("source_ref") or "")
+    return int(found[0]) if found else None
+
+
+def _with_options(habits: Habits, options: Mapping[str, Any], year: int | None) -> Habits:
+    """What the options of the row, and its year, say about kernels and overlap."""
     kernel = options.get("kernel")
     if kernel is not None:
         attention = {"torch": "composed", "fused": "softmax"}.get(kernel, "flash")
         habits = replace(habits, attention=attention, attention_rates=FIRST_FLASH if "v1" in kernel else {})
     if "compile" in options:
         habits = replace(habits, fused=options["compile"], overlap_tp=bool(options.get("async_tp")))
+        if options["compile"] and habits.compiles_loss_from is not None and (year or 0) >= habits.compiles_loss_from:
+            habits = replace(habits, loss="kernel")
     if options.get("fsdp_mixed") == "PURE":
         habits = replace(habits, gradient_bytes=2)
     if options.get("--disable-bias-linear"):
@@ -301,6 +313,9 @@ def _schedule(row: Mapping[str, Any], assumed: list[str]) -> tuple[str, int]:
     return (_SCHEDULES[name], per_rank) if per_rank > 1 else ("1F1B", 1)
 
 
+_PRINTED = ("none", "selective", "full", "selective_op", "selective_layer(every 2nd)")
+
+
 def _recompute(given: str | None, assumed: list[str]) -> str:
     if given in ("none", "selective", "full"):
         return given
@@ -310,9 +325,9 @@ def _recompute(given: str | None, assumed: list[str]) -> str:
     if given == "selective(assumed)":
         assumed.append("scores are recomputed")
         return "selective"
-    if given == "selective_op":  # torchtitan: elementwise operators, and of products every second
-        assumed.append("half of what full recomputation does")
-    elif given != "selective_layer(every 2nd)":
+    if given == "selective_op":
+        return OPERATORS
+    if given != "selective_layer(every 2nd)":
         raise Unpriced(f"recomputation is {given!r}")
     return HALF
 

@@ -29,10 +29,25 @@ class Habits:
         fused: elementwise chains are one kernel each.
         gradient_bytes: of an element in which gradients are summed; None: 2 with fp16, 4 with bf16, as Megatron-LM and
             DeepSpeed do.
+        sum_bytes: of an element in which gradients are summed over replicas; None: as they are accumulated.
+        sums_whole: with ZeRO 1 gradients are all-reduced, not reduce-scattered.
+        broadcasts: with ZeRO 1 each rank owns whole parameters, and broadcasts them.
+        moved_bytes: of memory, for each element of a gradient once a step, besides its sum and the optimizer.
         overlap_gradients: their sums run beside the backward.
         prefetch: divided parameters are gathered ahead.
         wait_for_sends: a stage waits until what it sends has arrived.
+        splits_messages: between stages each rank of tp sends a part, where their results are the same.
+        sends_once: a token is sent to a rank of ep once for all its experts there, and to a node once.
         overlap_tp: collectives of tp are divided into as many chunks as there are ranks, of which all but the first are hidden.
+        split_entries: stages are equal runs of the list of embedding, blocks, last norm and head, of which the first are one longer;
+            else blocks are divided evenly, see :func:`benchmarks.published_prices.starts`.
+        merged: one product makes q, k and v, and one the gate and the feed-forward part.
+        keeps_shards: of the sequence, for the products of gradients of weights, and gathers them again beside the product before.
+        cast_bytes: of memory, for each element of an operand that is cast to 8 bits in a kernel of its own.
+        fp32_shards: what ZeRO 3 divides are fp32 parameters, which are cast when they are gathered; else 16-bit ones and main copies.
+        compiles_loss_from: the year from which on compiled models have compiled losses.
+        divided_loss_bytes: that a loss divided over tp needs for an element of a rank's logits, at its peak.
+        held_logits: how many microbatches' logits a stage's buffers hold beside what autograd keeps.
         gathers_keys: ranks of cp gather keys and values; else these go round a ring.
         node_gbps: GB/s between nodes of one whole node in one direction, where it is not the device's usual.
         per_node: devices of a node, by a part of the hardware's name.
@@ -49,10 +64,24 @@ class Habits:
     vocab: int = 51200
     fused: bool = True
     gradient_bytes: int | None = None
+    sum_bytes: int | None = None
+    sums_whole: bool = False
+    broadcasts: bool = False
+    moved_bytes: int = 0
     overlap_gradients: bool = True
     prefetch: bool = True
     wait_for_sends: bool = False
+    splits_messages: bool = False
+    sends_once: bool = False
     overlap_tp: bool = False
+    split_entries: bool = False
+    merged: bool = True
+    keeps_shards: bool = False
+    cast_bytes: int = 0
+    fp32_shards: bool = False
+    compiles_loss_from: int | None = None
+    divided_loss_bytes: int = 0
+    held_logits: int = 0
     gathers_keys: bool = False
     node_gbps: float | None = None
     per_node: Mapping[str, int] | None = None
@@ -61,6 +90,7 @@ class Habits:
 
 _MEGATRON = Habits(  # Megatron-LM of 2020 to 2022: fused softmax, bias + GELU, bias + dropout + add; gradients and messages are waited for
     attention="softmax", dropout=0.1, biases=True, tied=True, loss="megatron", overlap_gradients=False, wait_for_sends=True,
+    keeps_shards=True, splits_messages=True,  # arXiv 2104.04473, section 4.1; DeepSpeed's pipelines do the same
 )  # fmt: skip
 _MEGATRON_DEEPSPEED = replace(
     _MEGATRON, prefetch=False
@@ -68,8 +98,22 @@ _MEGATRON_DEEPSPEED = replace(
 FIRST_FLASH = {"": 0.5}
 _LATER_KERNELS = {"H100": 1.6, "B200": 1.6, "B300": 1.6, "GB": 1.6}
 # Megatron Core with Transformer Engine: cuDNN's attention, fp32 main gradients
-_CORE = Habits(attention_rates=_LATER_KERNELS, loss="megatron")
+_CORE = Habits(attention_rates=_LATER_KERNELS, loss="megatron", keeps_shards=True)
 _FSDP = Habits(fused=False)
+
+# A framework of its own, later published as Aleph-Alpha/scaling, whose files under src/scaling say all of this. No kernel for RMSNorm
+# (but where a row says so), SwiGLU and rotary. core/nn/linear/column_parallel_linear.py, transformer/model/losses/cross_entropy.py: ranks
+# of tp gather logits, whose loss is torch's in fp32. core/nn/parallel_module/pipeline_partitioning.py, topology_config.py: stages are
+# uniform runs of layers, with embedding, last norm and head among them. communicator.py: sends are waited for.
+# parallel_module.py: results of two microbatches stay in buffers after their backwards. core/optimizer/
+# optimizer.py, allreduce.py, parameter_group.py: gradients of 16 bits are, after the last backward, copied to flat buckets (4 bytes an
+# element), divided (4), cast (6), all-reduced whole in fp32 though ZeRO shards the state, cast back (6), copied back (4), scaled (4) and
+# normed (2); parameters are all-gathered into a flat buffer, and copied (4).
+_SCALING = Habits(
+    fused=False, merged=False, loss="gathered", gradient_bytes=2, sum_bytes=4, sums_whole=True, moved_bytes=34, overlap_gradients=False,
+    prefetch=False,
+    wait_for_sends=True, split_entries=True, held_logits=2,
+)  # fmt: skip
 
 SOURCES: Mapping[str, Habits] = {
     "megatron_sc21": _MEGATRON,
@@ -83,23 +127,37 @@ SOURCES: Mapping[str, Habits] = {
     "bigscience_tr11": replace(_MEGATRON_DEEPSPEED, dropout=0.0, node_gbps=50),
     # a fork of Megatron-LM of 2023, by default without flash attention
     "zero_bubble": _MEGATRON,
-    # a framework of its own; no kernel for RMSNorm (but where a row says so), SwiGLU and rotary; gradients of 16 bits: with those of 32
-    # 13B could not have run on one device
-    "hagemann_layouts": Habits(fused=False, gradient_bytes=2, overlap_gradients=False, prefetch=False),
+    "hagemann_layouts": _SCALING,
     "megascale": replace(_CORE, biases=True, tied=True, overlap_gradients=False),
     "megatron_readme_h100": replace(_CORE, biases=True, tied=True, overlap_tp=True),
-    "megatron_bridge": replace(_CORE, overlap_tp=True),
-    "nemo_longseq": replace(_CORE, overlap_tp=True),
+    # its recipes dispatch with DeepEP or HybridEP (docs/training/moe-optimization.md)
+    "megatron_bridge": replace(_CORE, overlap_tp=True, sends_once=True),
+    # of March 2024, before the later kernels for Hopper (July 2024)
+    "nemo_longseq": replace(_CORE, overlap_tp=True, attention_rates={}),
     "nemo_2407": replace(_CORE, biases=True, tied=True, overlap_tp=True),
     "mlperf_gpt3": replace(_CORE, biases=True, tied=True, dropout=0.1, overlap_tp=True),
     # GPT-2's vocabulary padded; what overlaps, its options say
     "megatron_ci": replace(_CORE, biases=True, vocab=50304, dropout=0.1, overlap_gradients=False, prints="allocated"),
-    # four 100 Gb/s RoCE a node
-    "internevo": Habits(gradient_bytes=2, node_gbps=50, prints="device"),
+    # four 100 Gb/s RoCE a node (doc/en/train_performance.md). internlm/solver/optimizer/hybrid_zero_optim.py: a parameter is of one rank;
+    # its gradient is all-reduced (reduce_rank is None), and the rank broadcasts what it updated, beside the forward (the configurations'
+    # overlap_sync_param)
+    "internevo": Habits(gradient_bytes=2, sums_whole=True, broadcasts=True, node_gbps=50, prints="device"),
     # attn_impl is triton unless named (its scripts/train/benchmarking/submit_benchmarks.py): a kernel of the first FlashAttention
     "llm_foundry": replace(_FSDP, tied=True, loss="kernel", attention_rates=FIRST_FLASH),
-    # its context_parallel_rotate_method is allgather unless named
-    "torchtitan": Habits(fused=True, gathers_keys=True, prints="reserved"),
+    # its context_parallel_rotate_method is allgather unless named; FSDP2's shards are fp32 (parallelize_llama.py: MixedPrecisionPolicy).
+    # train.py of 2024: "compiling loss function causes CUDA errors, turning off for now"; components/loss.py of 2025 compiles it.
+    # torch/distributed/tensor/parallel/loss.py: log-softmax, its gradient, and two more of 4 bytes each.
+    # torchao casts in a kernel that reads 2 bytes and writes 1, largest values come with what was before
+    "torchtitan": Habits(
+        fused=False,
+        gathers_keys=True,
+        prints="reserved",
+        merged=False,
+        fp32_shards=True,
+        compiles_loss_from=2025,
+        cast_bytes=3,
+        divided_loss_bytes=16,
+    ),
     # 2 Tb/s RoCE a node
     "fsdp_paper": replace(_FSDP, attention="softmax", biases=True, dropout=0.1, node_gbps=250),
     "colossalai": Habits(),

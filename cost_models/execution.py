@@ -45,6 +45,10 @@ class Execution:
         gradient_bytes: of an element in which gradients are summed over microbatches and ranks; None: as the parameter.
         gather_bytes: of an element in which sharded parameters are gathered; None: as the parameter.
         reduce_bytes: of an element in which gradients are summed over replicas; None: as they are accumulated.
+        sums_whole: with ZeRO 1 gradients are all-reduced whole, and each rank uses its shard of them; else they are reduce-scattered.
+        broadcasts: with ZeRO 1 so many ranks broadcast the parameters that they updated, one after the other; 0: all gather all.
+        moved_bytes: of memory that are read and written for each element of a gradient at the end of a step, besides its sum and the
+            optimizer: copies to flat buffers, casts, norms.
         zero: shard optimizer state and main copies (from 1), gradients (from 2) and parameters (3) over ``shards`` ranks.
         shards: the ranks of dp_shard.
         reshard: when gathered parameters are freed, see :func:`graphpar.passes.planning.sharded_state.check_reshard`.
@@ -67,6 +71,9 @@ class Execution:
     gradient_bytes: int | None = None
     gather_bytes: int | None = None
     reduce_bytes: int | None = None
+    sums_whole: bool = False
+    broadcasts: int = 0
+    moved_bytes: int = 0
     zero: int = 0
     shards: int = 1
     reshard: str | int = "default"

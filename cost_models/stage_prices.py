@@ -115,10 +115,11 @@ class StagePrices:
 
     @cached_property
     def _forwards(self) -> Array:
-        """Of each unit the seconds of its forward, all collectives exposed."""
+        """Of each unit the seconds of its forward, with its exposed collectives."""
         busy, operators = self._table[: _PARTS - 1].sum(axis=0), self._table[_PARTS - 1]
         sent = self._table[_PARTS * _PARTS :: 3][: len(self._axes)].sum(axis=0)
-        return np.asarray(np.maximum(busy, operators * self.compute.device.dispatch_s) + sent)
+        exposed = (1.0 - self.execution.overlap_tp) * sent
+        return np.asarray(np.maximum(busy, operators * self.compute.device.dispatch_s) + exposed)
 
     def _gathered(self, stage: slice, forward: float, backward: float) -> tuple[float, float, float]:
         """Return forward, backward and all communication of a microbatch with sharded state, in seconds.

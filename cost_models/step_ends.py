@@ -115,12 +115,17 @@ class StepEnds:
             if over:
                 reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
         if zero:
-            shards = self._group("dp_shard")
-            if zero == 1:
+            shards, count = self._group("dp_shard"), self.execution.broadcasts
+            whole = zero == 1 and self.execution.sums_whole
+            if whole:
+                reduced += self.network.seconds("all-reduce", total, self.network.group_of_axes(self.mesh, replicas))
+            elif zero == 1:
                 reduced += self.network.seconds("reduce-scatter", total, shards)
-            if zero == 1 or (zero == 2 and self.mesh.pp == 1):
+            if zero == 1 and count:
+                gathered = count * self.network.seconds("broadcast", parameters / count, shards)
+            elif zero == 1 or (zero == 2 and self.mesh.pp == 1):
                 gathered = self.network.seconds("all-gather", parameters, shards)
-            if self.mesh.dp_replicate > 1:
+            if self.mesh.dp_replicate > 1 and not whole:
                 reduced += self.network.seconds("all-reduce", total / self.mesh.dp_shard, self._group("dp_replicate"))
         return reduced, gathered, total
 
@@ -131,8 +136,8 @@ class StepEnds:
         return next(iter([*reversed(self._replicas), *partial]), None) if trained else None
 
     def optimizer(self, stages: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of reading gradients and state and writing state and parameters, in several passes where not fused, and
-        of casting parameters for the next step.
+        """Return the seconds of reading gradients and state and writing state and parameters, in several passes where not fused, of
+        what else is done with gradients, and of casting parameters for the next step.
         """
         nbytes = 0.0
         for held in self.bytes.held(stages):
@@ -143,8 +148,9 @@ class StepEnds:
         shards = self.execution.shards if self.execution.zero else 1
         if not nbytes:
             return 0.0
+        moved = sum(held.elements for held in self.bytes.held(stages) if held.trained) * self.execution.moved_bytes
         nbytes *= (1 if self.execution.fused else 3) / shards
-        return self.crowd * float(self.compute.traffic_s(nbytes + self._cast(stages)))
+        return self.crowd * float(self.compute.traffic_s(nbytes + moved + self._cast(stages)))
 
     def _cast(self, stages: Sequence[tuple[int, int]]) -> float:
         """Return the bytes of reading parameters and writing their copies, of a rank's shards before they are gathered."""

@@ -137,6 +137,7 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
             "optimizer": "AdamW",
             "recompute": plan.recompute,
             "operators": "not fused",
+            "collectives": _collectives(plan, predicted),
             "device": predicted.device,
             "figures": predicted.figures,
         },
@@ -147,6 +148,19 @@ def predicted_data(plan: Plan, predicted: Estimate) -> dict[str, Any]:
             "it was given; leave axes of the mesh to the search, or take other hardware (--cluster)."
         ]
     return data
+
+
+def _collectives(plan: Plan, predicted: Estimate) -> list[str]:
+    """Say which collectives the prediction hides behind computation, as the emitted program does, and which it waits for."""
+    mesh, cpu = plan.mesh, predicted.device.startswith("CPU")
+    said = []
+    if mesh.replicas > 1 and plan.mode == "train":
+        said.append("gradients summed after the last backward" if cpu else "gradients summed beside backwards")
+    if mesh.dp_shard > 1 and plan.zero == 3:
+        said.append("parameters gathered when needed" if plan.prefetch == "none" else "parameters gathered ahead")
+    if any(degree > 1 for axis, degree in mesh.degrees().items() if axis in ("tp", "cp", "ep")):
+        said.append("collectives in operators waited for")
+    return said
 
 
 def _ahead_bytes(program: Program, plan: Plan) -> int:

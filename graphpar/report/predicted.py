@@ -200,7 +200,8 @@ def assumed_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if data["mode"] == "train":
         run += [assumed["optimizer"], f"recomputation {kinds_text(assumed['recompute'])}"]
     device = f"{assumed['device']} ({assumed['figures']})"
-    return [("Assumed", f"{', '.join(run)}, operators {assumed['operators']}; device {device}")]
+    how = "; ".join([", ".join([*run, f"operators {assumed['operators']}"]), *assumed.get("collectives", ())])
+    return [("Assumed", f"{how}; device {device}")]
 
 
 def stage_columns(predicted: Mapping[str, Any]) -> list[tuple[str, str, str, float]]:

@@ -14,14 +14,25 @@ import pytest
 
 from benchmarks import published
 from benchmarks.fit_devices import FIGURES, Array, changed, least_squares, samples
-from benchmarks.published_folded import mesh_of
+from benchmarks.published_folded import mesh_of, places
 from benchmarks.published_models import Experts, Shape
-from benchmarks.published_prices import few, price_row, pricing_of, starts
-from benchmarks.published_programs import Degrees, lowered, parts, with_scores_again
+from benchmarks.published_prices import few, layout_of, price_row, pricing_of, starts
+from benchmarks.published_programs import (
+    Build,
+    Degrees,
+    lowered,
+    parts,
+    with_casts,
+    with_gathers_again,
+    with_peak_of_loss,
+    with_pieces_sent,
+    with_scores_again,
+    with_shards_kept,
+)
 from benchmarks.published_rows import Row, Unpriced, read, rows_of
 from benchmarks.published_scores import Outcome, kendall, mean, regret, score
 from benchmarks.published_sources import SOURCES, held_out
-from graphpar.cost_models.workload import Collective, Phase, Product, Work
+from graphpar.cost_models.workload import Collective, Phase, Product, Traffic, Work
 from graphpar.ir.program import operator_name
 from graphpar.operators.transitions import TABLE
 from graphpar.schedules.registry import action_table
@@ -126,6 +137,23 @@ def test_a_source_without_a_description_is_priced_by_a_stated_default_and_scored
     assert row.assumed == ("it ran as Megatron Core does",) and not row.described and not row.counted
 
 
+def test_memory_counts_only_where_it_is_printed_what_is_recomputed() -> None:
+    found = [published.priced(ROWS[name]) for name in ("megatron_bridge:a", "vtrain_multi:a")]
+    results = [each for each in found if isinstance(each, published.Priced)]
+    assert [each.row.recompute_printed for each in results] == [False, True]
+    tables = published.tables(results)
+    assert tables["all"]["everything"].outcomes == 2 and tables["counted"]["everything"].outcomes == 1
+    assert tables["recomputation not printed"]["everything"].outcomes == 1
+    assert tables["counted"]["everything"].rows == 2
+
+
+def test_how_a_source_ran_is_said_where_it_is_not_as_a_program_of_graphpars() -> None:
+    found = [published.priced(ROWS[name]) for name in ("vtrain_multi:a",)]
+    said = published.ran_as([each for each in found if isinstance(each, published.Priced)])
+    assert said["vtrain_multi"]["overlap_gradients"] is False and said["vtrain_multi"]["wait_for_sends"] is True
+    assert "optimizer" not in said["vtrain_multi"]
+
+
 def test_step_times_come_from_what_is_printed_first() -> None:
     raw = {**ROWS["vtrain_multi:a"], "measured": {}, "derived": {"step_time_s_from_flops": 3.0}}
     assert read(raw).measured.step_time_s == 3.0
@@ -139,6 +167,10 @@ def test_about_a_third_of_all_names_is_held_out() -> None:
 
 
 # ---- programs --------------------------------------------------------------------------------------------------
+
+
+def build(cut: Degrees, kind: str = "none", fused: bool = True) -> Build:
+    return Build(cut, "bf16", False, True, fused, 4, kind)
 
 
 def moved(cut: Degrees, shape: Shape = SMALL) -> Counter[str]:
@@ -162,10 +194,110 @@ def test_the_placement_is_megatrons(shape: Shape) -> None:
     assert moved(Degrees(2, True), shape) == {"all_gather": 2, "reduce_scatter": 2}
 
 
+def test_each_rank_of_tp_norms_all_of_its_rows_unless_the_sequence_is_divided() -> None:
+    """Placements that nothing pins: dividing a norm of single operators would be cheaper, but Megatron-LM's ranks do not."""
+    shape = replace(SMALL, hidden=4096, heads=32, kv_heads=32, head_dim=128, seq=1024, composed_norm=True, rms=True)
+    assert moved(Degrees(4, False), shape) == {"all_reduce": 2, "sum_gradient": 2}
+
+
+def test_a_gathered_loss_is_of_all_logits_on_every_rank() -> None:
+    shape = replace(SMALL, vocab=4096, tied=False, biases=False)
+    whole, two = (parts(replace(shape, loss="gathered"), build(Degrees(tp, False))).last for tp in (1, 2))
+    divided = parts(shape, build(Degrees(2, False))).last
+    of_softmax = 4 * shape.seq * shape.vocab  # a row's, in 32 bits
+    assert whole.kind.memory.inside.at(8) >= 8 * of_softmax
+    assert two.kind.memory.inside.at(8) == pytest.approx(whole.kind.memory.inside.at(8), rel=0.01)
+    assert divided.kind.memory.inside.at(8) < 0.6 * two.kind.memory.inside.at(8)
+
+
+def test_products_of_their_own_are_as_many_flops_as_merged_ones() -> None:
+    shape = replace(SMALL, gated=True, rotary=True, rms=True, biases=False, tied=False, kv_heads=2)
+    merged, single = (parts(replace(shape, merged=flag), build(Degrees(1, False))).other for flag in (True, False))
+    assert merged is not None and single is not None
+    assert merged.kind.work.flops(4) == single.kind.work.flops(4)
+    assert moved(Degrees(2, True), replace(shape, merged=False)) == {"all_gather": 2, "reduce_scatter": 2}
+
+
+def test_selective_checkpointing_keeps_every_second_product_and_attention() -> None:
+    """By hand, in widths of a value of two bytes: the block's input, q, v (half as many heads), attention's output and the sums of its
+    rows, the gate, and what the block adds at its end."""
+    shape = Shape(64, 4, 2, 16, 256, 512, 32, gated=True, rotary=True, rms=True, biases=False, tied=False, merged=False)
+    block = parts(shape, build(Degrees(1, False), "selective")).other
+    assert block is not None
+    width = 2 * 32 * 64
+    given = block.kind.memory.received.at(8)
+    assert given == 8 * width
+    kept = block.kind.memory.inside.at(8) / (8 * width)
+    assert kept == pytest.approx(1 + 0.5 + 1 + 4 + 1, abs=0.6)  # q, v, attention, gate, down, and small sums of rows
+    assert {row.phase for row in block.kind.again.rows} == {Phase.FORWARD}
+    products = sum(times for row, times in block.kind.again.rows.items() if isinstance(row, Product))
+    assert products == 3  # k, out and up
+
+
+def test_megatrons_ranks_keep_shards_of_the_sequence_in_no_more_time() -> None:
+    cut = Degrees(2, True)
+    plain, gathering = parts(SMALL, build(cut)), parts(SMALL, build(cut, "gathers"))
+    kept = with_shards_kept(gathering, plain).other
+    assert kept is not None and plain.other is not None and gathering.other is not None
+    assert (
+        kept.kind.memory.inside.at(8) == gathering.other.kind.memory.inside.at(8) < plain.other.kind.memory.inside.at(8)
+    )
+    assert kept.kind.work == plain.other.kind.work and not kept.kind.again.rows
+
+
+def test_torchtitans_blocks_gather_again_what_selective_checkpointing_would_keep() -> None:
+    cut = Degrees(2, True)
+    plain, selective, gathering = (parts(SMALL, build(cut, kind)) for kind in ("none", "selective", "gathers"))
+    found = with_gathers_again(selective, plain, gathering).other
+    assert found is not None and selective.other is not None
+    assert found.kind.memory.inside.at(8) < selective.other.kind.memory.inside.at(8)
+    gathers = [row for row in found.kind.again.rows if isinstance(row, Collective) and row.kind == "all-gather"]
+    assert gathers
+
+
+def test_a_message_is_sent_in_pieces() -> None:
+    made = parts(SMALL, build(Degrees(2, False)))
+    assert made.other is not None
+    ((whole, gradient),) = made.other.kind.sends
+    split = with_pieces_sent(made, 2).other
+    assert split is not None
+    ((piece, same),) = split.kind.sends
+    assert piece.at(4) == whole.at(4) / 2 and same == gradient
+    assert split.kind.memory is made.other.kind.memory and split.kind.work == made.other.kind.work
+
+
+def test_a_loss_needs_its_own_bytes_at_its_peak() -> None:
+    made = parts(SMALL, build(Degrees(1, False)))
+    kept, needed = made.last.kind.memory.inside.per_row, made.last.kind.memory.backward.per_row
+    assert with_peak_of_loss(made, kept + needed / 2) is made
+    more = with_peak_of_loss(made, kept + 2 * needed).last.kind.memory
+    assert more.inside == made.last.kind.memory.inside
+    assert more.inside.at(8) + more.backward.at(8) == pytest.approx(8 * (kept + 2 * needed), abs=1)
+
+
+def test_casts_read_and_write_operands_once() -> None:
+    plain = parts(SMALL, build(Degrees(1, False)))
+    block, casting = plain.other, with_casts(plain, 3, hidden=0, pieces=1).other
+    assert block is not None and casting is not None
+    rows = [(row, times) for row, times in block.kind.work.rows.items() if isinstance(row, Product)]
+    elements = {Phase.FORWARD: 0.0, Phase.INPUT: 0.0, Phase.WEIGHT: 0.0}
+    for row, times in rows:
+        m, n, k = (size.at(2) for size in (row.m, row.n, row.k))
+        elements[row.phase] += times * (k * n if row.phase is Phase.WEIGHT else m * k + k * n)
+
+    def traffic(work: Work, phase: Phase) -> float:
+        return sum(
+            t * row.nbytes.at(2) for row, t in work.rows.items() if isinstance(row, Traffic) and row.phase is phase
+        )
+
+    for phase, count in elements.items():
+        more = traffic(casting.kind.work, phase) - traffic(block.kind.work, phase)
+        assert more == pytest.approx(3 * count)
+
+
 def test_scores_that_are_made_again_are_not_kept() -> None:
     shape, cut = replace(SMALL, attention="softmax"), Degrees(1, False)
-    kept = parts(shape, cut, "bf16", False, True, True, 4).other
-    again = with_scores_again(shape, cut, "bf16", False, True, True, 4).other
+    kept, again = parts(shape, build(cut)).other, with_scores_again(shape, build(cut)).other
     assert kept is not None and again is not None
     scores = 2 * 4 * 32 * 32  # bytes of one row
     assert kept.kind.memory.inside.at(8) - again.kind.memory.inside.at(8) > 8 * scores / 2
@@ -206,7 +338,7 @@ def test_ring_attention_has_all_keys_on_a_part_of_the_queries() -> None:
 def test_experts_are_divided_and_every_rank_has_its_tokens_share() -> None:
     shape = replace(SMALL, gated=True, biases=False, tied=False, experts=Experts(8, 2, 64))
     divided = replace(shape, experts=Experts(8, 2, 64, here=2))
-    one, other = (parts(each, Degrees(1, False), "bf16", False, True, True, 4).other for each in (shape, divided))
+    one, other = (parts(each, build(Degrees(1, False))).other for each in (shape, divided))
     assert one is not None and other is not None
     assert one.kind.work.flops(8) == pytest.approx(other.kind.work.flops(8))
     held = [sum(part.elements for part in unit.held) for unit in (one, other)]
@@ -221,6 +353,10 @@ def test_layers_are_divided_as_the_frameworks_do() -> None:
     assert starts(6, 4) == (0, 2, 4, 6)  # one, two, two, one
     assert starts(5, 2) == (0, 4)
     assert starts(3, 1) == (0,)
+    # embedding, 60 layers, norm and head are 63 entries: 16, 16, 16 and 15
+    assert starts(60, 4, entries=True) == (0, 16, 32, 48)
+    assert starts(40, 8, entries=True) == (0, 6, 12, 18, 23, 28, 33, 38)
+    assert starts(3, 1, entries=True) == (0,)
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(4, 1), (4, 3), (3, 2)])
@@ -229,6 +365,21 @@ def test_a_pipeline_of_few_microbatches(pp: int, microbatches: int) -> None:
     validate_table(table, pp, microbatches)
     assert simulate(table, [1] * pp, [2] * pp).makespan == 3 * (pp - 1 + microbatches)
     assert few(4, 4) == action_table("1F1B", 4, 1, 4)
+
+
+def test_a_tokens_experts_are_on_fewer_places_than_there_are_experts() -> None:
+    assert places(1, 8, 2) == 1
+    assert places(8, 8, 2) == 2  # an expert a place
+    assert places(2, 4, 2) == pytest.approx(2 * (1 - 1 / 6))  # of 6 pairs of experts one has none on this place
+    raw = ROWS["megatron_bridge:a"]
+    parallel = {**raw["parallel"], "tp": 1, "dp": 8, "ep": 8, "sp": False}
+    model = {**raw["model"], "experts": 64, "topk": 8, "moe_ffn": 64}
+    row = read({**raw, "gpus": 8, "model": model, "parallel": parallel})
+    once, each = (
+        pricing_of(replace(row, habits=replace(row.habits, sends_once=flag))).estimate(layout_of(row))
+        for flag in (True, False)
+    )
+    assert 0 < once.parts_s["ep"] < each.parts_s["ep"]
 
 
 def test_half_of_a_recomputation_is_half_way() -> None:

@@ -22,6 +22,7 @@ from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.pipeline_units import Unit
 from graphpar.cost_models.pricing import Pricing
+from graphpar.cost_models.step_costs import StageSeconds
 from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.cost_models.workload import Attention, Collective, Phase, Product, Size, Traffic, Work, Works
 from graphpar.errors import GraphparError
@@ -355,6 +356,49 @@ def test_the_optimizer_moves_its_state() -> None:
     assert adam.optimizer_s == pytest.approx(3 * elements * 4 * (2 * 3 + 2) / rate)
     assert fused.optimizer_s == pytest.approx(adam.optimizer_s / 3)
     assert sgd.optimizer_s < adam.optimizer_s
+
+
+def test_what_is_moved_besides_is_moved_once_for_each_element() -> None:
+    units, mesh, layout = _units(("gpt", "pp=1", ""))
+    cluster = Cluster.of(replace(A100, launch_s=0.0), 1, 1)
+    plain, moving = (
+        Pricing(units, mesh, cluster, Execution(moved_bytes=moved), dtype="fp32").estimate(layout) for moved in (0, 34)
+    )
+    elements = plain.memory[0].parameters / 4
+    rate = A100.memory_bytes_per_s * A100.memory_efficiency
+    assert moving.optimizer_s - plain.optimizer_s == pytest.approx(34 * elements / rate)
+
+
+def test_zero_1_sums_gradients_in_shards_or_whole_and_gathers_parameters_or_broadcasts_them() -> None:
+    units, _, _ = _units(("gpt", "pp=1", ""))
+    cluster, mesh = Cluster.of(A100, 2, 2), Mesh(dp_replicate=2, dp_shard=2)
+    whole = [(0, len(units))]
+
+    def prices(**how: Any) -> tuple[float, float, float]:
+        pricing = Pricing(units, mesh, cluster, Execution(zero=1, **how), dtype="fp32")
+        return pricing._ends.gradients(whole)
+
+    network = Pricing(units, mesh, cluster, dtype="fp32").network
+    shards, everyone = (network.group_of_axes(mesh, axes) for axes in (["dp_shard"], ["dp_replicate", "dp_shard"]))
+    reduced, gathered, total = prices()
+    between = network.seconds("all-reduce", total / 2, network.group_of_axes(mesh, ["dp_replicate"]))
+    assert reduced == pytest.approx(network.seconds("reduce-scatter", total, shards) + between)
+    assert gathered == network.seconds("all-gather", total, shards)  # parameters are as large as gradients here
+    assert prices(sums_whole=True) == (network.seconds("all-reduce", total, everyone), gathered, total)
+    assert prices(broadcasts=2)[1] == 2 * network.seconds("broadcast", total / 2, shards)
+
+
+def test_a_hidden_collective_does_not_make_gathers_of_state_slower() -> None:
+    units, plan_mesh, layout = _units(("gpt", "tp=2", ""))
+    wire = replace(A100.intra_node, bytes_per_s=1e9)
+    cluster, mesh = replace(Cluster.of(A100, 1, 4), intra_node=wire), replace(plan_mesh, dp_shard=2)
+
+    def stage(overlap: float) -> StageSeconds:
+        pricing = Pricing(units, mesh, cluster, Execution(zero=3, overlap_tp=overlap), dtype="fp32")
+        return pricing.stage_seconds(0, len(units), layout.microbatch_size)
+
+    shown, hidden = stage(0.0), stage(0.9)
+    assert hidden.forward < shown.forward and hidden.backward <= shown.backward
 
 
 def test_gathers_and_scatters_that_take_longer_than_the_work_are_all_that_shows() -> None:
