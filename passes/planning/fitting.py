@@ -20,7 +20,7 @@ from graphpar.cost_models.pricing import Pricing
 from graphpar.ir.recomputation import Recompute
 from graphpar.passes.planning.candidate_prices import CandidatePrices
 from graphpar.passes.planning.candidates import Candidate, Priced
-from graphpar.passes.planning.stage_balance import StageBalancer
+from graphpar.passes.planning.stage_balance import UnitSavings
 from graphpar.schedules.registry import get_schedule
 
 TRIES = 10
@@ -95,15 +95,15 @@ class Fitting:
         """Return choices that may be faster and fit, in which a unit or two of one rank recompute otherwise: those that take the fewest
         seconds of a microbatch first. They take fewer than ``priced``, but where stages that recompute nothing split their backward."""
         candidate, layout = priced.candidate, priced.layout
-        pricing, balancer, now = self.prices.known(candidate), self.prices.balancer(candidate), priced.choices
+        pricing, savings, now = self.prices.known(candidate), self.prices.savings(candidate), priced.choices
         most = math.inf if get_schedule(candidate.schedule).splits_backward else 0.0
         missing = self.prices.missing(self.prices.mixed(candidate, now), layout)
         found: dict[tuple[int, ...], float] = {}
         for own, spare in zip(self.prices.alive_by_rank(candidate, pricing, layout), missing):
-            for changed in _changes(now, self._different(balancer, own, now), len(balancer.more)):
-                more = sum(balancer.more[kind, unit] - balancer.more[now[unit], unit] for unit, kind in changed.items())
+            for changed in _changes(now, self._different(savings, own, now), len(savings.more)):
+                more = sum(savings.more[kind, unit] - savings.more[now[unit], unit] for unit, kind in changed.items())
                 less = sum(
-                    own[unit] * (balancer.saved[now[unit], unit] - balancer.saved[kind, unit])
+                    own[unit] * (savings.saved[now[unit], unit] - savings.saved[kind, unit])
                     for unit, kind in changed.items()
                 )
                 if more < most and less + spare <= _NEARLY * self.prices.cluster.device.memory_bytes:
@@ -111,11 +111,11 @@ class Fitting:
         return sorted(found, key=lambda each: (found[each], each))
 
     @staticmethod
-    def _different(balancer: StageBalancer, alive: Mapping[int, float], choices: Sequence[int]) -> list[int]:
+    def _different(savings: UnitSavings, alive: Mapping[int, float], choices: Sequence[int]) -> list[int]:
         """Return the first and the last of the units of a rank that have the same choices and made the same one."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for unit, number in alive.items():
-            key = choices[unit], number, balancer.more[:, unit].tobytes(), balancer.saved[:, unit].tobytes()
+            key = choices[unit], number, savings.more[:, unit].tobytes(), savings.saved[:, unit].tobytes()
             alike.setdefault(key, []).append(unit)
         return sorted({unit for units in alike.values() for unit in (units[0], units[-1])})
 

@@ -282,7 +282,9 @@ def test_estimate_is_what_compile_said(folder: Path, capsys: pytest.CaptureFixtu
     printed = output(capsys, "estimate", HEAD_FIRST, "--plan", "out")
     assert "Predicted" in printed and " on 2x" not in printed
     elsewhere = output(capsys, "estimate", HEAD_FIRST, "--plan", "out", "--cluster", "2x1xV100")
-    assert elsewhere.splitlines()[0].endswith("· 2x1xV100-SXM2-16GB") and "made for 2xA100-SXM-80GB" in " ".join(elsewhere.split())
+    assert elsewhere.splitlines()[0].endswith("· 2x1xV100-SXM2-16GB") and "made for 2xA100-SXM-80GB" in " ".join(
+        elsewhere.split()
+    )
     assert "is for 2 devices" in message(capsys, "estimate", HEAD_FIRST, "--plan", "out", "--cluster", "4xA100")
     assert "is for 'HeadFirst', but the program is 'GPT'" in message(capsys, "estimate", GPT, "--plan", "out")
 
