@@ -314,7 +314,7 @@ def test_the_front_of_a_stage(mesh: dict[str, int]) -> None:
     touched = 0
     for first, after in itertools.combinations(range(len(units) + 1), 2):
         plain = prices.stage(units[first:after], rows, True)
-        held = balancer._fixed[first, after] + balancer._bytes[0].message[first, after]
+        held = balancer._fixed[first, after] + planner.prices.savings(candidate).first.message[first, after]
         for choice in every.choices(way, first, after):
             room = held + in_all(0, 0, choice.kept, choice.on_top) + 1
             bound = balancer._within(1.0, room, 1)[first, after]
