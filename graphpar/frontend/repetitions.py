@@ -1,0 +1,204 @@
+"""Put the operators of repeated modules into a traced graph, as a trace of each would have.
+
+    %add_1 = add(...)                            layers.1, the example
+    repeated_example([%add, weights of layers.1], 0)
+    %repetition = repetition([%add_1, weights of layers.2], 0)      ──►  %add_2 = add(...)      layers.2
+    %result = repetition[0]
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.fx.node import has_side_effect
+
+_library = torch.library.Library("graphpar_repetitions", "FRAGMENT")
+_library.define("example(Tensor[] inputs, int number) -> Tensor[]")
+_library.define("repetition(Tensor[] inputs, int number) -> Tensor[]")
+EXAMPLE = has_side_effect(torch.ops.graphpar_repetitions.example.default)
+"""Stands behind the operators of an example, so that the values that it takes from outside are known."""
+REPETITION = has_side_effect(torch.ops.graphpar_repetitions.repetition.default)
+"""Stands for the operators of a repetition; its results are the values that are used outside."""
+
+_ASSERT = torch.ops.aten._assert_tensor_metadata.default
+_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
+
+
+@dataclass
+class Example:
+    """A traced instance of a repeated module.
+
+    Attributes:
+        nodes: the names of its nodes.
+        results: of these, the one of each tensor that its calls made.
+        names: the count of names by what they begin with, before and after it.
+        like: the number of the example whose calls it made again.
+    """
+
+    number: int
+    nodes: list[str]
+    results: list[str]
+    names: dict[str, tuple[int, int]]
+    like: int | None = None
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """An instance that is like an example.
+
+    Attributes:
+        results: the places, in the example's results, of those that are used outside.
+        shifts: by how much numbers of names are higher than in the example.
+    """
+
+    example: int
+    results: list[int]
+    shifts: dict[str, int]
+
+
+def copies_well(node: fx.Node) -> bool:
+    """Whether a copy of ``node`` means the same: it is a call that writes nothing."""
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not node.target._schema.is_mutable
+    return node.target is operator.getitem or getattr(node.target, "__module__", "") in ("_operator", "torch")
+
+
+class ExpansionError(Exception):
+    """The operators of an example are not as they were recorded."""
+
+
+def _require(condition: object, why: str) -> None:
+    if not condition:
+        raise ExpansionError(why)
+
+
+def expand(exported: ExportedProgram, examples: dict[int, Example], repetitions: dict[int, Repetition]) -> None:
+    """Replace each repetition by copies of its example's operators.
+
+    Raises:
+        ExpansionError: that can't be done exactly.
+    """
+    graph = exported.graph_module.graph
+    for module in exported.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            ours = node.target in (EXAMPLE, REPETITION)
+            _require(not ours or node.graph is graph, "a repeated module is in a region of its own")
+            writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+            _require(not (repetitions and writes), "the model writes in place")
+    nodes = {node.name: node for node in graph.nodes}
+    marks = {node.args[1]: node for node in graph.nodes if node.target is EXAMPLE}
+    originals = {number: _Original(examples[number], mark, nodes) for number, mark in marks.items()}
+    for number, original in originals.items():
+        like = examples[number].like
+        _require(like is None or not repetitions or originals[like].equals(original), "equal calls made other operators")
+    found = [node for node in graph.nodes if node.target is REPETITION]
+    _require(len(found) == len(repetitions), "a repetition is lost")
+    for node in found:
+        repetition = repetitions[node.args[1]]
+        originals[repetition.example].copy(node, repetition)
+    for mark in marks.values():
+        graph.erase_node(mark)
+
+
+class _Original:
+    """The operators of an example in the exported graph."""
+
+    def __init__(self, example: Example, mark: fx.Node, by_name: dict[str, fx.Node]) -> None:
+        self.example, self.mark = example, mark
+        self.inputs: list[fx.Node] = list(mark.args[0])  # type: ignore[arg-type]
+        self.nodes = _before(mark, set(example.nodes))
+        self.results = [by_name.get(name) for name in example.results]
+        self.depth = len(mark.meta["nn_module_stack"])
+        kept = sum(name in by_name for name in example.nodes)
+        _require(kept == sum(node.target is not _ASSERT for node in self.nodes), "other operators are among those of an example")
+        self._check()
+
+    def _check(self) -> None:
+        inside, inputs = set(self.nodes), set(self.inputs)
+        for node in self.nodes:
+            _require(copies_well(node), "an operator of an example can't be copied")
+            _require(len(node.meta.get("nn_module_stack") or ()) >= self.depth, "an operator is of no module")
+            for each in node.all_input_nodes:
+                size = isinstance(each.meta.get("val"), torch.SymInt | int)
+                _require(each in inside or each in inputs or size, "an example takes a value from outside that was not seen")
+
+    def equals(self, other: _Original) -> bool:
+        """Whether ``other`` has the same operators, of its own inputs."""
+        pairs = self._paired(other.inputs)
+        if len(self.nodes) != len(other.nodes):
+            return False
+        for mine, its in zip(self.nodes, other.nodes):
+            args = fx.map_arg((mine.args, mine.kwargs), lambda node: pairs.get(node, node))
+            if mine.target is not its.target or args != (its.args, its.kwargs):
+                return False
+            pairs[mine] = its
+        return True
+
+    def _paired(self, inputs: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+        pairs: dict[fx.Node, fx.Node] = {}
+        _require(len(inputs) == len(self.inputs), "a repetition has other inputs")
+        for mine, its in zip(self.inputs, inputs):
+            _require(pairs.setdefault(mine, its) is its, "a repetition has other inputs")
+        return pairs
+
+    def copy(self, place: fx.Node, repetition: Repetition) -> None:
+        """Put copies before ``place``, and them in the place of its results."""
+        graph = place.graph
+        pairs = self._paired(list(place.args[0]))  # type: ignore[arg-type]
+        stacks: dict[tuple[str, ...], dict[str, Any]] = {}
+        with graph.inserting_before(place):
+            for node in self.nodes:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: pairs.get(each, each))
+                copied = graph.create_node(node.op, node.target, args, kwargs, name=_shifted(node.name, repetition.shifts))
+                copied.meta = {**node.meta, "nn_module_stack": self._stack(node, place, stacks)}
+                pairs[node] = copied
+        for user in list(place.users):
+            result = self.results[repetition.results[user.args[1]]]  # type: ignore[index]
+            _require(user.target is operator.getitem and result in pairs, "a result of a repetition is none of its example")
+            user.replace_all_uses_with(pairs[result])  # type: ignore[index]
+            graph.erase_node(user)
+        graph.erase_node(place)
+
+    def _stack(self, node: fx.Node, place: fx.Node, known: dict[tuple[str, ...], dict[str, Any]]) -> dict[str, Any]:
+        """The modules that a copy of ``node`` is in: those that the repetition is in, then those inside."""
+        entries = list(node.meta["nn_module_stack"].items())
+        key = tuple(call for call, _ in entries)
+        if key not in known:
+            (old_call, (old, _)), (new_call, (new, _)) = (list(each.meta["nn_module_stack"].items())[-1] for each in (self.mark, place))
+            inner = {
+                _moved(call, old_call, new_call): (_moved(path, old, new), kind)
+                for call, (path, kind) in entries[self.depth :]
+            }
+            outer = dict(place.meta["nn_module_stack"])
+            known[key] = outer | inner
+        return known[key]
+
+
+def _moved(path: str, old: str, new: str) -> str:
+    _require(path.startswith(old + "."), "a module is called from another one")
+    return new + path[len(old) :]
+
+
+def _shifted(name: str, shifts: dict[str, int]) -> str:
+    match = _NUMBERED.fullmatch(name)
+    assert match is not None
+    base, number = match.groups()
+    return f"{base}_{int(number or 0) + shifts.get(base, 0)}"
+
+
+def _before(mark: fx.Node, names: set[str]) -> list[fx.Node]:
+    """The nodes before ``mark`` of these names, and the asserts that torch.export added to them."""
+    found: list[fx.Node] = []
+    node = mark.prev
+    while node.name in names or node.target is _ASSERT:
+        found.append(node)
+        node = node.prev
+    return found[::-1]
