@@ -156,7 +156,14 @@ class _Traced(nn.Module):
         args, kwargs, targets = tree_unflatten(leaves, request.arguments_spec)
         dtype = request.precision.cast_to
         args, kwargs = cast_floating((args, kwargs), dtype)
-        with _assignments_as_writes(request.model), _once(self), EqualMasks(), OffMeta(), DataAsDetached(), _losses(dtype):
+        with (
+            _assignments_as_writes(request.model),
+            _once(self),
+            EqualMasks(),
+            OffMeta(),
+            DataAsDetached(),
+            _losses(dtype),
+        ):
             output = self.model(*args, **kwargs)
         if request.training and dtype is not None:
             output = in_full(output)
@@ -251,7 +258,9 @@ def _export(
     """Call torch.export, which sees few instances of modules that repeat where the others are provably like them."""
     repetitions = Repetitions()
     if siblings(request.model):
-        with contextlib.suppress(Exception, NotRepeatedError):  # then each module is traced, and raises what is to be known
+        with contextlib.suppress(
+            Exception, NotRepeatedError
+        ):  # then each module is traced, and raises what is to be known
             exported, regions = _exported(request, size, repetitions, symbolic=symbolic, evaluates=evaluates)
             expand(exported, repetitions.examples, repetitions.repetitions)
             return exported, regions

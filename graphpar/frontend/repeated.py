@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.frontend.modes import FunctionMode
-from graphpar.frontend.repetitions import EXAMPLE, REPETITION, Example, Repetition, copies_well
+from graphpar.frontend.repetitions import EXAMPLE, PLACE, REPETITION, Example, Repetition, copy_well
 from graphpar.frontend.siblings import siblings
 from graphpar.operators.functions import plain_apply
 
@@ -73,20 +73,23 @@ class _New:
 
 @dataclass
 class _Recorded:
-    """A traced instance: its calls, and the tensors that they made."""
+    """A traced instance: its calls, the tensors that they made, and which of those from outside are other values of the graph now."""
 
     example: Example
     calls: list[_Call]
     made: list[Tensor]
+    renewed: list[int]
 
 
 class _Watch(FunctionMode):
     """Names the tensors of an instance: by the call that made them, or as the n-th that comes from outside."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Any) -> None:
         super().__init__()
+        self.tracer = tracer
         self.names: dict[int, Hashable] = {}
         self.outside: list[Tensor] = []
+        self.inputs: list[Any] = []  # the values of the graph that those from outside are
         self.alive: list[Tensor] = []  # so that no other tensor gets the id of one
 
     def know(self, tensor: Tensor, name: Hashable) -> None:
@@ -130,9 +133,11 @@ class _Watch(FunctionMode):
         if known is not None:
             return known
         name = ("outside", len(self.outside))
+        words = name, _metadata(value)
+        self.inputs.append(_slot(value, self.tracer).proxy)
         self.know(value, name)
         self.outside.append(value)
-        return name, _metadata(value)
+        return words
 
 
 def _expression(size: Any) -> Hashable:
@@ -142,6 +147,15 @@ def _expression(size: Any) -> Hashable:
     if any(str(symbol).startswith(("u", "zuf")) for symbol in expression.free_symbols):
         raise NotRepeatedError("a size depends on values of tensors")
     return expression
+
+
+def _slot(value: Tensor, tracer: Any) -> Any:
+    """The value of the graph that a tensor is now. It is another one after ``x.to(x.dtype)``, which returns ``x``."""
+    with torch._C.DisableTorchFunction():
+        slot = proxy_tensor.get_proxy_slot(value, tracer, None)
+    if slot is None or slot.constant is not None:
+        raise NotRepeatedError("a tensor is no value of the graph")
+    return slot
 
 
 def _metadata(value: Tensor) -> Hashable:
@@ -159,11 +173,10 @@ class _Recorder(_Watch):
     """Calls through, and notes each call. ``why_not`` says why the instance is no example, if so."""
 
     def __init__(self, tracer: Any) -> None:
-        super().__init__()
-        self.tracer = tracer
+        super().__init__(tracer)
         self.calls: list[_Call] = []
         self.made: list[Tensor] = []
-        self.nodes: list[fx.Node] = []  # of ``made``
+        self.first: list[fx.Node] = []  # what each of ``made`` was when it was made
         self.counted = 0  # nodes made in calls
         self.why_not: str | None = None
 
@@ -177,23 +190,26 @@ class _Recorder(_Watch):
                 self.why_not = str(error)
         before = len(self.tracer.graph.nodes)
         result = function(*args, **options)
-        self.counted += len(self.tracer.graph.nodes) - before
+        nodes = len(self.tracer.graph.nodes) - before
+        self.counted += nodes
         if self.why_not is None:
             try:
-                self.calls.append(_Call(words, *self._results(function, result)))
+                self.calls.append(_Call(words, *self._results(function, result, nodes)))
             except NotRepeatedError as error:
                 self.why_not = str(error)
         return result
 
-    def _results(self, function: Callable[..., Any], result: Any) -> tuple[TreeSpec | None, tuple[Any, ...]]:
+    def _results(
+        self, function: Callable[..., Any], result: Any, nodes: int
+    ) -> tuple[TreeSpec | None, tuple[Any, ...]]:
         name = getattr(function, "__name__", "")
         if name == "__get__":
             name = getattr(getattr(function, "__self__", None), "__name__", "")
-        if name.endswith("_") and not name.endswith("__"):
-            raise NotRepeatedError(f"{name} writes in place")
+        if name == "data" or (name.endswith("_") and not name.endswith("__") and not nodes):
+            raise NotRepeatedError(f"{name} changes a tensor")
         leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         if not any(isinstance(leaf, Tensor) for leaf in leaves):
-            if name not in _QUERIES:
+            if name not in _QUERIES and not (name == "__setitem__" and nodes):
                 raise NotRepeatedError(f"{name} returns no tensor")
             self.described(result)
             return None, (result,)
@@ -207,22 +223,20 @@ class _Recorder(_Watch):
         known = self.names.get(id(leaf))
         if known is not None:
             return _Known(known)
-        with torch._C.DisableTorchFunction():
-            _metadata(leaf)
-            slot = proxy_tensor.get_proxy_slot(leaf, self.tracer, None)
-        if slot is None or slot.constant is not None or type(leaf) is not FakeTensor:
-            raise NotRepeatedError("a result is no value of the graph")
+        _metadata(leaf)
+        if type(leaf) is not FakeTensor:
+            raise NotRepeatedError("a result is of an unusual kind")
+        self.first.append(_slot(leaf, self.tracer).proxy.node)
         self.know(leaf, ("made", len(self.made)))
         self.made.append(leaf)
-        self.nodes.append(slot.proxy.node)
         return _New(len(self.made) - 1)
 
 
 class _Player(_Watch):
     """Answers each call as the example's was, with tensors in the place of the example's."""
 
-    def __init__(self, recorded: _Recorded, stand_ins: list[Tensor]) -> None:
-        super().__init__()
+    def __init__(self, tracer: Any, recorded: _Recorded, stand_ins: list[Tensor]) -> None:
+        super().__init__(tracer)
         self.calls, self.stand_ins = recorded.calls, stand_ins
         self.by_name: dict[Hashable, Tensor] = {}
         self.position = 0
@@ -241,7 +255,9 @@ class _Player(_Watch):
         if self.failure is not None:
             raise self.failure
         try:
-            if self.position >= len(self.calls) or self.calls[self.position].words != self.words(function, args, options):
+            if self.position >= len(self.calls) or self.calls[self.position].words != self.words(
+                function, args, options
+            ):
                 raise NotRepeatedError(f"{getattr(function, '__name__', function)} is another call")
         except NotRepeatedError as error:
             self.failure = error
@@ -349,46 +365,47 @@ class _Tracing:
         with watch:
             output = original(*args, **kwargs)
         nodes = _nodes_after(first, graph)
-        known = {node.name for node in nodes}
-        if (
-            watch.why_not is not None
-            or not nodes
-            or watch.counted != len(nodes)
-            or not all(map(copies_well, nodes))
-            or not all(node.name in known for node in watch.nodes)
-        ):
+        known = set(nodes)
+        ends = [_slot(each, self.tracer).proxy.node for each in watch.made]
+        whole = (
+            watch.why_not is None and nodes and watch.counted == len(nodes) and known.issuperset((*watch.first, *ends))
+        )
+        if not whole or not copy_well(nodes, watch.outside):
             return output, None
-        inputs = self._proxies(watch.outside)
-        if inputs is None:
-            return output, None
+        outer = [_slot(each, self.tracer).proxy.node for each in watch.outside]
+        renewed = [place for place, node in enumerate(outer) if node in known]
         number = len(self.found.examples)
         rises = {base: (before.get(base, -1), count) for base, count in graph._graph_namespace._base_count.items()}
         rises = {base: (low, high) for base, (low, high) in rises.items() if high != low}
-        example = Example(number, [node.name for node in nodes], [node.name for node in watch.nodes], rises)
+        places = {node: place for place, node in enumerate(nodes)}
+        results = [places[node] for node in (*ends, *(outer[place] for place in renewed))]
+        for node, place in places.items():
+            node.meta[PLACE] = number, place
+        example = Example(number, len(nodes), results, rises)
         self.found.examples[number] = example
-        mark = self.tracer.create_proxy("call_function", EXAMPLE, (inputs, number), {}, name="repeated_example")
+        mark = self.tracer.create_proxy("call_function", EXAMPLE, (watch.inputs, number), {}, name="repeated_example")
         mark.node.meta["val"] = []
-        return output, _Recorded(example, watch.calls, watch.made)
+        return output, _Recorded(example, watch.calls, watch.made, renewed)
 
     def _repeated(self, recorded: _Recorded, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         graph = self.tracer.graph
         count, counts = len(graph.nodes), graph._graph_namespace._base_count
-        player = _Player(recorded, _stand_ins(recorded.made))
+        player = _Player(self.tracer, recorded, _stand_ins(recorded.made))
         with player:
             output = original(*args, **kwargs)
         if player.failure is not None or player.position != len(recorded.calls) or len(graph.nodes) != count:
             raise player.failure or NotRepeatedError("a module makes fewer calls, or operators beside them")
-        inputs = self._proxies(player.outside)
-        if inputs is None:
-            raise NotRepeatedError("a module takes a tensor that is no value of the graph")
         places = [weakref.ref(each) for each in player.stand_ins]
         player.stand_ins.clear()
         player.names, player.by_name, player.alive = {}, {}, []
         used = [(place, each()) for place, each in enumerate(places)]
-        self._add(recorded, inputs, [(place, each) for place, each in used if each is not None], counts)
+        used += [(len(places) + index, player.outside[place]) for index, place in enumerate(recorded.renewed)]
+        self._add(recorded, player.inputs, [(place, each) for place, each in used if each is not None], counts)
         return output
 
-    def _add(self, recorded: _Recorded, inputs: list[Any], used: list[tuple[int, Tensor]], counts: dict[str, int]) -> None:
+    def _add(
+        self, recorded: _Recorded, inputs: list[Any], used: list[tuple[int, Tensor]], counts: dict[str, int]
+    ) -> None:
         """Add the node of a repetition, of which the tensors in ``used`` live on, and count the names that a trace would take."""
         example, number = recorded.example, len(self.found.repetitions)
         shifts = {base: counts.get(base, -1) - low for base, (low, _) in example.names.items()}
@@ -402,17 +419,6 @@ class _Tracing:
             for index, (_, tensor) in enumerate(used):
                 result = create(operator.getitem, (node, index), {}, name="repetition_result")
                 proxy_tensor.track_tensor_tree(tensor, result, constant=None, tracer=self.tracer)
-
-    def _proxies(self, tensors: list[Tensor]) -> list[Any] | None:
-        """The values of the graph that ``tensors`` are; None where one is none, or a constant."""
-        with torch._C.DisableTorchFunction():
-            slots = [proxy_tensor.get_proxy_slot(each, self.tracer, None) for each in tensors]
-        if any(slot is None or slot.constant is not None for slot in slots):
-            return None
-        return [slot.proxy for slot in slots if slot is not None]
-
-
-
 
 
 def _nodes_after(node: fx.Node, graph: fx.Graph) -> list[fx.Node]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LEAST = 6
+LEAST = 4
 """Fewer modules that are alike are each traced."""
 
 
@@ -28,7 +28,11 @@ def siblings(model: nn.Module) -> list[list[nn.Module]]:
     def visit(module: nn.Module) -> None:
         for child in module.children():
             kind = kind_of[id(child)]
-            if count[kind] >= LEAST and next(child.children(), None) is not None and type(child).forward is not nn.Module.forward:
+            if (
+                count[kind] >= LEAST
+                and next(child.children(), None) is not None
+                and type(child).forward is not nn.Module.forward
+            ):
                 groups.setdefault(kind, []).append(child)
             else:
                 visit(child)
