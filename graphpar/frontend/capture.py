@@ -195,7 +195,7 @@ class _Traced(nn.Module):
 
 
 def _once(traced: _Traced) -> contextlib.AbstractContextManager[object]:
-    return repeated(cast(nn.Module, traced.model), cast(Any, traced.repetitions))
+    return repeated(traced.model, cast(Any, traced.repetitions))
 
 
 def _losses(dtype: torch.dtype | None, parameters: bool = False) -> contextlib.AbstractContextManager[object]:

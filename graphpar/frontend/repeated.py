@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -33,13 +33,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from graphpar.frontend.modes import FunctionMode
 from graphpar.frontend.repetitions import EXAMPLE, PLACE, REPETITION, Example, Repetition, copy_well
 from graphpar.frontend.siblings import siblings
+from graphpar.ir.fakes import fake_like
 from graphpar.operators.functions import plain_apply
 
 _QUERIES = frozenset(
-    "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_mkldnn is_sparse is_sparse_csr is_quantized is_nested is_xpu "
-    "is_mps itemsize nbytes size dim ndimension nelement numel stride is_contiguous is_floating_point is_complex is_signed element_size "
-    "get_device storage_offset __len__ result_type promote_types can_cast broadcast_shapes".split()
-)
+    (
+        "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_mkldnn", "is_sparse",
+        "is_sparse_csr", "is_quantized", "is_nested", "is_xpu", "is_mps", "itemsize", "nbytes", "size", "dim", "ndimension", "nelement",
+        "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "element_size", "get_device",
+        "storage_offset", "__len__", "result_type", "promote_types", "can_cast", "broadcast_shapes",
+    )
+)  # fmt: skip
 """Functions of torch that follow from what is compared of their arguments, and return no tensor."""
 _PLAIN = (bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _TENSORS = (Tensor, FakeTensor, nn.Parameter)
@@ -143,8 +147,8 @@ class _Watch(FunctionMode):
 def _expression(size: Any) -> Hashable:
     if not isinstance(size, torch.SymInt):
         return int(size)
-    expression = size.node.expr
-    if any(str(symbol).startswith(("u", "zuf")) for symbol in expression.free_symbols):
+    expression: Hashable = size.node.expr
+    if any(str(symbol).startswith(("u", "zuf")) for symbol in size.node.expr.free_symbols):
         raise NotRepeatedError("a size depends on values of tensors")
     return expression
 
@@ -288,16 +292,8 @@ class _Made(torch.autograd.Function):
 
 def _stand_ins(made: list[Tensor]) -> list[Tensor]:
     """New fake tensors like those in ``made``. Each has memory of its own, also where it is a view."""
-    found: list[Tensor] = []
-    with torch._C.DisableTorchFunction(), contextlib.ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        for each in made:
-            assert isinstance(each, FakeTensor)
-            mode = each.fake_mode
-            guards = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
-            with in_kernel_invocation_manager(mode), guards:
-                plain = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
-            found.append(FakeTensor(mode, plain, each.fake_device))
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        found = [fake_like(each) for each in made if isinstance(each, FakeTensor)]
         trained = [place for place, each in enumerate(made) if each.requires_grad]
         if trained:
             anchor = torch.zeros((), requires_grad=True)

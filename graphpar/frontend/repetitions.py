@@ -8,7 +8,6 @@ repeated_example([%add, weights of layers.1], 0)
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import re
 from collections.abc import Iterable
@@ -17,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx.node import has_side_effect
 from torch.utils._pytree import tree_leaves, tree_map
 
+from graphpar.ir.fakes import fake_like
 from graphpar.ir.program import memory_of
 
 _library = torch.library.Library("graphpar_repetitions", "FRAGMENT")
@@ -239,14 +239,7 @@ class _Memory:
         return tree_map(lambda each: self._tensor(each) if isinstance(each, FakeTensor) else each, value)
 
     def _tensor(self, old: FakeTensor) -> Tensor:
-        mode = old.fake_mode
-        guards = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
-        sizes, strides, offset = tuple(old.shape), old.stride(), old.storage_offset()
-        with in_kernel_invocation_manager(mode), guards, torch.no_grad():
-            plain = torch.empty_strided(sizes, strides, dtype=old.dtype, device="meta")
-            if memory_of(old) in self.storages:
-                plain.set_(self.storages[memory_of(old)], offset, sizes, strides)
-        made = FakeTensor(mode, plain, old.fake_device)
+        made = fake_like(old, storage=self.storages.get(memory_of(old)))
         self.storages.setdefault(memory_of(old), made.untyped_storage())
         return made.requires_grad_(old.requires_grad)
 

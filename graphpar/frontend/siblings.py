@@ -59,4 +59,4 @@ def _setting(value: Any) -> Hashable:
         return Tensor, tuple(value.shape)
     if type(value) in (bool, str, float, type(None), torch.dtype):
         return type(value), repr(value)
-    return type(value)
+    return (type(value),)
