@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -33,7 +33,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from graphpar.frontend.modes import FunctionMode
 from graphpar.frontend.repetitions import EXAMPLE, PLACE, REPETITION, Example, Repetition, copy_well
 from graphpar.frontend.siblings import siblings
-from graphpar.ir.fakes import fake_like
+from graphpar.ir.fakes import fake_like, fake_on, moved
+from graphpar.ir.program import memory_of
 from graphpar.operators.functions import plain_apply
 
 _QUERIES = frozenset(
@@ -75,14 +76,57 @@ class _New:
     place: int
 
 
-@dataclass
-class _Recorded:
-    """A traced instance: its calls, the tensors that they made, and which of those from outside are other values of the graph now."""
+class _Made(torch.autograd.Function):
+    """Gives stand-ins for results of operators a gradient function, as such results have."""
 
-    example: Example
-    calls: list[_Call]
-    made: list[Tensor]
-    renewed: list[int]
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, made: list[Tensor]) -> Any:  # type: ignore[override]
+        """Return the tensors in ``made``."""
+        return tuple(made)
+
+
+class _Recorded:
+    """A traced instance: its calls, and the tensors that they took from outside and made.
+
+    Attributes:
+        renewed: those from outside that are other values of the graph now; see :func:`_slot`.
+    """
+
+    def __init__(
+        self, example: Example, calls: list[_Call], outside: list[Tensor], made: list[Tensor], renewed: list[int]
+    ) -> None:
+        self.example, self.calls, self.outside, self.renewed = example, calls, outside, renewed
+        self.made = [each for each in made if isinstance(each, FakeTensor)]
+        assert len(self.made) == len(made)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            self.plain = []
+            for each in self.made:
+                with in_kernel_invocation_manager(each.fake_mode):
+                    self.plain.append(each.detach())
+            self.trained = [place for place, each in enumerate(made) if each.requires_grad]
+
+    def stand_ins(self) -> list[Tensor]:
+        """New fake tensors like those that the calls made, in the same memory."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            found = [fake_on(plain, each) for plain, each in zip(self.plain, self.made)]
+            if self.trained:
+                anchor = torch.zeros((), requires_grad=True)
+                for place, tensor in zip(
+                    self.trained, plain_apply(_Made, anchor, [found[each] for each in self.trained])
+                ):
+                    found[place] = tensor
+        return found
+
+    def set_apart(self, used: list[tuple[int, Tensor]], outside: list[Tensor]) -> None:
+        """Give those stand-ins that live on memory of their own, or that of what was taken from ``outside``, as the example's have."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            storages = {memory_of(old): new.untyped_storage() for old, new in zip(self.outside, outside)}
+            for place, tensor in used:
+                like = self.made[place]
+                if memory_of(like) not in storages:
+                    storages[memory_of(like)] = fake_like(like).untyped_storage()
+                assert isinstance(tensor, FakeTensor)
+                moved(tensor, storages[memory_of(like)])
 
 
 class _Watch(FunctionMode):
@@ -281,27 +325,6 @@ class _Player(_Watch):
         return result
 
 
-class _Made(torch.autograd.Function):
-    """Gives stand-ins for results of operators a gradient function, as such results have."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, made: list[Tensor]) -> Any:  # type: ignore[override]
-        """Return the tensors in ``made``."""
-        return tuple(made)
-
-
-def _stand_ins(made: list[Tensor]) -> list[Tensor]:
-    """New fake tensors like those in ``made``. Each has memory of its own, also where it is a view."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        found = [fake_like(each) for each in made if isinstance(each, FakeTensor)]
-        trained = [place for place, each in enumerate(made) if each.requires_grad]
-        if trained:
-            anchor = torch.zeros((), requires_grad=True)
-            for place, tensor in zip(trained, plain_apply(_Made, anchor, [found[place] for place in trained])):
-                found[place] = tensor
-    return found
-
-
 @dataclass
 class Repetitions:
     """What was noted while a model was traced: its examples and repetitions, by the numbers in their nodes."""
@@ -362,13 +385,17 @@ class _Tracing:
             output = original(*args, **kwargs)
         nodes = _nodes_after(first, graph)
         known = set(nodes)
-        ends = [_slot(each, self.tracer).proxy.node for each in watch.made]
-        whole = (
-            watch.why_not is None and nodes and watch.counted == len(nodes) and known.issuperset((*watch.first, *ends))
-        )
-        if not whole or not copy_well(nodes, watch.outside):
+        if watch.why_not is not None or not nodes or watch.counted != len(nodes) or not known.issuperset(watch.first):
             return output, None
-        outer = [_slot(each, self.tracer).proxy.node for each in watch.outside]
+        if not copy_well(nodes, watch.outside):
+            return output, None
+        try:
+            ends = [_slot(each, self.tracer).proxy.node for each in watch.made]
+            outer = [_slot(each, self.tracer).proxy.node for each in watch.outside]
+        except NotRepeatedError:
+            return output, None
+        if not known.issuperset(ends):
+            return output, None
         renewed = [place for place, node in enumerate(outer) if node in known]
         number = len(self.found.examples)
         rises = {base: (before.get(base, -1), count) for base, count in graph._graph_namespace._base_count.items()}
@@ -381,12 +408,12 @@ class _Tracing:
         self.found.examples[number] = example
         mark = self.tracer.create_proxy("call_function", EXAMPLE, (watch.inputs, number), {}, name="repeated_example")
         mark.node.meta["val"] = []
-        return output, _Recorded(example, watch.calls, watch.made, renewed)
+        return output, _Recorded(example, watch.calls, watch.outside, watch.made, renewed)
 
     def _repeated(self, recorded: _Recorded, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         graph = self.tracer.graph
         count, counts = len(graph.nodes), graph._graph_namespace._base_count
-        player = _Player(self.tracer, recorded, _stand_ins(recorded.made))
+        player = _Player(self.tracer, recorded, recorded.stand_ins())
         with player:
             output = original(*args, **kwargs)
         if player.failure is not None or player.position != len(recorded.calls) or len(graph.nodes) != count:
@@ -394,9 +421,10 @@ class _Tracing:
         places = [weakref.ref(each) for each in player.stand_ins]
         player.stand_ins.clear()
         player.names, player.by_name, player.alive = {}, {}, []
-        used = [(place, each()) for place, each in enumerate(places)]
+        used = [(place, tensor) for place, each in enumerate(places) if (tensor := each()) is not None]
+        recorded.set_apart(used, player.outside)
         used += [(len(places) + index, player.outside[place]) for index, place in enumerate(recorded.renewed)]
-        self._add(recorded, player.inputs, [(place, each) for place, each in used if each is not None], counts)
+        self._add(recorded, player.inputs, used, counts)
         return output
 
     def _add(
