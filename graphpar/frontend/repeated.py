@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import sys
 import weakref
@@ -27,11 +28,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx.experimental import proxy_tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.frontend.modes import FunctionMode
-from graphpar.frontend.repetitions import EXAMPLE, PLACE, REPETITION, Example, Repetition, copy_well
+from graphpar.frontend.repetitions import EXAMPLE, PLACE, REPETITION, Example, Repetition, copy_well, is_number
 from graphpar.frontend.siblings import siblings
 from graphpar.ir.fakes import fake_like, fake_on, moved
 from graphpar.ir.program import memory_of
@@ -225,7 +226,7 @@ class _Recorder(_Watch):
         self.calls: list[_Call] = []
         self.made: list[Tensor] = []
         self.first: list[fx.Node] = []  # what each of ``made`` was when it was made
-        self.counted = 0  # nodes made in calls
+        self.nodes: set[fx.Node] = set()  # made in calls
         self.why_not: str | None = None
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -239,7 +240,7 @@ class _Recorder(_Watch):
         before = len(self.tracer.graph.nodes)
         result = function(*args, **options)
         nodes = len(self.tracer.graph.nodes) - before
-        self.counted += nodes
+        self.nodes.update(itertools.islice(reversed(self.tracer.graph.nodes), nodes))
         if self.why_not is None:
             try:
                 self.calls.append(_Call(words, *self._results(function, result, nodes)))
@@ -289,6 +290,7 @@ class _Player(_Watch):
         self.by_name: dict[Hashable, Tensor] = {}
         self.position = 0
         self.failure: NotRepeatedError | None = None
+        self.no_operators = _NoOperators(self)
 
     def know(self, tensor: Tensor, name: Hashable) -> None:
         super().know(tensor, name)
@@ -341,6 +343,19 @@ class _Group:
     recorded: _Recorded | None = None
 
 
+class _NoOperators(TorchDispatchMode):
+    """Refuses operators: those that a repetition runs beside calls of torch functions would be lost."""
+
+    def __init__(self, player: _Player) -> None:
+        super().__init__()
+        self.player = player
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise ``NotRepeatedError``."""
+        self.player.failure = NotRepeatedError(f"{func} is run beside calls")
+        raise self.player.failure
+
+
 class _Tracing:
     """Replaces ``forward`` of repeated modules for one trace."""
 
@@ -385,7 +400,9 @@ class _Tracing:
             output = original(*args, **kwargs)
         nodes = _nodes_after(first, graph)
         known = set(nodes)
-        if watch.why_not is not None or not nodes or watch.counted != len(nodes) or not known.issuperset(watch.first):
+        if watch.why_not is not None or not nodes or not known.issuperset(watch.first):
+            return output, None
+        if not all(node in watch.nodes or is_number(node) for node in nodes):
             return output, None
         if not copy_well(nodes, watch.outside):
             return output, None
@@ -414,7 +431,7 @@ class _Tracing:
         graph = self.tracer.graph
         count, counts = len(graph.nodes), graph._graph_namespace._base_count
         player = _Player(self.tracer, recorded, recorded.stand_ins())
-        with player:
+        with _disable_current_modes(), player.no_operators, player:
             output = original(*args, **kwargs)
         if player.failure is not None or player.position != len(recorded.calls) or len(graph.nodes) != count:
             raise player.failure or NotRepeatedError("a module makes fewer calls, or operators beside them")

@@ -97,6 +97,11 @@ def written(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def is_number(node: fx.Node) -> bool:
+    """Whether the value of ``node`` is a size, or computed from sizes; they are the same in each instance."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+
+
 def _tensors(node: fx.Node) -> list[Tensor]:
     return [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
 
@@ -144,7 +149,6 @@ class _Original:
 
     def __init__(self, example: Example, mark: fx.Node) -> None:
         self.example, self.mark = example, mark
-        self.inputs: list[fx.Node] = list(mark.args[0])  # type: ignore[arg-type]
         self.nodes = _before(mark, example.number)
         by_place = {node.meta[PLACE][1]: node for node in self.nodes if PLACE in node.meta}
         self.results = [by_place.get(place) for place in example.results]
@@ -152,6 +156,11 @@ class _Original:
         kept = [node for node in mark.graph.nodes if node.meta.get(PLACE, (None,))[0] == example.number]
         _require(list(by_place.values()) == kept, "other operators are among those of an example")
         self._check()
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """What it takes from outside. Where that is of a repetition, it is a copy as soon as that is expanded."""
+        return list(self.mark.args[0])  # type: ignore[arg-type]
 
     def _check(self) -> None:
         inside, inputs = set(self.nodes), set(self.inputs)
@@ -190,9 +199,16 @@ class _Original:
         pairs = self._paired(list(place.args[0]))  # type: ignore[arg-type]
         stacks: dict[tuple[str, ...], dict[str, Any]] = {}
         memory = _Memory(pairs)
+        for value, number in zip(place.meta["val"], repetition.results):
+            memory.share(self.results[number], value)
+
+        def paired(node: fx.Node) -> fx.Node:
+            _require(node in pairs or is_number(node), "an example takes a value from outside that was not seen")
+            return pairs.get(node, node)
+
         with graph.inserting_before(place):
             for node in self.nodes:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: pairs.get(each, each))
+                args, kwargs = fx.map_arg((node.args, node.kwargs), paired)
                 copied = graph.create_node(
                     node.op, node.target, args, kwargs, name=_shifted(node.name, repetition.shifts)
                 )
@@ -234,6 +250,11 @@ class _Memory:
         for mine, its in inputs.items():
             for old, new in zip(_tensors(mine), _tensors(its)):
                 self.storages[memory_of(old)] = new.untyped_storage()
+
+    def share(self, old: fx.Node | None, new: Any) -> None:
+        """Have copies of ``old`` share memory with ``new``, since other operators of the graph have views of it."""
+        for each in _tensors(old) if old is not None else ():
+            self.storages.setdefault(memory_of(each), new.untyped_storage())
 
     def renewed(self, value: Any) -> Any:
         return tree_map(lambda each: self._tensor(each) if isinstance(each, FakeTensor) else each, value)
