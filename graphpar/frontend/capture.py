@@ -256,14 +256,15 @@ def _export(
     request: Request, size: int, *, symbolic: bool, evaluates: bool = False
 ) -> tuple[ExportedProgram, list[str]]:
     """Call torch.export, which sees few instances of modules that repeat where the others are provably like them."""
-    repetitions = Repetitions()
     if siblings(request.model):
-        with contextlib.suppress(
-            Exception, NotRepeatedError
-        ):  # then each module is traced, and raises what is to be known
+        repetitions = Repetitions()
+        try:
             exported, regions = _exported(request, size, repetitions, symbolic=symbolic, evaluates=evaluates)
             expand(exported, repetitions.examples, repetitions.repetitions)
             return exported, regions
+        except (Exception, NotRepeatedError):
+            if not repetitions.begun:  # each module was traced, so the error is the model's
+                raise
     return _exported(request, size, None, symbolic=symbolic, evaluates=evaluates)
 
 

@@ -333,6 +333,7 @@ class Repetitions:
 
     examples: dict[int, Example] = field(default_factory=dict)
     repetitions: dict[int, Repetition] = field(default_factory=dict)
+    begun: bool = False  # whether a module was not traced
 
 
 @dataclass
@@ -428,6 +429,7 @@ class _Tracing:
         return output, _Recorded(example, watch.calls, watch.outside, watch.made, renewed)
 
     def _repeated(self, recorded: _Recorded, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.found.begun = True
         graph = self.tracer.graph
         count, counts = len(graph.nodes), graph._graph_namespace._base_count
         player = _Player(self.tracer, recorded, recorded.stand_ins())

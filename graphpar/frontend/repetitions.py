@@ -129,7 +129,9 @@ def expand(exported: ExportedProgram, examples: dict[int, Example], repetitions:
             _require(not ours or node.graph is graph, "a repeated module is in a region of its own")
             writes = writes or bool(written(node))
     marks = {node.args[1]: node for node in graph.nodes if node.target is EXAMPLE}
-    originals = {number: _Original(examples[number], mark) for number, mark in marks.items()}
+    if not repetitions:
+        examples = {}
+    originals = {number: _Original(examples[number], mark) for number, mark in marks.items() if number in examples}
     for number, original in originals.items():
         like = examples[number].like
         _require(
