@@ -35,6 +35,9 @@ from graphpar.frontend.inputs import Request, check_batch, make_request
 from graphpar.frontend.outputs import named_outputs, note_scalars, own_loss
 from graphpar.frontend.precision import LossesInFull, cast_floating, computed_in, in_full
 from graphpar.frontend.regions import plain_regions, region_of
+from graphpar.frontend.repeated import NotRepeatedError, Repetitions, repeated
+from graphpar.frontend.repetitions import expand
+from graphpar.frontend.siblings import siblings
 from graphpar.frontend.watched import (
     COLLECTIVE_MODULES,
     DataAsDetached,
@@ -139,10 +142,11 @@ def _inference_meant(request: Request) -> str:
 class _Traced(nn.Module):
     """The model with its loss, over a flat list of input leaves."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, repetitions: Repetitions | None) -> None:
         super().__init__()
         self.model = request.model
         object.__setattr__(self, "request", request)
+        object.__setattr__(self, "repetitions", repetitions)
 
     def forward(self, *tensors: Tensor) -> Any:
         """Return the loss as a tuple of one, or the tensors of the model's output."""
@@ -152,7 +156,14 @@ class _Traced(nn.Module):
         args, kwargs, targets = tree_unflatten(leaves, request.arguments_spec)
         dtype = request.precision.cast_to
         args, kwargs = cast_floating((args, kwargs), dtype)
-        with _assignments_as_writes(request.model), EqualMasks(), OffMeta(), DataAsDetached(), _losses(dtype):
+        with (
+            _assignments_as_writes(request.model),
+            _once(self),
+            EqualMasks(),
+            OffMeta(),
+            DataAsDetached(),
+            _losses(dtype),
+        ):
             output = self.model(*args, **kwargs)
         if request.training and dtype is not None:
             output = in_full(output)
@@ -181,6 +192,10 @@ class _Traced(nn.Module):
         named = named_outputs(output)
         request.output_names[:] = [name for name, _ in named]
         return tuple(value for _, value in named)
+
+
+def _once(traced: _Traced) -> contextlib.AbstractContextManager[object]:
+    return repeated(traced.model, cast(Any, traced.repetitions))
 
 
 def _losses(dtype: torch.dtype | None, parameters: bool = False) -> contextlib.AbstractContextManager[object]:
@@ -240,7 +255,23 @@ def _first_line(error: Exception) -> str:
 def _export(
     request: Request, size: int, *, symbolic: bool, evaluates: bool = False
 ) -> tuple[ExportedProgram, list[str]]:
-    traced = _Traced(request)
+    """Call torch.export, which sees few instances of modules that repeat where the others are provably like them."""
+    if siblings(request.model):
+        repetitions = Repetitions()
+        try:
+            exported, regions = _exported(request, size, repetitions, symbolic=symbolic, evaluates=evaluates)
+            expand(exported, repetitions.examples, repetitions.repetitions)
+            return exported, regions
+        except (Exception, NotRepeatedError):
+            if not repetitions.begun:  # each module was traced, so the error is the model's
+                raise
+    return _exported(request, size, None, symbolic=symbolic, evaluates=evaluates)
+
+
+def _exported(
+    request: Request, size: int, repetitions: Repetitions | None, *, symbolic: bool, evaluates: bool
+) -> tuple[ExportedProgram, list[str]]:
+    traced = _Traced(request, repetitions)
     dims: list[dict[int, Any] | None] = []
     example: list[Tensor] = []
     trace_size = max(2, size) if symbolic else size

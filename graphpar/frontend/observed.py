@@ -57,7 +57,7 @@ class Facts:
     def hold(self) -> bool:
         """Whether all of it is as it was."""
         return (
-            all(_variable(os.environ.get(name)) == value for name, value in self.variables.items())
+            all(OBSERVED.variable(name) == value for name, value in self.variables.items())
             and _own_names(self.modules) == self.hidden_by
             and all(_path(path) == value for path, value in self.paths.items())
             and all(_file(path) == value for path, value in self.files.items())
@@ -87,6 +87,10 @@ class Observed:
                 yield
         finally:
             self.depth -= 1
+
+    def variable(self, name: str) -> str | None:
+        """Return a variable as this process first read it; torch sets some while the model file is imported."""
+        return self.variables[name] if name in self.variables else _variable(os.environ.get(name))
 
     def facts(self) -> Facts:
         """Return what was looked at, as it is now."""

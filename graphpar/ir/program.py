@@ -357,7 +357,11 @@ def size_coefficient(size: Any) -> int | None:
     """
     if isinstance(size, int) and not isinstance(size, torch.SymInt):
         return None
-    expression = size.node.expr
+    return _coefficient(size.node.expr)
+
+
+@functools.lru_cache(maxsize=4096)
+def _coefficient(expression: Any) -> int | None:
     symbols = expression.free_symbols
     if not symbols or any(str(symbol).startswith("u") for symbol in symbols):  # u: how many a mask chooses
         return None

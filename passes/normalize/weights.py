@@ -7,13 +7,16 @@ The gradient of a cast is a cast back, so gradients arrive in the dtype in which
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from graphpar.errors import GraphparError
+from graphpar.ir.fakes import fake_like
 from graphpar.ir.program import Program, operator_name, value_of, where
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
@@ -34,9 +37,10 @@ def cast_weights(program: Program) -> Program:
     if not program.stored:
         return program
     graph = copied(program.graph)
+    places = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op == "get_attr" and str(node.target) in program.stored:
-            _cast(graph, node, program.stored[str(node.target)])
+            _cast(graph, node, program.stored[str(node.target)], places)
     infos = {name: replace(program.parameters[name], dtype=dtype) for name, dtype in program.stored.items()}
     return program.with_graph(graph, parameters=program.parameters | infos, stored={})
 
@@ -61,13 +65,13 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _cast(graph: fx.Graph, node: fx.Node, stored: torch.dtype) -> None:
-    """Cast the parameter ``node`` once for each module that uses it, so that the cast belongs to that module's block."""
+def _cast(graph: fx.Graph, node: fx.Node, stored: torch.dtype, places: Mapping[fx.Node, int]) -> None:
+    """Cast the parameter ``node`` once for each module that uses it, so that the cast belongs to that module's block; ``places``
+    has the order of its users."""
     read = value_of(node)
     assert isinstance(read, Tensor)
     node.meta["val"] = _fake(read, stored)
     made: dict[Any, fx.Node] = {}
-    places = {user: place for place, user in enumerate(graph.nodes)}
     for user in sorted(node.users, key=places.__getitem__):
         stack = user.meta.get("module_stack", ())
         if stack not in made:
@@ -80,8 +84,6 @@ def _cast(graph: fx.Graph, node: fx.Node, stored: torch.dtype) -> None:
 
 
 def _fake(value: Tensor, dtype: torch.dtype) -> Tensor:
-    mode = getattr(value, "fake_mode", None)
-    if mode is None:
+    if not isinstance(value, FakeTensor):
         return value.to(dtype)
-    with mode:
-        return value.to(dtype)
+    return fake_like(value, dtype).requires_grad_(value.requires_grad)

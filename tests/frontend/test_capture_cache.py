@@ -55,7 +55,7 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
         if text is not None:
             (folder / "model.py").write_text(text)
         fresh = observed.Observed()
-        for place in (capture_cache, modelfile):
+        for place in (capture_cache, modelfile, observed):
             monkeypatch.setattr(place, "OBSERVED", fresh)
         monkeypatch.setattr(modelfile, "_loaded", {})
         for name in [each for each in sys.modules if each == "sizes" or each.startswith("_graphpar_model_model")]:
@@ -171,6 +171,20 @@ def test_variables_count_as_they_were_read(
     program, cache = trace()
 
     assert (layers_of(program), cache.hit) == (2, True)
+
+
+def test_variables_that_an_import_sets_are_no_change(
+    trace: Callable[..., tuple[Program, CaptureCache]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRAPHPAR_TEST_LAYERS", raising=False)
+    text = MODEL.format(before="os.environ.setdefault('GRAPHPAR_TEST_LAYERS', '3')", layers="2")
+    assert trace(text)[1].why_not is None
+    monkeypatch.delenv("GRAPHPAR_TEST_LAYERS")
+
+    assert trace()[1].hit
+
+    monkeypatch.setenv("GRAPHPAR_TEST_LAYERS", "4")  # which the import reads, and leaves
+    assert not trace()[1].hit
 
 
 def test_broken_entries_are_traced_again(trace: Callable[..., tuple[Program, CaptureCache]], tmp_path: Path) -> None:
