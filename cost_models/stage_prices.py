@@ -136,7 +136,7 @@ class StagePrices:
         again = none if self.execution.reshard == "never" else gathers
         scatters = none if self.pp > 1 else scatters
         moved = tuple(float(each.sum()) for each in (gathers, again, scatters))
-        if not self.execution.prefetch:
+        if not self.execution.prefetch or self.compute.device.kind == "cpu":
             return forward + moved[0], backward + moved[1] + moved[2], sum(moved)
         ahead = float(gathers[0] + np.maximum(forwards, np.append(gathers[1:], 0.0)).sum())
         traffic = np.append(0.0, again[:-1]) + np.append(scatters[1:], 0.0)

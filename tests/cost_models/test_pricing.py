@@ -418,6 +418,26 @@ def test_gathers_and_scatters_that_take_longer_than_the_work_are_all_that_shows(
     )  # the last is there from the forward
 
 
+@pytest.mark.parametrize(("zero", "gathers"), [(2, 0), (3, 2)])
+def test_a_cpu_hides_no_gathers_and_scatters(zero: int, gathers: int) -> None:
+    """Its cores copy and add what gloo moves, which they can't do while they compute."""
+    units, _, layout = _units(("gpt", "pp=1", ""))
+    cluster, mesh = Cluster.of(DEVICES["CPU"], 1, 2), Mesh(dp_shard=2)
+    alone, sharded = (
+        Pricing(units, mesh, cluster, Execution(zero=each), dtype="fp32").stage_seconds(
+            0, len(units), layout.microbatch_size
+        )
+        for each in (0, zero)
+    )
+    pricing = Pricing(units, mesh, cluster, Execution(zero=zero), dtype="fp32")
+    group = pricing.network.group_of_axes(mesh, ["dp_shard"])
+    moved = 0.0
+    for unit in units:
+        moved += gathers * pricing.network.seconds("all-gather", sum(held.nbytes for held in unit.held), group)
+        moved += pricing.network.seconds("reduce-scatter", pricing.bytes.gradient_sizes(unit.held), group)
+    assert sharded.forward + sharded.backward == pytest.approx(alone.forward + alone.backward + moved)
+
+
 def test_a_core_moves_operands_before_it_multiplies() -> None:
     core = replace(
         DEVICES["CPU"],

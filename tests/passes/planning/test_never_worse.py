@@ -60,28 +60,20 @@ def test_more_memory(name: str, nodes: tuple[int, int]) -> None:
         assert less.best is None or more.best is not None
 
 
-WHOLE = {"tp": 1, "cp": 1, "ep": 1}
-"""No operator is divided. Where some are, placements are chosen at prices of single operators, which differ a little from those of
-steps: faster links may make other placements look better than they are."""
-
-
 @pytest.mark.parametrize("which", ["intra_node", "inter_node"])
-@pytest.mark.parametrize(
-    ("name", "nodes", "mesh", "tolerance"),
-    [
-        ("uneven", (2, 2), WHOLE, 1e-9),
-        ("gpt", (1, 4), WHOLE, 1e-9),
-        ("uneven", (1, 2), {}, 0.06),
-    ],
-)
-def test_faster_links(name: str, nodes: tuple[int, int], mesh: dict[str, int], tolerance: float, which: str) -> None:
-    cluster = Cluster.of(small(), *nodes)
-    links = [faster(getattr(cluster, which), times) for times in (1e-4, 1e-2, 1, 100)]
-
-    times = [seconds(found(name, replace(cluster, **{which: link}), mesh)) for link in links]  # type: ignore[arg-type]
+@pytest.mark.parametrize(("name", "nodes"), [("uneven", (2, 2)), ("gpt", (1, 4)), ("uneven", (1, 2))])
+def test_faster_links(name: str, nodes: tuple[int, int], which: str) -> None:
+    """With the same placements of tensors, those of the slowest links. They are chosen at prices of single operators, which differ a little
+    from those of steps, so faster links of their own may have placements that take a little longer."""
+    cluster, planner, times = Cluster.of(small(), *nodes), None, []
+    for faster_by in (1e-4, 1e-2, 1, 100):
+        links = replace(cluster, **{which: faster(getattr(cluster, which), faster_by)})  # type: ignore[arg-type]
+        constraints = PlanConstraints(cluster=links, recompute=AUTO)
+        planner = planner_for(program_of(name), links, {}, constraints, like=planner)
+        times.append(seconds(planner.search()))
 
     for slower, quicker in itertools.pairwise(times):
-        assert quicker <= slower * (1 + tolerance)
+        assert quicker <= slower * (1 + 1e-9)
 
 
 PINS: list[tuple[dict[str, int], dict[str, Any]]] = [
