@@ -387,6 +387,7 @@ def test_llama_405b_on_16384_devices_takes_what_was_published(stages: int) -> No
     """Table 4 of "The Llama 3 Herd of Models" (arXiv 2407.21783) prints 400 TFLOP/s a device, which is 6.7 s a step; how many stages a
     rank had is not printed. The figures of H100 were fitted to other runs."""
     model = {
+        "name": "Llama-3.1-405B",
         "layers": 126,
         "hidden": 16384,
         "heads": 128,
