@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx.experimental import proxy_tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graphpar.frontend.modes import FunctionMode
@@ -154,7 +155,7 @@ class _Watch(FunctionMode):
         name = getattr(function, "__name__", "")
         owner = getattr(function, "__self__", None)
         getter = getattr(owner, "__name__", "") if name in ("__get__", "__set__") else ""
-        state = torch.is_grad_enabled(), torch.get_default_dtype()
+        state = torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
         return name, getter, function, state, self.described(args), self.described(options)
 
     def described(self, value: Any) -> Hashable:
@@ -370,7 +371,7 @@ class _Tracing:
         """Run ``module``: traced, or as a repetition of the one before it."""
         mode = proxy_tensor.get_proxy_mode()
         tracer = None if mode is None else mode.tracer
-        if self.inside or id(module) in self.called or tracer is not self.tracer:
+        if self.inside or id(module) in self.called or tracer is not self.tracer or not _modes_are_known():
             return original(*args, **kwargs)
         self.called.add(id(module))
         leaves, spec = tree_flatten((args, kwargs))
@@ -462,6 +463,15 @@ class _Tracing:
             for index, (_, tensor) in enumerate(used):
                 result = create(operator.getitem, (node, index), {}, name="repetition_result")
                 proxy_tensor.track_tensor_tree(tensor, result, constant=None, tracer=self.tracer)
+
+
+_TRACING = ("graphpar.", "torch.fx.experimental.", "torch._export.", "torch._subclasses.")
+
+
+def _modes_are_known() -> bool:
+    """Whether no mode of the model's own, such as ``torch.device("cuda")``, changes what functions do."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return all(type(mode).__module__.startswith(_TRACING) for mode in modes)
 
 
 def _nodes_after(node: fx.Node, graph: fx.Graph) -> list[fx.Node]:

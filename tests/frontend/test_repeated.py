@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from graphpar.codegen.printer import program_text
 from graphpar.errors import GraphparError
@@ -455,6 +456,44 @@ def test_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.head(x)
 
     assert check(lambda: Some(*(Masked(index) for index in range(LAYERS))), monkeypatch) > 0
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_modes_of_the_model(outside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.relu:
+                SEEN.append(func)
+                return result * (len(SEEN) if outside else 2)
+            return result
+
+    class Within(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            with Doubles():
+                return super().forward(x)
+
+    class Around(Stack):
+        def forward(self, x: Tensor) -> Any:
+            with Doubles():
+                return super().forward(x)
+
+    if outside:
+        assert check(lambda: Around(*(Layer(index) for index in range(LAYERS))), monkeypatch) == 0
+    else:
+        assert check(stack(Within), monkeypatch) == COPIED
+
+
+def test_state_of_torch_that_no_call_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Casts(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.set_default_dtype(torch.float64 if self.index == 4 else torch.float32)
+            try:
+                return super().forward(x) + torch.ones(8).to(x.dtype)
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+    assert check(stack(Casts), monkeypatch) == 0
 
 
 def test_dropout_is_numbered_as_in_a_whole_trace(monkeypatch: pytest.MonkeyPatch) -> None:
