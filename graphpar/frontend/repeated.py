@@ -8,8 +8,9 @@
 
 The module's own code runs in each repetition, so whatever it does in Python happens as in a trace: hooks, lists that it fills, branches
 on its index. What is spared is torch's work. A repetition makes the same operators as the example since it makes the same calls: equal
-functions, on tensors of equal shape, strides, dtype and origin, with equal other arguments. The first call that differs raises
-``NotRepeatedError``, and the model is traced as a whole. So it is also where an example does anything that calls don't show.
+functions, on tensors of equal shape, strides, dtype and origin, with equal other arguments. After the first call that differs the model
+runs to its end, so that what it keeps in Python is as after any forward (a list that it clears at its end, a counter of a class); then
+``NotRepeatedError`` is raised, and the model is traced as a whole. So it is also where an example does anything that calls don't show.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import _get_current_function_mode_stack
@@ -298,25 +300,26 @@ class _Player(_Watch):
         self.by_name[name] = tensor
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Return what the example's call of this place returned.
-
-        Raises:
-            NotRepeatedError: this is another call.
-        """
-        if self.failure is not None:
-            raise self.failure
+        """Return what the example's call of this place returned; from the first one that is another on, call ``function``."""
         try:
-            if self.position >= len(self.calls) or self.calls[self.position].words != self.words(
-                function, args, options
+            if self.failure is None and (
+                self.position >= len(self.calls)
+                or self.calls[self.position].words != self.words(function, args, options)
             ):
                 raise NotRepeatedError(f"{getattr(function, '__name__', function)} is another call")
         except NotRepeatedError as error:
             self.failure = error
-            raise
+        if self.failure is not None:
+            return self.beside(function, args, options)
         call = self.calls[self.position]
         self.position += 1
         leaves = [self._result(each) for each in call.results]
         return leaves[0] if call.spec is None else tree_unflatten(leaves, call.spec)
+
+    def beside(self, function: Callable[..., Any], args: Any, options: Any) -> Any:
+        """Call ``function`` on fake tensors, for a trace that is given up."""
+        with detect_fake_mode(self.stand_ins) or contextlib.nullcontext():
+            return function(*args, **options)
 
     def _result(self, result: Any) -> Any:
         if isinstance(result, _Known):
@@ -335,6 +338,7 @@ class Repetitions:
     examples: dict[int, Example] = field(default_factory=dict)
     repetitions: dict[int, Repetition] = field(default_factory=dict)
     begun: bool = False  # whether a module was not traced
+    failure: NotRepeatedError | None = None  # of a module that was not traced and is another one
 
 
 @dataclass
@@ -346,16 +350,16 @@ class _Group:
 
 
 class _NoOperators(TorchDispatchMode):
-    """Refuses operators: those that a repetition runs beside calls of torch functions would be lost."""
+    """Notes operators: those that a repetition runs beside calls of torch functions would be lost."""
 
     def __init__(self, player: _Player) -> None:
         super().__init__()
         self.player = player
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise ``NotRepeatedError``."""
-        self.player.failure = NotRepeatedError(f"{func} is run beside calls")
-        raise self.player.failure
+        """Run the operator, for a trace that is given up."""
+        self.player.failure = self.player.failure or NotRepeatedError(f"{func} is run beside calls")
+        return self.player.beside(func, args, kwargs or {})
 
 
 class _Tracing:
@@ -371,7 +375,8 @@ class _Tracing:
         """Run ``module``: traced, or as a repetition of the one before it."""
         mode = proxy_tensor.get_proxy_mode()
         tracer = None if mode is None else mode.tracer
-        if self.inside or id(module) in self.called or tracer is not self.tracer or not _modes_are_known():
+        given_up = self.found.failure is not None or not _modes_are_known()
+        if self.inside or given_up or id(module) in self.called or tracer is not self.tracer:
             return original(*args, **kwargs)
         self.called.add(id(module))
         leaves, spec = tree_flatten((args, kwargs))
@@ -437,7 +442,10 @@ class _Tracing:
         with _disable_current_modes(), player.no_operators, player:
             output = original(*args, **kwargs)
         if player.failure is not None or player.position != len(recorded.calls) or len(graph.nodes) != count:
-            raise player.failure or NotRepeatedError("a module makes fewer calls, or operators beside them")
+            self.found.failure = player.failure or NotRepeatedError(
+                "a module makes fewer calls, or operators beside them"
+            )
+            return output
         places = [weakref.ref(each) for each in player.stand_ins]
         player.stand_ins.clear()
         player.names, player.by_name, player.alive = {}, {}, []
@@ -515,6 +523,8 @@ def repeated(model: nn.Module, found: Repetitions | None) -> Iterator[None]:
         for module, own in before:
             vars(module).pop("forward", None)
             vars(module).update(own)
+    if found.failure is not None:
+        raise found.failure
 
 
 def _watched(tracing: _Tracing, module: nn.Module, number: int) -> Callable[..., Any]:

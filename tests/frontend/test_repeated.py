@@ -304,6 +304,39 @@ def test_what_layers_leave_in_python(
     assert check(lambda: UsesList(kind), monkeypatch, loss_fn=lambda y: y) == copies
 
 
+class Turns(Layer):
+    """Depends on how many layers have run, over all forwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(self.index)
+        return super().forward(x).tanh() if len(SEEN) % LAYERS == 5 else super().forward(x)
+
+
+class AddsToLoss(Layer):
+    """Fills a list that the model clears at its end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append((inner := self.up(x)).square().mean())
+        return x + self.down(inner) / (self.index + 1)
+
+
+class ClearsList(UsesList):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        losses = [*SEEN]
+        SEEN.clear()
+        return torch.stack(losses).sum() + x.mean()
+
+
+@pytest.mark.parametrize("model", [stack(Turns), lambda: ClearsList(AddsToLoss)], ids=["count", "list"])
+def test_what_layers_that_are_others_leave_in_python(
+    model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace that is given up has run the model to its end, as any forward does."""
+    assert check(model, monkeypatch, loss_fn=lambda y: y.mean()) == 0
+
+
 def test_layers_of_two_kinds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = (Layer, Sized)
     assert check(lambda: Stack(*(kinds[index % 2](index) for index in range(12))), monkeypatch) == 2 * (6 - 3)
