@@ -42,6 +42,7 @@ from graphpar.frontend.watched import (
     COLLECTIVE_MODULES,
     DataAsDetached,
     OffMeta,
+    check_backward_hooks,
     check_collectives,
     collective,
     masks_as_given,
@@ -80,6 +81,8 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
     if program.mode == "infer" and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
     program.source = replace(source, precision=source.precision.resolved(program.mode))
+    if program.mode == "train":
+        check_backward_hooks(request.model)
     if program.mode == "train" and may_differ(request.model):
         program.no_eval = _no_eval(request, program) if source.evaluates else NOT_COMPARED
     return program

@@ -96,6 +96,28 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
+def check_backward_hooks(model: nn.Module) -> None:
+    """Refuse hooks on gradients that were registered before the trace, which knows nothing of them.
+
+    Raises:
+        GraphparError: a module or a parameter has one.
+    """
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise _hooked(f"{type(module).__name__} {path!r} has a backward hook")
+    for name, parameter in model.named_parameters():
+        hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if any(hooks):
+            raise _hooked(f"the parameter {name!r} has a hook on its gradient")
+
+
+def _hooked(what: str) -> GraphparError:
+    return GraphparError(
+        f"In the model {what}, which a trace can't follow. Remove it; to change a gradient, write a torch.autograd.Function, whose "
+        "backward does so."
+    )
+
+
 # ---- tensor.data -----------------------------------------------------------------------------------------------
 
 

@@ -752,3 +752,19 @@ def test_a_loss_that_is_detached_is_refused() -> None:
     with pytest.raises(gp.GraphparError, match="The loss has no gradient"):
         gp.export(nn.Linear(4, 4), (torch.randn(2, 4),), loss_fn=detached)
     gp.export(nn.Linear(4, 4).requires_grad_(False), (torch.randn(2, 4),), loss_fn=detached)  # all of it is frozen
+
+
+@pytest.mark.parametrize("where", ["module", "before", "parameter", "accumulated"])
+def test_hooks_on_gradients_are_refused(where: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if where == "module":
+        model[1].register_full_backward_hook(lambda module, given, taken: (2 * given[0],))
+    elif where == "before":
+        model[1].register_full_backward_pre_hook(lambda module, taken: (2 * taken[0],))
+    elif where == "parameter":
+        model[1].weight.register_hook(lambda gradient: 2 * gradient)
+    else:
+        model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ValueError, match="which a trace can't follow. Remove it"):
+        gp.export(model, (torch.randn(4, 4),), loss_fn=lambda y: y.square().mean())
+    gp.export(model, (torch.randn(4, 4),))  # for inference
