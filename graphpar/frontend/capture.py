@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_unflatten
 from graphpar.codegen.operators import check_function
 from graphpar.errors import GraphparError
 from graphpar.frontend.build import Built, build
+from graphpar.frontend.calls import NotRepeatedError
 from graphpar.frontend.equal_masks import EqualMasks
 from graphpar.frontend.evaluation import difference, may_differ
 from graphpar.frontend.exported import to_program
@@ -35,7 +36,7 @@ from graphpar.frontend.inputs import Request, check_batch, make_request
 from graphpar.frontend.outputs import named_outputs, note_scalars, own_loss
 from graphpar.frontend.precision import LossesInFull, cast_floating, computed_in, in_full
 from graphpar.frontend.regions import plain_regions, region_of
-from graphpar.frontend.repeated import NotRepeatedError, Repetitions, repeated
+from graphpar.frontend.repeated import Repetitions, repeated
 from graphpar.frontend.repetitions import expand
 from graphpar.frontend.siblings import siblings
 from graphpar.frontend.watched import (

@@ -765,6 +765,6 @@ def test_hooks_on_gradients_are_refused(where: str) -> None:
         model[1].weight.register_hook(lambda gradient: 2 * gradient)
     else:
         model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(ValueError, match="which a trace can't follow. Remove it"):
+    with pytest.raises(ValueError, match=r"which a trace can't follow\. Remove it"):
         gp.export(model, (torch.randn(4, 4),), loss_fn=lambda y: y.square().mean())
     gp.export(model, (torch.randn(4, 4),))  # for inference
