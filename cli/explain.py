@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from graphpar.cli.explain_decisions import ALL
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program, concrete_shape
 from graphpar.ir.stage import Stage
+from graphpar.passes.planning.next_best import DECISIONS
 from graphpar.report.data import stage_parameters
 from graphpar.text import indices_text
 
@@ -45,7 +47,7 @@ def explain(
             lines += [f" {name}: {text}", *(f"     {line}" for line in (more(name) if more else ()))]
     if not lines:
         anywhere = pattern if "*" in pattern else f"**.{pattern}"
-        hint = near_match(pattern, dict(about)) or near_match(
+        hint = near_match(pattern, [*dict(about), *DECISIONS, ALL]) or near_match(
             anywhere, {f"**.{name.rpartition('.')[2]}" for name, _ in about}
         )
         raise GraphparError(f"--explain {pattern!r} matches no module, parameter, value or decision.{hint}")

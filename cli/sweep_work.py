@@ -168,10 +168,15 @@ def _cells(row: _Planned) -> list[str]:
         recompute,
         f"{row.microbatches} x {row.microbatch_size}",
         seconds_text(row.step_time_s),
-        f"{row.rows_per_s:,.4g}",
+        _rate_text(row.rows_per_s),
         share_text(row.mfu),
-        f"{(row.peak_memory_bytes or 0) / 2**30:.3g} GiB",
+        bytes_text(row.peak_memory_bytes or 0),
     ]
+
+
+def _rate_text(value: float) -> str:
+    """``9,302``, ``18,580``, ``0.07291``: four significant digits, and no exponent for many rows."""
+    return f"{float(f'{value:.4g}'):,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _lines(name: str, rows: list[_Planned]) -> list[tuple[str, bool]]:

@@ -231,9 +231,10 @@ def _summary(a: Side, b: Side, first: Mapping[str, Any], second: Mapping[str, An
     """Say in one sentence which plan is faster, for as many rows, and which part of the step makes most of the difference."""
     rows = [side.plan.global_batch for side in (a, b)]
     steps = [first["step_time_s"], second["step_time_s"]]
-    per_row = [step / count for step, count in zip(steps, rows)]
-    ratio = per_row[1] / per_row[0]
     same = rows[0] == rows[1]
+    counts = [1, 1] if same else rows
+    compared = [step / count for step, count in zip(steps, counts)]
+    ratio = compared[1] / compared[0]
     for_rows = ["" if same else f" for {plural(count, 'row')}" for count in rows]
     times = f"{seconds_text(steps[1])} a step{for_rows[1]}, A {seconds_text(steps[0])}{for_rows[0]}"
     if abs(ratio - 1) < _SAME:
@@ -241,7 +242,8 @@ def _summary(a: Side, b: Side, first: Mapping[str, Any], second: Mapping[str, An
     faster, slower = ("A", "B") if ratio > 1 else ("B", "A")
     gain = f"{max(ratio, 1 / ratio):.3g} times as fast{'' if same else ' for each row'}"
     parts = [
-        {name: seconds / count for name, seconds in _parts(side).items()} for side, count in zip((first, second), rows)
+        {name: seconds / count for name, seconds in _parts(side).items()}
+        for side, count in zip((first, second), counts)
     ]
     sign = 1 if ratio > 1 else -1
     more = {name: sign * (parts[1].get(name, 0.0) - parts[0].get(name, 0.0)) for name in {**parts[0], **parts[1]}}
@@ -252,7 +254,7 @@ def _summary(a: Side, b: Side, first: Mapping[str, Any], second: Mapping[str, An
         if most not in _VERBS
         else (f"{slower} {_VERBS[most]} {seconds_text(more[most])} longer{each}")
     )
-    total = abs(per_row[1] - per_row[0])
+    total = abs(compared[1] - compared[0])
     share = f"; with all other parts the difference is {seconds_text(total)}{each}"
     return f"B takes {times}: {faster} is {gain}, mostly because {where}{share}."
 

@@ -54,6 +54,8 @@ def alone_text(data: Mapping[str, Any]) -> str:
         return f"does not fit: it needs {bytes_text(alone['peak_memory_bytes'])} of {bytes_text(alone['memory_bytes'])} ({name})"
     times = alone["step_time_s"] / data["predicted"]["step_time_s"]
     text = f"{seconds_text(alone['step_time_s'])} in microbatches of {size} ({name}); {plural(devices, 'device')}"
+    if f"{times:.3g}" == "1" or f"{1 / times:.3g}" == "1":
+        return f"{text} take as long"
     if times < 1:
         return f"{text} take {1 / times:.3g} times as long"
     return f"{text} are {times:.3g} times as fast, {share_text(times / devices)} of {devices}"

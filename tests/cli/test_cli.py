@@ -491,6 +491,7 @@ def test_a_missing_model_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
         ),
         (["--dump-after", "outlin"], "Did you mean 'outline'?"),
         (["--devices", "2", "--explain", "bode"], "matches no module"),
+        (["--devices", "2", "--explain", "schedul"], "Did you mean 'schedule'?"),
         (["--plan", "nope.json"], "There is no plan nope.json"),
         (["--no-emit", "--weights"], "--no-emit"),
         (["--steps", "3"], "give --run too"),

@@ -16,6 +16,7 @@ from graphpar.cli.trace import export_file
 from graphpar.ir.plan import Plan
 from graphpar.report.difference import Side, difference, difference_lines
 from graphpar.report.predicted import PART_NAMES
+from graphpar.text import bytes_text, seconds_text
 
 MODEL = """
 import torch
@@ -50,6 +51,9 @@ def test_every_number_is_that_of_the_plans() -> None:
     faster = "A" if step["a"] < step["b"] else "B"
     assert f"{faster} is " in data["summary"]
     assert data["summary"] in difference_lines(data)[0]
+    assert f"the difference is {seconds_text(abs(step['difference']))}." in data["summary"]
+    most = max(parts, key=lambda part: part["difference"] * (1 if faster == "A" else -1))
+    assert f" {seconds_text(abs(most['difference']))} " in data["summary"] and "a row" not in data["summary"]
     assert {part["name"] for part in parts} <= {
         PART_NAMES.get(n, n) for n in (*a.predicted["parts_s"], *b.predicted["parts_s"])
     }
@@ -60,6 +64,13 @@ def test_a_plan_is_equal_to_itself() -> None:
     data = difference(a, a)
     assert data["decisions"] == data["placements"] == [] and "equally fast" in data["summary"]
     assert all(row["difference"] == 0 for row in (*data["times"], *data["memory"], *data["ranks"]))
+
+
+def test_other_batches_are_compared_for_each_row() -> None:
+    a, b = _side("a", mesh="pp=2"), _side("b", mesh="tp=2", global_batch=16)
+    data = difference(a, b)
+    each = data["times"][0]["a"] / 8 - data["times"][0]["b"] / 16
+    assert f"the difference is {seconds_text(abs(each))} a row." in data["summary"]
 
 
 def test_plans_for_other_models_and_without_predictions() -> None:
@@ -90,6 +101,9 @@ def test_sweep_traces_once_and_says_what_does_not_fit(
     for row in rows[:2]:
         assert row["fits"] and row["rows_per_s"] == row["global_batch"] / row["step_time_s"]
     assert all(not row["fits"] and not row["refused"] and "too much" in row["why_not"] for row in rows[2:])
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    assert all(bytes_text(row["peak_memory_bytes"]) in table and "e+" not in table for row in rows[:2])
     page = Path("s.html").read_text()
     assert "<svg" in page and "batch 16" in page and "<script" not in page
     assert main(["sweep", "m.py", "--cluster", "2xCPU,nothing"]) == 2

@@ -446,6 +446,7 @@ def test_one_device_is_the_baseline(gpt: gp.Parts) -> None:
         warned = [line for line in data["warnings"] if "times as long" in line]
         assert bool(warned) == bool(said) and all(said in line for line in warned)
         assert ("75% of 4" in text_of(data)) == (seconds > step) and "One device" in html(data)
+    assert "4 devices take as long" in text_of(with_alone(gpt.report, alone | {"step_time_s": 1.001 * step}))
     tight = with_alone(gpt.report, alone | {"fits": False, "memory_bytes": 2**20})
     assert "One device does not fit: it needs" in text_of(tight) and not any(
         "times as long" in line for line in tight["warnings"]
