@@ -22,7 +22,7 @@ from graphpar.passes.planning.recomputation import read_recompute
 from graphpar.report.charts import throughput_svg
 from graphpar.report.page import page
 from graphpar.report.predicted import mesh_text
-from graphpar.text import bytes_text, seconds_text, share_text
+from graphpar.text import bytes_text, rate_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -168,15 +168,10 @@ def _cells(row: _Planned) -> list[str]:
         recompute,
         f"{row.microbatches} x {row.microbatch_size}",
         seconds_text(row.step_time_s),
-        _rate_text(row.rows_per_s),
+        rate_text(row.rows_per_s),
         share_text(row.mfu),
         bytes_text(row.peak_memory_bytes or 0),
     ]
-
-
-def _rate_text(value: float) -> str:
-    """``9,302``, ``18,580``, ``0.07291``: four significant digits, and no exponent for many rows."""
-    return f"{float(f'{value:.4g}'):,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _lines(name: str, rows: list[_Planned]) -> list[tuple[str, bool]]:

@@ -44,6 +44,12 @@ def seconds_text(value: float) -> str:
     return " ".join(_scaled(value * 1e9, _TIMES)) if value else "0 s"
 
 
+def rate_text(value: float, digits: int = 4) -> str:
+    """``9,302``, ``18,580``, ``0.07291``: significant digits, and no exponent for many."""
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded:,.0f}" if rounded >= 10 ** (digits - 1) else f"{rounded:.{digits}g}"
+
+
 def share_text(value: float) -> str:
     """``43.1%``, ``0.152%``: three significant digits."""
     return f"{100 * value:.3g}%"

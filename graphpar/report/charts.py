@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from graphpar.report.timeline_chart import WIDTH, left_of
-from graphpar.text import bytes_text, seconds_text, share_text
+from graphpar.text import bytes_text, rate_text, seconds_text, share_text
 
 PARTS = {
     "parameters": "#3b82c4",
@@ -102,7 +102,7 @@ def throughput_svg(points: Sequence[tuple[str, int, float, str]], width: int = 7
     lines: dict[str, list[tuple[float, float, str]]] = {}
     for name, devices, rate, cluster in sorted(points, key=lambda point: point[1]):
         x, y = left + (width - left - 10) * devices / most, height - foot - (height - foot - 10) * rate / fastest
-        tip = f"{name}, {cluster}: {rate:,.4g} rows/s on {devices} devices"
+        tip = f"{name}, {cluster}: {rate_text(rate)} rows/s on {devices} devices"
         lines.setdefault(name, []).append((x, y, escape(tip)))
     shapes = [f'<path d="M{left} 10V{height - foot}H{width - 10}" fill="none" stroke="#98a5b2"/>']
     for devices in sorted({point[1] for point in points}):
@@ -111,7 +111,7 @@ def throughput_svg(points: Sequence[tuple[str, int, float, str]], width: int = 7
     for share in (0.5, 1.0):
         y = height - foot - (height - foot - 10) * share
         shapes.append(
-            f'<text class="axis" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{fastest * share:,.3g}</text>'
+            f'<text class="axis" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{rate_text(fastest * share, 3)}</text>'
         )
     key = ""
     for place, (name, line) in enumerate(lines.items()):

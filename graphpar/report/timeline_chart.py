@@ -30,11 +30,13 @@ HEIGHT, BESIDE, GAP = 22, 5, 6
 _AXIS = 18
 _LETTER = 6.1
 """Width of a letter, in pixels."""
+_LONGEST_SIZE = len("4.00 GiB")
+"""The y axis of the memory below a timeline shares its x axis; powers of two take at most so many letters."""
 
 
 def left_of(names: Sequence[str]) -> float:
-    """Return where the x axis begins, right of the rows' names, in pixels."""
-    return round(10 + _LETTER * max(map(len, names), default=0))
+    """Return where the x axis begins, right of the rows' names and of the sizes of the memory below, in pixels."""
+    return round(10 + _LETTER * max(_LONGEST_SIZE, *map(len, names)))
 
 
 def timeline_svg(timeline: Timeline, names: Sequence[str], several: bool, seconds: bool) -> str:

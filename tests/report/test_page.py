@@ -147,7 +147,10 @@ def test_inference_keeps_no_activations() -> None:
     assert lines is not None
     for line, peak in zip(lines, parts.report["predicted"]["peak_memory_bytes"]):
         assert max(level for _, level in line) == pytest.approx(peak, abs=2)
-    Checked(page_of(parts))
+    page = page_of(parts)
+    Checked(page)
+    sizes = re.findall(r'<text class="axis end" x="(\d+)"[^>]*>([^<]*)</text>', page)
+    assert sizes and all(6 * len(size) <= int(x) for x, size in sizes), "a size is cut off at the left"
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------

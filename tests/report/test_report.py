@@ -43,6 +43,7 @@ from graphpar.text import (
     count_text,
     flops_text,
     indices_text,
+    rate_text,
     seconds_text,
     short_names,
     shortened,
@@ -195,6 +196,7 @@ def test_spellings() -> None:
         "80.0 GiB",
     ]
     assert flops_text(3.318e6) == "3.32 MFLOP"
+    assert [rate_text(n) for n in (0.072914, 463.13, 999.96, 18576.3)] == ["0.07291", "463.1", "1,000", "18,580"]
     assert indices_text([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
