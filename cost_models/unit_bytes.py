@@ -61,8 +61,10 @@ class UnitBytes:
         )
 
     def copied(self, held: Iterable[Held]) -> int:
-        """Return the bytes of the copies of parameters that a step makes; those that are sharded are gathered as they are read."""
-        return sum(part.elements * part.copied for part in held) if self.execution.zero < 2 else 0
+        """Return the bytes of the copies of parameters that a step makes; those that are sharded are gathered as they are read, unless
+        they are read in several dtypes."""
+        as_read = self.execution.zero >= 2 and self.execution.gather_bytes is not None
+        return 0 if as_read else sum(part.elements * part.copied for part in held)
 
     def gradient_bytes(self, held: Held) -> int:
         """Return the bytes of one element of a gradient."""
