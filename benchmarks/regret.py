@@ -10,7 +10,7 @@ time of the plan that is predicted to be the fastest over that of the fastest me
 the next fastest, which have no part in the rank correlation unless they are drawn.
 
 A step in which others used the machine is taken again, as long as patience lasts. What they do all the same falls on
-some plan, so plans take steps in turn, a chunk at a time with one plan that is in every chunk: a plan's time is its
+some plan, so plans take a few steps in turn, a chunk at a time with one plan that is in every chunk: a plan's time is its
 median over that plan's in the same chunk. The few fastest and the predicted one are measured again, together and for
 longer; regret is of that. The machine is calibrated in the same run.
 """
@@ -57,6 +57,8 @@ PLANS, NEXT = 60, 10
 """How many plans are drawn of all, and how many of those predicted to be the fastest are measured beside them."""
 RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "budget:0.4", "full")
 MOST_MICROBATCHES = 8
+IN_A_ROW = 2
+"""Timed steps of a plan, one after the other, before the next plan's turn."""
 GROUP_TIMEOUT_S, TIMEOUT_S = 3600, 7200
 LEARNING_RATE = 1e-4
 
@@ -318,10 +320,9 @@ def _measure(folder: Path, ranks: Ranks) -> None:
         seconds: dict[str, list[float]] = {plan: [] for plan in chunk}
         for turn in range(WARM_UP + request["rounds"]):
             for plan in list(chunk)[:: 1 if turn % 2 else -1]:
-                if turn < WARM_UP:
-                    steps[plan]()
-                else:
-                    seconds[plan].append(watch.undisturbed(steps[plan]))
+                steps[plan]()  # not timed: before it caches and the allocator hold another plan's memory
+                if turn >= WARM_UP:
+                    seconds[plan] += [watch.undisturbed(steps[plan]) for _ in range(IN_A_ROW)]
         for pipeline in pipelines.values():
             pipeline.close()
         found.append(seconds)

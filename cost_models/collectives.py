@@ -13,6 +13,7 @@ tree         all-reduce: 2 S (S where there are two), a chain in a node and a tr
 switch       all-reduce (n+1)/n S, at least 9/8 S, others S: the switch adds and copies             as of a ring of 8
 switch tree  all-reduce: the switch in a node, a tree over nodes                                   of both
 pairs        all-to-all (n-1)/n^2 S, send S                                                        of members in the node, others at once
+gloo         reduce-scatter: as an all-reduce, and copies (on CPUs)                                as of an all-reduce
 
 Rings over nodes enter a node by the adapters of all members there, so their bandwidth is that of these adapters together, but at most
 that of the links inside. ``Link.bytes_per_s`` between nodes is per device, and a group uses the shares of its members only: the other
@@ -29,7 +30,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -215,6 +216,8 @@ class Network:
             return (self._send(group),)
         if kind == "all-to-all":
             return (self._all_to_all(group),)
+        if kind == "reduce-scatter" and self.cluster.device.kind == "cpu":
+            return tuple(self._with_copies(line, group) for line in self._priced("all-reduce", group))
         ring, count = self.ring(group), group.size - 1
         passes, share = {"all-reduce": (2, 2 * count / group.size), "broadcast": (1, 1.0)}.get(
             kind, (1, count / group.size)
@@ -229,6 +232,12 @@ class Network:
             elif kind != "broadcast" and group.nodes == 1:
                 lines.append(_Line(self._switch_s(), self._switch_byte_s(), self._step_s))
         return tuple(lines)
+
+    def _with_copies(self, line: _Line, group: Group) -> _Line:
+        """Price an all-reduce of a copy, of which each rank copies its share to the result, as torch's gloo reduce-scatters."""
+        device = self.cluster.device
+        copies = (2 + 2 / group.size) / (device.memory_bytes_per_s * device.memory_efficiency)
+        return replace(line, byte_s=line.byte_s + copies)
 
     def _send(self, group: Group) -> _Line:
         link = self.cluster.inter_node if group.nodes > 1 else self.cluster.intra_node.among(2)

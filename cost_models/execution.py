@@ -49,6 +49,8 @@ class Execution:
         broadcasts: with ZeRO 1 so many ranks broadcast the parameters that they updated, one after the other; 0: all gather all.
         moved_bytes: of memory that are read and written for each element of a gradient at the end of a step, besides its sum and the
             optimizer: copies to flat buffers, casts, norms.
+        copies_gradients: they are copied into the flat tensors that are summed, and sharded parameters out of those that are gathered, as
+            programs and FSDP2 do; else they lie there.
         zero: shard optimizer state and main copies (from 1), gradients (from 2) and parameters (3) over ``shards`` ranks.
         shards: the ranks of dp_shard.
         reshard: when gathered parameters are freed, see :func:`graphpar.passes.planning.sharded_state.check_reshard`.
@@ -74,6 +76,7 @@ class Execution:
     sums_whole: bool = False
     broadcasts: int = 0
     moved_bytes: int = 0
+    copies_gradients: bool = False
     zero: int = 0
     shards: int = 1
     reshard: str | int = "default"

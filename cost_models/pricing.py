@@ -192,12 +192,17 @@ class Pricing:
             gathered, reduced = self.execution.gathered_bytes(unit.held), self.bytes.reduced_sizes(unit.held)
             if (gathered, reduced) not in known:
                 known[gathered, reduced] = (
-                    self.network.seconds("all-gather", gathered, group),
-                    self.network.seconds("reduce-scatter", reduced, group),
+                    self.network.seconds("all-gather", gathered, group) + self._copied_s(gathered, group.size),
+                    self.network.seconds("reduce-scatter", reduced, group) + self._copied_s(reduced, group.size),
                 )
             found.append(known[gathered, reduced])
         gathers, scatters = np.array(found).T
         return gathers, scatters
+
+    def _copied_s(self, nbytes: float, shards: int) -> float:
+        """Return the seconds of copying a unit's parameters or gradients: a rank's shard to or from the flat tensor, and all of it."""
+        copies = self.execution.copies_gradients and nbytes
+        return self.crowd * float(self.compute.traffic_s(2 * nbytes * (1 + 1 / shards))) if copies else 0.0
 
     def _by_table(self, stage: tuple[int, int]) -> tuple[float, float]:
         """Return the seconds of a stage's UNSHARD and REDUCE_GRAD, where a pipeline's table has them."""

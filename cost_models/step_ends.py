@@ -148,9 +148,19 @@ class StepEnds:
         shards = self.execution.shards if self.execution.zero else 1
         if not nbytes:
             return 0.0
-        moved = sum(held.elements for held in self.bytes.held(stages) if held.trained) * self.execution.moved_bytes
+        trained = sum(held.elements for held in self.bytes.held(stages) if held.trained)
+        moved = self._copied(stages) + trained * self.execution.moved_bytes
         nbytes *= (1 if self.execution.fused else 3) / shards
         return self.crowd * float(self.compute.traffic_s(nbytes + moved + self._cast(stages)))
+
+    def _copied(self, stages: Sequence[tuple[int, int]]) -> float:
+        """Return the bytes of copying gradients that a rank sums at the end of a step to flat tensors, and its shards out of those."""
+        zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
+        if not self.execution.copies_gradients or zero >= 2:  # those of sharded gradients are counted beside their sums
+            return 0.0
+        summed = [held for held in self.bytes.held(stages) if held.trained and (self._replicas or held.axes)]
+        nbytes = sum(held.elements * self.bytes.gradient_bytes(held) for held in summed)
+        return 2 * nbytes * (1 + (1 / self.mesh.dp_shard if zero else 0))
 
     def _cast(self, stages: Sequence[tuple[int, int]]) -> float:
         """Return the bytes of reading parameters and writing their copies, of a rank's shards before they are gathered."""

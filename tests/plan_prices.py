@@ -98,10 +98,15 @@ class StepPrices:
         return max(forward, ahead), max(backward, behind)
 
     def _gather(self, held: Sequence[Held]) -> float:
-        return self._collective("dp_shard", "all-gather", sum(part.nbytes for part in held))
+        return self._exchange("all-gather", sum(part.nbytes for part in held))
 
     def _scatter(self, held: Sequence[Held]) -> float:
-        return self._collective("dp_shard", "reduce-scatter", sum(part.nbytes for part in held if part.trained))
+        return self._exchange("reduce-scatter", sum(part.nbytes for part in held if part.trained))
+
+    def _exchange(self, kind: str, nbytes: int) -> float:
+        """Seconds of a collective over shards, and of copies from and to its flat tensors: a rank's shard, and the whole."""
+        copied = 2 * nbytes + 2 * nbytes / self.mesh.dp_shard
+        return self._collective("dp_shard", kind, nbytes) + (float(self.compute.traffic_s(copied)) if nbytes else 0.0)
 
     # ---- a step ----
 
@@ -218,10 +223,16 @@ class StepPrices:
         return max(0.0, free), waits
 
     def _optimizer(self, stages: Sequence[Units]) -> float:
-        """Adam reads and writes a parameter and two of its size, reads the gradient and clears it; three passes."""
-        nbytes = sum(part.elements * 8 * part.itemsize for part in held_once(stages) if part.trained)
+        """Adam reads and writes a parameter and two of its size, reads the gradient and clears it; three passes. Gradients that are summed
+        after the backwards were copied to flat tensors, and a rank's shard out of those.
+        """
+        trained = [part for part in held_once(stages) if part.trained]
+        nbytes = sum(part.elements * 8 * part.itemsize for part in trained)
         shards = self.mesh.dp_shard if self.zero else 1
-        return float(self.compute.traffic_s(3 * nbytes / shards)) if nbytes else 0.0
+        replicated = self.mesh.dp_replicate * self.mesh.dp_shard > 1
+        flat = sum(part.nbytes for part in trained if replicated or part.axes) if self.zero < 2 else 0
+        copied = 2 * flat + (2 * flat / shards if self.zero else 0)
+        return float(self.compute.traffic_s(3 * nbytes / shards + copied)) if nbytes else 0.0
 
     # ---- bytes ----
 
