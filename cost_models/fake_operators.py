@@ -1,6 +1,6 @@
 """Operators whose memory needs more than running them on fake tensors.
 
-These are attention by CUDA's kernels where there is no GPU, grouped products of any dtype, rows of experts whose number is known only
+These are attention and norms by CUDA's kernels where there is no GPU, grouped products of any dtype, rows of experts whose number is known only
 at run time, custom functions, and sharded random streams.
 """
 
@@ -27,6 +27,9 @@ def call_on_fakes(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], de
         return made[0] if OPERATORS[target].alone else made
     if target is torch.ops.aten.scaled_dot_product_attention.default and device == "cuda":
         return _attention_on_cuda(*args, **kwargs)
+    if target is torch.ops.aten.rms_norm.default and device == "cuda":
+        normalised: Tensor = _FusedNorm.apply(*args[:3])
+        return normalised
     if target in _OF_EXPERTS:
         return _OF_EXPERTS[target](even_experts, *args, **kwargs)
     if target is F.grouped_mm:
@@ -67,6 +70,21 @@ def _attention_on_cuda(
         attn_mask = attn_mask.expand(*query.shape[:-1], key.size(-2))
     efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+class _FusedNorm(torch.autograd.Function):
+    """``F.rms_norm`` by CUDA's kernel, which keeps its operands and a statistic of each row; a CPU has no such kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None = None) -> Tensor:
+        rows = x.new_empty((*x.shape[: x.ndim - len(shape)], *[1] * len(shape)), dtype=torch.float32)
+        ctx.save_for_backward(x, rows, *([] if weight is None else [weight]))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        x, _, *weights = ctx.saved_tensors
+        return torch.empty_like(x), None, torch.empty_like(weights[0]) if weights else None
 
 
 class _GroupedProduct(torch.autograd.Function):

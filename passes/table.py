@@ -21,6 +21,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Helper, Program, operator_name, value_of
 from graphpar.passes.normalize.functional import functionalize, is_inplace
 from graphpar.passes.normalize.helpers import share_helpers
+from graphpar.passes.normalize.idioms import use_idioms
 from graphpar.passes.normalize.loss import share_loss
 from graphpar.passes.normalize.outline import outline
 from graphpar.passes.normalize.pipe_split import keep_marks
@@ -274,6 +275,12 @@ PASSES = PassList(
             "no asserts, no empty casts, no dead code",
             "every value is used",
             run=simplify, check=_no_dead_code,
+        ),
+        Pass(
+            "idioms", "graphpar.passes.normalize.idioms", ("simplify",),
+            "what torch has as one operator is one: norms, attention, causal masks, groups of heads",
+            "every value is used", optional=True,
+            run=use_idioms, check=_no_dead_code,
         ),
         Pass(
             "share_loss", "graphpar.passes.normalize.loss", ("keep_marks", "fill_unchosen", "simplify"),

@@ -33,7 +33,7 @@ _INLINE = 88
 FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
 COLLECTIVES = (
     "all_gather", "all_gather_invariant", "all_reduce", "all_reduce_both", "all_to_all", "expert_rows", "expert_sums",
-    "first_only", "own_offsets", "rank", "rank_ends", "reduce_scatter", "shard", "shard_invariant", "size", "sum_gradient",
+    "first_only", "own_group", "own_offsets", "rank", "rank_ends", "reduce_scatter", "shard", "shard_invariant", "size", "sum_gradient",
     "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding",
 )  # fmt: skip
 # Names that mean something in every emitted file.
@@ -313,7 +313,7 @@ class GraphPrinter:
             # q, k = f(q, k): what is made of k is k; what only moves dims of cos is cos.
             own = self._operand_names(node)
             kept = [name for name in own if name in source.targets]
-            candidates = kept + (own[:1] if record_of(node).same_elements else []) + candidates
+            candidates = kept + self._moved_from(node) + candidates
         made = created_by(node)
         if made is not None and not candidates:
             return [_identifier(short_name(made))]
@@ -329,6 +329,14 @@ class GraphPrinter:
                 candidates.insert(0, parts[-1])
         candidates.append(short_name(node) if node.op == "call_function" else "hidden")
         return [_identifier(candidate) for candidate in candidates]
+
+    def _moved_from(self, node: fx.Node) -> list[str]:
+        """The variable whose elements ``node`` has, in another order or shape."""
+        while record_of(node).same_elements and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+            if node not in self.inlined:
+                return [self.names[node]] if node in self.names else []
+        return []
 
     def _operand_names(self, node: fx.Node) -> list[str]:
         """The variables in ``node``'s expression, the first operand's first."""

@@ -246,6 +246,11 @@ def own_offsets(offs: Tensor, axis: str) -> Tensor:
     return offs[first : first + own] - (offs[first - 1] if first else 0)
 
 
+def own_group(x: Tensor, axis: str, dim: int) -> Tensor:
+    """The one of fewer groups than ranks that this rank's heads belong to; backward pads with zeros. [.., n, ..] -> [.., 1, ..]"""
+    return x.narrow(dim, rank(axis) * x.size(dim) // size(axis), 1)
+
+
 def global_index(size: int, axis: str, parts: Sequence[int] = (), device: torch.device | None = None) -> Tensor:
     """Compute the indices in the whole dim of the ``size`` elements of this rank's shard: int64 [size]."""
     return _piece(torch.arange(size * _axes[axis][1], device=device), axis, 0, parts)

@@ -169,6 +169,9 @@ class Program:
     regions: tuple[str, ...] = ()  # modules that the user's model runs under torch.utils.checkpoint; "": a function
     no_eval: str | None = None  # why the graph can't say what the model computes in evaluation
     random_calls: int = 0  # number of dropouts; each has its own random stream, in execution order
+    idioms: Mapping[str, int] = field(
+        default_factory=dict
+    )  # how many of each kind are one operator now; see passes.normalize.idioms
 
     def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
         """Return this program with another graph (and other fields as given)."""

@@ -101,9 +101,13 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
     rule = parse_rule(f"{', '.join(texts)} -> {lead} h q f", *_ranks(node), fixed=f"{fixed} q" if causal else fixed)
     found = from_rule(node, rule, context)
     masked = len(operands) > 3 and value_of(operands[3]).ndim >= 3 and sizes_of(operands[3])[-3] != (1, 0)
+    by_heads, others = Shard(rank - 3), tuple(R for _ in operands[3:])
     if shared and keys[-3][0] % context.degree == 0 and not masked:  # whole groups of heads
-        by_heads = Shard(rank - 3)
-        found.append(Placement((by_heads, by_heads, by_heads, *(R for _ in operands[3:])), (by_heads,)))
+        found.append(Placement((by_heads, by_heads, by_heads, *others), (by_heads,)))
+    elif (
+        shared and heads[0] % context.degree == 0 and context.degree % keys[-3][0] == 0 and not masked
+    ):  # parts of one group
+        found.append(Placement((by_heads, R, R, *others), (by_heads,), "own_group"))
     return found
 
 

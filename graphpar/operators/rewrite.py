@@ -223,6 +223,14 @@ def _own_experts(call: _Call, axis: str, emit: Emit) -> Any:
     return emit(call.node.target, tuple(call.args), call.kwargs)
 
 
+def _own_group(call: _Call, axis: str, emit: Emit) -> Any:
+    """Attention of a part of a group of heads: keys and values are those of its group alone."""
+    query, key, value = call.args[:3]
+    dim = value_of(operands_of(call.node)[1]).ndim - 3
+    own = [emit(collectives.own_group, (x, axis, dim), {}) for x in (key, value)]
+    return emit(call.node.target, (query, *own, *call.args[3:]), call.kwargs)
+
+
 _CHANGES: dict[str, Callable[[_Call, int], None]] = {
     "local_sizes": _local_sizes,
     "local_slice": _local_slice,
@@ -234,6 +242,7 @@ _REPLACED: dict[str, Callable[[_Call, str, Emit], Any]] = {
     "vocab_embedding": _vocab_embedding,
     "vocab_cross_entropy": _vocab_cross_entropy,
     "own_experts": _own_experts,
+    "own_group": _own_group,
 }
 REWRITES = ("local_shape", *_CHANGES, *_REPLACED, "mean_of_pieces", "mean_of_labels", "sync_batch_norm")
 """The names that ``Placement.rewrite`` may have."""

@@ -54,6 +54,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "shard": lambda x, on, dim: rules.convert(x, on, src=spmd.R, dst=spmd.S(dim)),
     "shard_invariant": lambda x, on, dim: rules.convert(x, on, src=spmd.I, dst=spmd.S(dim)),
     "expert_rows": lambda x, on: rules.reinterpret(x, on, src=spmd.R, dst=spmd.V),
+    "own_group": lambda x, on, dim: rules.reinterpret(x, on, src=spmd.R, dst=spmd.V),
     "expert_sums": lambda x, on: rules.reinterpret(x, on, src=spmd.V, dst=spmd.P),
     "all_to_all": lambda x, on, from_dim, to_dim: rules.all_to_all(x, on, src=spmd.S(from_dim), dst=spmd.S(to_dim)),
 }

@@ -215,6 +215,13 @@ def _grouped_mm(node: fx.Node) -> None:
     node.args, node.kwargs = node.args[:2], {"offs": node.args[2] if len(node.args) > 2 else node.kwargs["offs"]}
 
 
+def _usual_scale(node: fx.Node) -> None:
+    """Drop the scale of attention that it has anyway."""
+    scale, width = node.kwargs.get("scale"), value_of(node.args[0]).shape[-1]  # type: ignore[arg-type]
+    if isinstance(scale, float) and isinstance(width, int) and math.isclose(scale, width**-0.5, rel_tol=1e-12):
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "scale"}
+
+
 _REWRITES: dict[str, Callable[[fx.Node], None]] = {
     "alias": _alias,
     "lift_fresh": _alias,
@@ -227,6 +234,7 @@ _REWRITES: dict[str, Callable[[fx.Node], None]] = {
     "squeeze": _squeeze,
     "cat": _cat,
     "grouped_mm_fallback": _grouped_mm,
+    "scaled_dot_product_attention": _usual_scale,
 }
 
 

@@ -1,0 +1,202 @@
+"""Attention that is written out, causal masks that are tensors, and keys and values that are repeated for groups of heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.ir.program import value_of
+from graphpar.operators.placement import literal
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
+from graphpar.passes.normalize.causal_masks import HIDES, Masks
+from graphpar.passes.normalize.graph_matching import insert_call, insert_helper, is_call, number
+
+_aten = torch.ops.aten
+_ATTENTION = _aten.scaled_dot_product_attention.default
+
+
+def plain_attention(node: fx.Node, masks: Masks) -> bool:
+    """``softmax(scale * q @ k.mT + mask) @ v``: one call."""
+    weights, value = node.args[0], node.args[1]
+    softmax = _softmax(weights)
+    if softmax is None or not isinstance(value, fx.Node):
+        return False
+    found = _scores(softmax.args[0], masks)
+    if found is None:
+        return False
+    query, keys, mask, scale = found
+    shapes = [list(value_of(operand).shape) for operand in (query, keys, value)]
+    (*lead, _, width), (*others, above, length), (*third, rows, _) = shapes
+    if len(shapes[0]) < 3 or lead != others or lead != third or above != width or length != rows:
+        return False
+    dtypes = {value_of(operand).dtype for operand in (query, keys, value, node)}
+    if len(dtypes) > 1 or not dtypes.pop().is_floating_point:
+        return False
+    if mask is not None and value_of(mask).dtype not in (torch.bool, value_of(query).dtype):
+        return False
+    key = _turned(node, keys)
+    usual = math.isclose(scale, width**-0.5, rel_tol=1e-12)
+    insert_call(node, _ATTENTION, (query, key, value, mask), {} if usual else {"scale": scale})
+    return True
+
+
+def _softmax(weights: Any) -> fx.Node | None:
+    """Return the softmax over the last dim of which ``weights`` are a copy."""
+    while isinstance(weights, fx.Node) and weights.op == "call_function" and record_of(weights).kind is Kind.COPY:
+        weights = weights.args[0]
+    if not is_call(weights, "softmax", "_softmax", "_safe_softmax"):
+        return None
+    dim = literal(weights, "dim")
+    return weights if dim in (-1, value_of(weights).ndim - 1) else None
+
+
+def _scores(node: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, float] | None:
+    """Return query, turned keys, mask and scale of scores, undone step by step: casts, the mask, factors, the product."""
+    mask: fx.Node | None = None
+    scale, scaled = 1.0, False
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        if is_call(node, "matmul", "bmm"):
+            query, keys = node.args
+            both = isinstance(query, fx.Node) and isinstance(keys, fx.Node)
+            return (query, keys, mask, scale) if both else None  # type: ignore[return-value]
+        if record_of(node).kind is Kind.COPY:
+            node = node.args[0]
+        elif is_call(node, "mul", "div"):
+            factor = number(node.args[1])
+            if factor is None or literal(node, "rounding_mode", default=""):
+                return None
+            scale, scaled = scale * factor if is_call(node, "mul") else scale / factor, True
+            node = node.args[0]
+        elif mask is None and not scaled:
+            found = _masked(node, masks)
+            if found is None:
+                return None
+            node, mask = found
+        else:
+            return None
+    return None
+
+
+def _masked(node: fx.Node, masks: Masks) -> tuple[fx.Node, fx.Node] | None:
+    """Return scores and mask of ``scores + mask``, ``scores.masked_fill(hidden, -inf)`` or ``where(shown, scores, -inf)``.
+
+    Scores that are replaced by a number other than -inf count only where a row has others: the mask must be causal.
+    """
+    first, second = node.args[0], node.args[1]
+    if is_call(node, "add") and literal(node, "alpha", default=1) == 1:
+        if isinstance(first, fx.Node) and isinstance(second, fx.Node) and _is_mask(second, node, masks):
+            return first, second
+    elif is_call(node, "masked_fill") and isinstance(first, fx.Node) and isinstance(second, fx.Node):
+        if _hides(node.args[2]):
+            shown = insert_helper(node, _aten.logical_not.default, (second,), torch.logical_not(value_of(second)))
+            if _is_minus_infinity(node.args[2]) or _proven(shown, node, masks):
+                return first, shown
+    elif is_call(node, "where") and len(node.args) == 3 and isinstance(first, fx.Node) and isinstance(second, fx.Node):
+        if value_of(first).dtype == torch.bool and _hides(node.args[2]):
+            if _is_minus_infinity(node.args[2]) or _proven(first, node, masks):
+                return second, first
+    return None
+
+
+def _is_mask(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
+    """Whether ``mask`` is added to all heads and rows alike, and has no gradient."""
+    value = value_of(mask)
+    below, seen = [mask], set()
+    while below:
+        current = below.pop()
+        if current.op == "get_attr" and str(current.target) in masks.program.parameters:
+            return False
+        below += [each for each in current.all_input_nodes if each not in seen]
+        seen.update(current.all_input_nodes)
+    shape = list(value_of(node).shape)
+    return isinstance(value, Tensor) and value.ndim >= 2 and list(value.shape[-2:]) == shape[-2:]
+
+
+def _filled(value: Any) -> float | None:
+    """Return the number that scores are replaced by."""
+    if is_call(value, "full", "scalar_tensor", "full_like"):
+        place = 0 if is_call(value, "scalar_tensor") else 1
+        return number(value.args[place])
+    return number(value)
+
+
+def _hides(value: Any) -> bool:
+    filled = _filled(value)
+    return filled is not None and filled <= HIDES
+
+
+def _is_minus_infinity(value: Any) -> bool:
+    return _filled(value) == float("-inf")
+
+
+def _proven(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
+    """Whether a mask lets each row see itself."""
+    queries, keys = value_of(node).shape[-2:]
+    return isinstance(queries, int) and queries == keys and masks.is_causal(mask, queries)
+
+
+def _turned(node: fx.Node, keys: fx.Node) -> fx.Node:
+    """Return the keys of which ``keys`` is the transpose; of others, the transpose."""
+    rank = value_of(keys).ndim
+    if is_call(keys, "transpose") and {int(dim) % rank for dim in keys.args[1:]} == {rank - 2, rank - 1}:  # type: ignore[arg-type]
+        return keys.args[0]  # type: ignore[return-value]
+    if is_call(keys, "mT", "t") and isinstance(keys.args[0], fx.Node):
+        return keys.args[0]
+    return insert_helper(node, _aten.transpose.int, (keys, -2, -1), value_of(keys).transpose(-2, -1))
+
+
+def causal_attention(node: fx.Node, masks: Masks) -> bool:
+    """A mask of which the values prove that it is causal is no operand."""
+    mask = literal(node, "attn_mask")
+    if not isinstance(mask, fx.Node) or literal(node, "is_causal"):
+        return False
+    query, key = (value_of(operand) for operand in node.args[:2])  # type: ignore[arg-type]
+    length = query.shape[-2]
+    if not isinstance(length, int) or length != key.shape[-2] or not masks.is_causal(mask, length):
+        return False
+    options = {name: value for name, value in node.kwargs.items() if name not in ("attn_mask", "is_causal", "dropout_p")}
+    dropout = literal(node, "dropout_p")
+    insert_call(node, _ATTENTION, (*node.args[:3], None, dropout, True), options)
+    return True
+
+
+def grouped_heads(node: fx.Node, masks: Masks) -> bool:
+    """Keys and values that are repeated for each group of heads are given once; kernels that take a mask want them repeated."""
+    if isinstance(literal(node, "attn_mask"), fx.Node) or literal(node, "enable_gqa"):
+        return False
+    query, key, value = node.args[:3]
+    once = _unrepeated(key), _unrepeated(value)
+    if once[0] is None or once[1] is None or not isinstance(query, fx.Node):
+        return False
+    if value_of(once[0]).shape[-3] != value_of(once[1]).shape[-3]:
+        return False
+    insert_call(node, _ATTENTION, (query, *once, *node.args[3:]), dict(node.kwargs) | {"enable_gqa": True})
+    return True
+
+
+def _unrepeated(node: Any) -> fx.Node | None:
+    """Return x [b, groups, s, d] of x.unsqueeze(2).expand(b, groups, n, s, d).flatten(1, 2), or of x.repeat_interleave(n, 1)."""
+    if is_call(node, "repeat_interleave"):
+        source, repeats, dim = node.args[0], number(node.args[1]), literal(node, "dim")
+        rank = value_of(node).ndim
+        return source if repeats is not None and dim is not None and dim % rank == rank - 3 else None  # type: ignore[return-value]
+    while is_call(node, "contiguous", "clone"):
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or record_of(node).kind is not Kind.RESHAPE or value_of(node).ndim != 4:
+        return None
+    expanded = node.args[0]
+    if not is_call(expanded, "expand") or not isinstance(expanded.args[0], fx.Node):  # type: ignore[union-attr]
+        return None
+    made, whole = value_of(node).shape, value_of(expanded).shape  # type: ignore[arg-type]
+    source = expanded.args[0]  # type: ignore[union-attr]
+    if value_of(source).ndim != 5 or not is_call(source, "unsqueeze") or literal(source, "dim") not in (2, -3):
+        return None
+    inner = source.args[0]
+    before = value_of(inner).shape  # type: ignore[arg-type]
+    kept = [before[1], before[2], before[3]] == [whole[1], whole[3], whole[4]]
+    joined = [made[1], made[2], made[3]] == [whole[1] * whole[2], whole[3], whole[4]]
+    return inner if kept and joined else None  # type: ignore[return-value]

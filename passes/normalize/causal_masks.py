@@ -1,0 +1,221 @@
+"""Whether the values of a mask prove that attention is causal, whatever the batch.
+
+    arange ──► unsqueeze ──► <= ──► & ──► index ... ──► mask [b, 1, s, s]        is_causal: row i shows columns 0 to i
+
+What the mask is made of runs on small tensors. The mask itself has s x s elements, too many to make for a long sequence, so
+comparisons of a column with a row, and what is made of them, are kept as how many columns each row shows (:class:`_Prefix`).
+Other masks (``triu`` of ones) are made, up to ``MOST_ELEMENTS``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpar.errors import GraphparError
+from graphpar.ir.program import Program, batch_coefficients, operator_name, size_coefficient, value_of
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
+from graphpar.passes.normalize.graph_matching import is_call, number
+
+HIDES = -1e9
+"""Added to a score, or in its place, this or less is a weight of zero in every dtype."""
+MOST_ELEMENTS = 2**26
+"""Masks with more elements are not made."""
+_BATCH = 2
+_NAMES_OF_SHAPES = ("new_ones", "new_zeros", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "sym_size")
+"""Operators that read a tensor's shape, and not its values."""
+
+
+class _UnknownError(Exception):
+    """The mask depends on values that are not known before the program runs."""
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """A mask that shows the first ``count`` columns of each row: int64 [..., rows]; ``hidden`` is added to (or in place of) the others.
+
+    ``hidden`` is None for a mask of booleans.
+    """
+
+    count: Tensor
+    columns: int
+    hidden: float | None = None
+
+
+class Masks:
+    """Knows which masks of a program are causal; layers share them.
+
+    Attributes:
+        program: the program whose graph the masks are in.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._values = _Values(program)
+        self._known: dict[fx.Node, bool] = {}
+
+    def is_causal(self, mask: fx.Node, length: int) -> bool:
+        """Return whether ``mask``, of booleans or added to the scores, shows each row exactly the columns up to its own."""
+        made = value_of(mask)
+        if not isinstance(made, Tensor) or made.ndim < 2 or list(made.shape[-2:]) != [length, length]:
+            return False
+        if mask not in self._known:
+            try:
+                with torch.no_grad():
+                    self._known[mask] = _shows_lower(self._values.of(mask), length)
+            except (_UnknownError, GraphparError, RuntimeError, TypeError, NotImplementedError):
+                self._known[mask] = False
+        return self._known[mask]
+
+
+def _shows_lower(value: Any, length: int) -> bool:
+    if isinstance(value, _Prefix):
+        rows = torch.arange(1, length + 1)
+        hides = value.hidden is None or value.hidden <= HIDES
+        return hides and value.columns == length and bool((value.count == rows).all())
+    if not isinstance(value, Tensor) or value.shape[-2:] != (length, length):
+        return False
+    lower = torch.ones(length, length, dtype=torch.bool).tril_()
+    if value.dtype == torch.bool:
+        return bool((value == lower).all())
+    return bool(torch.where(lower, value == 0, value <= HIDES).all())
+
+
+class _Values:
+    """The values of a graph's nodes for a batch of two rows, where they follow from constants alone."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.known: dict[fx.Node, Any] = {}
+
+    def of(self, node: fx.Node) -> Any:
+        """Return the value of ``node``, a tensor, a number or a :class:`_Prefix`.
+
+        Raises:
+            _UnknownError: it depends on inputs, parameters or buffers, or is too large.
+        """
+        wanted, left = {node}, [node]
+        while left:
+            above = [each for each in self._needed(left.pop()) if each not in wanted and each not in self.known]
+            if any(each.op == "placeholder" for each in above):
+                raise _UnknownError
+            wanted.update(above)
+            left += above
+        for current in node.graph.nodes:
+            if current in wanted and current not in self.known:
+                self.known[current] = self._computed(current)
+        return self.known[node]
+
+    def _needed(self, node: fx.Node) -> list[fx.Node]:
+        if node.op != "call_function" or operator_name(node) in _NAMES_OF_SHAPES:
+            return [each for each in node.all_input_nodes if not isinstance(value_of(each), Tensor)]
+        return node.all_input_nodes
+
+    def _computed(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            if str(node.target) in self.program.constants and str(node.target) not in self.program.buffers:
+                return self.program.constants[str(node.target)]
+            raise _UnknownError
+        value = node.meta.get("val")
+        if isinstance(value, int | torch.SymInt):
+            coefficient = size_coefficient(value)
+            return int(value) if coefficient is None else coefficient * _BATCH
+        if node.op != "call_function" or record_of(node).kind is Kind.RANDOM:
+            raise _UnknownError
+        if isinstance(value, Tensor) and value.ndim >= 2 and _size(node) > 2**16:
+            prefix = self._as_prefix(node)
+            if prefix is not None:
+                return prefix
+            if _size(node) > MOST_ELEMENTS:
+                raise _UnknownError
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._plain)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _plain(self, node: fx.Node) -> Any:
+        if node not in self.known:  # only its shape is read
+            return torch.zeros((), dtype=value_of(node).dtype).expand(_shape(node))
+        value = self.known[node]
+        if isinstance(value, _Prefix):
+            shape = _shape(node)
+            if value.count.numel() * value.columns > MOST_ELEMENTS:
+                raise _UnknownError
+            shown = torch.arange(value.columns) < value.count.unsqueeze(-1)
+            whole = shown if value.hidden is None else torch.zeros(shown.shape).masked_fill(~shown, value.hidden)
+            return whole.expand(shape).to(value_of(node).dtype)
+        return value
+
+    # ---- masks as prefixes ----
+
+    def _as_prefix(self, node: fx.Node) -> _Prefix | None:
+        """Return a large mask as what each row shows; None where that can't be said."""
+        name, known = operator_name(node), [self.known.get(each) if isinstance(each, fx.Node) else each for each in node.args]
+        if is_call(node, "le", "lt", "ge", "gt", "eq"):
+            return _compared(name, known[0], known[1])
+        if name in ("__and__", "bitwise_and", "logical_and", "__or__", "bitwise_or", "logical_or"):
+            pick = torch.minimum if "and" in name else torch.maximum
+            return _joined(known[0], known[1], pick)
+        first = known[0] if known else None
+        if name == "where" and len(known) == 3 and isinstance(first, _Prefix) and first.hidden is None:
+            shown, hidden = _scalar(known[1]), _scalar(known[2])
+            return _Prefix(first.count, first.columns, hidden) if shown == 0 and hidden is not None else None
+        if isinstance(first, _Prefix) and (record_of(node).kind in (Kind.COPY, Kind.ALIAS) or name == "expand"):
+            return first if value_of(node).is_floating_point() == (first.hidden is not None) else None
+        return None
+
+
+def _scalar(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    return number(value)
+
+
+def _compared(name: str, first: Any, second: Any) -> _Prefix | None:
+    """Compare columns [.., 1, s] with rows [.., s, 1]: columns that grow are shown up to a place."""
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or first.ndim < 2 or second.ndim < 2:
+        return None
+    if first.shape[-1] == 1 and second.shape[-2] == 1:  # rows first
+        name = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}.get(name, name)
+        first, second = second, first
+    if first.shape[-2] != 1 or second.shape[-1] != 1 or first.is_complex() or second.is_complex():
+        return None
+    columns, rows = first.squeeze(-2), second.squeeze(-1)
+    lead = torch.broadcast_shapes(columns.shape[:-1], rows.shape[:-1])
+    columns = columns.expand(*lead, -1).contiguous()
+    rows = rows.expand(*lead, -1).contiguous()
+    width = columns.shape[-1]
+    if name == "eq":
+        constant = columns[..., :1]
+        alike = bool((columns == constant).all()) and bool((rows == constant).all())
+        return _Prefix(torch.full(rows.shape, width), width) if alike else None
+    if name not in ("le", "lt") or not bool((columns.diff(dim=-1) >= 0).all()):
+        return None
+    return _Prefix(torch.searchsorted(columns, rows, right=name == "le"), width)
+
+
+def _joined(first: Any, second: Any, pick: Callable[[Tensor, Tensor], Tensor]) -> _Prefix | None:
+    """Join two masks of booleans, of which one may be the same for all columns."""
+    if not isinstance(first, _Prefix):
+        first, second = second, first
+    if not isinstance(first, _Prefix) or first.hidden is not None:
+        return None
+    if isinstance(second, Tensor) and second.dtype == torch.bool and (second.ndim == 0 or second.shape[-1] == 1):
+        count = second.squeeze(-1) if second.ndim else second
+        return _Prefix(pick(first.count, count * first.columns), first.columns)
+    if isinstance(second, _Prefix) and second.hidden is None and second.columns == first.columns:
+        return _Prefix(pick(*torch.broadcast_tensors(first.count, second.count)), first.columns)
+    return None
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    sizes = zip(value_of(node).shape, batch_coefficients(node))
+    return tuple(int(size) if coefficient is None else coefficient * _BATCH for size, coefficient in sizes)
+
+
+def _size(node: fx.Node) -> int:
+    return math.prod(_shape(node))
