@@ -51,6 +51,7 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
             "name": program.name,
             "parameters": _whole_count(program),
             "blocks": [{"name": block.name, "count": len(block.instances)} for block in program.blocks.values()],
+            **({"idioms": dict(program.idioms)} if program.idioms else {}),
         },
         **decisions(plan),
         **_place(plan, cluster),

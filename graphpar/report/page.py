@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from graphpar.passes.normalize.idioms import idiom_texts
 from graphpar.report.charts import axes_chart, memory_chart
 from graphpar.report.data import timeline_of
 from graphpar.report.explored import search_sections
@@ -305,6 +306,7 @@ def _schedule(data: Mapping[str, Any], timeline: Timeline) -> str:
 
 def _notes(data: Mapping[str, Any]) -> str:
     items = [f"{block['name']} x {block['count']}: one class in blocks.py" for block in data["model"]["blocks"]]
+    items += [f"{text}, spelled out in the model" for text in idiom_texts(data["model"].get("idioms", {}))]
     for tie in data["ties"]:
         items.append(f"{' = '.join(tie['names'])}: one parameter, on stage {indices_text(tie['stages'])}")
     for stage in data["stages"]:

@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from graphpar.passes.normalize.idioms import idiom_texts
 from graphpar.report.data import compile_json, decisions, predicted_data, report_data, timeline_of, with_alone
 from graphpar.report.layout import layout_text, sharding_lines, sharding_sections
 from graphpar.report.page import html
@@ -166,6 +167,8 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("Experts", _experts(data["experts"])))
     if data["model"]["blocks"]:
         lines.append(("Blocks", " · ".join(f"{block['name']} x {block['count']}" for block in data["model"]["blocks"])))
+    if data["model"].get("idioms"):
+        lines.append(("Idioms", " · ".join(idiom_texts(data["model"]["idioms"]))))
     return lines
 
 

@@ -199,7 +199,7 @@ def _compared(name: str, first: Any, second: Any) -> _Prefix | None:
 
 
 def _joined(first: Any, second: Any, pick: Callable[[Tensor, Tensor], Tensor]) -> _Prefix | None:
-    """Join two masks of booleans, of which one may be the same for all columns."""
+    """Join two masks of booleans, of which one may be the same for all columns, or for all rows."""
     if not isinstance(first, _Prefix):
         first, second = second, first
     if not isinstance(first, _Prefix) or first.hidden is not None:
@@ -207,6 +207,10 @@ def _joined(first: Any, second: Any, pick: Callable[[Tensor, Tensor], Tensor]) -
     if isinstance(second, Tensor) and second.dtype == torch.bool and (second.ndim == 0 or second.shape[-1] == 1):
         count = second.squeeze(-1) if second.ndim else second
         return _Prefix(pick(first.count, count * first.columns), first.columns)
+    if isinstance(second, Tensor) and second.dtype == torch.bool and second.shape[-2] == 1:
+        shown = second.squeeze(-2)
+        falls = bool((shown.int().diff(dim=-1) <= 0).all())
+        return _Prefix(pick(first.count, shown.sum(-1, keepdim=True)), first.columns) if falls else None
     if isinstance(second, _Prefix) and second.hidden is None and second.columns == first.columns:
         return _Prefix(pick(*torch.broadcast_tensors(first.count, second.count)), first.columns)
     return None

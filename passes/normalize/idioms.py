@@ -12,7 +12,7 @@ where the model rounds twice. ``--skip idioms`` leaves all as they are written.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +37,12 @@ class Idiom:
     """``rewrite`` replaces what ends in a node named ``at``, if it is the idiom, and says whether it was.
 
     Attributes:
-        words: for people: what was found, and what it is now.
+        written: for people, what the model has; ``now``: what the program calls.
     """
 
     name: str
-    words: str
+    written: str
+    now: str
     at: tuple[str, ...]
     rewrite: Callable[[fx.Node, Masks], bool]
 
@@ -124,12 +125,17 @@ def _weighted(norm: fx.Node, dtype: torch.dtype, shape: list[Any]) -> tuple[fx.N
 
 
 IDIOMS = (
-    Idiom("rms_norm", "norms written out: F.rms_norm", ("mul", "div"), rms_norm),
-    Idiom("attention", "attention written out: F.scaled_dot_product_attention", ("matmul", "bmm"), plain_attention),
-    Idiom("is_causal", "causal masks: is_causal=True", ("scaled_dot_product_attention",), causal_attention),
-    Idiom("enable_gqa", "repeated keys and values: enable_gqa=True", ("scaled_dot_product_attention",), grouped_heads),
+    Idiom("rms_norm", "norms by root mean square", "F.rms_norm", ("mul", "div"), rms_norm),
+    Idiom("attention", "attention in products and softmax", "F.scaled_dot_product_attention", ("matmul", "bmm"), plain_attention),
+    Idiom("is_causal", "causal masks", "is_causal=True", ("scaled_dot_product_attention",), causal_attention),
+    Idiom("enable_gqa", "repeated keys and values", "enable_gqa=True", ("scaled_dot_product_attention",), grouped_heads),
 )
 """What is looked for, in this order."""
+
+
+def idiom_texts(counts: Mapping[str, int]) -> list[str]:
+    """Say for each idiom how often the program has it: ``65 x F.rms_norm``."""
+    return [f"{counts[idiom.name]:,} x {idiom.now}" for idiom in IDIOMS if idiom.name in counts]
 
 
 def use_idioms(program: Program) -> Program:

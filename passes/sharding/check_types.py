@@ -34,6 +34,9 @@ _FROM_TO: dict[str, tuple[Type | None, Type | None]] = {  # None: the shard that
     "expert_sums": (None, P),
 }
 
+_OWN = {"own_experts": "own_offsets", "own_group": "own_group"}
+"""The function that makes operands of an operator a rank's own, by the rewrite."""
+
 
 def check_types(problem: Problem, local: Program) -> list[str]:
     """Return what is wrong with ``local``, the lowered form of the program of ``problem``; empty if nothing is."""
@@ -186,12 +189,13 @@ class _Checker:
             said, given_by_rule = _text(tuple(claimed.values()) if claimed else ()), _text(found[0].results[0])
             self.problems.append(f"{node.name} is annotated as {said}, but its rule gives {given_by_rule}")
         choice = (choices or found or operator.choices)[0]
-        own = [axis for axis, rewrite in zip(self.axes, choice.rewrites) if rewrite == "own_experts"]
-        counted = [operand.args[1] for operand in operands_of(node) if operator_name(operand) == "own_offsets"]
-        if own != counted:
-            self.problems.append(
-                f"{node.name} has rows of own experts on {own or 'no axis'}, but offsets of own on {counted or 'none'}"
-            )
+        for rewrite, function in _OWN.items():
+            own = [axis for axis, name in zip(self.axes, choice.rewrites) if name == rewrite]
+            given_for = [operand.args[1] for operand in operands_of(node) if operator_name(operand) == function]
+            if list(dict.fromkeys(given_for)) != own:
+                self.problems.append(
+                    f"{node.name} is placed as {rewrite} on {own or 'no axis'}, but takes {function} on {given_for or 'none'}"
+                )
         results = list(choice.results)
         return results if isinstance(value_of(operator.node), tuple | list) else results[0]
 
@@ -202,8 +206,8 @@ def lowered_operands(node: fx.Node, origin: fx.Node) -> list[fx.Node]:
     name = operator_name(node)
     if name == "vocab_embedding":  # (indices, weight) for (weight, indices)
         return operands[::-1]
-    if "own_offsets" in map(operator_name, operands):
-        return [operands_of(operand)[0] if operator_name(operand) == "own_offsets" else operand for operand in operands]
+    if any(operator_name(operand) in _OWN.values() for operand in operands):
+        return [operands_of(operand)[0] if operator_name(operand) in _OWN.values() else operand for operand in operands]
     if name == "div" and operator_name(origin) != "div":  # a mean: the operands are those of the sum
         return lowered_operands(operands[0], origin)
     return operands

@@ -1,0 +1,347 @@
+"""Idioms: what becomes one operator of torch, that it computes the same forward and backward, and what is left alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import graphpar as gp
+from graphpar.errors import GraphparError
+from graphpar.ir.program import Program
+from graphpar.passes.normalize.causal_masks import Masks
+
+WIDTH, LENGTH = 8, 6
+
+
+class Model(nn.Module):
+    """``function(x, self.weight, self.bias)`` of x [b, s, WIDTH]."""
+
+    def __init__(self, function: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.rand(WIDTH, dtype=dtype) + 0.5)
+        self.bias = nn.Parameter(torch.rand(LENGTH, LENGTH, dtype=dtype))
+        self.register_buffer("table", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self)
+
+
+def _exported(
+    function: Callable[..., Tensor], dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Model, Program]:
+    model = Model(function, dtype)
+    x = torch.randn(2, LENGTH, WIDTH, dtype=dtype)
+    return model, gp.export(model, (x,), loss_fn=lambda y: y.float().square().sum(), **options)
+
+
+def _check(function: Callable[..., Tensor], found: dict[str, int], dtype: torch.dtype = torch.float32) -> None:
+    """Check which idioms there are, and that loss and gradients are the model's own."""
+    model, program = _exported(function, dtype)
+    assert dict(program.idioms) == found
+    x = torch.randn(4, LENGTH, WIDTH, dtype=dtype)
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    made = program.run(state, {"x": x})
+    loss = (made[0] if isinstance(made, tuple | list) else made).sum()
+    expected = model(x).float().square().sum()
+    used = [
+        each
+        for each in model.parameters()
+        if torch.autograd.grad(expected, each, retain_graph=True, allow_unused=True)[0] is not None
+    ]
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(torch.autograd.grad(loss, used), torch.autograd.grad(expected, used)):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------
+
+
+def _hf(x: Tensor, m: Model) -> Tensor:
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return m.weight * h.to(x.dtype)
+
+
+def _t5(x: Tensor, m: Model) -> Tensor:
+    h = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6)
+    return m.weight * h.to(m.weight.dtype)
+
+
+def _gemma(x: Tensor, m: Model) -> Tensor:
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (h * (1.0 + m.weight.float())).type_as(x)
+
+
+NORMS: dict[str, Callable[..., Tensor]] = {
+    "HF": _hf,
+    "T5": _t5,
+    "Gemma": _gemma,
+    "x * x": lambda x, m: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * m.weight,
+    "square": lambda x, m: (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()) * m.weight,
+    "over sqrt": lambda x, m: m.weight * (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)),
+    "to the power": lambda x, m: m.weight * (x * (1e-5 + x.pow(2).mean(-1, keepdim=True)) ** -0.5),
+    "reciprocal": lambda x, m: m.weight * x.mul(x.pow(2).mean(-1, keepdim=True).add(1e-5).sqrt().reciprocal()),
+    "two dims": lambda x, m: m.weight * (x * torch.rsqrt(x.pow(2).mean((-2, -1), keepdim=True) + 1e-5)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_norms_that_are_written_out(name: str, dtype: torch.dtype) -> None:
+    _check(NORMS[name], {"rms_norm": 1}, dtype)
+
+
+NO_NORMS: dict[str, Callable[..., Tensor]] = {
+    "another dim": lambda x, m: m.weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5)),
+    "of another tensor": lambda x, m: m.weight * (x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-5)),
+    "a sum": lambda x, m: m.weight * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-5)),
+    "cubed": lambda x, m: m.weight * (x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + 1e-5)),
+    "no epsilon": lambda x, m: m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))),
+    "a learned epsilon": lambda x, m: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + m.weight.exp().mean()),
+    "variance": lambda x, m: m.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5),
+    "rounded": lambda x, m: m.weight * x.div((x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt(), rounding_mode="floor"),
+}
+
+
+@pytest.mark.parametrize("name", NO_NORMS)
+def test_what_is_no_norm_stays(name: str) -> None:
+    _check(NO_NORMS[name], {})
+
+
+# ---- attention -------------------------------------------------------------------------------------------------
+
+
+def _heads(x: Tensor, m: Model) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x * m.weight, x + m.weight, x * 2 * m.weight)
+    return tuple(each.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2) for each in (q, k, v))  # type: ignore[return-value]
+
+
+def _by_hand(x: Tensor, m: Model, masked: Callable[[Tensor], Tensor] = lambda s: s) -> Tensor:
+    q, k, v = _heads(x, m)
+    scores = masked(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)))
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def _arange_mask() -> Tensor:
+    return torch.arange(LENGTH)[None, :] <= torch.arange(LENGTH)[:, None]
+
+
+CAUSAL: dict[str, Callable[[], Tensor]] = {
+    "tril": lambda: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(),
+    "triu": lambda: torch.full((LENGTH, LENGTH), float("-inf")).triu(1),
+    "smallest": lambda: torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)[None, None],
+    "arange": _arange_mask,
+    "where": lambda: torch.where(_arange_mask(), 0.0, float("-inf")),
+    "not greater": lambda: ~(torch.arange(LENGTH)[None, :] > torch.arange(LENGTH)[:, None]),
+    "filled": lambda: torch.zeros(LENGTH, LENGTH).masked_fill(~_arange_mask(), -1e9),
+}
+OTHERS: dict[str, Callable[[], Tensor]] = {
+    "strictly lower, and itself by a number": lambda: torch.full((LENGTH, LENGTH), -100.0).triu(1),
+    "window": lambda: _arange_mask() & (torch.arange(LENGTH)[None, :] > torch.arange(LENGTH)[:, None] - 3),
+    "one more": lambda: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(1),
+    "upper": lambda: torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(),
+    "all": lambda: torch.ones(LENGTH, LENGTH, dtype=torch.bool),
+    "a bias": lambda: torch.where(_arange_mask(), 0.5, float("-inf")),
+}
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, *OTHERS])
+def test_masks_made_of_constants(name: str) -> None:
+    make = (CAUSAL | OTHERS)[name]
+
+    def attention(x: Tensor, m: Model) -> Tensor:
+        q, k, v = _heads(x, m)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=make()).transpose(1, 2).flatten(2)
+
+    _check(attention, {"is_causal": 1} if name in CAUSAL else {})
+
+
+BY_HAND: dict[str, tuple[Callable[..., Tensor], dict[str, int]]] = {
+    "no mask": (_by_hand, {"attention": 1}),
+    "causal, filled": (
+        lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(~_arange_mask(), float("-inf"))), {"attention": 1, "is_causal": 1},
+    ),
+    "causal, filled with a number": (
+        lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(~_arange_mask(), -1e10)), {"attention": 1, "is_causal": 1},
+    ),
+    "causal, where": (
+        lambda x, m: _by_hand(x, m, lambda s: torch.where(_arange_mask(), s, torch.finfo(s.dtype).min)), {"attention": 1, "is_causal": 1},
+    ),
+    "causal, added": (
+        lambda x, m: _by_hand(x, m, lambda s: s + torch.full((LENGTH, LENGTH), float("-inf")).triu(1)), {"attention": 1, "is_causal": 1},
+    ),
+    "of the batch": (lambda x, m: _by_hand(x, m, lambda s: s + x[:, None, :, :1].detach() @ x[:, None, :, :1].mT.detach()), {"attention": 1}),
+    "a buffer": (lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(~m.table, float("-inf"))), {"attention": 1}),
+    "a buffer and a number": (lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(~m.table, -1e10)), {}),
+    "with a gradient": (lambda x, m: _by_hand(x, m, lambda s: s + m.bias), {}),
+    "scaled after the mask": (lambda x, m: _by_hand(x, m, lambda s: (s + 1.0 * _arange_mask()) * 2), {}),
+    "a window, and a number": (
+        lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(3), -1e10)), {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_attention_that_is_written_out(name: str) -> None:
+    function, found = BY_HAND[name]
+    _check(function, found)
+
+
+def test_softmax_over_another_dim_and_dropout_are_no_attention() -> None:
+    def turned(x: Tensor, m: Model) -> Tensor:
+        q, k, v = _heads(x, m)
+        return ((q @ k.mT).softmax(-2) @ v).transpose(1, 2).flatten(2)
+
+    def dropped(x: Tensor, m: Model) -> Tensor:
+        q, k, v = _heads(x, m)
+        return (F.dropout((q @ k.mT).softmax(-1), 0.1) @ v).transpose(1, 2).flatten(2)
+
+    for function in (turned, dropped):
+        assert not _exported(function)[1].idioms
+
+
+# ---- groups of heads -------------------------------------------------------------------------------------------
+
+
+def _grouped(x: Tensor, m: Model, mask: Tensor | None = None, repeat: str = "expand") -> Tensor:
+    q = (x * m.weight).unflatten(-1, (4, 2)).transpose(1, 2)
+    k, v = ((x * m.weight + each)[..., :4].unflatten(-1, (2, 2)).transpose(1, 2) for each in (1, 2))
+    if repeat == "expand":
+        k, v = (each[:, :, None].expand(-1, -1, 2, -1, -1).reshape(x.size(0), 4, LENGTH, 2) for each in (k, v))
+    elif repeat == "interleave":
+        k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+    else:  # heads in another order: each group's heads are not neighbours
+        k, v = (each[:, None].expand(-1, 2, -1, -1, -1).reshape(x.size(0), 4, LENGTH, 2) for each in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2).flatten(2)
+
+
+def test_repeated_keys_and_values() -> None:
+    _check(_grouped, {"enable_gqa": 1})
+    _check(lambda x, m: _grouped(x, m, repeat="interleave"), {"enable_gqa": 1})
+    _check(lambda x, m: _grouped(x, m, repeat="tiled"), {})
+    _check(lambda x, m: _grouped(x, m, _arange_mask()), {"is_causal": 1, "enable_gqa": 1})
+    _check(lambda x, m: _grouped(x, m, m.table), {})  # kernels that take a mask want all heads
+
+
+class Grouped(nn.Module):
+    """Attention of 8 heads in 2 groups, with products around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(16, 64), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.o = nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        k, v = (each.repeat_interleave(4, 1) for each in (k, v))
+        y: Tensor = self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return y
+
+
+def test_ranks_that_outnumber_the_groups_take_the_keys_of_their_group(tmp_path: Any) -> None:
+    """8 heads in 2 groups over 4 ranks: each has 2 heads of one group."""
+    x = torch.randn(4, 12, 16)
+    program = gp.export(Grouped(), (x,), loss_fn=lambda y: y.square().mean())
+    plan = gp.plan(program, mesh={"tp": 4}, shard_plan={"q.weight": "S(0)@tp", "o.weight": "S(1)@tp"})
+    parts = gp.partition(program, plan)
+    folder = parts.save(tmp_path / "out")
+    text = "".join(path.read_text() for path in (tmp_path / "out").glob("*.py") if path.stem != "collectives")
+    assert "own_group" in text and "enable_gqa=True" in text
+    assert gp.check(folder).ok
+    assert gp.verify(parts).ok
+
+
+# ---- masks of any length ---------------------------------------------------------------------------------------
+
+
+class Longer(nn.Module):
+    def __init__(self, length: int, mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.length, self.mask, self.scale = length, mask, nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(self.length)
+        mask = self.mask(place[None, None, None, :], place[None, None, :, None])
+        q = x * self.scale
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask.expand(x.size(0), -1, -1, -1))
+
+
+def _longer(length: int, mask: Callable[[Tensor, Tensor], Tensor]) -> Program:
+    return gp.export(Longer(length, mask), (torch.randn(2, 1, length, 2),), loss_fn=lambda y: y.square().mean())
+
+
+def test_a_mask_of_a_million_tokens_is_proven_without_being_made() -> None:
+    assert _longer(2**20, lambda column, row: column <= row).idioms == {"is_causal": 1}
+    assert _longer(2**20, lambda column, row: (row >= column) & (column < 2**20)).idioms == {"is_causal": 1}
+    assert _longer(2**20, lambda column, row: column < row + 1).idioms == {"is_causal": 1}
+    assert not _longer(2**20, lambda column, row: column < row).idioms
+    assert not _longer(2**20, lambda column, row: (column <= row) & (column < 2**20 - 1)).idioms
+    assert not _longer(2**20, lambda column, row: (column <= row) & (row - column < 4096)).idioms
+
+
+_TERMS = {
+    "column <= row": lambda c, r: c <= r,
+    "row >= column": lambda c, r: r >= c,
+    "column < row + 1": lambda c, r: c < r + 1,
+    "column < row": lambda c, r: c < r,
+    "column <= 299": lambda c, r: c <= torch.full_like(r, 299),
+    "column <= 150": lambda c, r: c <= torch.full_like(r, 150),
+    "column // 2 <= row // 2": lambda c, r: c // 2 <= r // 2,
+    "alike": lambda c, r: torch.zeros_like(c) == torch.zeros_like(r),
+    "differ": lambda c, r: torch.zeros_like(c) == torch.ones_like(r),
+    "not later": lambda c, r: ~(c > r),
+    "near": lambda c, r: r - c < 200,
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.sampled_from(sorted(_TERMS)), min_size=1, max_size=3), st.lists(st.booleans(), min_size=2, max_size=2)
+)
+def test_proofs_agree_with_the_masks_themselves(terms: list[str], joins: list[bool]) -> None:
+    def mask(column: Tensor, row: Tensor) -> Tensor:
+        made = _TERMS[terms[0]](column, row)
+        for term, both in zip(terms[1:], joins):
+            other = _TERMS[term](column, row)
+            made = made & other if both else made | other
+        return made
+
+    place = torch.arange(300)
+    whole = mask(place[None, :], place[:, None])
+    causal = torch.equal(whole, torch.ones(300, 300, dtype=torch.bool).tril())
+    assert bool(_longer(300, mask).idioms) == causal
+
+
+def test_a_mask_that_is_known_only_at_run_time_is_not_proven() -> None:
+    def padded(x: Tensor, m: Model) -> Tensor:
+        q, k, v = _heads(x, m)
+        mask = _arange_mask() & (x[:, None, None, :, 0] > -1e30)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    _, program = _exported(padded)
+    assert not program.idioms
+    node = next(each for each in program.graph.nodes if "attention" in each.name)
+    assert not Masks(program).is_causal(node.args[3], LENGTH)
+
+
+# ---- the pass --------------------------------------------------------------------------------------------------
+
+
+def test_the_pass_can_be_skipped() -> None:
+    _, program = _exported(_hf, skip=["idioms"])
+    assert not program.idioms and "rms_norm" not in str(program)
+    assert "F.rms_norm" in str(_exported(_hf)[1])
+    with pytest.raises(GraphparError, match="idioms"):
+        _exported(_hf, skip=["simplify"])
