@@ -90,7 +90,7 @@ def test_conflicts_are_refused() -> None:
         (lambda: gp.PASSES.insert_after("simplify", gp.PASSES[0]), "already a pass 'inline_regions'"),
         (lambda: gp.PASSES.insert_after("simplify", "doubled"), "a function from Program to Program, not 'doubled'"),
         (lambda: export(passes=[doubled]), "passes holds <function doubled .*which is no pass"),
-        (lambda: export(skip=["simplify"]), "simplify can't be skipped; those that can are outline, share_helpers"),
+        (lambda: export(skip=["simplify"]), "simplify can't be skipped; those that can are idioms, outline, share_helpers"),
         (lambda: export(passes=gp.PASSES.insert_after("simplify", lambda program: None)), "gave a NoneType"),
         (lambda: export(passes=gp.PASSES.insert_after("outline", doubled), skip=["outline"]), "doubled requires outline, which is skipped"),
     ],
