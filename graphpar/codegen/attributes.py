@@ -90,11 +90,10 @@ def _assignment(target: str, value: str) -> str:
 class InitPrinter:
     """Prints the body of ``__init__`` of one class."""
 
-    def __init__(self, tree: Tree, classes: Mapping[str, str], prefix: str = "", *, train: bool = True) -> None:
+    def __init__(self, tree: Tree, constructors: Mapping[str, str], *, train: bool = True) -> None:
         self.tree = tree
         self.train = train
-        self.classes = classes  # module path -> the user's class
-        self.prefix = prefix
+        self.constructors = constructors  # of torch's modules, by path
         self.lines: list[tuple[str, str]] = []
         self.needs_parameters = False
 
@@ -143,9 +142,8 @@ class InitPrinter:
         parameters = {name: info for name, info in child.tensors.items() if _is_parameter(info)}
         if not parameters or child.children:
             return "nn.Module()"
-        known = _known_module(self.classes.get(f"{self.prefix}{path}", ""), parameters)
-        if known is not None:
-            return known
+        if path in self.constructors:
+            return self.constructors[path]
         dtype, *others = {info.dtype for info in parameters.values()}
         if others or "dtype" in parameters or not all(map(_is_plain, parameters)):
             return "nn.Module()"
@@ -236,24 +234,3 @@ def _block_dict(tree: Tree) -> str:
 
 def _range(begin: int, end: int) -> str:
     return f"range({begin}, {end})" if begin else f"range({end})"
-
-
-def _known_module(module_class: str, parameters: Mapping[str, TensorInfo]) -> str | None:
-    """The constructor of a torch module that has just these parameters."""
-    shapes = {name: info.shape for name, info in parameters.items()}
-    dtype, *others = {info.dtype for info in parameters.values()}
-    if others or "weight" not in shapes or set(shapes) - {"weight", "bias"}:
-        return None
-    weight = shapes["weight"]
-    if shapes.get("bias", weight[:1]) != (weight if "LayerNorm" in module_class else weight[:1]):
-        return None
-    typed = _dtype_option(dtype)
-    unbiased = "" if "bias" in shapes else ", bias=False"
-    if module_class == "torch.nn.modules.linear.Linear" and len(weight) == 2:
-        return f"nn.Linear({weight[1]}, {weight[0]}{unbiased}{typed})"
-    if module_class == "torch.nn.modules.sparse.Embedding" and len(weight) == 2 and "bias" not in shapes:
-        return f"nn.Embedding({weight[0]}, {weight[1]}{typed})"
-    if module_class == "torch.nn.modules.normalization.LayerNorm":
-        shape = str(weight[0]) if len(weight) == 1 else str(tuple(weight))
-        return f"nn.LayerNorm({shape}{unbiased}{typed})"
-    return None

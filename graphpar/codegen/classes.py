@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, fx
 
 from graphpar.codegen.attributes import InitPrinter, Tree, build_tree, reference
+from graphpar.codegen.layers import Layers
 from graphpar.codegen.layout import WIDTH, commented, wrapped
 from graphpar.codegen.printer import GraphPrinter, Printed, describe_shape, describe_types
 from graphpar.codegen.stage_printer import StagePrinter
@@ -29,9 +30,11 @@ def block_class(program: Program, block: Block) -> tuple[str, bool]:
     tree = build_tree(
         infos, {}, [name.removeprefix(prefix) for name in program.module_classes if name.startswith(prefix)]
     )
-    init = InitPrinter(tree, program.module_classes, prefix, train=program.mode == "train")
+    layers = Layers.of(block.graph, tree, program.module_classes, prefix)
+    made = layers.constructors(tree, program.module_classes, prefix)
+    init = InitPrinter(tree, made, train=program.mode == "train")
     body = init.print(program.ties_below(instance))
-    printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=block.path)
+    printer = GraphPrinter(block.graph, lambda name: reference(tree, name), base=block.path, layers=layers.calls)
     printed = printer.print()
     where = ", ".join(numbered_runs(list(dict.fromkeys(block.instances))))
     lines = [
@@ -54,9 +57,10 @@ def stage_class(
         blocks: its block instances, path -> class.
     """
     tree = stage_tree(program, infos, blocks)
-    init = InitPrinter(tree, program.module_classes, train=program.mode == "train")
+    layers = Layers.of(stage.graph, tree, program.module_classes)
+    init = InitPrinter(tree, layers.constructors(tree, program.module_classes), train=program.mode == "train")
     body = init.print(stage_ties(program, infos, blocks))
-    printer = StagePrinter(stage.graph, tree, (*stage.inputs, *stage.counts))
+    printer = StagePrinter(stage.graph, tree, (*stage.inputs, *stage.counts), layers.calls)
     printed = printer.print()
     received = {boundary.name for boundary in stage.receives}
     summary = f"{modules}. {_flow(stage.graph, printed)}"

@@ -36,7 +36,7 @@ from graphpar.codegen.recomputation import FUNCTIONS as RECOMPUTING
 from graphpar.codegen.recomputation import GATHERING, recomputation_function, recomputed_in
 from graphpar.codegen.token_inputs import vocabularies
 from graphpar.codegen.train_script import EXAMPLES, train_script
-from graphpar.emitted import collectives, gathering, random_streams, recomputation
+from graphpar.emitted import collectives, gathering, layers, random_streams, recomputation
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
@@ -100,6 +100,8 @@ def emit_package(
         files["random_streams.py"] = inspect.getsource(random_streams)
     if plan.sharding.degrees:
         files["collectives.py"] = inspect.getsource(collectives)
+    if any("from . import layers\n" in text for text in files.values()):
+        files["layers.py"] = inspect.getsource(layers)
     kinds = {how.kind for how in recomputed.values()}
     if kinds - {GATHERS}:
         files["recomputation.py"] = inspect.getsource(recomputation)
@@ -273,6 +275,8 @@ def _assembled(
         registered = [name for name in operators.registers if f"torch.ops.{name.replace('::', '.')}" in text]
         if registered and not classes:
             local.append(f"from . import operators  # noqa: F401  registers {', '.join(registered)}")
+    if re.search(r"(?<![\w.])layers\.(Linear|LayerNorm|RMSNorm)\(", text):
+        local.append("from . import layers")
     local.sort()
     header = "\n".join(imports) + ("\n\n" + "\n".join(local) if local else "")
     return f"{title}\n{header}\n\n\n{text}"

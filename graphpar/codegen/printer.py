@@ -11,19 +11,22 @@ from __future__ import annotations
 import builtins
 import itertools
 import keyword
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from graphpar.codegen.layers import given
 from graphpar.codegen.spelling import spell
 from graphpar.emitted import collectives
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
 from graphpar.operators.naming import created_by, short_name, user_name
+from graphpar.operators.parameter_casts import casts_parameter
 from graphpar.operators.spelling import Expression, literal
 from graphpar.operators.table import record_of
 from graphpar.runtime.layout import ExpertRows, R
@@ -115,6 +118,7 @@ class GraphPrinter:
         call: spells a block of this ``call_module`` node.
         base: the path of the module that the graph is of.
         keywords: placeholders that are passed by name, so that their names can't be changed.
+        layers: the operators that are calls of modules, and the modules' paths.
     """
 
     def __init__(
@@ -126,8 +130,10 @@ class GraphPrinter:
         base: str = "",
         reserved: Iterable[str] = (),
         keywords: Iterable[str] = (),
+        layers: Mapping[fx.Node, str] = MappingProxyType({}),
     ) -> None:
         self.graph = graph
+        self.layers = layers
         self.attribute = attribute
         self.call = call
         self.base = base
@@ -152,7 +158,9 @@ class GraphPrinter:
     # ---- which nodes get a statement ----
 
     def choose_inlined(self) -> None:
-        """Find the nodes that are written inside of the statement that uses them."""
+        """Find the nodes that are written inside of the statement that uses them; casts of a layer's parameters are its own."""
+        for node in self.layers:
+            self.inlined.update(each for each in node.all_input_nodes if casts_parameter(each))
         before_write = self._before_write()
         for node in self.nodes:
             if node not in before_write and self._may_inline(node):
@@ -201,6 +209,11 @@ class GraphPrinter:
         """Roughly how long the expression of ``node`` is."""
         if node not in self._lengths:
             total = len(operator_name(node)) + 4
+            if node in self.layers:
+                operand = given(node)
+                inner = self._length(operand) if operand in self.inlined else 10
+                self._lengths[node] = len(self.layers[node]) + 7 + inner
+                return self._lengths[node]
             for argument in node.all_input_nodes:
                 if argument.op == "get_attr":
                     total += len(str(argument.target)) // 2 + 8
@@ -373,6 +386,8 @@ class GraphPrinter:
             assert self.call is not None
             arguments = ", ".join(self.expression(argument).text for argument in node.args)
             return Expression(f"{self.call(node)}({arguments})")
+        if node in self.layers:
+            return Expression(f"{self.attribute(self.layers[node])}({self.expression(given(node)).text})")
         return spell(node, self.expression, self.anchor())
 
     def anchor(self) -> str:

@@ -6,7 +6,7 @@ hidden = h.0(hidden, mask); hidden = h.1(hidden, mask); ...
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,11 @@ class Run:
 class StagePrinter(GraphPrinter):
     """Prints a root graph whose attributes are in ``tree``."""
 
-    def __init__(self, graph: fx.Graph, tree: Tree, keywords: Iterable[str]) -> None:
+    def __init__(self, graph: fx.Graph, tree: Tree, keywords: Iterable[str], layers: Mapping[fx.Node, str]) -> None:
         super().__init__(
-            graph, lambda name: reference(tree, name), lambda node: reference(tree, str(node.target)), keywords=keywords
-        )
+            graph, lambda name: reference(tree, name), lambda node: reference(tree, str(node.target)), keywords=keywords,
+            layers=layers,
+        )  # fmt: skip
         self.tree = tree
         self.runs: dict[fx.Node, Run] = {}  # by last call
         for run in find_runs(graph):
