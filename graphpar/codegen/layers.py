@@ -81,7 +81,8 @@ class Layers:
             found = _use(node, tree)
             if found is not None:
                 uses.setdefault(found[0], {})[node] = found[1]
-        by_path, calls = {}, {}
+        by_path: dict[str, Layer] = {}
+        calls: dict[fx.Node, str] = {}
         for path, nodes in uses.items():
             own = _CLASSES.get(classes.get(f"{prefix}{path}", ""))
             fitting = {node: layer for node, layer in nodes.items() if own in (None, layer.kind)}
