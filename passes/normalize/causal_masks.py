@@ -28,7 +28,7 @@ HIDES = -1e9
 MOST_ELEMENTS = 2**26
 """Masks with more elements are not made."""
 _BATCH = 2
-_NAMES_OF_SHAPES = ("new_ones", "new_zeros", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "sym_size")
+_SHAPES_ALONE = (Kind.FACTORY, Kind.NUMBER)
 """Operators that read a tensor's shape, and not its values."""
 
 
@@ -113,7 +113,7 @@ class _Values:
         return self.known[node]
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
-        if node.op != "call_function" or operator_name(node) in _NAMES_OF_SHAPES:
+        if node.op != "call_function" or record_of(node).kind in _SHAPES_ALONE:
             return [each for each in node.all_input_nodes if not isinstance(value_of(each), Tensor)]
         return node.all_input_nodes
 
@@ -155,10 +155,10 @@ class _Values:
     def _as_prefix(self, node: fx.Node) -> _Prefix | None:
         """Return a large mask as what each row shows; None where that can't be said."""
         name, known = operator_name(node), [self.known.get(each) if isinstance(each, fx.Node) else each for each in node.args]
-        if is_call(node, "le", "lt", "ge", "gt", "eq"):
-            return _compared(name, known[0], known[1])
-        if name in ("__and__", "bitwise_and", "logical_and", "__or__", "bitwise_or", "logical_or"):
-            pick = torch.minimum if "and" in name else torch.maximum
+        tensors = [each for each in known if isinstance(each, Tensor)]
+        if record_of(node).kind is Kind.POINTWISE and len(known) == len(tensors) == 2:
+            return _compared(node, *tensors)
+        if (pick := _pick(node)) is not None:
             return _joined(known[0], known[1], pick)
         first = known[0] if known else None
         if name == "where" and len(known) == 3 and isinstance(first, _Prefix) and first.hidden is None:
@@ -175,27 +175,41 @@ def _scalar(value: Any) -> float | None:
     return number(value)
 
 
-def _compared(name: str, first: Any, second: Any) -> _Prefix | None:
+def _compared(node: fx.Node, first: Tensor, second: Tensor) -> _Prefix | None:
     """Compare columns [.., 1, s] with rows [.., s, 1]: columns that grow are shown up to a place."""
-    if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or first.ndim < 2 or second.ndim < 2:
+    if first.ndim < 2 or second.ndim < 2 or first.is_complex() or second.is_complex() or node.kwargs:
         return None
+    shown = node.target(torch.tensor([-1, 0, 1]), torch.tensor(0))  # type: ignore[operator]
+    if shown.dtype != torch.bool:
+        return None
+    less, same, more = shown.tolist()
     if first.shape[-1] == 1 and second.shape[-2] == 1:  # rows first
-        name = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}.get(name, name)
-        first, second = second, first
-    if first.shape[-2] != 1 or second.shape[-1] != 1 or first.is_complex() or second.is_complex():
+        first, second, less, more = second, first, more, less
+    if first.shape[-2] != 1 or second.shape[-1] != 1:
         return None
     columns, rows = first.squeeze(-2), second.squeeze(-1)
     lead = torch.broadcast_shapes(columns.shape[:-1], rows.shape[:-1])
     columns = columns.expand(*lead, -1).contiguous()
     rows = rows.expand(*lead, -1).contiguous()
     width = columns.shape[-1]
-    if name == "eq":
+    if (less, same, more) == (False, True, False):
         constant = columns[..., :1]
         alike = bool((columns == constant).all()) and bool((rows == constant).all())
         return _Prefix(torch.full(rows.shape, width), width) if alike else None
-    if name not in ("le", "lt") or not bool((columns.diff(dim=-1) >= 0).all()):
+    if not less or more or not bool((columns.diff(dim=-1) >= 0).all()):
         return None
-    return _Prefix(torch.searchsorted(columns, rows, right=name == "le"), width)
+    return _Prefix(torch.searchsorted(columns, rows, right=same), width)
+
+
+def _pick(node: fx.Node) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return how an operator joins what two masks show: the fewer columns (and), the more (or); None where it is neither."""
+    if record_of(node).kind is not Kind.POINTWISE or len(node.args) != 2 or node.kwargs:
+        return None
+    if any(not isinstance(each, fx.Node) or value_of(each).dtype != torch.bool for each in node.args):
+        return None
+    made = node.target(torch.tensor([False, False, True, True]), torch.tensor([False, True, False, True]))  # type: ignore[operator]
+    table = {(False, False, False, True): torch.minimum, (False, True, True, True): torch.maximum}
+    return table.get(tuple(made.tolist()))
 
 
 def _joined(first: Any, second: Any, pick: Callable[[Tensor, Tensor], Tensor]) -> _Prefix | None:
