@@ -224,6 +224,23 @@ SEARCHES = {
 }
 
 
+def test_a_degree_of_dp_shard_pins_no_level() -> None:
+    """Of the levels over a pinned dp_shard the fastest is taken, as where each is pinned; what only level 3 has keeps level 3."""
+    program, cluster, mesh = example("head_first"), gp.Cluster.parse("2xH100"), {"dp_shard": 2}
+
+    free = gp.plan(program, cluster, mesh=mesh)
+    ahead = gp.plan(program, cluster, mesh=mesh, prefetch="post")
+
+    seconds = {}
+    for level in (1, 2, 3):
+        predicted = gp.plan(program, cluster, mesh=mesh, zero=level).predicted
+        assert predicted is not None
+        seconds[level] = predicted.step_time_s
+    assert seconds[1] < seconds[3] and free.zero == min(seconds, key=seconds.__getitem__)
+    assert free.predicted is not None and free.predicted.step_time_s == seconds[free.zero]
+    assert (ahead.zero, ahead.prefetch) == (3, "post")
+
+
 @pytest.mark.parametrize("name", SEARCHES)
 def test_meshes_that_cannot_do_what_is_pinned_are_not_searched(name: str) -> None:
     pins, holds = SEARCHES[name]
