@@ -59,7 +59,7 @@ class Estimate:
         exposed_s: the part of it that computation does not hide.
         parts_s: the step of the busiest rank, adding up to ``step_time_s``: ``compute``, ``host`` (its device waits for operators to be
             launched) or ``turns`` (ranks outnumber cores), exposed collectives by axis, ``pp`` (it waits for transfers), ``bubble``
-            (it has nothing to do), ``gradients`` and ``optimizer`` as below.
+            (it has nothing to do), then ``gradients`` and ``optimizer`` as below, until the last rank is done with them.
         pipeline_s, gradients_s, optimizer_s: until the last action; exposed reduction of gradients; optimizer with exposed gathers.
         stages, conditions, closings: for simulating the step (:mod:`graphpar.cost_models.timelines`); closings are of each pp rank.
         cluster, device: the hardware it is for.
