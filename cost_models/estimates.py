@@ -88,8 +88,13 @@ class Estimate:
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """The peak of each pp rank, in bytes."""
+        """The peak of each pp rank, in bytes that the allocator reserves."""
         return tuple(memory.total for memory in self.memory)
+
+    @property
+    def allocated_memory_bytes(self) -> tuple[int, ...]:
+        """The part of each peak that tensors take."""
+        return tuple(memory.allocated for memory in self.memory)
 
     @property
     def exposed_communication_s(self) -> float:
@@ -127,6 +132,7 @@ class Estimate:
             "exposed_s": dict(self.exposed_s),
             "parts_s": dict(self.parts_s),
             "peak_memory_bytes": list(self.peak_memory_bytes),
+            "allocated_memory_bytes": list(self.allocated_memory_bytes),
             "memory": [asdict(memory) for memory in self.memory],
             "conditions": asdict(self.conditions),
             "closings": [asdict(closing) for closing in self.closings],
