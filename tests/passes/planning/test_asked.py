@@ -68,7 +68,7 @@ NAMED = [
         for name in ("zbv", "Interleaved1F1B", "LoopedBFS", "DualPipeV")
     ),
     ({"devices": 2, "mesh": "pp=1,tp=2,dp_replicate=1", "schedule": "zbv"}, "the mesh tp=2 has pp=1"),
-    ({"schedule": "zbv"}, "the mesh of one device has pp=1"),
+    ({"schedule": "zbv"}, "but the mesh has pp=1"),
 ]
 
 
