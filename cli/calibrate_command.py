@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> Result:
         return Result(
             {**data, "out": None, "refused": doubts}, lambda console: show(profile, None, console), CHECK_FAILED
         )
-    write_text(out, json_text(data))
+    write_text(out, json_text(data), options.written)
     return Result({**data, "out": out}, lambda console: show(profile, out, console))
 
 

@@ -134,7 +134,7 @@ def compile_model(options: argparse.Namespace) -> Result:
     if options.explain:
         data |= {"explain": explanation, "decisions": explainer.to_json()}
     if options.html:
-        write_text(options.html, html(report))
+        write_text(options.html, html(report), options.written)
 
     def show(console: Console) -> None:
         render(report, console, out, clock.seconds["plan"])
@@ -401,6 +401,7 @@ def _write(
             first = first_step(parts)
     with progress(f"writing {folder}"):
         parts.save(folder, state, options.force)
+        options.written.append(str(folder))
         if first is not None:
             first.save(folder)
     return said

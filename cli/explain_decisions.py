@@ -54,7 +54,8 @@ class DecisionExplainer:
 
     def text(self, each: NextBest) -> str:
         """Write ``1F1B; next best GPipe (4 microbatches of 2): 45 ms a step instead of 43 ms (+4.7%): bubble +2 ms; peak ...``."""
-        pinned = ", pinned" if each.pinned else ", not searched" if each.by_default else ""
+        decided = "as in the given plan" if self.decisions.given else "pinned"
+        pinned = f", {decided}" if each.pinned else ", not searched" if each.by_default else ""
         if each.estimate is None:
             return f"{each.value}{pinned}; no next best: {each.note}"
         note = f" ({each.note})" if each.note else ""

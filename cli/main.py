@@ -26,6 +26,7 @@ from typing import Any
 from graphpar.cli.commands import COMMANDS, build_parser
 from graphpar.cli.output import CHECK_FAILED, OUR_BUG, USER_ERROR, Result, stdout_console, stdout_to_stderr
 from graphpar.errors import GraphparError
+from graphpar.text import listed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = build_parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has printed the help (0) or what is wrong (2)
         return int(stop.code or 0)
+    options.written = []  # what a command writes, it adds
     try:
         with stdout_to_stderr() if options.json else contextlib.nullcontext(), _rare_collections(), _ended_by_signals():
             result: Result = COMMANDS[options.command].run(options)
@@ -46,9 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone, e.g. `| head`
         return 0
     except KeyboardInterrupt as stopped:
+        print(_interrupted(options.command, options.written), file=sys.stderr)
         return 128 + (stopped.number if isinstance(stopped, _Ended) else signal.SIGINT)
     except Exception as error:
         return _failed(error)
+
+
+_WRITE_AS_THEY_GO = ("run", "checkpoint")
+"""Commands whose processes write weights and checkpoints, which are not noted."""
+
+
+def _interrupted(command: str, written: Sequence[str]) -> str:
+    """Say what a command that was interrupted leaves behind."""
+    if written:
+        return f"Interrupted; it had written {listed(written, 4)}."
+    return "Interrupted." if command in _WRITE_AS_THEY_GO else "Interrupted; nothing was written."
 
 
 class _Ended(KeyboardInterrupt):

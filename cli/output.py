@@ -121,13 +121,14 @@ def stdout_to_stderr() -> Iterator[None]:
             os.close(saved)
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write a file that the user asked for; its folder must exist."""
+def write_text(path: str | Path, text: str, written: list[str]) -> None:
+    """Write a file that the user asked for; its folder must exist. Its path is added to ``written``."""
     check_writable(path)
     try:
         Path(path).write_text(text)
     except OSError as error:
         raise GraphparError(f"{path} can't be written: {error.strerror or error}.") from error
+    written.append(str(path))
 
 
 def check_writable(path: str | Path) -> None:

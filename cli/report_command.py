@@ -51,10 +51,10 @@ def _shown(options: argparse.Namespace, path: Path, data: dict[str, Any]) -> Res
     if options.html and options.trace:
         raise GraphparError("Give --html or --trace, not both: each is written instead of the report.")
     if options.html:
-        write_text(options.html, html(data))
+        write_text(options.html, html(data), options.written)
         return Result(data, lambda console: console.out(f"Wrote {options.html}", highlight=False))
     if options.trace:
-        write_text(options.trace, json.dumps(trace(data), allow_nan=False))
+        write_text(options.trace, json.dumps(trace(data), allow_nan=False), options.written)
         return Result(data, lambda console: console.out(f"Wrote {options.trace}", highlight=False))
     out = str(path.parent) if path.name == "plan.json" else None
 

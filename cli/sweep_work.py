@@ -92,7 +92,7 @@ def sweep(options: argparse.Namespace) -> Result:
         raise GraphparError(str(rows[0].why_not))
     data = {"model": program.name, "rows": [asdict(row) for row in rows]}
     if options.html is not None:
-        write_text(options.html, _page(program.name, rows))
+        write_text(options.html, _page(program.name, rows), options.written)
 
     def show(console: Console) -> None:
         for line, whole in _lines(program.name, rows):

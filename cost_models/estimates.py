@@ -59,7 +59,7 @@ class Estimate:
         exposed_s: the part of it that computation does not hide.
         parts_s: the step of the busiest rank, adding up to ``step_time_s``: ``compute``, ``host`` (its device waits for operators to be
             launched) or ``turns`` (ranks outnumber cores), exposed collectives by axis, ``pp`` (it waits for transfers), ``bubble``
-            (it has nothing to do), ``gradients`` and ``optimizer`` as below.
+            (it has nothing to do), then ``gradients`` and ``optimizer`` as below, until the last rank is done with them.
         pipeline_s, gradients_s, optimizer_s: until the last action; exposed reduction of gradients; optimizer with exposed gathers.
         stages, conditions, closings: for simulating the step (:mod:`graphpar.cost_models.timelines`); closings are of each pp rank.
         cluster, device: the hardware it is for.
@@ -88,8 +88,13 @@ class Estimate:
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """The peak of each pp rank, in bytes."""
+        """The peak of each pp rank, in bytes that the allocator reserves."""
         return tuple(memory.total for memory in self.memory)
+
+    @property
+    def allocated_memory_bytes(self) -> tuple[int, ...]:
+        """The part of each peak that tensors take."""
+        return tuple(memory.allocated for memory in self.memory)
 
     @property
     def exposed_communication_s(self) -> float:
@@ -127,6 +132,7 @@ class Estimate:
             "exposed_s": dict(self.exposed_s),
             "parts_s": dict(self.parts_s),
             "peak_memory_bytes": list(self.peak_memory_bytes),
+            "allocated_memory_bytes": list(self.allocated_memory_bytes),
             "memory": [asdict(memory) for memory in self.memory],
             "conditions": asdict(self.conditions),
             "closings": [asdict(closing) for closing in self.closings],

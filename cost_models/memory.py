@@ -26,7 +26,7 @@ class Memory:
         boundaries: what stages receive, and the gradients of what they send; torch keeps a buffer for each microbatch.
         activations: of the microbatches in flight, at the peak.
         transient: what the running forward or backward needs on top; for the loss its logits and their gradient.
-        slack: overhead of the allocator.
+        slack: overhead of the allocator: what it reserves beyond what is allocated.
     """
 
     parameters: int = 0
@@ -44,5 +44,10 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All bytes of the rank."""
+        """All bytes of the rank: what the allocator reserves."""
         return sum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def allocated(self) -> int:
+        """The bytes of the rank's tensors."""
+        return self.total - self.slack

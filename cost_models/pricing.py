@@ -11,6 +11,7 @@ for the slowest rank of each stage; ranks of one stage do the same.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -291,7 +292,7 @@ class Pricing:
             sent, exposed = (summed_by_axis([each, {"dp_shard": by_table}]) for each in (sent, exposed))
         parts = {"compute": compute, host: max(0.0, busy - compute - sum(exposed.values())), **exposed}
         if self.mesh.pp > 1:
-            sent["pp"] = count * self._received(step.staged, own)
+            sent["pp"] = count * self._transfers(step, own)
             exposed["pp"] = parts["pp"] = waiting
         parts["bubble"] = max(0.0, step.pipeline - busy - waiting)
         parts |= {"gradients": step.summed - step.pipeline, "optimizer": step.after}
@@ -424,14 +425,15 @@ class Pricing:
         return few if repeats else None
 
     @staticmethod
-    def _received(stages: Sequence[StageEstimate], own: Sequence[int]) -> float:
-        """Return the seconds of transfers from other ranks to the stages of one, for a microbatch."""
-        ranks = [stage.rank for stage in stages]
-        before = [stages[place - 1].sent_s for place in own if place and ranks[place - 1] != ranks[place]]
-        after = [
-            stages[place].returned_s for place in own if place + 1 < len(stages) and ranks[place + 1] != ranks[place]
-        ]
-        return sum(before) + sum(after)
+    def _transfers(step: StepCosts, own: Sequence[int]) -> float:
+        """Return the seconds of transfers to the stages of a rank from other ranks, for a microbatch; and back, where senders wait."""
+        stages, both = step.staged, step.conditions.sender_waits
+        total = 0.0
+        for here, after in itertools.pairwise(stages):
+            if here.rank != after.rank:
+                total += here.sent_s * ((after.index in own) + (both and here.index in own))
+                total += here.returned_s * ((here.index in own) + (both and after.index in own))
+        return total
 
     def _crossings(self, layout: Layout, stages: Sequence[tuple[int, int]]) -> tuple[list[float], list[float]]:
         """Return the seconds of each stage's transfer to the next, and of the gradients back."""

@@ -129,6 +129,9 @@ class StagePrices:
         """
         assert self._state is not None
         forwards = self._forwards[stage]
+        forwards = forwards * (
+            forward / max(forwards.sum(), 1e-12)
+        )  # a host that is ahead in one unit is not behind in the next
         ratio = backward / forward if forward else 2.0
         gathers, scatters = (seconds[stage] for seconds in self._state())
         none = np.zeros(len(forwards))

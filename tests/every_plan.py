@@ -145,7 +145,7 @@ class EveryPlan:
     def _states(self, mesh: Mesh) -> list[tuple[int, str]]:
         if mesh.dp_shard == 1:
             return [(0, "default")]
-        levels = [self.zero] if self.zero else [3] if "dp_shard" in self.mesh else [1, 2, 3]
+        levels = [self.zero] if self.zero else [1, 2, 3]
         if self.reshard is not None:
             return [(level, self.reshard) for level in levels if level == 3 or self.reshard == "default"]
         return [

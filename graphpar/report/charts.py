@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from graphpar.report.predicted import allocated_bytes
 from graphpar.report.timeline_chart import WIDTH, left_of
 from graphpar.text import bytes_text, rate_text, seconds_text, share_text
 
@@ -57,10 +58,12 @@ def memory_chart(
         for part in used
     )
     line = " (the line)" if near else ""
+    allocated = bytes_text(allocated_bytes(predicted)[peaks.index(max(peaks))])
     return (
         f'<svg class="peaks" viewBox="0 0 {width} {tall}" role="img" aria-label="Memory at the peak">{"".join(shapes)}</svg></div>'
         f'<div class="soft">{key}</div>'
-        f'<p class="soft">Of each rank at its peak. A device has {bytes_text(capacity)}{line}.</p>'
+        f'<p class="soft">Of each rank at its peak. Slack is what the allocator reserves beyond what tensors take, {allocated} on '
+        f"the fullest rank. A device has {bytes_text(capacity)}{line}.</p>"
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphpar.errors import GraphparError
 from graphpar.report.data import decisions
-from graphpar.report.predicted import PART_NAMES, mesh_text
+from graphpar.report.predicted import PART_NAMES, mesh_text, whose_parts
 from graphpar.text import bytes_text, compressed, count_text, plural, seconds_text, shortened
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _rows(a: Mapping[str, float], b: Mapping[str, float]) -> Iterator[dict[str, 
 
 
 def _times(a: Side, b: Side) -> Iterator[dict[str, Any]]:
-    """Compare the step and its parts on the busiest rank, which add up to it."""
+    """Compare the step and its parts, which add up to it, and are those that :func:`whose_parts` says."""
     assert a.predicted is not None and b.predicted is not None
     yield _row("step", a.predicted["step_time_s"], b.predicted["step_time_s"])
     yield from _rows(_parts(a.predicted), _parts(b.predicted))
@@ -282,7 +282,7 @@ def difference_lines(data: Mapping[str, Any]) -> list[str]:
         lines.append(f"   {entry['parameters']}{count}: {entry['a']} | {entry['b']}")
     if data["times"] is None:
         return lines
-    lines += _table("Step (busiest rank)", data["times"], seconds_text)
+    lines += _table(f"Step ({whose_parts([row['name'] for row in data['times']])})", data["times"], seconds_text)
     lines += _table("Communication a step", data["communication"], seconds_text)
     lines += _table("A microbatch", list(_stage_rows(data["stages"])), seconds_text)
     lines += [f"   stage {stage['index']}: {_modules(stage, 'a')} | {_modules(stage, 'b')}" for stage in data["stages"]]

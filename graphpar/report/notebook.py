@@ -45,7 +45,9 @@ def estimate_frame(estimate: Estimate) -> str:
         (str(stage.index), str(stage.rank), seconds_text(stage.forward_s), seconds_text(stage.backward_s))
         for stage in estimate.stages
     ]
-    peaks = [(str(rank), bytes_text(peak)) for rank, peak in enumerate(estimate.peak_memory_bytes)]
+    peaks = [
+        (str(rank), bytes_text(each.total), bytes_text(each.allocated)) for rank, each in enumerate(estimate.memory)
+    ]
     body = [
         f"<h1>{escape(estimate.cluster)}</h1>",
         facts(_step_facts(estimate)),
@@ -54,7 +56,7 @@ def estimate_frame(estimate: Estimate) -> str:
         "<h2>Stages, a microbatch</h2>",
         _table(("Stage", "pp", "Forward", "Backward"), stages),
         "<h2>Memory</h2>",
-        _table(("pp", "Peak of a rank"), peaks),
+        _table(("pp", "Peak of a rank", "Allocated"), peaks),
     ]
     return _frame(page(estimate.cluster, body))
 

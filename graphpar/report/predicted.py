@@ -5,7 +5,7 @@ predicted, search ──► Predicted, Step, Searched | communication a step | R
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from graphpar.report.recomputation import kinds_text
@@ -17,6 +17,8 @@ _LEAST = 1e-3
 """Parts of a step below this share of it are not shown."""
 _SMALL_GAP = 5e-4
 """Smaller gaps are shown as none."""
+_ENDS = ("gradients", "optimizer")
+"""Parts of a step that end when the last rank is done with them."""
 PART_NAMES = {"host": "waits for the host", "pp": "transfers"}
 """Names of the parts of a step that are not their own."""
 
@@ -62,24 +64,33 @@ def alone_text(data: Mapping[str, Any]) -> str:
 
 
 def peak_text(predicted: Mapping[str, Any]) -> str:
-    """Write ``71.3 GiB of 77.6 GiB (stage 0)``."""
+    """Write ``71.3 GiB of 77.6 GiB (stage 0, 69.2 GiB allocated)``; what is said first is what the allocator reserves."""
     peaks = predicted["peak_memory_bytes"]
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     stages = [stage["index"] for stage in predicted["stages"] if stage["rank"] == rank]
-    where = f" (stage{'s' if len(stages) > 1 else ''} {indices_text(stages)})" if len(predicted["stages"]) > 1 else ""
+    where = [f"stage{'s' if len(stages) > 1 else ''} {indices_text(stages)}"] if len(predicted["stages"]) > 1 else []
+    where.append(f"{bytes_text(allocated_bytes(predicted)[rank])} allocated")
     over = "" if peaks[rank] <= predicted["memory_bytes"] else ": IT DOES NOT FIT"
-    return f"{bytes_text(peaks[rank])} of {bytes_text(predicted['memory_bytes'])}{where}{over}"
+    return f"{bytes_text(peaks[rank])} of {bytes_text(predicted['memory_bytes'])} ({', '.join(where)}){over}"
+
+
+def allocated_bytes(predicted: Mapping[str, Any]) -> list[int]:
+    """Return the bytes of each pp rank's peak that tensors take; the allocator's overhead is the rest."""
+    return [peak - memory["slack"] for peak, memory in zip(predicted["peak_memory_bytes"], predicted["memory"])]
 
 
 def parts_text(predicted: Mapping[str, Any]) -> str:
     """List the parts of the step that are not negligible."""
     least = _LEAST * predicted["step_time_s"]
-    parts = [
-        f"{PART_NAMES.get(part, part)} {seconds_text(seconds)}"
-        for part, seconds in predicted["parts_s"].items()
-        if seconds >= least
-    ]
-    return " · ".join(parts) + (" (busiest rank)" if len(predicted["memory"]) > 1 else "")
+    shown = {part: seconds for part, seconds in predicted["parts_s"].items() if seconds >= least}
+    text = " · ".join(f"{PART_NAMES.get(part, part)} {seconds_text(seconds)}" for part, seconds in shown.items())
+    return f"{text} ({whose_parts(shown)})" if len(predicted["memory"]) > 1 else text
+
+
+def whose_parts(parts: Collection[str]) -> str:
+    """Say which rank the parts of a step are of: ``busiest rank; optimizer: until the last rank is done``."""
+    ends = [part for part in _ENDS if part in parts]
+    return f"busiest rank; {' and '.join(ends)}: until the last rank is done" if ends else "busiest rank"
 
 
 def searched_text(search: Mapping[str, Any], seconds: float | None = None) -> str:

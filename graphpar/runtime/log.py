@@ -42,7 +42,7 @@ class Predicted:
     Attributes:
         seconds: from the first forward to the end of the optimizer's step.
         mfu: model flops utilisation.
-        peak_memory_bytes: of each pp rank.
+        peak_memory_bytes: of the tensors of each pp rank, without what the allocator reserves beyond them, as they are measured.
         here: whether these ranks run on devices of that kind, so that what is measured compares.
     """
 
@@ -63,7 +63,7 @@ def predicted(program: Manifest, device: torch.device) -> Predicted | None:
     here = kind == device.type
     if device.type == "cuda":
         here &= found["device"].split("-")[0].lower() in torch.cuda.get_device_name(device).lower()
-    peaks = tuple(found["peak_memory_bytes"])
+    peaks = tuple(found.get("allocated_memory_bytes", found["peak_memory_bytes"]))
     return Predicted(found["step_time_s"], found["mfu"], peaks, found["cluster"], here)
 
 

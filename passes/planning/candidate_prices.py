@@ -100,6 +100,11 @@ class CandidatePrices:
                 self.space.refused[str(error)] = None
         return self._sharded[key]
 
+    def is_solved(self, candidate: Candidate) -> bool:
+        """Whether :meth:`sharded` has been asked for the candidate's compute axes, at any size of microbatches."""
+        compute = Mesh(**placed_axes(self.program, candidate.mesh))
+        return compute.size == 1 or any(mesh == compute for mesh, _ in self._sharded)
+
     def run_of(self, candidate: Candidate) -> Execution:
         """Say how ranks run a candidate, but for what they recompute."""
         again = gathers_again(candidate.mesh.pp, candidate.zero, candidate.reshard)

@@ -209,10 +209,11 @@ class Tried:
         hopeless: Sequence[Candidate],
         priced: Collection[Candidate],
         useless: Collection[Candidate],
+        unsolved: Collection[Candidate] = (),
         unpriced: int = 0,
     ) -> Tried:
         """Count ``every`` candidate: those ``able`` to run, those of them that are ``hopeless``, ``priced``, or ``unpriced`` for want of
-        time, and ``useless`` ones."""
+        time, ``useless`` ones, and ``unsolved`` ones, whose placements there was no time for."""
         names = "schedule", "stages_per_rank", "microbatch_size", "microbatches", "zero", "reshard"
         values: dict[str, set[Any]] = {axis: {each.mesh.degrees()[axis] for each in able} for axis in Mesh().degrees()}
         values |= {name: {getattr(each, name) for each in able} for name in names}
@@ -220,9 +221,9 @@ class Tried:
         return Tried(
             {name: tuple(sorted(found, key=lambda each: (str(type(each)), each))) for name, found in values.items()},
             len(useless),
-            len(every) - len(able) - len(useless),
+            len(every) - len(able) - len(useless) - len(unsolved),
             too_large,
-            len(able) - len(priced) - too_large - unpriced,
+            len(able) + len(unsolved) - len(priced) - too_large - unpriced,
             unpriced,
         )
 

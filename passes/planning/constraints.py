@@ -132,11 +132,10 @@ def check_pipelined(schedule: str, mesh: Mesh) -> None:
     """
     row = get_schedule(schedule)
     if mesh.pp == 1 and row.min_stages > 1:
-        shown = (
-            ", ".join(f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1) or "of one device"
-        )
+        shown = "".join(f" {axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1)
+        shown = shown.replace(" ", ", ").replace(", ", " ", 1)
         raise GraphparError(
-            f"Schedule {row.name} needs a pipeline with {row.min_stages} stages a rank, but the mesh {shown} has pp=1; give pp=2 or "
+            f"Schedule {row.name} needs a pipeline with {row.min_stages} stages a rank, but the mesh{shown} has pp=1; give pp=2 or "
             "more, or leave the schedule out."
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,8 @@ _NEAR = 1.03
 """Up to how many times the fastest step a plan takes whose stages are looked at again."""
 _DOUBTFUL = -1
 """The level of a candidate that has not been sharded; at others, so many of the higher bounds are known."""
+_AT_LEAST = 8
+"""So many of the most promising plans are priced also where time is over: that takes little beside placements."""
 _Entry = tuple[float, tuple[Any, ...], int, int]
 """A bound, the order of candidates that have the same, the number of one, and its level."""
 SHOWN_EVERY_S = 0.2
@@ -122,6 +124,13 @@ class Planner:
         )
         self.bounds, self.fitting = StepBounds(self.prices), Fitting(self.prices)
         self._useless: frozenset[Candidate] = frozenset()
+        self._unsolved: frozenset[Candidate] = frozenset()
+        self._began = time.monotonic()
+
+    @property
+    def _over(self) -> bool:
+        """Whether the time of the search is over."""
+        return self.limit_s is not None and time.monotonic() - self._began > self.limit_s
 
     @property
     def wishes(self) -> PlannerConstraints:
@@ -132,20 +141,25 @@ class Planner:
         """Return candidates with their first bounds, the most promising first, and how many are impossible.
 
         Unless ``all_degrees``, those with a tp degree beyond the first that makes microbatches no faster are not among them; see
-        :meth:`_doubtful`. (Such a degree may still be needed for memory.)
+        :meth:`_doubtful`. (Such a degree may still be needed for memory.) Nor are those with a degree for which there is no time.
         """
         found, impossible = [], 0
-        left_out = {} if all_degrees else self._useless_degrees(self.space.all)
-        self._useless = frozenset(
-            each for each in self.space.all if each.mesh.tp in left_out.get(_beside(each.mesh), ())
-        )
+        self._useless = self._unsolved = frozenset()
+        if not all_degrees:
+            self._useless = self._with_degrees(self._useless_degrees(self.space.all))
+            if self._over:
+                self._unsolved = self._with_degrees(self._unsolved_degrees(self.space.all)) - self._useless
         for candidate in self.space.all:
-            if candidate in self._useless:
+            if candidate in self._useless or candidate in self._unsolved:
                 continue
             bounded = self._bounded(candidate)
             impossible += bounded is None
             found += [] if bounded is None else [bounded]
         return sorted(found, key=lambda candidate: (candidate.bound, candidate.key)), impossible
+
+    def _with_degrees(self, degrees: Mapping[tuple[int, ...], Collection[int]]) -> frozenset[Candidate]:
+        """Return the candidates with these tp degrees, by cp and ep."""
+        return frozenset(each for each in self.space.all if each.mesh.tp in degrees.get(_beside(each.mesh), ()))
 
     def _bounded(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate with its first bound; None where it is impossible."""
@@ -159,10 +173,10 @@ class Planner:
         placements of theirs: they divide a microbatch's seconds at the largest smaller degree at best."""
         degrees: dict[tuple[int, ...], set[int]] = {}
         for each in self.space.all:
-            if each not in self._useless:
+            if each not in self._useless and each not in self._unsolved:
                 degrees.setdefault(_beside(each.mesh), set()).add(each.mesh.tp)
         found = []
-        for each in self._useless:
+        for each in self._useless | self._unsolved:
             smaller = max(degree for degree in degrees[_beside(each.mesh)] if each.mesh.tp % degree == 0)
             seconds = self.bounds.of_smaller(each, smaller)
             found.append(replace(each, bound=seconds))
@@ -180,6 +194,8 @@ class Planner:
                     first.setdefault(candidate.mesh.tp, candidate)
             degrees, best = sorted(first), [math.inf, math.inf]
             for place, degree in enumerate(degrees):
+                if place and self._over:
+                    break
                 seconds = []
                 for size in (min(sizes), max(sizes)):
                     pricing = self.prices.pricing(replace(first[degree], microbatch_size=size))
@@ -188,6 +204,15 @@ class Planner:
                     found[beside] = set(degrees[place + 1 :])
                     break
                 best = [min(now, before) for now, before in zip(seconds, best)]
+        return found
+
+    def _unsolved_degrees(self, candidates: Sequence[Candidate]) -> dict[tuple[int, ...], set[int]]:
+        """Return for each cp and ep the tp degrees whose placements have not been solved, but the smallest."""
+        found: dict[tuple[int, ...], set[int]] = {}
+        for beside in dict.fromkeys(_beside(candidate.mesh) for candidate in candidates):
+            degrees = {each.mesh.tp: each for each in candidates if _beside(each.mesh) == beside}
+            unsolved = {tp for tp, each in degrees.items() if not self.prices.is_solved(each)} - {min(degrees)}
+            found[beside] = unsolved
         return found
 
     def search(self, prune: bool = True) -> SearchResult:
@@ -201,7 +226,8 @@ class Planner:
     def fastest(self, keep: Callable[[Candidate], bool]) -> tuple[Priced | None, bool]:
         """Return the fastest that fits of the candidates that ``keep`` takes, and whether there was time for all of them."""
         candidates = [each for each in self.bounded(all_degrees=True)[0] if keep(each)]
-        found = self._explored(candidates, True, time.monotonic())
+        self._began = time.monotonic()
+        found = self._explored(candidates, True)
         ranked = sorted(map(self.fitting.exactly, found.best.values()), key=lambda each: each.rank_key)
         return next((each for each in ranked if each.fits), None), not found.open
 
@@ -245,11 +271,12 @@ class Planner:
         return None
 
     def _searched(self, prune: bool, all_degrees: bool) -> SearchResult:
-        began = time.monotonic()
+        self._began = time.monotonic()
         candidates, impossible = self.bounded(all_degrees=all_degrees)
-        found = self._explored(candidates, prune, began, self._doubtful())
+        found = self._explored(candidates, prune, self._doubtful())
         candidates, impossible = candidates + found.added, impossible + found.impossible
         self._useless -= set(found.expanded)
+        self._unsolved -= set(found.expanded)
         best, misfits, hopeless = found.best, found.misfits, found.hopeless
         exact = [found.noted(self.fitting.exactly(each)) for each in best.values()]
         whole = sorted(exact, key=lambda each: each.rank_key)
@@ -273,15 +300,15 @@ class Planner:
             lower_bound_s=found.lower,
             left_out=self._left_out(candidates, found.open),
             points=tuple(sorted(found.points.values(), key=lambda each: (each.step_time_s, *each.candidate.key))),
-            tried=Tried.of(self.space.all, candidates, hopeless, found.points, self._useless, found.open),
+            tried=Tried.of(
+                self.space.all, candidates, hopeless, found.points, self._useless, self._unsolved, found.open
+            ),
         )
 
-    def _explored(
-        self, candidates: Sequence[Candidate], prune: bool, began: float, doubtful: Sequence[Candidate] = ()
-    ) -> _Explored:
+    def _explored(self, candidates: Sequence[Candidate], prune: bool, doubtful: Sequence[Candidate] = ()) -> _Explored:
         """Price candidates in the order of their bounds, until what is left can't be shown, or time is over.
 
-        ``doubtful`` ones are sharded only if they may be faster than the best.
+        ``doubtful`` ones are sharded only if they may be faster than the best, and when time is over only if nothing else fits.
         """
         found, shown_at, known_ones = _Explored(), -math.inf, [*candidates, *doubtful]
         higher = (self.bounds.in_all_memory, self.bounds.of_stages, self.bounds.in_memory)
@@ -290,17 +317,25 @@ class Planner:
             (each.bound, each.key, number, level) for number, (each, level) in enumerate(zip(known_ones, first))
         ]
         heapq.heapify(heap)
-        while heap:
-            bound, _, number, level = heapq.heappop(heap)
+        later: list[_Entry] = []
+        while heap or (later and not found.best):
+            if not heap:
+                self._expand(heapq.heappop(later)[2], known_ones, found, heap)
+                continue
+            bound, _, number, level = heap[0]
             candidate, now = known_ones[number], time.monotonic()
-            if found.best and self.limit_s is not None and now - began > self.limit_s:
-                found.lower, found.open = min(found.lower, bound), 1 + len(heap)
+            if self._over and found.best and len(found.points) >= _AT_LEAST:
                 break
+            heapq.heappop(heap)
+            if self._over and level == _DOUBTFUL:
+                heapq.heappush(later, (bound, candidate.key, number, level))
+                continue
             if now - shown_at > SHOWN_EVERY_S:
                 self.show(found.text(len(candidates)))
                 shown_at = now
             times = sorted(each.estimate.step_time_s for each in found.best.values())
             if prune and times[self.shown :] and bound > times[self.shown]:
+                heap.clear()
                 break
             if level == _DOUBTFUL:
                 if not times or bound < times[0]:
@@ -323,7 +358,15 @@ class Planner:
                 found.misfits.append(priced)
             elif known is None or priced.rank_key < known.rank_key:
                 found.best[candidate.mesh] = priced
+        self._note_open([*heap, *later], known_ones, found)
         return found
+
+    def _note_open(self, left: Sequence[_Entry], candidates: Sequence[Candidate], found: _Explored) -> None:
+        """Note those for which there was no time, that may be faster than the best."""
+        best = min((each.estimate.step_time_s for each in found.best.values()), default=math.inf)
+        faster = [entry for entry in left if entry[0] < best]
+        found.lower = min([found.lower, *(bound for bound, *_ in faster)])
+        found.open = sum(candidates[number] not in self._useless for _, _, number, _ in faster)
 
     def _expand(self, number: int, candidates: list[Candidate], found: _Explored, heap: list[_Entry]) -> None:
         """Shard a doubtful candidate, and try it like the others."""
@@ -346,7 +389,7 @@ class Planner:
     def _left_out(self, candidates: Sequence[Candidate], unpriced: int) -> tuple[str, ...]:
         """Say what was not tried: degrees, and ``unpriced`` candidates for which there was no time."""
         tried = {candidate.mesh.tp for candidate in candidates}
-        others = sorted({candidate.mesh.tp for candidate in self.space.all} - tried)
+        others = sorted({candidate.mesh.tp for candidate in self._useless} - tried)
         found = [f"tp={listed(list(map(str, others)), 4)}, as tp={max(tried)} is no faster"] if others and tried else []
         if "cp" not in self.space.pinned and not self.space.divides_sequences and self.cluster.size > 1:
             found.append("cp, as rows suffice")

@@ -130,7 +130,7 @@ class Space:
     def states(self, mesh: Mesh) -> Iterator[State]:
         """Yield the ways of sharding state over ``mesh`` that the pins allow."""
         levels: tuple[int, ...] = (1, 2, 3)
-        if mesh.dp_shard == 1 or self.wishes.zero is not None or "dp_shard" in self.pinned:
+        if mesh.dp_shard == 1 or self.wishes.zero is not None:
             levels = (level_of(mesh.dp_shard, self.wishes.zero),)
         for level in levels:
             policies: tuple[str | int, ...] = ("default", "always") if level == 3 and mesh.pp > 1 else ("default",)

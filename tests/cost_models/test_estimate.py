@@ -20,6 +20,7 @@ from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.passes.planning.formulas import B, S, in_sequence
 from graphpar.passes.planning.why_not import why_not
 from graphpar.report.report import render
+from graphpar.text import bytes_text
 from tests.cli.test_cli import GPT, HEAD_FIRST, compiled, folder, message, output
 from tests.programs import example, example_file
 
@@ -78,6 +79,8 @@ def test_parts_add_up() -> None:
         data = estimate.to_json()
         assert set(data) >= PREDICTED and json.loads(json.dumps(data)) == data
         assert data["peak_memory_bytes"] == [sum(memory.values()) for memory in data["memory"]]
+        rest = [sum(nbytes for part, nbytes in memory.items() if part != "slack") for memory in data["memory"]]
+        assert data["allocated_memory_bytes"] == rest and max(rest) < max(data["peak_memory_bytes"])
         assert [stage["index"] for stage in data["stages"]] == list(range(mesh.get("pp", 1)))
 
 
@@ -232,6 +235,20 @@ def test_bars_are_relative_to_the_devices_memory() -> None:
     parts = gp.partition(program, replace(plan, cluster=half))
     bars = [line.count("█") for line in text_of(parts.report).splitlines() if re.match(r" +[01] +[01]  ", line)]
     assert len(bars) == 2 and max(bars) == 6  # of 12 blocks
+
+
+def test_reserved_and_allocated_memory_are_two_numbers() -> None:
+    parts = gp.partition(
+        example("gpt"), gp.plan(example("gpt"), gp.Cluster.parse("2xH100"), mesh={"pp": 2}, schedule="1F1B")
+    )
+    predicted = parts.report["predicted"]
+    fullest = max(range(2), key=predicted["peak_memory_bytes"].__getitem__)
+    reserved, allocated = (
+        bytes_text(predicted[name][fullest]) for name in ("peak_memory_bytes", "allocated_memory_bytes")
+    )
+    said = f"{reserved} of {bytes_text(predicted['memory_bytes'])} (stage {fullest}, {allocated} allocated)"
+    assert reserved != allocated
+    assert f"peak {said}" in " ".join(text_of(parts.report).split()) and said in parts.files["report.html"]
 
 
 def test_a_pinned_plan_that_does_not_fit_warns() -> None:

@@ -56,7 +56,7 @@ def test_each_step_is_logged_beside_its_prediction(pool: RankPool, program: Path
         assert record["lr"] == 1e-3 and record["mfu"] is None  # no CPU has a peak
         assert record["peak_memory_bytes"] > 2**20
         assert record["predicted"]["seconds"] == pytest.approx(2 * meant["step_time_s"])
-        assert record["predicted"]["peak_memory_bytes"] == meant["peak_memory_bytes"][0]
+        assert record["predicted"]["peak_memory_bytes"] == meant["allocated_memory_bytes"][0]
     (one,) = json.loads(history.read_text())
     assert one.keys() == {"loss", "gradient_norm", "seconds"} and one["loss"] == steps[4]["loss"]
 
@@ -145,7 +145,8 @@ def test_on_a_gpu_of_the_plan_mfu_and_memory_stand_beside_what_is_predicted(
         "device": "H200-SXM-141GB",
         "mfu": 0.5,
         "step_time_s": 0.2,
-        "peak_memory_bytes": [3 * 2**30],
+        "peak_memory_bytes": [4 * 2**30],
+        "allocated_memory_bytes": [3 * 2**30],
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     pipeline = _pipeline(tmp_path)

@@ -21,6 +21,7 @@ import graphpar as gp
 from graphpar.passes.compilation import priced
 from graphpar.passes.planning.planning import on_one_device
 from graphpar.report.memory_time import memory_over_time
+from graphpar.report.predicted import parts_text
 from graphpar.report.report import (
     compile_json,
     html,
@@ -258,6 +259,22 @@ def test_lines_of_transitions_add_up_to_the_step(name: str, mesh: dict[str, int]
         assert {axis: plan.microbatches * seconds for axis, seconds in lines.items()} == pytest.approx(
             {axis: predicted["parts_s"][axis] for axis in lines}
         )
+
+
+def test_the_step_says_whose_its_parts_are() -> None:
+    """Sums of gradients and the optimizer end with the last rank, so they are not told as those of the busiest one."""
+    data = gp.partition(example("gpt"), gp.plan(example("gpt"), mesh={"pp": 2, "dp_replicate": 2})).report
+    timeline, parts = timeline_of(data), data["predicted"]["parts_s"]
+    closing = [segment for row in timeline.closing for segment in row]
+    summed = max(segment.end for segment in closing if segment.kind == "gradients")
+    assert parts["gradients"] == pytest.approx(summed - timeline.makespan)
+    assert parts["optimizer"] == pytest.approx(timeline.length - summed)
+    assert parts_text(data["predicted"]).endswith(
+        " (busiest rank; gradients and optimizer: until the last rank is done)"
+    )
+
+    alone = gp.partition(example("gpt"), gp.plan(example("gpt"), mesh={"dp_replicate": 2})).report
+    assert "busiest" not in parts_text(alone["predicted"])
 
 
 def check_spans(data: dict[str, Any], timeline: Timeline, slices: list[dict[str, Any]]) -> None:

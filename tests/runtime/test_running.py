@@ -20,6 +20,7 @@ import pytest
 
 from graphpar.cli import passes_command
 from graphpar.cli.main import main
+from graphpar.cli.output import write_text
 from graphpar.runtime.keeper import descendants
 from tests.samples import sample
 
@@ -95,6 +96,16 @@ def marked(folder: Path) -> list[int]:
     return found
 
 
+def ranks_of(folder: Path) -> list[int]:
+    """Those of them that are ranks."""
+    found = []
+    for pid in marked(folder):
+        with contextlib.suppress(OSError):
+            if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 @pytest.mark.parametrize(
@@ -124,7 +135,7 @@ def test_nothing_is_left_soon_after_a_signal_at_any_moment(
         time.sleep(chance.random() * 8)
         target = process.pid
         if number.endswith("rank"):
-            ranks = [pid for pid in marked(tmp_path) if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
+            ranks = ranks_of(tmp_path)
             target = chance.choice(ranks) if ranks else target
         os.kill(target, getattr(signal, number.split()[0]))
         deadline = time.monotonic() + 5 * max(1, os.getloadavg()[0] / (os.cpu_count() or 1))
@@ -157,6 +168,66 @@ def test_a_signal_ends_a_command_in_order(number: signal.Signals, monkeypatch: p
         assert left == ["in order"] and signal.getsignal(number) is usual
     finally:
         signal.signal(number, before)
+
+
+SLOW_MODEL = """
+import pathlib, subprocess, time
+import torch
+pathlib.Path("importing").touch()
+time.sleep(600)
+"""
+INTERRUPTED = {
+    "compile": ["compile", "model.py", "--devices", "2"],
+    "sweep": ["sweep", "model.py", "--cluster", "2xCPU", "--batch", "8", "--html", "page.html"],
+    "verify": ["verify", "PROGRAM"],
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+@pytest.mark.parametrize("name", INTERRUPTED)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_an_interrupted_command_says_what_it_leaves(
+    program: Path, tmp_path: Path, name: str, number: signal.Signals
+) -> None:
+    scratch, work = tmp_path / "scratch", tmp_path / "work"
+    scratch.mkdir(), work.mkdir()
+    (work / "model.py").write_text(SLOW_MODEL)
+    slow = sabotaged(program, tmp_path / "slow", "stage_1.py", "def forward(", "import time; time.sleep(600)")
+    arguments = [str(slow) if each == "PROGRAM" else each for each in INTERRUPTED[name]]
+    before = sorted(slow.rglob("*"))
+    with subprocess.Popen(
+        [sys.executable, "-m", "graphpar.cli.main", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=work,
+        env={**os.environ, "TMPDIR": str(scratch), "GRAPHPAR_CACHE": ""},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        watchdog = threading.Timer(LIMIT_S, process.kill)
+        watchdog.start()
+        while process.poll() is None and not ((work / "importing").exists() or ranks_of(scratch)):
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, said = process.communicate()
+        watchdog.cancel()
+    assert process.returncode == 128 + number
+    assert said.splitlines()[-1] == "Interrupted; nothing was written." and "Traceback" not in said
+    assert gone(marked(scratch), 30.0) and list(scratch.iterdir()) == []
+    assert {entry.name for entry in work.iterdir()} <= {"model.py", "importing", "__pycache__"}
+    assert sorted(slow.rglob("*")) == before
+
+
+def test_what_was_written_before_an_interruption_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(options: argparse.Namespace) -> None:
+        write_text(tmp_path / "page.html", "", options.written)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(passes_command, "run", run)
+    assert main(["passes"]) == 130
+    assert capsys.readouterr().err == f"Interrupted; it had written {tmp_path / 'page.html'}.\n"
 
 
 def test_a_rank_that_is_killed_is_named_with_its_signal(

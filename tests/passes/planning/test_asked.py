@@ -68,7 +68,7 @@ NAMED = [
         for name in ("zbv", "Interleaved1F1B", "LoopedBFS", "DualPipeV")
     ),
     ({"devices": 2, "mesh": "pp=1,tp=2,dp_replicate=1", "schedule": "zbv"}, "the mesh tp=2 has pp=1"),
-    ({"schedule": "zbv"}, "the mesh of one device has pp=1"),
+    ({"schedule": "zbv"}, "but the mesh has pp=1"),
 ]
 
 
@@ -222,6 +222,23 @@ SEARCHES = {
         lambda plan: plan.mesh.dp_shard > 1 and (plan.mesh.pp == 1 or plan.reshard == "always"),
     ),
 }
+
+
+def test_a_degree_of_dp_shard_pins_no_level() -> None:
+    """Of the levels over a pinned dp_shard the fastest is taken, as where each is pinned; what only level 3 has keeps level 3."""
+    program, cluster, mesh = example("head_first"), gp.Cluster.parse("2xH100"), {"dp_shard": 2}
+
+    free = gp.plan(program, cluster, mesh=mesh)
+    ahead = gp.plan(program, cluster, mesh=mesh, prefetch="post")
+
+    seconds = {}
+    for level in (1, 2, 3):
+        predicted = gp.plan(program, cluster, mesh=mesh, zero=level).predicted
+        assert predicted is not None
+        seconds[level] = predicted.step_time_s
+    assert seconds[1] < seconds[3] and free.zero == min(seconds, key=seconds.__getitem__)
+    assert free.predicted is not None and free.predicted.step_time_s == seconds[free.zero]
+    assert (ahead.zero, ahead.prefetch) == (3, "post")
 
 
 @pytest.mark.parametrize("name", SEARCHES)

@@ -454,7 +454,28 @@ def test_a_search_out_of_time_returns_the_best_so_far_and_a_bound_of_all() -> No
     texts: list[str] = []
     found = planner_for(program_of("gpt"), cluster, {}, pins, limit_s=0.0, show=texts.append).search()
     assert whole.best is not None and found.best is not None
-    assert found.priced == 1 < whole.priced
+    assert 1 < found.priced < whole.priced
     assert any("as the time limit of" in text for text in found.left_out) and not whole.left_out[1:]
     assert found.lower_bound_s <= whole.best.estimate.step_time_s <= found.best.estimate.step_time_s
-    assert any("priced of" in text for text in texts) and any("sharding over" in text for text in texts)
+    assert any("priced of" in text for text in texts)
+    assert not any("sharding over" in text for text in texts)  # no placements were solved for it
+    tried = found.tried
+    assert tried is not None and tried.values["tp"] == (1,) and found.gap is not None and found.gap > 0
+    others = (tried.no_faster, tried.impossible, tried.too_large, tried.slower, tried.open)
+    assert min(others) >= 0 and found.considered == found.priced + sum(others)
+
+
+def test_a_search_out_of_time_solves_the_placements_without_which_nothing_fits() -> None:
+    program, cluster = program_of("gpt"), Cluster.of(small(10**12), 1, 4)
+    pins, mesh = PlanConstraints(global_batch=2, recompute="none", zero=0, microbatch_size=1), {"pp": 1, "cp": 1}
+    peaks = {}
+    for replicas in (1, 2):
+        best = planner_for(program, cluster, mesh | {"dp_replicate": replicas}, pins).search().best
+        assert best is not None
+        peaks[best.candidate.mesh.tp] = max(best.estimate.peak_memory_bytes)
+    assert peaks[4] < peaks[2]
+    short = Cluster.of(small((peaks[4] + peaks[2]) / 2), 1, 4)
+
+    found = planner_for(program, short, mesh, pins, limit_s=0.0).search()
+
+    assert found.best is not None and found.best.candidate.mesh.tp == 4
