@@ -158,7 +158,9 @@ def causal_attention(node: fx.Node, masks: Masks) -> bool:
     length = query.shape[-2]
     if not isinstance(length, int) or length != key.shape[-2] or not masks.is_causal(mask, length):
         return False
-    options = {name: value for name, value in node.kwargs.items() if name not in ("attn_mask", "is_causal", "dropout_p")}
+    options = {
+        name: value for name, value in node.kwargs.items() if name not in ("attn_mask", "is_causal", "dropout_p")
+    }
     dropout = literal(node, "dropout_p")
     insert_call(node, _ATTENTION, (*node.args[:3], None, dropout, True), options)
     return True

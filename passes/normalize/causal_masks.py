@@ -154,7 +154,10 @@ class _Values:
 
     def _as_prefix(self, node: fx.Node) -> _Prefix | None:
         """Return a large mask as what each row shows; None where that can't be said."""
-        name, known = operator_name(node), [self.known.get(each) if isinstance(each, fx.Node) else each for each in node.args]
+        name, known = (
+            operator_name(node),
+            [self.known.get(each) if isinstance(each, fx.Node) else each for each in node.args],
+        )
         tensors = [each for each in known if isinstance(each, Tensor)]
         if record_of(node).kind is Kind.POINTWISE and len(known) == len(tensors) == 2:
             return _compared(node, *tensors)

@@ -126,9 +126,17 @@ def _weighted(norm: fx.Node, dtype: torch.dtype, shape: list[Any]) -> tuple[fx.N
 
 IDIOMS = (
     Idiom("rms_norm", "norms by root mean square", "F.rms_norm", ("mul", "div"), rms_norm),
-    Idiom("attention", "attention in products and softmax", "F.scaled_dot_product_attention", ("matmul", "bmm"), plain_attention),
+    Idiom(
+        "attention",
+        "attention in products and softmax",
+        "F.scaled_dot_product_attention",
+        ("matmul", "bmm"),
+        plain_attention,
+    ),
     Idiom("is_causal", "causal masks", "is_causal=True", ("scaled_dot_product_attention",), causal_attention),
-    Idiom("enable_gqa", "repeated keys and values", "enable_gqa=True", ("scaled_dot_product_attention",), grouped_heads),
+    Idiom(
+        "enable_gqa", "repeated keys and values", "enable_gqa=True", ("scaled_dot_product_attention",), grouped_heads
+    ),
 )
 """What is looked for, in this order."""
 
@@ -149,4 +157,6 @@ def use_idioms(program: Program) -> Program:
     remove_dead_code(graph)
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: value for name, value in program.constants.items() if name in used or name in program.buffers}
-    return program.with_graph(graph, constants=constants, idioms={name: count for name, count in found.items() if count})
+    return program.with_graph(
+        graph, constants=constants, idioms={name: count for name, count in found.items() if count}
+    )

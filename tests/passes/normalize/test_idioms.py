@@ -168,6 +168,11 @@ def test_masks_made_of_constants(name: str) -> None:
     _check(attention, {"is_causal": 1} if name in CAUSAL else {})
 
 
+def _likeness(x: Tensor) -> Tensor:
+    """[b, s, n] -> [b, 1, s, s]"""
+    return x[:, None] @ x[:, None].mT
+
+
 BY_HAND: dict[str, tuple[Callable[..., Tensor], dict[str, int]]] = {
     "no mask": (_by_hand, {"attention": 1}),
     "causal, filled": (
@@ -182,7 +187,7 @@ BY_HAND: dict[str, tuple[Callable[..., Tensor], dict[str, int]]] = {
     "causal, added": (
         lambda x, m: _by_hand(x, m, lambda s: s + torch.full((LENGTH, LENGTH), float("-inf")).triu(1)), {"attention": 1, "is_causal": 1},
     ),
-    "of the batch": (lambda x, m: _by_hand(x, m, lambda s: s + x[:, None, :, :1].detach() @ x[:, None, :, :1].mT.detach()), {"attention": 1}),
+    "of the batch": (lambda x, m: _by_hand(x, m, lambda s: s + _likeness(x.detach())), {"attention": 1}),
     "a buffer": (lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(~m.table, float("-inf"))), {"attention": 1}),
     "a buffer and a number": (lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(~m.table, -1e10)), {}),
     "with a gradient": (lambda x, m: _by_hand(x, m, lambda s: s + m.bias), {}),
