@@ -1,7 +1,7 @@
 """Operators whose memory needs more than running them on fake tensors.
 
-These are attention and norms by CUDA's kernels where there is no GPU, grouped products of any dtype, rows of experts whose number is known only
-at run time, custom functions, and sharded random streams.
+These are attention and norms by CUDA's kernels where there is no GPU, grouped products of any dtype, rows of experts whose number is
+known only at run time, custom functions, and sharded random streams.
 """
 
 from __future__ import annotations

@@ -87,19 +87,20 @@ def _masked(node: fx.Node, masks: Masks) -> tuple[fx.Node, fx.Node] | None:
     Scores that are replaced by a number other than -inf count only where a row has others: the mask must be causal.
     """
     first, second = node.args[0], node.args[1]
-    if is_call(node, "add") and literal(node, "alpha", default=1) == 1:
-        if isinstance(first, fx.Node) and isinstance(second, fx.Node) and _is_mask(second, node, masks):
-            return first, second
-    elif is_call(node, "masked_fill") and isinstance(first, fx.Node) and isinstance(second, fx.Node):
-        if _hides(node.args[2]):
-            shown = insert_helper(node, _aten.logical_not.default, (second,), torch.logical_not(value_of(second)))
-            if _is_minus_infinity(node.args[2]) or _proven(shown, node, masks):
-                return first, shown
-    elif is_call(node, "where") and len(node.args) == 3 and isinstance(first, fx.Node) and isinstance(second, fx.Node):
-        if value_of(first).dtype == torch.bool and _hides(node.args[2]):
-            if _is_minus_infinity(node.args[2]) or _proven(first, node, masks):
-                return second, first
-    return None
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return None
+    if is_call(node, "add"):
+        plain = literal(node, "alpha", default=1) == 1
+        return (first, second) if plain and _is_mask(second, node, masks) else None
+    if is_call(node, "masked_fill") and _hides(node.args[2]):
+        scores, shown = first, insert_helper(node, _aten.logical_not.default, (second,), ~value_of(second))
+    elif (
+        is_call(node, "where") and len(node.args) == 3 and _hides(node.args[2]) and value_of(first).dtype == torch.bool
+    ):
+        scores, shown = second, first
+    else:
+        return None
+    return (scores, shown) if _is_minus_infinity(node.args[2]) or _proven(shown, node, masks) else None
 
 
 def _is_mask(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:

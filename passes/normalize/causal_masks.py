@@ -21,7 +21,7 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, batch_coefficients, operator_name, size_coefficient, value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.graph_matching import is_call, number
+from graphpar.passes.normalize.graph_matching import number
 
 HIDES = -1e9
 """Added to a score, or in its place, this or less is a weight of zero in every dtype."""
