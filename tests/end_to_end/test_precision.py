@@ -207,8 +207,8 @@ def test_casts_of_weights_are_sharded_as_the_weights_are() -> None:
     program = architectures.program_of("llama", dtype="bf16")
     text = gp.partition(program, gp.plan(program, mesh={"tp": 2})).files["blocks.py"]
 
-    assert ".weight.bfloat16()" in text
-    assert not any("gather" in line and "weight.bfloat16()," in line for line in text.splitlines())
+    assert "layers.Linear(" in text and "layers.RMSNorm(" in text
+    assert not any("gather" in line and "weight" in line for line in text.splitlines())
 
 
 # ---- planted faults ---------------------------------------------------------------------------------------------

@@ -65,11 +65,10 @@ def tampered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verification
     fault(
         "local denominator", "stage_1.py", lambda text: text.replace("/ valid_labels", "/ (labels != -100).sum() / 4")
     )
-    fault("lost gradient", "stage_1.py", lambda text: text.replace("self.norm.weight", "self.norm.weight.detach()"))
-    fault("eps", "stage_1.py", lambda text: text.replace("self.norm.bias)", "self.norm.bias, eps=1.005e-5)"))
-    fault(
-        "fewer bits", "stage_1.py", lambda text: text.replace("F.layer_norm(x,", "F.layer_norm(x.bfloat16().float(),")
-    )
+    detached = "F.layer_norm(x, (64,), self.norm.weight.detach(), self.norm.bias)"
+    fault("lost gradient", "stage_1.py", lambda text: text.replace("self.norm(x)", detached))
+    fault("eps", "stage_1.py", lambda text: text.replace("nn.LayerNorm(64)", "nn.LayerNorm(64, eps=1.005e-5)"))
+    fault("fewer bits", "stage_1.py", lambda text: text.replace("self.norm(x)", "self.norm(x.bfloat16().float())"))
     valid = int((reference.batches[0]["labels"] != -100).sum())
     fault(
         "the example's denominator",
