@@ -13,10 +13,10 @@ import graphpar as gp
 from graphpar.cli.trace import export_file
 from graphpar.frontend import capture_cache, modelfile, observed
 from graphpar.frontend.capture_cache import CaptureCache
-from graphpar.frontend.modelfile import load_model_file
+from graphpar.frontend.effects import Effects
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
-from tests.programs import example_file
+from tests.programs import EXAMPLES
 
 MODEL = """
 import os, json
@@ -54,27 +54,38 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     def traced(text: str | None = None, **options: object) -> tuple[Program, CaptureCache]:
         if text is not None:
             (folder / "model.py").write_text(text)
-        fresh = observed.Observed()
-        for place in (capture_cache, modelfile, observed):
-            monkeypatch.setattr(place, "OBSERVED", fresh)
-        monkeypatch.setattr(modelfile, "_loaded", {})
-        for name in [each for each in sys.modules if each == "sizes" or each.startswith("_graphpar_model_model")]:
-            monkeypatch.delitem(sys.modules, name)
-        file = load_model_file("model.py")
-        cache = CaptureCache(file, tmp_path / "cache")
-        return export_file(file, None, Precision(), cache=cache, **options), cache  # type: ignore[arg-type]
+        forget_imports(monkeypatch)
+        cache = CaptureCache("model.py", tmp_path / "cache")
+        return export_file(cache.file, None, Precision(), cache=cache, **options), cache  # type: ignore[arg-type]
 
     return traced
 
 
+def forget_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let model files be imported and observed as in a new process."""
+    fresh, effects = observed.Observed(), Effects()
+    for place in (capture_cache, modelfile, observed):
+        monkeypatch.setattr(place, "OBSERVED", fresh)
+    for place in (capture_cache, modelfile):
+        monkeypatch.setattr(place, "EFFECTS", effects)
+    monkeypatch.setattr(modelfile, "_loaded", {})
+    for name in [each for each in sys.modules if each in ("sizes", "extra") or each.startswith("_graphpar_model_model")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def imported() -> bool:
+    """Whether the model file was imported since :func:`forget_imports`."""
+    return any(name.startswith("_graphpar_model_model") for name in sys.modules)
+
+
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama", "mixtral", "t5", "resnet_batchnorm"])
 def test_stored_captures_give_the_same_programs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = observed.Observed()
-    monkeypatch.setattr(capture_cache, "OBSERVED", fresh)
+    forget_imports(monkeypatch)
     folders = []
     for number in range(2):
-        cache = CaptureCache(example_file(name), tmp_path / "cache")
-        program = export_file(example_file(name), None, Precision(), cache=cache)
+        cache = CaptureCache(EXAMPLES / f"{name}.py", tmp_path / "cache", Precision())
+        program = export_file(cache.file, None, Precision(), cache=cache)
+        assert (cache.file.importer is not None) == bool(number)
         assert cache.hit == bool(number), cache.why_not
         parts = gp.partition(program, gp.plan(program, mesh={"pp": 2, "tp": 2}))
         folders.append(parts.save(tmp_path / str(number)))
