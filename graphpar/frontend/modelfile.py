@@ -87,7 +87,7 @@ def load_model_file(path_or_module: str | Path) -> ModelFile:
     Raises:
         GraphparError: there is no such file or module, it raises, or a name is missing or of a wrong type.
     """
-    with OBSERVED.watching(), EFFECTS.noticing():
+    with EFFECTS.noticing(), OBSERVED.watching():
         return _loaded_file(path_or_module)
 
 
