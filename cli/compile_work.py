@@ -29,7 +29,7 @@ from graphpar.cost_models.estimates import Alone
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.capture_cache import CaptureCache, cache_folder
 from graphpar.frontend.inputs import batch_size
-from graphpar.frontend.modelfile import ModelFile, initial_weights, load_model_file
+from graphpar.frontend.modelfile import ModelFile, initial_weights
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
@@ -84,6 +84,7 @@ class _Request:
     """What the options and the model file ask for, checked as far as possible before the trace."""
 
     file: ModelFile
+    cache: CaptureCache  # of the file
     given: Plan | None
     asked: Asked
     folder: Path | None
@@ -94,9 +95,8 @@ def compile_model(options: argparse.Namespace) -> Result:
     """Do what ``graphpar compile`` was asked for; the result prints the report."""
     clock = Clock()
     request = _request(options)
-    file, given, asked, folder = request.file, request.given, request.asked, request.folder
+    file, cache, given, asked, folder = request.file, request.cache, request.given, request.asked, request.folder
     with progress("tracing the model"):
-        cache = CaptureCache(file, None if options.no_cache else cache_folder())
         program = _export(file, options, given, clock, cache)
     clock.phase("capture")
     with progress("planning") as shown:
@@ -168,17 +168,18 @@ def _request(options: argparse.Namespace) -> _Request:
     if options.out is not None:
         check_target(options.out, options.force)
     with progress("loading the model file"):
-        file = load_model_file(options.model)
+        cache = CaptureCache(options.model, None if options.no_cache else cache_folder(), *_traced_as(options, given))
+    file = cache.file
     _check_dumped(options.dump_after, PASSES if file.passes is None else PassList.of(file.passes))
     asked = ask(**wanted | _own_pins(file, wanted, options))
     rows = None if given is not None or file.batch_dims else batch_size(file.args, file.kwargs, file.targets)
     if rows is not None:
         check_batch(asked, rows)
     if options.no_emit:
-        return _Request(file, given, asked, None, EditedFiles())
+        return _Request(file, cache, given, asked, None, EditedFiles())
     devices = asked.size if given is None else given.mesh.size
     folder = Path(options.out or f"{file.path.stem}-{devices}dev")
-    return _Request(file, given, asked, folder, check_target(folder, options.force))
+    return _Request(file, cache, given, asked, folder, check_target(folder, options.force))
 
 
 # ---- options ---------------------------------------------------------------------------------------------------
@@ -232,15 +233,14 @@ def _export(
         nodes = len(program.graph.nodes)
         _dump(options, row.name, f"{row.provides} ({nodes} nodes)", program)
 
-    return export_file(
-        file,
-        options.mode or (given.mode if given else None),
-        given.precision if given else _precision(options),
-        _names(options.skip or ""),
-        ended,
-        bool(options.eval),
-        cache,
-    )
+    precision, mode, evaluates = _traced_as(options, given)
+    return export_file(file, mode, precision, _names(options.skip or ""), ended, evaluates, cache)
+
+
+def _traced_as(options: argparse.Namespace, given: Plan | None) -> tuple[Precision, str | None, bool]:
+    """The dtypes and the mode that the model is traced with, and whether it is traced in evaluation, too."""
+    precision = given.precision if given else _precision(options)
+    return precision, options.mode or (given.mode if given else None), bool(options.eval)
 
 
 def _precision(options: argparse.Namespace) -> Precision:

@@ -16,7 +16,7 @@ from graphpar.cli.plan_file import read_plan, read_record
 from graphpar.cli.trace import export_file
 from graphpar.errors import GraphparError
 from graphpar.frontend.capture_cache import CaptureCache, cache_folder
-from graphpar.frontend.modelfile import ModelFile, load_model_file
+from graphpar.frontend.modelfile import ModelFile
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
@@ -39,9 +39,8 @@ def estimate_plan(options: argparse.Namespace) -> Result:
     check_alone(given)
     cluster = Cluster.parse(options.cluster) if options.cluster else given.cluster
     with progress("tracing the model"):
-        file = load_model_file(options.model)
-        cache = CaptureCache(file, None if options.no_cache else cache_folder())
-        program = export_file(file, given.mode, given.precision, cache=cache)
+        cache = CaptureCache(options.model, None if options.no_cache else cache_folder(), given.precision, given.mode)
+        program = export_file(cache.file, given.mode, given.precision, cache=cache)
     clock.phase("capture")
     with progress("pricing the plan"):
         plan = validate_plan(program, given)
@@ -58,7 +57,7 @@ def estimate_plan(options: argparse.Namespace) -> Result:
     if options.formula:
         with progress("tracing the model at other lengths"):
             data["formula"] = formula_data(
-                file, program, plan, formulas(*pricing_of(program, plan, compilation.cluster))
+                cache.file.imported(), program, plan, formulas(*pricing_of(program, plan, compilation.cluster))
             )
 
     def show(console: Console) -> None:

@@ -12,7 +12,6 @@ from graphpar.cli.output import Result, check_writable, phases, print_wrapped, w
 from graphpar.cli.trace import default_dtype, export_file
 from graphpar.errors import GraphparError, NothingFits
 from graphpar.frontend.capture_cache import CaptureCache, cache_folder
-from graphpar.frontend.modelfile import load_model_file
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
@@ -81,9 +80,8 @@ def sweep(options: argparse.Namespace) -> Result:
     precision = Precision.of(options.dtype or default_dtype(*(name for name, _ in wanted)), None, None)
     with phases() as phase:
         phase("tracing the model")
-        file = load_model_file(options.model)
-        cache = CaptureCache(file, None if options.no_cache else cache_folder())
-        program = export_file(file, None, precision, cache=cache)
+        cache = CaptureCache(options.model, None if options.no_cache else cache_folder(), precision)
+        program = export_file(cache.file, None, precision, cache=cache)
         rows = []
         for name, asked in wanted:
             phase(f"planning for {name}, batch {asked.pins.global_batch or 'of the example'}")

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from graphpar.cost_models.fake_operators import call_on_fakes
-from graphpar.cost_models.storage_tracker import Live, storage_of, unseen
+from graphpar.cost_models.storage_tracker import CountedFakes, Live, storage_of, unseen
 from graphpar.emitted import collectives
 from graphpar.emitted.gathering import gathered_again
 from graphpar.emitted.recomputation import checkpointed
@@ -108,7 +108,7 @@ class Activations:
             raise GraphparError(f"device is {device!r}; memory is known for {' and '.join(KINDS)}.")
         self.program, self.degrees, self.device, self.even_experts = program, dict(degrees), device, even_experts
         self.recomputed = recomputed or {}
-        self.mode = FakeTensorMode()
+        self.mode = CountedFakes()
         self.state: dict[str, Tensor] = {}
         self.copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
         self.casts = cast_parameters(program) if program.mode == "train" else {}
@@ -299,7 +299,8 @@ def _measure_reach(activations: Activations, stage: Stage, rows: int, at: Callab
 
     train = activations.program.mode == "train"
     runner = _Sharing(activations, stage.recomputed, note)
-    with Live(at) as live:
+    live = Live(at)
+    with activations.mode.counted_by(live):
         with saved_tensors_hooks(note, lambda tensor: tensor):
             result = runner.run_graph(stage.graph, "", given)
             outputs = _outputs(stage, result, given)

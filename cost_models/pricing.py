@@ -470,7 +470,10 @@ class Pricing:
     def places(self, layout: Layout) -> list[list[int]]:
         """Return the stages of each pp rank."""
         ranks = self._ranks(layout, len(layout.starts))
-        return [[place for place, rank in enumerate(ranks) if rank == pp] for pp in range(self.mesh.pp)]
+        found: list[list[int]] = [[] for _ in range(self.mesh.pp)]
+        for place, rank in enumerate(ranks):
+            found[rank].append(place)
+        return found
 
     def _memories(
         self, layout: Layout, stages: Sequence[tuple[int, int]], own: Sequence[Sequence[int]], exact: bool

@@ -1,12 +1,13 @@
 """Captures of model files on disk, so that a model is traced once however often it is planned.
 
-    model file, example inputs, dtype, versions ──► name of an entry ──► what the capture depended on: does it hold?
-                                                                              ├─ yes ──► the stored program
-                                                                              └─ no ───► trace, and store
+    model file's name, dtype, versions ──► name of an entry ──► what the capture depended on: does it hold?
+                                                                     ├─ yes ──► the stored program, and what is kept of the model file
+                                                                     └─ no ───► import the model file, trace, and store
 
 An entry is taken only if every file that was read, every path that was asked for, and every variable of the environment that was read
 while the model was imported, built and traced is as it was; see :mod:`graphpar.frontend.observed`. ``GRAPHPAR_CACHE`` names another
-folder; empty, nothing is kept.
+folder; empty, nothing is kept. A model file whose import does more than define names is imported in each run; see
+:mod:`graphpar.frontend.effects`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,14 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten
 
-from graphpar.frontend.modelfile import ModelFile
+from graphpar.frontend.effects import EFFECTS
+from graphpar.frontend.kept_file import described, inputs_described, kept
+from graphpar.frontend.modelfile import ModelFile, load_model_file, named_as_file
 from graphpar.frontend.observed import OBSERVED, Facts
 from graphpar.frontend.stored import NotStorableError, dumps, loads
 from graphpar.ir.precision import Precision
@@ -41,7 +40,6 @@ MOST_BYTES = 2**28
 
 Capture = Callable[[ModelSource, Mapping[str, int | None] | None], Program]
 """Traces a model; :func:`graphpar.frontend.capture.capture`."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def cache_folder() -> Path | None:
@@ -55,99 +53,166 @@ def cache_folder() -> Path | None:
     return None
 
 
-class CaptureCache:
-    """The captures of ``file`` in ``folder``.
+@dataclass(frozen=True)
+class _Entry:
+    """What is kept of a model that was traced.
 
     Attributes:
+        facts: what it depended on.
+        inputs: the example inputs, described.
+        file: what is kept of the model file; None where each run imports it.
+        precision: the dtypes that were decided.
+        program: the program, stored.
+    """
+
+    facts: Facts
+    inputs: str
+    file: bytes | None
+    precision: Precision
+    program: bytes
+
+
+class CaptureCache:
+    """The captures of a model file in ``folder``.
+
+    Attributes:
+        file: the model file's content; imported only when something of it is called, where a capture is kept and nothing else is needed.
         hit: whether the last capture was stored.
         why_not: why the last capture could not be, if so.
     """
 
-    def __init__(self, file: ModelFile, folder: Path | None) -> None:
-        self.file, self.folder = file, folder
+    def __init__(
+        self,
+        model: str | Path,
+        folder: Path | None,
+        precision: Precision | None = None,
+        mode: str | None = None,
+        evaluates: bool = False,
+    ) -> None:
+        """Find the model file ``model``, a path or a dotted name; the rest is what its capture will be asked with.
+
+        Raises:
+            GraphparError: there is no such model file, or it can't be imported.
+        """
+        self.folder = folder
         self.hit, self.why_not = False, None if folder is not None else "no folder is kept"
+        self._model, self._path = model, Path(model) if named_as_file(model) else None
+        self._random = torch.get_rng_state()
+        self._imported: ModelFile | None = None
+        self._entries: dict[Path, _Entry | None] = {}
+        entry = self._entry(self._place(precision or Precision(), mode, evaluates))
+        self.file = self._kept(entry) or self._import()
 
     def capture(self, trace: Capture, source: ModelSource, batch_dims: Mapping[str, int | None] | None) -> Program:
         """Return the stored program of ``source``, which is of the model file; else trace and store it."""
-        self.hit, entry = False, self._entry(source, batch_dims)
-        if entry is not None and (found := _read(entry)) is not None:
-            program, precision = found
-            program.source = replace(source, precision=precision)
-            self.hit = True
+        self.hit, place = False, self._place(source.precision, source.mode, source.evaluates)
+        entry = self._entry(place)
+        if self._imported is None and entry is not None and (program := self._program(entry, source)) is not None:
             return program
+        if self._imported is None:  # asked with something else, or the program's operators are of what the file imports
+            file = self._import_late()
+            source = replace(
+                source, model=file.model, args=file.args, kwargs=file.kwargs, loss_fn=file.loss_fn, targets=file.targets
+            )
+        inputs = inputs_described(source.args, source.kwargs, source.targets, batch_dims)
+        same = entry is not None and entry.inputs == inputs
+        if entry is not None and same and (program := self._program(entry, source)) is not None:
+            return program
+        kept_file = None if EFFECTS.why is not None else described(self._import())
         with OBSERVED.watching():
             program = trace(source, batch_dims)
-        if entry is not None:
-            self._store(entry, program)
+        if place is not None:
+            self._store(place, inputs, kept_file, program)
         return program
 
-    def _entry(self, source: ModelSource, batch_dims: Mapping[str, int | None] | None) -> Path | None:
-        """Return the file of the entry, named by what was asked; None where that can't be said."""
+    def _import(self) -> ModelFile:
+        """Import the model file, once."""
+        if self._imported is None:
+            self._imported = load_model_file(self._model)
+        return self._imported
+
+    def _import_late(self) -> ModelFile:
+        """Import the model file with the random numbers that an import at first would have had."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random)
+            return self._import()
+
+    def _kept(self, entry: _Entry | None) -> ModelFile | None:
+        """Return what is kept of the model file; None where it has to be imported."""
+        if entry is None or entry.file is None:
+            return None
+        with contextlib.suppress(Exception):  # a value of a class that is the model file's own
+            return kept(entry.file, self._path, None if self._path else str(self._model), self._import_late)
+        return None
+
+    def _place(self, precision: Precision, mode: str | None, evaluates: bool) -> Path | None:
+        """Return the file of the entry, named by what was asked; None where nothing is kept."""
         if self.folder is None:
             return None
-        leaves, spec = tree_flatten((source.args, dict(source.kwargs), source.targets))
-        described = [_described(leaf) for leaf in leaves]
-        if None in described:
-            self.why_not = "an example input is neither a tensor nor a plain value"
-            return None
         asked = (
-            str(self.file.path.resolve()), self.file.reference, os.getcwd(), source.precision, source.mode, source.evaluates,
-            sorted((batch_dims or {}).items()), described, str(spec), sys.version, sys.flags, torch.__version__, torch.get_default_dtype(),
-            torch.cuda.device_count(), os.cpu_count(),
+            self._model if self._path is None else self._path.resolve(), os.getcwd(), sys.path, precision, mode, evaluates, sys.version,
+            sys.flags, torch.__version__, torch.get_default_dtype(), torch.cuda.device_count(), os.cpu_count(),
         )  # fmt: skip
         return self.folder / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.capture"
 
-    def _store(self, entry: Path, program: Program) -> None:
-        assert program.source is not None
+    def _entry(self, place: Path | None) -> _Entry | None:
+        if place is not None and place not in self._entries:
+            self._entries[place] = _read(place)
+        return None if place is None else self._entries[place]
+
+    def _program(self, entry: _Entry, source: ModelSource) -> Program | None:
+        """Return the stored program; None where it can't be made here."""
         try:
-            stored = dumps(program)
-            self.why_not = OBSERVED.unknowable if len(stored) <= MOST_BYTES else "the capture is large"
+            program = loads(entry.program)
+        except Exception:  # of operators that the model file registers, or broken
+            return None
+        program.source = replace(source, precision=entry.precision)
+        self.hit = True
+        return program
+
+    def _store(self, place: Path, inputs: str | None, file: bytes | None, program: Program) -> None:
+        assert program.source is not None
+        if inputs is None:
+            self.why_not = "an example input is neither a tensor nor a plain value"
+            return
+        try:
+            stored, facts = dumps(program), OBSERVED.facts()
         except NotStorableError as error:
             self.why_not = str(error)
-        if self.why_not is not None:
             return
-        with contextlib.suppress(OSError):  # a disk that is full or may not be written costs time, not the plan
-            _write(entry, pickle.dumps((OBSERVED.facts(), program.source.precision, stored)))
+        self.why_not = OBSERVED.why_not(facts)
+        content = pickle.dumps(_Entry(facts, inputs, file, program.source.precision, stored))
+        if self.why_not is None and len(content) > MOST_BYTES:
+            self.why_not = "the capture is large"
+        if self.why_not is None:
+            with contextlib.suppress(OSError):  # a disk that is full or may not be written costs time, not the plan
+                _write(place, content)
 
 
-def _described(leaf: Any) -> str | None:
-    """Describe an example input by shape, dtype and content; None where that can't be done."""
-    if not isinstance(leaf, Tensor):
-        return repr(leaf) if isinstance(leaf, _PLAIN) else None
-    if type(leaf) not in (Tensor, FakeTensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
-        return None
-    kind = f"{tuple(leaf.shape)} {leaf.dtype} {leaf.device} {tuple(leaf.stride())} {leaf.requires_grad}"
-    if isinstance(leaf, FakeTensor) or leaf.device.type == "meta":
-        return kind
-    content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{kind} {hashlib.sha256(content).hexdigest()}"
-
-
-def _read(entry: Path) -> tuple[Program, Precision] | None:
-    """Return what the entry holds; None where there is none of one's own, or it does not hold any more."""
+def _read(place: Path) -> _Entry | None:
+    """Return the entry; None where there is none of one's own, or it does not hold any more."""
     try:
-        if entry.stat().st_uid != os.getuid():
+        if place.stat().st_uid != os.getuid():
             return None
-        facts, precision, stored = pickle.loads(entry.read_bytes())
-        if not (isinstance(facts, Facts) and facts.hold()):
+        entry = pickle.loads(place.read_bytes())
+        if not (isinstance(entry, _Entry) and entry.facts.hold()):
             return None
-        program = loads(stored)
-        os.utime(entry)
+        os.utime(place)
     except Exception:  # of another version, or broken: it is traced anew
         return None
-    return program, precision
+    return entry
 
 
-def _write(entry: Path, content: bytes) -> None:
-    entry.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, name = tempfile.mkstemp(dir=entry.parent)
+def _write(place: Path, content: bytes) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, name = tempfile.mkstemp(dir=place.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.replace(name, entry)
+        os.replace(name, place)
     except BaseException:
         os.unlink(name)
         raise
-    entries = sorted(entry.parent.glob("*.capture"), key=lambda each: each.stat().st_mtime, reverse=True)
+    entries = sorted(place.parent.glob("*.capture"), key=lambda each: each.stat().st_mtime, reverse=True)
     for old in entries[MOST_ENTRIES:]:
         old.unlink(missing_ok=True)

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.build import ModelLike, needed_arguments, unwrapped
+from graphpar.frontend.effects import EFFECTS
 from graphpar.frontend.observed import OBSERVED
 from graphpar.runtime.manifest import InputInterface
 
@@ -56,7 +57,10 @@ _loaded: dict[tuple[Path, int], ModuleType] = {}  # a file is executed once a pr
 
 @dataclass(frozen=True)
 class ModelFile:
-    """The content of a model file. ``reference`` is its dotted module name, if it was named so."""
+    """The content of a model file. ``reference`` is its dotted module name, if it was named so.
+
+    ``importer`` imports the file, where the rest is what was kept of it; its functions are then such that import it when they are called.
+    """
 
     model: ModelLike
     args: tuple[Any, ...]
@@ -70,6 +74,11 @@ class ModelFile:
     path: Path
     reference: str | None = None
     passes: Any = None  # graphpar.PASSES with the user's passes
+    importer: Callable[[], ModelFile] | None = None
+
+    def imported(self) -> ModelFile:
+        """Return the file's content as an import of it gives."""
+        return self if self.importer is None else self.importer()
 
 
 def load_model_file(path_or_module: str | Path) -> ModelFile:
@@ -78,14 +87,13 @@ def load_model_file(path_or_module: str | Path) -> ModelFile:
     Raises:
         GraphparError: there is no such file or module, it raises, or a name is missing or of a wrong type.
     """
-    with OBSERVED.watching():
+    with EFFECTS.noticing(), OBSERVED.watching():
         return _loaded_file(path_or_module)
 
 
 def _loaded_file(path_or_module: str | Path) -> ModelFile:
     text = str(path_or_module)
-    named_as_file = isinstance(path_or_module, Path) or text.endswith(".py") or "/" in text or Path(text).is_file()
-    if named_as_file:
+    if named_as_file(path_or_module):
         path = Path(text)
         module, reference = import_file(path), None
     elif _DOTTED.fullmatch(text):
@@ -94,6 +102,12 @@ def _loaded_file(path_or_module: str | Path) -> ModelFile:
     else:
         raise GraphparError(f"{text!r} is neither a Python file nor a module name such as package.module.")
     return _read(module, path, reference)
+
+
+def named_as_file(path_or_module: str | Path) -> bool:
+    """Whether this is the path of a model file, not the name of a module."""
+    text = str(path_or_module)
+    return isinstance(path_or_module, Path) or text.endswith(".py") or "/" in text or Path(text).is_file()
 
 
 def find_model_file(folder: Path, reference: str) -> Path | str:
@@ -170,6 +184,7 @@ def _import_dotted(name: str) -> ModuleType:
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
     """Let modules beside the file be imported within the block."""
+    OBSERVED.beside.add(str(folder.resolve()))
     sys.path.insert(0, str(folder))
     try:
         yield

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import site
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,20 +47,26 @@ class Facts:
         files: what each file was, by path; ``None`` for one that there was not.
         paths: for each path that was asked for, whether there is something and what.
         variables: hashes of variables of the environment; ``None`` for one that was not set.
-        modules: top-level modules that were imported, which nothing earlier on ``sys.path`` may hide.
+        modules: top-level modules that were imported or looked for.
+        beside: folders that were on ``sys.path`` while the model file was imported.
+        own: what the user's folders have of the names of these modules, which something new might hide.
+        installed: hashes of what the folders of installed packages list.
     """
 
     files: Mapping[str, str | None]
     paths: Mapping[str, str | None]
     variables: Mapping[str, str | None]
     modules: frozenset[str]
-    hidden_by: frozenset[str]
+    beside: frozenset[str]
+    own: frozenset[str]
+    installed: Mapping[str, str]
 
     def hold(self) -> bool:
         """Whether all of it is as it was."""
         return (
             all(OBSERVED.variable(name) == value for name, value in self.variables.items())
-            and _own_names(self.modules) == self.hidden_by
+            and _own_names(self.modules, self.beside) == self.own
+            and _installed() == self.installed
             and all(_path(path) == value for path, value in self.paths.items())
             and all(_file(path) == value for path, value in self.files.items())
         )
@@ -70,9 +78,12 @@ class Observed:
 
     opened: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+    beside: set[str] = field(default_factory=set)
     variables: dict[str, str | None] = field(default_factory=dict)  # as first read: code may set them
     unknowable: str | None = None
     depth: int = 0
+    began: int | None = None  # in nanoseconds since the epoch
     hooked: bool = False
 
     @contextlib.contextmanager
@@ -81,6 +92,7 @@ class Observed:
         if not self.hooked:
             sys.addaudithook(self._event)
             self.hooked = True
+        self.began = self.began or time.time_ns()
         self.depth += 1
         try:
             with self._functions() if self.depth == 1 else contextlib.nullcontext():
@@ -96,14 +108,24 @@ class Observed:
         """Return what was looked at, as it is now."""
         modules = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
         opened = self.opened | {path for path in modules.values() if isinstance(path, str)}
-        names = frozenset(name.partition(".")[0] for name in modules)
+        names = frozenset(name.partition(".")[0] for name in (*modules, *self.modules)) - {""}
+        beside = frozenset(self.beside)
         return Facts(
             {path: _file(path) for path in sorted(opened)},
             {path: _path(path) for path in sorted(self.asked)},
             dict(sorted(self.variables.items())),
             names,
-            _own_names(names),
+            beside,
+            _own_names(names, beside),
+            _installed(),
         )
+
+    def why_not(self, facts: Facts) -> str | None:
+        """Say why ``facts`` do not tell what the capture depends on; None where they do."""
+        if self.unknowable is not None:
+            return self.unknowable
+        changed = (path for path in facts.files if not _of_library(path) and _time(path) > (self.began or 0))
+        return next((f"{path} was changed while the model was traced" for path in changed), None)
 
     def _event(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.depth:
@@ -112,6 +134,8 @@ class Observed:
             path, mode = args[0], args[1]
             if isinstance(path, str | bytes | os.PathLike):
                 self._note(self.opened, path, writes=isinstance(mode, str) and not mode.startswith("r"))
+        elif event == "import":
+            self.modules.add(args[0])
         elif event in _LISTINGS and self.unknowable is None:
             if not _of_importing(sys._getframe(1).f_code.co_filename) and not _of_library(
                 os.path.abspath(args[0] or ".")
@@ -150,13 +174,20 @@ class Observed:
 
             return function
 
+        def sought(name: str, package: str | None = None) -> Any:
+            self.modules.add(name)
+            return find(name, package)
+
         before = {name: getattr(os, name) for name in ("stat", "lstat", "access")}
+        find = importlib.util.find_spec
+        importlib.util.find_spec = sought
         environment.__getitem__ = getitem
         for name, original in before.items():
             setattr(os, name, asked(original))
         try:
             yield
         finally:
+            importlib.util.find_spec = find
             environment.__getitem__ = get
             for name, original in before.items():
                 setattr(os, name, original)
@@ -218,15 +249,33 @@ def _path(path: str) -> str | None:
     return "folder" if os.path.isdir(path) else f"{found.st_size} {found.st_mtime_ns}"
 
 
+def _time(path: str) -> int:
+    """When a file was changed, in nanoseconds since the epoch; 0 where there is none."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
 def _variable(value: str | None) -> str | None:
     return None if value is None else hashlib.sha256(value.encode()).hexdigest()
 
 
-def _own_names(modules: frozenset[str]) -> frozenset[str]:
-    """Return which of these top-level modules are found in folders of ``sys.path`` that are the user's, as folder and name."""
+def _own_names(modules: frozenset[str], beside: frozenset[str]) -> frozenset[str]:
+    """Return which of these top-level modules are found in the user's folders, of ``sys.path`` and ``beside``, as folder and name."""
     found = set()
-    for entry in {os.path.abspath(each) for each in sys.path}:
+    for entry in {os.path.abspath(each) for each in sys.path} | beside:
         if _of_library(entry) or not os.path.isdir(entry):
             continue
         found |= {os.path.join(entry, name) for name in os.listdir(entry) if name.partition(".")[0] in modules}
     return frozenset(found)
+
+
+def _installed() -> dict[str, str]:
+    """Return hashes of what is in the folders of ``sys.path`` that are not the user's, which packages may be looked for in."""
+    found = {}
+    for entry in sorted({os.path.abspath(each) for each in sys.path}):
+        if _of_library(entry) and os.path.isdir(entry):
+            names = sorted(name for name in os.listdir(entry) if name != "__pycache__")
+            found[entry] = hashlib.sha256("\n".join(names).encode()).hexdigest()
+    return found

@@ -215,7 +215,7 @@ class Tried:
         """Count ``every`` candidate: those ``able`` to run, those of them that are ``hopeless``, ``priced``, or ``unpriced`` for want of
         time, ``useless`` ones, and ``unsolved`` ones, whose placements there was no time for."""
         names = "schedule", "stages_per_rank", "microbatch_size", "microbatches", "zero", "reshard"
-        values: dict[str, set[Any]] = {axis: {each.mesh.degrees()[axis] for each in able} for axis in Mesh().degrees()}
+        values: dict[str, set[Any]] = {axis: {getattr(each.mesh, axis) for each in able} for axis in Mesh().degrees()}
         values |= {name: {getattr(each, name) for each in able} for name in names}
         too_large = sum(each not in priced for each in hopeless)
         return Tried(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from graphpar.cost_models.activation_memory import Activations, Reach, attributes
@@ -135,7 +136,8 @@ class _Measured:
         names = [{program.tie_of(name)[0] for name in attributes(program, stage)} for stage in self.stages]
         holders = Counter(name for each in names for name in each)
         several = {name for name, count in holders.items() if count > 1}
-        self.held = [_held(program, degrees, stage, several) for stage in self.stages]
+        casts = cast_parameters(program) if program.mode == "train" else {}
+        self.held = [_held(program, degrees, stage, several, casts) for stage in self.stages]
         self.inputs = [_inputs(program, stage) for stage in self.stages]
         self.sends = [_sends(program, stage) for stage in self.stages]
 
@@ -211,17 +213,20 @@ def _inputs(program: Program, stage: Stage) -> dict[str, Bytes]:
 
 
 def _held(
-    program: Program, degrees: Mapping[str, int], stage: Stage, several: Collection[str]
+    program: Program,
+    degrees: Mapping[str, int],
+    stage: Stage,
+    several: Collection[str],
+    casts: Mapping[str, torch.dtype],
 ) -> tuple[tuple[Held, ...], dict[str, int]]:
     """Return the parameters of a unit, grouped by how their gradients are reduced, and the bytes of its buffers and constants.
 
-    ``several``: the parameters that other units hold too, under this name or a tied one.
+    ``several``: the parameters that other units hold too, under this name or a tied one; ``casts``: those that are read in one other dtype.
     """
     train = program.mode == "train"
     groups: dict[tuple[tuple[str, ...], int, bool, int], list[int]] = {}
     tied: list[Held] = []
     buffers: dict[str, int] = {}
-    casts = cast_parameters(program) if train else {}
     for name in dict.fromkeys(program.tie_of(name)[0] for name in attributes(program, stage)):
         if name not in program.parameters:
             buffers[name] = program.tensor_info(name).nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 import graphpar as gp
+from graphpar.cli.main import main
 from graphpar.cli.trace import export_file
-from graphpar.frontend import capture_cache, modelfile, observed
+from graphpar.frontend import capture_cache, effects, modelfile, observed
 from graphpar.frontend.capture_cache import CaptureCache
-from graphpar.frontend.modelfile import load_model_file
+from graphpar.frontend.effects import Effects
+from graphpar.frontend.modelfile import initial_weights
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Program
-from tests.programs import example_file
+from graphpar.operators import rules
+from tests.programs import EXAMPLES
 
 MODEL = """
 import os, json
@@ -54,27 +58,40 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     def traced(text: str | None = None, **options: object) -> tuple[Program, CaptureCache]:
         if text is not None:
             (folder / "model.py").write_text(text)
-        fresh = observed.Observed()
-        for place in (capture_cache, modelfile, observed):
-            monkeypatch.setattr(place, "OBSERVED", fresh)
-        monkeypatch.setattr(modelfile, "_loaded", {})
-        for name in [each for each in sys.modules if each == "sizes" or each.startswith("_graphpar_model_model")]:
-            monkeypatch.delitem(sys.modules, name)
-        file = load_model_file("model.py")
-        cache = CaptureCache(file, tmp_path / "cache")
-        return export_file(file, None, Precision(), cache=cache, **options), cache  # type: ignore[arg-type]
+        forget_imports(monkeypatch)
+        cache = CaptureCache("model.py", tmp_path / "cache")
+        return export_file(cache.file, None, Precision(), cache=cache, **options), cache  # type: ignore[arg-type]
 
     return traced
 
 
+def forget_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let model files be imported and observed as in a new process."""
+    fresh, fresh_effects = observed.Observed(), Effects()
+    for place in (capture_cache, modelfile, observed):
+        monkeypatch.setattr(place, "OBSERVED", fresh)
+    for place in (capture_cache, modelfile):
+        monkeypatch.setattr(place, "EFFECTS", fresh_effects)
+    monkeypatch.setattr(modelfile, "_loaded", {})
+    for name in [
+        each for each in sys.modules if each in ("sizes", "extra") or each.startswith("_graphpar_model_model")
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def imported() -> bool:
+    """Whether the model file was imported since :func:`forget_imports`."""
+    return any(name.startswith("_graphpar_model_model") for name in sys.modules)
+
+
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama", "mixtral", "t5", "resnet_batchnorm"])
 def test_stored_captures_give_the_same_programs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = observed.Observed()
-    monkeypatch.setattr(capture_cache, "OBSERVED", fresh)
+    forget_imports(monkeypatch)
     folders = []
     for number in range(2):
-        cache = CaptureCache(example_file(name), tmp_path / "cache")
-        program = export_file(example_file(name), None, Precision(), cache=cache)
+        cache = CaptureCache(EXAMPLES / f"{name}.py", tmp_path / "cache", Precision())
+        program = export_file(cache.file, None, Precision(), cache=cache)
+        assert (cache.file.importer is not None) == bool(number)
         assert cache.hit == bool(number), cache.why_not
         parts = gp.partition(program, gp.plan(program, mesh={"pp": 2, "tp": 2}))
         folders.append(parts.save(tmp_path / str(number)))
@@ -220,3 +237,186 @@ def test_constants_keep_their_values(trace: Callable[..., tuple[Program, Capture
     assert first.constants.keys() == again.constants.keys()
     for name, value in first.constants.items():
         torch.testing.assert_close(again.constants[name], value, rtol=0, atol=0)
+
+
+# ---- runs that do not import the model file ----------------------------------------------------------------------
+
+
+def test_kept_captures_need_no_import(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
+    text = MODEL.format(before="", layers=2).replace("x.sum()", "x")
+    text += "\ndef loss_fn(y, goal=None): return (y - goal).square().mean()\n"
+    text += "\nexample_targets = torch.ones(4, 8)\nsplit_points = ['layers.1']\n"
+    _, first = trace(text)
+    assert imported()
+
+    program, again = trace()
+
+    assert not imported()
+    assert again.hit
+    assert program.source is not None
+    torch.testing.assert_close((again.file.args, again.file.targets), (first.file.args, first.file.targets))
+    assert again.file.split_points == first.file.split_points == ("layers.1",)
+    y = torch.zeros(4, 8)
+    assert program.source.loss_fn(y, torch.ones(4, 8)) == 1  # type: ignore[misc]
+    assert imported()
+    assert initial_weights(again.file).keys() == initial_weights(first.file).keys()
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        ("print('hello')", "prints"),
+        ("import sys; sys.stderr.write('hello')", "prints"),
+        ("torch.set_default_dtype(torch.float64)", "default dtype"),
+        ("import graphpar; graphpar.register_rule('own::twice', 'b d -> b d')", "rules of operators"),
+        ("os.environ['GRAPHPAR_TEST_OWN'] = 'set'", "environment"),
+        ("import sys; sys.path.append('/elsewhere')", "sys.path"),
+    ],
+)
+def test_files_that_do_more_than_define_are_imported_each_time(
+    before: str,
+    why: str,
+    trace: Callable[..., tuple[Program, CaptureCache]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(rules, "REGISTERED", {})
+    monkeypatch.setattr(effects, "REGISTERED", rules.REGISTERED)
+    printed = []
+    try:
+        for number in range(3):
+            monkeypatch.delenv("GRAPHPAR_TEST_OWN", raising=False)
+            rules.REGISTERED.clear()
+            torch.set_default_dtype(torch.float32)
+            sys.path[:] = [entry for entry in sys.path if entry != "/elsewhere"]
+            _, cache = trace(MODEL.format(before=before, layers=2) if number == 0 else None)
+            printed.append("hello" in "".join(capsys.readouterr()))
+            assert imported()
+            assert why in str(capture_cache.EFFECTS.why)
+            assert cache.hit == bool(number)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert printed == [why == "prints"] * 3
+
+
+def test_built_models_are_imported(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
+    text = MODEL.format(before="", layers=2).replace("def model():\n    return Model()", "model = Model()")
+    for number in range(2):
+        program, cache = trace(text if number == 0 else None)
+        assert cache.hit == bool(number)
+        assert isinstance(program.source and program.source.model, torch.nn.Module)
+
+
+def test_modules_that_hide_others_are_seen(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
+    before = "try:\n    from extra import LAYERS\nexcept ImportError:\n    LAYERS = 2"
+    assert layers_of(trace(MODEL.format(before=before, layers="LAYERS"))[0]) == 2
+    assert trace()[1].hit
+    Path("extra.py").write_text("LAYERS = 3")
+
+    program, cache = trace()
+
+    assert (layers_of(program), cache.hit) == (3, False)
+    Path("extra.py").unlink()
+    assert layers_of(trace()[0]) == 2
+
+
+def test_modules_that_are_looked_for_are_seen(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
+    found = "3 if importlib.util.find_spec('extra') else 2"
+    text = MODEL.format(before=f"import importlib.util\nLAYERS = {found}", layers="LAYERS")
+    assert layers_of(trace(text)[0]) == 2
+    assert trace()[1].hit
+    Path("extra.py").write_text("")
+
+    program, cache = trace()
+
+    assert (layers_of(program), cache.hit) == (3, False)
+
+
+def test_errors_of_changed_files_are_those_of_an_import(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
+    text = MODEL.format(before="", layers=2)
+    trace(text)
+    for change, said in (("1 / 0", "ZeroDivisionError"), ("del model", "no 'model'")):
+        with pytest.raises(gp.GraphparError, match=said):
+            trace(f"{text}\n{change}\n")
+    trace(text)
+    assert trace()[1].hit
+    Path("model.py").unlink()
+    with pytest.raises(gp.GraphparError, match="There is no model file"):
+        trace()
+
+
+def test_files_that_change_while_they_are_traced_are_not_kept(
+    trace: Callable[..., tuple[Program, CaptureCache]],
+) -> None:
+    before = "Path('sizes.json').write_text('2')"
+    for _ in range(2):
+        _, cache = trace(MODEL.format(before=before, layers="json.loads(Path('sizes.json').read_text())"))
+        assert not cache.hit
+        assert "sizes.json was changed while the model was traced" in str(cache.why_not)
+
+
+def test_late_imports_have_the_random_numbers_of_early_ones(trace: Callable[..., tuple[Program, CaptureCache]]) -> None:
+    text = MODEL.format(before="SCALE = torch.rand(())", layers=2).replace(
+        "def model():\n    return Model()",
+        "def model():\n    made = Model()\n    made.register_buffer('scale', SCALE)\n    return made",
+    )
+    torch.manual_seed(7)
+    first = initial_weights(trace(text)[1].file)
+    torch.manual_seed(7)
+    _, cache = trace()
+    torch.rand(5)
+    state = torch.get_rng_state()
+
+    again = initial_weights(cache.file)
+
+    assert cache.hit
+    assert first.keys() == again.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(again[name], value, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "options", [["--mesh", "tp=2", "--check-values"], ["--devices", "2", "--dtype", "bf16", "--batch", "8"]]
+)
+def test_commands_write_the_same_with_and_without_a_kept_capture(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(capture_cache.VARIABLE, str(tmp_path / "cache"))
+    text = (
+        MODEL.format(before="", layers=2)
+        + "\ndef optimizer(parameters):\n    return torch.optim.SGD(parameters, lr=0.1)\n"
+    )
+    (tmp_path / "model.py").write_text(text)
+    printed, folders = [], []
+    for number, extra in enumerate((["--no-cache"], [], [])):
+        forget_imports(monkeypatch)
+        assert main(["compile", "model.py", *options, *extra, "-o", f"out{number}"]) == 0
+        shown = capsys.readouterr()
+        report = re.sub(r"in \S+ s,", "in T s,", shown.out.split(" Wrote")[0])  # the seconds of the search
+        printed.append((report.replace(f"out{number}", "out"), shown.err))
+        folder = tmp_path / f"out{number}"
+        folders.append({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()})
+    assert any(path.suffix == ".safetensors" for path in folders[0])
+    assert Path("optimizer.py") in folders[0]
+    assert folders[0].keys() == folders[1].keys() == folders[2].keys()
+    for path, content in folders[0].items():
+        assert (folders[1][path], folders[2][path]) == (content, content), path
+    assert printed[0] == printed[1] == printed[2]
+
+    forget_imports(monkeypatch)
+    assert main(["compile", "model.py", *options[:2], "--no-emit"]) == 0
+    assert imported() == (options[-1] == "8")  # asked with another dtype, of which nothing is kept
+    capsys.readouterr()
+
+    refused = []
+    for extra in ([], ["--no-cache"]):
+        forget_imports(monkeypatch)
+        assert (
+            main(["compile", "model.py", *options[:2], "--no-emit", "--batch", "8", "--microbatch-size", "3", *extra])
+            == 2
+        )
+        refused.append(capsys.readouterr().err)
+    assert refused[0] == refused[1]
