@@ -36,6 +36,8 @@ _ACTS = (
     "socket.getaddrinfo",
 )
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
+_OF_KERNELS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Variables that torch itself sets, to folders of compiled kernels; no trace depends on them."""
 _LISTINGS = ("os.listdir", "os.scandir", "glob.glob")
 
 
@@ -156,7 +158,12 @@ class Observed:
         get = environment.__getitem__
 
         def getitem(mapping: Any, name: Any) -> Any:
-            if mapping is not os.environ or not isinstance(name, str) or _looks_through(sys._getframe(1)):
+            if (
+                mapping is not os.environ
+                or not isinstance(name, str)
+                or name in _OF_KERNELS
+                or _looks_through(sys._getframe(1))
+            ):
                 return get(mapping, name)
             try:
                 value = get(mapping, name)
