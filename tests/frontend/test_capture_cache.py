@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -420,3 +422,50 @@ def test_commands_write_the_same_with_and_without_a_kept_capture(
         )
         refused.append(capsys.readouterr().err)
     assert refused[0] == refused[1]
+
+
+OWN_OPERATOR = """
+import torch
+from torch import nn
+
+
+@torch.library.custom_op("kept::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda context, gradient: gradient * 2)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return twice(self.layer(x)).sum()
+
+
+def model():
+    return Model()
+
+
+def example_inputs():
+    return (torch.ones(4, 8),)
+"""
+
+
+@pytest.mark.slow
+def test_other_processes_take_what_one_has_kept(tmp_path: Path) -> None:
+    """Torch sets variables of the environment in each of them. An entry that is taken is not written again."""
+    (tmp_path / "model.py").write_text(OWN_OPERATOR)
+    command = [sys.executable, "-m", "graphpar", "compile", "model.py", "--devices", "2"]
+    environment = dict(os.environ) | {"GRAPHPAR_CACHE": str(tmp_path / "cache")}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    entries = []
+    for _ in range(2):
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=300)
+        (entry,) = (tmp_path / "cache").glob("*.capture")
+        entries.append(entry.stat().st_ino)
+    assert entries[0] == entries[1]
