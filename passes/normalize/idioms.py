@@ -1,6 +1,7 @@
 """``idioms``: what a model spells out in small operators, and torch has as one, becomes that one.
 
     weight * (x * rsqrt(x.pow(2).mean(-1) + eps))                F.rms_norm(x, [n], weight, eps)
+    x * 0.5 * (1 + erf(x / 2 ** 0.5))                            F.gelu(x)
     softmax(q @ k.mT * scale + mask) @ v                         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     attention with a mask made of arange, triu, <=, where        is_causal=True, where the mask's values prove it
     keys.unsqueeze(2).expand(.., 4, ..).flatten(1, 2)            enable_gqa=True, where no mask is left
@@ -27,6 +28,7 @@ from graphpar.passes.normalize.attention_idioms import causal_attention, grouped
 from graphpar.passes.normalize.causal_masks import Masks
 from graphpar.passes.normalize.functional import copied
 from graphpar.passes.normalize.graph_matching import cast_from, insert_call, is_call, number
+from graphpar.passes.normalize.pointwise_idioms import activation
 from graphpar.passes.normalize.simplify import remove_dead_code
 
 _aten = torch.ops.aten
@@ -126,6 +128,7 @@ def _weighted(norm: fx.Node, dtype: torch.dtype, shape: list[Any]) -> tuple[fx.N
 
 IDIOMS = (
     Idiom("rms_norm", "norms by root mean square", "F.rms_norm", ("mul", "div"), rms_norm),
+    Idiom("activation", "activations in tanh, erf or sigmoid", "F.gelu and the like", ("mul",), activation),
     Idiom(
         "attention",
         "attention in products and softmax",

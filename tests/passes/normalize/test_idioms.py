@@ -120,6 +120,32 @@ def test_what_is_no_norm_stays(name: str) -> None:
     _check(NO_NORMS[name], {})
 
 
+# ---- activations -----------------------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "HF's new GELU": lambda x: (
+        0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    ),
+    "HF's fast GELU": lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
+    "GELU": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
+    "SiLU": lambda x: x * torch.sigmoid(x),
+    "mish": lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
+}
+NO_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "quick GELU": lambda x: x * torch.sigmoid(1.702 * x),
+    "a constant that is off": lambda x: 0.5 * x * (1.0 + torch.tanh(0.7978 * (x + 0.044715 * x**3))),
+    "twice": lambda x: x * (1.0 + torch.erf(x / math.sqrt(2.0))),
+    "of two values": lambda x: x * torch.sigmoid(x.flip(-1)),
+    "square": lambda x: x * x,
+}
+
+
+@pytest.mark.parametrize("name", [*ACTIVATIONS, *NO_ACTIVATIONS])
+def test_activations_that_are_written_out(name: str) -> None:
+    function = (ACTIVATIONS | NO_ACTIVATIONS)[name]
+    _check(lambda x, m: function(m.weight * x), {"activation": 1} if name in ACTIVATIONS else {})
+
+
 # ---- attention -------------------------------------------------------------------------------------------------
 
 
