@@ -33,10 +33,18 @@ def plain_attention(node: fx.Node, masks: Masks) -> bool:
     (*lead, _, width), (*others, above, length), (*third, rows, _) = shapes
     if len(shapes[0]) < 3 or lead != others or lead != third or above != width or length != rows:
         return False
+    if list(value_of(node).shape) != [
+        *lead,
+        shapes[0][-2],
+        shapes[2][-1],
+    ]:  # a mask of more heads or examples repeats the scores
+        return False
     dtypes = {value_of(operand).dtype for operand in (query, keys, value, node)}
     if len(dtypes) > 1 or not dtypes.pop().is_floating_point:
         return False
-    if mask is not None and value_of(mask).dtype not in (torch.bool, value_of(query).dtype):
+    if mask is not None and (
+        value_of(mask).dtype not in (torch.bool, value_of(query).dtype) or value_of(mask).ndim < 2
+    ):
         return False
     key = _turned(node, keys)
     usual = math.isclose(scale, width**-0.5, rel_tol=1e-12)
@@ -46,12 +54,18 @@ def plain_attention(node: fx.Node, masks: Masks) -> bool:
 
 def _softmax(weights: Any) -> fx.Node | None:
     """Return the softmax over the last dim of which ``weights`` are a copy."""
-    while isinstance(weights, fx.Node) and weights.op == "call_function" and record_of(weights).kind is Kind.COPY:
+    while _is_rounding(weights):
         weights = weights.args[0]
     if not is_call(weights, "softmax", "_softmax", "_safe_softmax"):
         return None
     dim = literal(weights, "dim")
     return weights if dim in (-1, value_of(weights).ndim - 1) else None
+
+
+def _is_rounding(node: Any) -> bool:
+    """Whether ``node`` is a copy, in whatever floating-point dtype."""
+    copies = isinstance(node, fx.Node) and node.op == "call_function" and record_of(node).kind is Kind.COPY
+    return copies and bool(value_of(node).is_floating_point() and value_of(node.args[0]).is_floating_point())
 
 
 def _scores(node: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, float] | None:
@@ -61,13 +75,13 @@ def _scores(node: Any, masks: Masks) -> tuple[fx.Node, fx.Node, fx.Node | None, 
     while isinstance(node, fx.Node) and node.op == "call_function":
         if is_call(node, "matmul", "bmm"):
             query, keys = node.args
-            both = isinstance(query, fx.Node) and isinstance(keys, fx.Node)
-            return (query, keys, mask, scale) if both else None  # type: ignore[return-value]
-        if record_of(node).kind is Kind.COPY:
+            fits = isinstance(query, fx.Node) and isinstance(keys, fx.Node) and _is_scale(scale)
+            return (query, keys, mask, scale) if fits else None  # type: ignore[return-value]
+        if _is_rounding(node):
             node = node.args[0]
         elif is_call(node, "mul", "div"):
             factor = number(node.args[1])
-            if factor is None or literal(node, "rounding_mode", default=""):
+            if not factor or literal(node, "rounding_mode", default=""):
                 return None
             scale, scaled = scale * factor if is_call(node, "mul") else scale / factor, True
             node = node.args[0]
@@ -86,6 +100,8 @@ def _masked(node: fx.Node, masks: Masks) -> tuple[fx.Node, fx.Node] | None:
 
     Scores that are replaced by a number other than -inf count only where a row has others: the mask must be causal.
     """
+    if not is_call(node, "add", "masked_fill", "where") or len(node.args) < 2:
+        return None
     first, second = node.args[0], node.args[1]
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return None
@@ -104,7 +120,7 @@ def _masked(node: fx.Node, masks: Masks) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _is_mask(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
-    """Whether ``mask`` is added to all heads and rows alike, and has no gradient."""
+    """Whether ``mask`` has a number for each row and column, and no gradient; booleans are added as 0 and 1, and hide nothing."""
     value = value_of(mask)
     below, seen = [mask], set()
     while below:
@@ -114,7 +130,9 @@ def _is_mask(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
         below += [each for each in current.all_input_nodes if each not in seen]
         seen.update(current.all_input_nodes)
     shape = list(value_of(node).shape)
-    return isinstance(value, Tensor) and value.ndim >= 2 and list(value.shape[-2:]) == shape[-2:]
+    if not isinstance(value, Tensor) or value.dtype == torch.bool:
+        return False
+    return value.ndim >= 2 and list(value.shape[-2:]) == shape[-2:]
 
 
 def _filled(value: Any) -> float | None:
@@ -140,6 +158,11 @@ def _proven(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
     return isinstance(queries, int) and queries == keys and masks.is_causal(mask, queries)
 
 
+def _is_scale(scale: float) -> bool:
+    """Kernels hide before they scale: -inf times a number that is not positive hides nothing."""
+    return 0 < scale < math.inf
+
+
 def _turned(node: fx.Node, keys: fx.Node) -> fx.Node:
     """Return the keys of which ``keys`` is the transpose; of others, the transpose."""
     rank = value_of(keys).ndim
@@ -153,7 +176,8 @@ def _turned(node: fx.Node, keys: fx.Node) -> fx.Node:
 def causal_attention(node: fx.Node, masks: Masks) -> bool:
     """A mask of which the values prove that it is causal is no operand."""
     mask = literal(node, "attn_mask")
-    if not isinstance(mask, fx.Node) or literal(node, "is_causal"):
+    scale = number(literal(node, "scale"))
+    if not isinstance(mask, fx.Node) or literal(node, "is_causal") or (scale is not None and not _is_scale(scale)):
         return False
     query, key = (value_of(operand) for operand in node.args[:2])  # type: ignore[arg-type]
     length = query.shape[-2]
@@ -172,11 +196,13 @@ def grouped_heads(node: fx.Node, masks: Masks) -> bool:
     if isinstance(literal(node, "attn_mask"), fx.Node) or literal(node, "enable_gqa"):
         return False
     query, key, value = node.args[:3]
-    once = _unrepeated(key), _unrepeated(value)
-    if once[0] is None or once[1] is None or not isinstance(query, fx.Node):
+    groups = _unrepeated(key), _unrepeated(value)
+    once = [each for each in groups if each is not None]
+    if len(once) < 2 or not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
         return False
-    if value_of(once[0]).shape[-3] != value_of(once[1]).shape[-3]:
-        return False
+    (*lead, heads, _, _), *shapes = ([*value_of(each).shape] for each in (query, *once))
+    if shapes[0][:-2] != shapes[1][:-2] or shapes[0][:-3] != lead or heads != value_of(key).shape[-3]:
+        return False  # heads or examples are repeated in another way, too
     insert_call(node, _ATTENTION, (query, *once, *node.args[3:]), dict(node.kwargs) | {"enable_gqa": True})
     return True
 

@@ -1,4 +1,4 @@
-"""Whether the values of a mask prove that attention is causal, whatever the batch.
+"""Whether the values of a mask prove that attention is causal, whatever the inputs.
 
     arange ──► unsqueeze ──► <= ──► & ──► index ... ──► mask [b, 1, s, s]        is_causal: row i shows columns 0 to i
 
@@ -27,7 +27,8 @@ HIDES = -1e9
 """Added to a score, or in its place, this or less is a weight of zero in every dtype."""
 MOST_ELEMENTS = 2**26
 """Masks with more elements are not made."""
-_BATCH = 2
+_MOST_ROWS = 16
+"""A mask may differ from example to example: so many examples of the exported batch are looked at, and no more."""
 _SHAPES_ALONE = (Kind.FACTORY, Kind.NUMBER)
 """Operators that read a tensor's shape, and not its values."""
 
@@ -57,7 +58,7 @@ class Masks:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._values = _Values(program)
+        self._values = [_Values(program, rows) for rows in (2, min(max(program.batch, 3), _MOST_ROWS))]
         self._known: dict[fx.Node, bool] = {}
 
     def is_causal(self, mask: fx.Node, length: int) -> bool:
@@ -68,8 +69,8 @@ class Masks:
         if mask not in self._known:
             try:
                 with torch.no_grad():
-                    self._known[mask] = _shows_lower(self._values.of(mask), length)
-            except (_UnknownError, GraphparError, RuntimeError, TypeError, NotImplementedError):
+                    self._known[mask] = all(_shows_lower(values.of(mask), length) for values in self._values)
+            except (_UnknownError, GraphparError, RuntimeError, TypeError, LookupError, ValueError):
                 self._known[mask] = False
         return self._known[mask]
 
@@ -88,10 +89,11 @@ def _shows_lower(value: Any, length: int) -> bool:
 
 
 class _Values:
-    """The values of a graph's nodes for a batch of two rows, where they follow from constants alone."""
+    """The values of a graph's nodes for a batch of ``rows``, where they follow from constants alone."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, rows: int) -> None:
         self.program = program
+        self.rows = rows
         self.known: dict[fx.Node, Any] = {}
 
     def of(self, node: fx.Node) -> Any:
@@ -125,24 +127,24 @@ class _Values:
         value = node.meta.get("val")
         if isinstance(value, int | torch.SymInt):
             coefficient = size_coefficient(value)
-            return int(value) if coefficient is None else coefficient * _BATCH
+            return int(value) if coefficient is None else coefficient * self.rows
         if node.op != "call_function" or record_of(node).kind is Kind.RANDOM:
             raise _UnknownError
-        if isinstance(value, Tensor) and value.ndim >= 2 and _size(node) > 2**16:
+        if isinstance(value, Tensor) and value.ndim >= 2 and _size(node, self.rows) > 2**16:
             prefix = self._as_prefix(node)
             if prefix is not None:
                 return prefix
-            if _size(node) > MOST_ELEMENTS:
+            if _size(node, self.rows) > MOST_ELEMENTS:
                 raise _UnknownError
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._plain)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _plain(self, node: fx.Node) -> Any:
         if node not in self.known:  # only its shape is read
-            return torch.zeros((), dtype=value_of(node).dtype).expand(_shape(node))
+            return torch.zeros((), dtype=value_of(node).dtype).expand(_shape(node, self.rows))
         value = self.known[node]
         if isinstance(value, _Prefix):
-            shape = _shape(node)
+            shape = _shape(node, self.rows)
             if value.count.numel() * value.columns > MOST_ELEMENTS:
                 raise _UnknownError
             shown = torch.arange(value.columns) < value.count.unsqueeze(-1)
@@ -190,7 +192,9 @@ def _compared(node: fx.Node, first: Tensor, second: Tensor) -> _Prefix | None:
         first, second, less, more = second, first, more, less
     if first.shape[-2] != 1 or second.shape[-1] != 1:
         return None
-    columns, rows = first.squeeze(-2), second.squeeze(-1)
+    columns, rows = (
+        each if each.is_floating_point() else each.long() for each in (first.squeeze(-2), second.squeeze(-1))
+    )  # differences of booleans and of uint8 are not negative
     lead = torch.broadcast_shapes(columns.shape[:-1], rows.shape[:-1])
     columns = columns.expand(*lead, -1).contiguous()
     rows = rows.expand(*lead, -1).contiguous()
@@ -224,8 +228,8 @@ def _joined(first: Any, second: Any, pick: Callable[[Tensor, Tensor], Tensor]) -
     if isinstance(second, Tensor) and second.dtype == torch.bool and (second.ndim == 0 or second.shape[-1] == 1):
         count = second.squeeze(-1) if second.ndim else second
         return _Prefix(pick(first.count, count * first.columns), first.columns)
-    if isinstance(second, Tensor) and second.dtype == torch.bool and second.shape[-2] == 1:
-        shown = second.squeeze(-2)
+    if isinstance(second, Tensor) and second.dtype == torch.bool and (second.ndim == 1 or second.shape[-2] == 1):
+        shown = second.squeeze(-2) if second.ndim > 1 else second
         falls = bool((shown.int().diff(dim=-1) <= 0).all())
         return _Prefix(pick(first.count, shown.sum(-1, keepdim=True)), first.columns) if falls else None
     if isinstance(second, _Prefix) and second.hidden is None and second.columns == first.columns:
@@ -233,10 +237,10 @@ def _joined(first: Any, second: Any, pick: Callable[[Tensor, Tensor], Tensor]) -
     return None
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
+def _shape(node: fx.Node, rows: int) -> tuple[int, ...]:
     sizes = zip(value_of(node).shape, batch_coefficients(node))
-    return tuple(int(size) if coefficient is None else coefficient * _BATCH for size, coefficient in sizes)
+    return tuple(int(size) if coefficient is None else coefficient * rows for size, coefficient in sizes)
 
 
-def _size(node: fx.Node) -> int:
-    return math.prod(_shape(node))
+def _size(node: fx.Node, rows: int) -> int:
+    return math.prod(_shape(node, rows))

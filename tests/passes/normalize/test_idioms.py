@@ -221,6 +221,17 @@ BY_HAND: dict[str, tuple[Callable[..., Tensor], dict[str, int]]] = {
     "a window, and a number": (
         lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(3), -1e10)), {},
     ),
+    "through an activation": (lambda x, m: _by_hand(x, m, F.relu), {}),
+    "without a gradient": (lambda x, m: _by_hand(x, m, torch.detach), {}),
+    "whole numbers": (lambda x, m: _by_hand(x, m, lambda s: s.int().float()), {}),
+    "booleans that are added": (lambda x, m: _by_hand(x, m, lambda s: s + _arange_mask()), {}),
+    "of keys": (lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(_arange_mask()[3], float("-inf"))), {}),
+    "of keys, and examples": (
+        lambda x, m: _by_hand(x, m, lambda s: s.masked_fill((x[:, None, None, :, 0] > 1.5), float("-inf"))), {"attention": 1},
+    ),
+    "of nothing": (lambda x, m: _by_hand(x, m, lambda s: s.masked_fill(torch.zeros((), dtype=torch.bool), float("-inf"))), {}),
+    "turned around": (lambda x, m: _by_hand(x, m, lambda s: (s * -1).masked_fill(~_arange_mask(), float("-inf"))), {}),
+    "times zero": (lambda x, m: _by_hand(x, m, lambda s: (s * 0).masked_fill(~_arange_mask(), float("-inf"))), {}),
 }  # fmt: skip
 
 
@@ -228,6 +239,39 @@ BY_HAND: dict[str, tuple[Callable[..., Tensor], dict[str, int]]] = {
 def test_attention_that_is_written_out(name: str) -> None:
     function, found = BY_HAND[name]
     _check(function, found)
+
+
+def test_scores_that_a_mask_repeats_are_no_attention() -> None:
+    """The mask has more dims, heads or examples than the scores."""
+
+    def dims(x: Tensor, m: Model) -> Tensor:
+        q, bias = x * m.weight, torch.arange(3.0)[:, None, None, None].expand(3, 1, LENGTH, LENGTH)
+        return ((q @ q.mT + bias).softmax(-1) @ q).sum(0)
+
+    def heads(x: Tensor, m: Model) -> Tensor:
+        q, shown = (x * m.weight)[:, None], torch.stack([_arange_mask(), _arange_mask().mT])
+        return torch.where(shown, q @ q.mT, float("-inf")).softmax(-1) @ q
+
+    def examples(x: Tensor, m: Model) -> Tensor:
+        q, shown = m.bias[None, None], _likeness(x) > 0
+        return torch.where(shown | _arange_mask(), q @ q.mT, float("-inf")).softmax(-1) @ q
+
+    for function in (dims, heads, examples):
+        _check(function, {})
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 0.5])
+def test_a_scale_that_is_not_positive_keeps_its_mask(scale: float) -> None:
+    """torch's kernels multiply -inf by the scale of a causal mask."""
+
+    def attention(x: Tensor, m: Model) -> Tensor:
+        q, k, v = _heads(x, m)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=_arange_mask(), scale=scale)
+
+    if scale == 0:
+        assert not _exported(attention)[1].idioms  # gradients are 0 / 0 in torch's own kernel
+    else:
+        _check(attention, {"is_causal": 1} if scale > 0 else {})
 
 
 def test_softmax_over_another_dim_and_dropout_are_no_attention() -> None:
@@ -264,6 +308,21 @@ def test_repeated_keys_and_values() -> None:
     _check(lambda x, m: _grouped(x, m, repeat="tiled"), {})
     _check(lambda x, m: _grouped(x, m, _arange_mask()), {"is_causal": 1, "enable_gqa": 1})
     _check(lambda x, m: _grouped(x, m, m.table), {})  # kernels that take a mask want all heads
+
+
+def test_repeated_keys_that_have_another_shape_than_the_queries_stay() -> None:
+    def one_query_head(x: Tensor, m: Model) -> Tensor:
+        q, k, v = _heads(x, m)
+        k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+        return F.scaled_dot_product_attention(q[:, :1], k, v)
+
+    def the_same_for_all_examples(x: Tensor, m: Model) -> Tensor:
+        q, _, _ = _heads(x, m)
+        k = m.bias[:, :4][None, None, None].expand(x.size(0), 1, 2, LENGTH, 4).flatten(1, 2)
+        return F.scaled_dot_product_attention(q, k, k)
+
+    _check(one_query_head, {})
+    _check(the_same_for_all_examples, {})
 
 
 class Grouped(nn.Module):
@@ -317,7 +376,9 @@ def test_a_mask_of_a_million_tokens_is_proven_without_being_made() -> None:
     assert _longer(2**20, lambda column, row: column <= row).idioms == {"is_causal": 1}
     assert _longer(2**20, lambda column, row: (row >= column) & (column < 2**20)).idioms == {"is_causal": 1}
     assert _longer(2**20, lambda column, row: column < row + 1).idioms == {"is_causal": 1}
+    assert _longer(2**20, lambda column, row: (column <= row) & (column.flatten() >= 0)).idioms == {"is_causal": 1}
     assert not _longer(2**20, lambda column, row: column < row).idioms
+    assert not _longer(2**20, lambda column, row: (column <= row) & ((column < 100) <= (row < 100))).idioms
     assert not _longer(2**20, lambda column, row: (column <= row) & (column < 2**20 - 1)).idioms
     assert not _longer(2**20, lambda column, row: (column <= row) & (row - column < 4096)).idioms
 
@@ -334,6 +395,8 @@ _TERMS = {
     "differ": lambda c, r: torch.zeros_like(c) == torch.ones_like(r),
     "not later": lambda c, r: ~(c > r),
     "near": lambda c, r: r - c < 200,
+    "booleans that fall": lambda c, r: (c < 100) <= (r < 100),
+    "bytes that fall": lambda c, r: (250 - c.clamp(max=250)).to(torch.uint8) <= (r.clamp(max=250)).to(torch.uint8),
 }
 
 
@@ -353,6 +416,23 @@ def test_proofs_agree_with_the_masks_themselves(terms: list[str], joins: list[bo
     whole = mask(place[None, :], place[:, None])
     causal = torch.equal(whole, torch.ones(300, 300, dtype=torch.bool).tril())
     assert bool(_longer(300, mask).idioms) == causal
+
+
+def test_masks_that_differ_from_example_to_example_are_not_proven() -> None:
+    def attention(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+        def function(x: Tensor, m: Model) -> Tensor:
+            q, k, v = _heads(x, m)
+            example = torch.arange(x.size(0))[:, None, None, None]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=change(_arange_mask(), example))
+
+        return function
+
+    wider = attention(lambda mask, example: mask | (example >= 2))
+    narrower = attention(lambda mask, example: mask & ((example < 2) | torch.eye(LENGTH, dtype=torch.bool)))
+    for function in (wider, narrower):
+        program = gp.export(Model(function), (torch.randn(4, LENGTH, WIDTH),), loss_fn=lambda y: y.square().sum())
+        assert not program.idioms
+    _check(attention(lambda mask, example: mask & (example >= 0)), {"is_causal": 1})
 
 
 def test_a_mask_that_is_known_only_at_run_time_is_not_proven() -> None:
