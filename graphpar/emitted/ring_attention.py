@@ -1,0 +1,297 @@
+"""Attention over a sequence that is sharded over the ranks of an axis: keys and values travel round a ring.
+
+    rank r, step i:   its queries x the keys and values of rank r - i, while these are on their way to rank r + 1
+    forward           the parts are merged by their logsumexp
+    backward          the same again; gradients of keys and values travel behind them, and end at the rank that they belong to
+
+Each rank saves its queries, keys, values, result and logsumexp, nothing of other ranks. With ``is_causal`` contiguous shards would
+give the last rank the most work. So while attention runs, rank r of k has chunks r and 2k - 1 - r of the 2k halves of all shards: one
+all-to-all brings them, another takes the result back. Then each rank has the same work in each step, and what the mask hides is
+never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from graphpar.emitted.collectives import _axes, _done, _operators, rank, size
+
+_aten: Any = torch.ops.aten
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    axis: str,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    length: int | None = None,
+) -> Tensor:
+    """query, key, value S(2) -> S(2): ``F.scaled_dot_product_attention`` of the whole sequence.
+
+    query [b, h, q, e], key [b, g, n, e], value [b, g, n, f] -> [b, h, q, f]. ``length``: the keys of all ranks, where shards are
+    padded. With ``is_causal`` queries are sharded as keys are.
+    """
+    if size(axis) == 1:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    result: Tensor = _RingAttention.apply(query, key, value, axis, is_causal, scale, length)
+    return result
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        axis: str,
+        is_causal: bool,
+        scale: float | None,
+        length: int | None,
+    ) -> Tensor:
+        dtype = query.dtype
+        if is_causal:
+            query, key, value = _balanced((query, key, value), axis)
+        ctx.axis, ctx.is_causal, ctx.scale, ctx.length = axis, is_causal, scale, length
+        ctx.shapes = key.shape, value.shape
+        own = travelling = _packed(key, value)
+        result: Tensor | None = None
+        logsumexp: Tensor | None = None
+        for step in range(size(axis)):
+            sent = _passed_on(travelling, axis) if step + 1 < size(axis) else travelling
+            first, keys, masked = _visible(step, axis, ctx.shapes[0][2], is_causal, length)
+            if keys:
+                queries = query.narrow(2, first, query.size(2) - first)
+                key, value = (x.narrow(2, 0, keys) for x in _unpacked(travelling, ctx.shapes))
+                part, part_logsumexp = _attend(queries, key, value, masked, scale)
+                if result is None or logsumexp is None:
+                    result, logsumexp = part.to(part_logsumexp.dtype), part_logsumexp
+                else:
+                    _merge(result, logsumexp, part, part_logsumexp, first)
+            travelling = _done(sent) if step + 1 < size(axis) else sent
+        assert result is not None and logsumexp is not None
+        result = result.to(dtype)
+        if is_causal:
+            (result,) = _contiguous((result,), axis)
+        ctx.save_for_backward(query, own, result, logsumexp)
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, travelling, result, logsumexp = ctx.saved_tensors
+        axis, count = ctx.axis, size(ctx.axis)
+        if ctx.is_causal:
+            gradient, result = _balanced((gradient, result), axis)
+        of_queries = query.new_zeros(query.shape, dtype=logsumexp.dtype)
+        own = behind = torch.zeros_like(travelling)
+        for step in range(count):
+            sent = _passed_on(travelling, axis) if step + 1 < count else travelling
+            first, keys, masked = _visible(step, axis, ctx.shapes[0][2], ctx.is_causal, ctx.length)
+            parts: tuple[Tensor, ...] = ()
+            if keys:
+                rows = [x.narrow(2, first, x.size(2) - first) for x in (gradient, query, result, logsumexp)]
+                key, value = (x.narrow(2, 0, keys) for x in _unpacked(travelling, ctx.shapes))
+                parts = _attend_backward(rows[0], rows[1], key, value, rows[2], rows[3], masked, ctx.scale)
+                of_queries.narrow(2, first, query.size(2) - first).add_(parts[0])
+            if step > 1:
+                behind = _done(behind)
+            for whole, part in zip(_unpacked(behind, ctx.shapes), parts[1:]):
+                whole.narrow(2, 0, keys).add_(part)
+            behind = torch.zeros_like(behind) if step == 0 else _passed_on(behind, axis)
+            travelling = _done(sent) if step + 1 < count else sent
+        own = own + _done(behind)
+        gradients = (of_queries.to(query.dtype), *_unpacked(own, ctx.shapes))
+        if ctx.is_causal:
+            gradients = _contiguous(gradients, axis)
+        return (*gradients, None, None, None, None)
+
+
+def _visible(step: int, axis: str, rows: int, is_causal: bool, length: int | None) -> tuple[int, int, bool]:
+    """Return which block of ``rows`` x ``rows`` a step computes: from which query on, how many keys, whether with a causal mask."""
+    source = (rank(axis) - step) % size(axis)
+    if not is_causal:
+        return 0, rows if length is None else min(max(length - source * rows, 0), rows), False
+    if step == 0:
+        return 0, rows, True
+    if source < rank(axis):
+        return 0, _chunk(source, rows), False
+    first = _chunk(rank(axis), rows)
+    return first, rows if first < rows else 0, False
+
+
+def _merge(result: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor, first: int) -> None:
+    """Write to rows from ``first`` on what attention to the keys of both would have given."""
+    result, logsumexp = (x.narrow(2, first, part.size(2)) for x in (result, logsumexp))
+    result.lerp_(part.to(result.dtype), (part_logsumexp - logsumexp).sigmoid().unsqueeze(-1))
+    logsumexp.copy_(torch.logaddexp(logsumexp, part_logsumexp))
+
+
+# What is sent: tensors [b, h, rows, e] as one flat tensor, row by row.
+
+
+def _packed(*tensors: Tensor) -> Tensor:
+    return torch.cat([x.transpose(1, 2).reshape(-1) for x in tensors])
+
+
+def _unpacked(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    pieces = flat.split([shape.numel() for shape in shapes])
+    return [x.view(b, n, h, e).transpose(1, 2) for x, (b, h, n, e) in zip(pieces, shapes)]
+
+
+def _passed_on(x: Tensor, axis: str) -> Tensor:
+    """Begin to send a flat tensor to the next rank, and to receive one as large from the one before."""
+    count, own = size(axis), rank(axis)
+    to, of = [0] * count, [0] * count
+    to[(own + 1) % count] = of[(own - 1) % count] = x.numel()
+    return _all_to_all(x, of, to, axis)
+
+
+def _all_to_all(x: Tensor, of: list[int], to: list[int], axis: str) -> Tensor:
+    """Begin to send ``to`` elements to each rank and to receive ``of`` of each; :func:`_done` waits for them."""
+    result: Tensor = _operators.all_to_all_single(x, of, to, _axes[axis][0])
+    return result
+
+
+def _chunk(number: int, rows: int) -> int:
+    """Return the rows of a chunk: the first half of a shard is the larger one."""
+    return rows // 2 if number % 2 else rows - rows // 2
+
+
+def _holder(number: int, count: int) -> int:
+    """Return the rank that computes a chunk."""
+    return min(number, 2 * count - 1 - number)
+
+
+def _balanced(tensors: Sequence[Tensor], axis: str) -> tuple[Tensor, ...]:
+    """From contiguous shards to chunks r and 2k - 1 - r."""
+    count, own = size(axis), rank(axis)
+    to = [(number, _holder(number, count)) for number in (2 * own, 2 * own + 1)]
+    of = [(number, number // 2) for number in (own, 2 * count - 1 - own)]
+    return _exchanged(tensors, axis, to, of)
+
+
+def _contiguous(tensors: Sequence[Tensor], axis: str) -> tuple[Tensor, ...]:
+    """From chunks r and 2k - 1 - r to contiguous shards."""
+    count, own = size(axis), rank(axis)
+    to = [(number, number // 2) for number in (own, 2 * count - 1 - own)]
+    of = [(number, _holder(number, count)) for number in (2 * own, 2 * own + 1)]
+    return _exchanged(tensors, axis, to, of)
+
+
+def _exchanged(
+    tensors: Sequence[Tensor], axis: str, to: Sequence[tuple[int, int]], of: Sequence[tuple[int, int]]
+) -> tuple[Tensor, ...]:
+    """Send two chunks and receive two, each (number, rank), in the order of rows."""
+    count, rows = size(axis), tensors[0].size(2)
+    width = sum(x.numel() for x in tensors) // rows
+    halves = [x.split([_chunk(number, rows) for number, _ in to], 2) for x in tensors]
+    sends, receives = ([0] * count for _ in range(2))
+    for chunks, splits in ((to, sends), (of, receives)):
+        for number, other in chunks:
+            splits[other] += _chunk(number, rows) * width
+    order = sorted((0, 1), key=lambda place: to[place][1])  # by rank, as all-to-all sends them
+    flat = _packed(*(half[place] for place in order for half in halves))
+    flat = _done(_all_to_all(flat, receives, sends, axis))
+    order = sorted((0, 1), key=lambda place: of[place][1])
+    shapes = [torch.Size((*x.shape[:2], _chunk(of[place][0], rows), x.size(3))) for place in order for x in tensors]
+    pieces = [x.transpose(1, 2) for x in _unpacked(flat, shapes)]
+    joined = (
+        torch.cat([pieces[order.index(place) * len(tensors) + i] for place in (0, 1)], 1) for i in range(len(tensors))
+    )
+    return tuple(x.transpose(1, 2) for x in joined)
+
+
+# Attention to a block of keys, by the kernels of torch that give the logsumexp of each query.
+
+
+def _kernel(query: Tensor, value: Tensor) -> str:
+    """Return which kernel a device has for these operands."""
+    width = query.size(3)
+    if width != value.size(3):
+        return "math"
+    if query.device.type == "cuda":
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        return "cuda" if half and width <= 256 and width % 8 == 0 else "math"
+    return "cpu" if query.device.type == "cpu" else "math"
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """[b, h, q, f], and the logsumexp of each query [b, h, q], in float32 at least."""
+    kernel = _kernel(query, value)
+    if kernel == "cpu":
+        flash = _aten._scaled_dot_product_flash_attention_for_cpu
+        result, logsumexp = flash(query, key, value, 0.0, is_causal, scale=scale)
+        return result, logsumexp
+    if kernel == "cuda":
+        result, logsumexp, *_ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, False, scale=scale
+        )
+        return result, logsumexp
+    scores, value = _scores(query, key, is_causal, scale), _of_each_head(value, query)
+    logsumexp = scores.logsumexp(3)
+    return (scores - logsumexp.unsqueeze(3)).exp().to(value.dtype) @ value, logsumexp
+
+
+def _attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by these keys; ``result`` and ``logsumexp`` are those of all keys."""
+    kernel, operands = _kernel(query, value), (gradient, query, key, value, result, logsumexp)
+    if kernel == "cpu":
+        flash = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        of_query, of_key, of_value = flash(*operands, 0.0, is_causal, scale=scale)
+        return of_query, of_key, of_value
+    if kernel == "cuda":
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        lengths = (None, None, query.size(2), key.size(2))
+        of_query, of_key, of_value = _aten._scaled_dot_product_flash_attention_backward(
+            *operands, *lengths, 0.0, is_causal, no_dropout, no_dropout, scale=scale
+        )
+        return of_query, of_key, of_value
+    wide = logsumexp.dtype
+    gradient, result, keys = gradient.to(wide), result.to(wide), _of_each_head(key, query).to(wide)
+    shares = (_scores(query, key, is_causal, scale) - logsumexp.unsqueeze(3)).exp()
+    changes = gradient @ _of_each_head(value, query).to(wide).mT - (gradient * result).sum(3, keepdim=True)
+    changes = shares * changes * (query.size(3) ** -0.5 if scale is None else scale)
+    of_keys = _of_each_group(changes.mT @ query.to(wide), key)
+    return changes @ keys, of_keys, _of_each_group(shares.mT @ gradient, value)
+
+
+def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (
+        query.to(wide) @ _of_each_head(key, query).to(wide).mT * (query.size(3) ** -0.5 if scale is None else scale)
+    )
+    if is_causal:
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores
+
+
+def _of_each_head(x: Tensor, query: Tensor) -> Tensor:
+    """[b, g, n, e] -> [b, h, n, e]"""
+    return x if x.size(1) == query.size(1) else x.repeat_interleave(query.size(1) // x.size(1), 1)
+
+
+def _of_each_group(gradient: Tensor, x: Tensor) -> Tensor:
+    """[b, h, n, e] -> [b, g, n, e], as ``x`` is"""
+    gradient = gradient if x.size(1) == gradient.size(1) else gradient.unflatten(1, (x.size(1), -1)).sum(2)
+    return gradient.to(x.dtype)
