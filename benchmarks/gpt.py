@@ -41,9 +41,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The whole model."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = LENGTH) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(length, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
 
@@ -93,10 +93,10 @@ class LastStage(nn.Module):
         return logits
 
 
-def example_batch(rows: int) -> dict[str, Tensor]:
+def example_batch(rows: int, length: int = LENGTH) -> dict[str, Tensor]:
     """Make random tokens; labels are ignored after a length that differs from row to row."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCAB, (rows, LENGTH), generator=generator)
-    labels = torch.randint(VOCAB, (rows, LENGTH), generator=generator)
-    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (rows,), generator=generator)
-    return {"ids": ids, "labels": labels.masked_fill(torch.arange(LENGTH) >= lengths[:, None], IGNORED)}
+    ids = torch.randint(VOCAB, (rows, length), generator=generator)
+    labels = torch.randint(VOCAB, (rows, length), generator=generator)
+    lengths = torch.randint(length // 2, length + 1, (rows,), generator=generator)
+    return {"ids": ids, "labels": labels.masked_fill(torch.arange(length) >= lengths[:, None], IGNORED)}

@@ -59,30 +59,31 @@ class _RingAttention(torch.autograd.Function):
         scale: float | None,
         length: int | None,
     ) -> Tensor:
-        dtype = query.dtype
+        dtype, shapes = query.dtype, (key.shape, value.shape)
         if is_causal:
-            query, key, value = _balanced((query, key, value), axis)
-        ctx.axis, ctx.is_causal, ctx.scale, ctx.length = axis, is_causal, scale, length
-        ctx.shapes = key.shape, value.shape
-        own = travelling = _packed(key, value)
+            query, own = _split(_balanced((query, key, value), axis), query.shape)
+        else:
+            own = _packed(key, value)
+        travelling, last = own, size(axis) - 1
         result: Tensor | None = None
         logsumexp: Tensor | None = None
         for step in range(size(axis)):
-            sent = _passed_on(travelling, axis) if step + 1 < size(axis) else travelling
-            first, keys, masked = _visible(step, axis, ctx.shapes[0][2], is_causal, length)
+            sent = _passed_on(travelling, axis) if step < last else travelling
+            first, keys, masked = _visible(step, axis, shapes[0][2], is_causal, length)
             if keys:
                 queries = query.narrow(2, first, query.size(2) - first)
-                key, value = (x.narrow(2, 0, keys) for x in _unpacked(travelling, ctx.shapes))
+                key, value = _unpacked(travelling, shapes, keys)
                 part, part_logsumexp = _attend(queries, key, value, masked, scale)
                 if result is None or logsumexp is None:
                     result, logsumexp = part.to(part_logsumexp.dtype), part_logsumexp
                 else:
                     _merge(result, logsumexp, part, part_logsumexp, first)
-            travelling = _done(sent) if step + 1 < size(axis) else sent
+            travelling = _done(sent) if step < last else travelling
         assert result is not None and logsumexp is not None
         result = result.to(dtype)
         if is_causal:
-            (result,) = _contiguous((result,), axis)
+            (result,) = _unpacked(_contiguous((result,), axis), (result.shape,))
+        ctx.axis, ctx.is_causal, ctx.scale, ctx.length, ctx.shapes = axis, is_causal, scale, length, shapes
         ctx.save_for_backward(query, own, result, logsumexp)
         return result
 
@@ -90,30 +91,40 @@ class _RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, travelling, result, logsumexp = ctx.saved_tensors
-        axis, count = ctx.axis, size(ctx.axis)
+        axis, shapes, last = ctx.axis, ctx.shapes, size(ctx.axis) - 1
+        rows = shapes[0][2]
         if ctx.is_causal:
-            gradient, result = _balanced((gradient, result), axis)
-        of_queries = query.new_zeros(query.shape, dtype=logsumexp.dtype)
-        own = behind = torch.zeros_like(travelling)
-        for step in range(count):
-            sent = _passed_on(travelling, axis) if step + 1 < count else travelling
-            first, keys, masked = _visible(step, axis, ctx.shapes[0][2], ctx.is_causal, ctx.length)
-            parts: tuple[Tensor, ...] = ()
+            gradient, result = _unpacked(_balanced((gradient, result), axis), (gradient.shape, result.shape))
+        of_query: Tensor | None = None
+        own: Sequence[Tensor] = ()
+        behind = travelling
+        for step in range(size(axis)):
+            sent = _passed_on(travelling, axis) if step < last else travelling
+            first, keys, masked = _visible(step, axis, rows, ctx.is_causal, ctx.length)
+            parts: Sequence[Tensor] = ()
             if keys:
-                rows = [x.narrow(2, first, x.size(2) - first) for x in (gradient, query, result, logsumexp)]
-                key, value = (x.narrow(2, 0, keys) for x in _unpacked(travelling, ctx.shapes))
-                parts = _attend_backward(rows[0], rows[1], key, value, rows[2], rows[3], masked, ctx.scale)
-                of_queries.narrow(2, first, query.size(2) - first).add_(parts[0])
-            if step > 1:
-                behind = _done(behind)
-            for whole, part in zip(_unpacked(behind, ctx.shapes), parts[1:]):
-                whole.narrow(2, 0, keys).add_(part)
-            behind = torch.zeros_like(behind) if step == 0 else _passed_on(behind, axis)
-            travelling = _done(sent) if step + 1 < count else sent
-        own = own + _done(behind)
-        gradients = (of_queries.to(query.dtype), *_unpacked(own, ctx.shapes))
+                key, value = _unpacked(travelling, shapes, keys)
+                seen = [x.narrow(2, first, x.size(2) - first) for x in (gradient, query, result, logsumexp)]
+                parts = _attend_backward(seen[0], seen[1], seen[2], seen[3], key, value, masked, ctx.scale)
+                if of_query is None:
+                    of_query = parts[0].to(logsumexp.dtype)
+                else:
+                    of_query.narrow(2, first, parts[0].size(2)).add_(parts[0])
+            if step == 0:
+                own = parts[1:]
+            else:
+                behind = torch.zeros_like(travelling) if step == 1 else _done(behind)
+                for whole, part in zip(_unpacked(behind, shapes, keys), parts[1:]):
+                    whole.add_(part)
+                behind = _passed_on(behind, axis)
+            travelling = _done(sent) if step < last else travelling
+        of_keys = _unpacked(_done(behind), shapes)
+        for whole, part in zip(of_keys, own):
+            whole.narrow(2, 0, part.size(2)).add_(part)
+        assert of_query is not None
+        gradients = (of_query.to(query.dtype), *of_keys)
         if ctx.is_causal:
-            gradients = _contiguous(gradients, axis)
+            gradients = tuple(_unpacked(_contiguous(gradients, axis), (query.shape, *shapes)))
         return (*gradients, None, None, None, None)
 
 
@@ -144,9 +155,17 @@ def _packed(*tensors: Tensor) -> Tensor:
     return torch.cat([x.transpose(1, 2).reshape(-1) for x in tensors])
 
 
-def _unpacked(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+def _unpacked(flat: Tensor, shapes: Sequence[torch.Size], rows: int | None = None) -> list[Tensor]:
+    """Return views of a packed tensor, of their first ``rows``."""
     pieces = flat.split([shape.numel() for shape in shapes])
-    return [x.view(b, n, h, e).transpose(1, 2) for x, (b, h, n, e) in zip(pieces, shapes)]
+    whole = [x.view(b, n, h, e).transpose(1, 2) for x, (b, h, n, e) in zip(pieces, shapes)]
+    return whole if rows is None else [x.narrow(2, 0, rows) for x in whole]
+
+
+def _split(flat: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Return a view of the first of several packed tensors, and the others, packed."""
+    (first,) = _unpacked(flat.narrow(0, 0, shape.numel()), (shape,))
+    return first, flat.narrow(0, shape.numel(), flat.numel() - shape.numel())
 
 
 def _passed_on(x: Tensor, axis: str) -> Tensor:
@@ -173,16 +192,16 @@ def _holder(number: int, count: int) -> int:
     return min(number, 2 * count - 1 - number)
 
 
-def _balanced(tensors: Sequence[Tensor], axis: str) -> tuple[Tensor, ...]:
-    """From contiguous shards to chunks r and 2k - 1 - r."""
+def _balanced(tensors: Sequence[Tensor], axis: str) -> Tensor:
+    """From contiguous shards to chunks r and 2k - 1 - r, packed."""
     count, own = size(axis), rank(axis)
     to = [(number, _holder(number, count)) for number in (2 * own, 2 * own + 1)]
     of = [(number, number // 2) for number in (own, 2 * count - 1 - own)]
     return _exchanged(tensors, axis, to, of)
 
 
-def _contiguous(tensors: Sequence[Tensor], axis: str) -> tuple[Tensor, ...]:
-    """From chunks r and 2k - 1 - r to contiguous shards."""
+def _contiguous(tensors: Sequence[Tensor], axis: str) -> Tensor:
+    """From chunks r and 2k - 1 - r to contiguous shards, packed."""
     count, own = size(axis), rank(axis)
     to = [(number, number // 2) for number in (own, 2 * count - 1 - own)]
     of = [(number, _holder(number, count)) for number in (2 * own, 2 * own + 1)]
@@ -191,25 +210,34 @@ def _contiguous(tensors: Sequence[Tensor], axis: str) -> tuple[Tensor, ...]:
 
 def _exchanged(
     tensors: Sequence[Tensor], axis: str, to: Sequence[tuple[int, int]], of: Sequence[tuple[int, int]]
-) -> tuple[Tensor, ...]:
-    """Send two chunks and receive two, each (number, rank), in the order of rows."""
-    count, rows = size(axis), tensors[0].size(2)
+) -> Tensor:
+    """Send two chunks of each tensor and receive two, each (number, rank), in the order of rows."""
+    rows = tensors[0].size(2)
     width = sum(x.numel() for x in tensors) // rows
-    halves = [x.split([_chunk(number, rows) for number, _ in to], 2) for x in tensors]
-    sends, receives = ([0] * count for _ in range(2))
+    sends, receives = [0] * size(axis), [0] * size(axis)
     for chunks, splits in ((to, sends), (of, receives)):
         for number, other in chunks:
             splits[other] += _chunk(number, rows) * width
-    order = sorted((0, 1), key=lambda place: to[place][1])  # by rank, as all-to-all sends them
-    flat = _packed(*(half[place] for place in order for half in halves))
+    flat = _packed(*(half for place in _order(to) for half in _halves(tensors, to, place)))
     flat = _done(_all_to_all(flat, receives, sends, axis))
-    order = sorted((0, 1), key=lambda place: of[place][1])
-    shapes = [torch.Size((*x.shape[:2], _chunk(of[place][0], rows), x.size(3))) for place in order for x in tensors]
-    pieces = [x.transpose(1, 2) for x in _unpacked(flat, shapes)]
-    joined = (
-        torch.cat([pieces[order.index(place) * len(tensors) + i] for place in (0, 1)], 1) for i in range(len(tensors))
-    )
-    return tuple(x.transpose(1, 2) for x in joined)
+    result = torch.empty_like(flat)
+    joined = _unpacked(result, [x.shape for x in tensors])
+    places = [half for place in _order(of) for half in _halves(joined, of, place)]
+    for half, piece in zip(places, _unpacked(flat, [half.shape for half in places])):
+        half.copy_(piece)
+    return result
+
+
+def _order(chunks: Sequence[tuple[int, int]]) -> list[int]:
+    """Return which chunk is sent first: that of the lower rank."""
+    return [0, 1] if chunks[0][1] <= chunks[1][1] else [1, 0]
+
+
+def _halves(tensors: Sequence[Tensor], chunks: Sequence[tuple[int, int]], place: int) -> list[Tensor]:
+    """Return the rows of the first or of the second chunk."""
+    rows = tensors[0].size(2)
+    lengths = [_chunk(number, rows) for number, _ in chunks]
+    return [x.narrow(2, place * lengths[0], lengths[place]) for x in tensors]
 
 
 # Attention to a block of keys, by the kernels of torch that give the logsumexp of each query.
@@ -246,10 +274,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: f
 def _attend_backward(
     gradient: Tensor,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
     result: Tensor,
     logsumexp: Tensor,
+    key: Tensor,
+    value: Tensor,
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,6 +288,7 @@ def _attend_backward(
         of_query, of_key, of_value = flash(*operands, 0.0, is_causal, scale=scale)
         return of_query, of_key, of_value
     if kernel == "cuda":
+        operands = (*operands[:5], logsumexp.contiguous())  # the kernel takes rows to be dense
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         lengths = (None, None, query.size(2), key.size(2))
         of_query, of_key, of_value = _aten._scaled_dot_product_flash_attention_backward(
