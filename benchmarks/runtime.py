@@ -12,7 +12,7 @@
     checkpoint               against dcp.save of the same state under FSDP2; a step saves, and computes nothing
     zero 1, slow network     against the same program that waits for new values before it goes on; they arrive 100 ms late
 
-The tensor rows pin the inputs of the norms, so that both sides communicate alike whatever the search prefers.
+The tensor rows pin the inputs of the norms, that of cp attention, so that both sides communicate alike whatever the search prefers.
 
 Both sides of a row hold the same weights and optimizer. They live in the same two gloo processes (one thread each) and take
 steps in turn, so that whatever else the machine does falls on both. A step is forward, backward and AdamW; it is timed from
@@ -65,6 +65,7 @@ WHOLE_SEQUENCE = {
     "norm": {"inputs": ["I@tp"]},
     "positions": "replicate",
 }
+RING = {"blocks.*.mix": {"inputs": ["S(2)@cp"] * 3, "outputs": ["S(2)@cp"]}}
 Step = Callable[[], Tensor | None]
 
 
@@ -102,7 +103,7 @@ CASES = (
     Case("tensor", "Megatron", "tensor", _TENSOR),
     Case("tensor, whole sequence", "Megatron all-reduce", "tensor", {**_TENSOR, "shard_plan": WHOLE_SEQUENCE}),
     Case("tensor", "DTensor", "tensor", _TENSOR),
-    Case("cp ring", "torch's ring", "context", {"mesh": {"cp": DEVICES}}, LONG),
+    Case("cp ring", "torch's ring", "context", {"mesh": {"cp": DEVICES}, "shard_plan": RING}, LONG),
     Case("zero 0", "DDP", "data", _REPLICAS),
     Case("zero 3", "FSDP2", "data", {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}),
     Case("zero 1", "ZeroRedundancyOptimizer", "data", _ZERO1),

@@ -152,7 +152,11 @@ def _merge(result: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tens
 
 
 def _packed(*tensors: Tensor) -> Tensor:
-    return torch.cat([x.transpose(1, 2).reshape(-1) for x in tensors])
+    """Copy tensors to one flat tensor."""
+    flat = tensors[0].new_empty(sum(x.numel() for x in tensors))
+    for place, x in zip(_unpacked(flat, [x.shape for x in tensors]), tensors):
+        place.copy_(x)
+    return flat
 
 
 def _unpacked(flat: Tensor, shapes: Sequence[torch.Size], rows: int | None = None) -> list[Tensor]:
