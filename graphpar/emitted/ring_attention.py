@@ -75,7 +75,8 @@ class _RingAttention(torch.autograd.Function):
                 key, value = _unpacked(travelling, shapes, keys)
                 part, part_logsumexp = _attend(queries, key, value, masked, scale)
                 if result is None or logsumexp is None:
-                    result, logsumexp = part.to(part_logsumexp.dtype), part_logsumexp
+                    # Copies: recomputation may keep what the kernels return, so it must not be written.
+                    result, logsumexp = part.to(part_logsumexp.dtype, copy=True), part_logsumexp.clone()
                 else:
                     _merge(result, logsumexp, part, part_logsumexp, first)
             travelling = _done(sent) if step < last else travelling

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import graphpar as gp
 from graphpar.verification import verify_all
 
+RECOMPUTED = ("selective", "full", "budget:0.6")
 WIDTH, HEADS, GROUPS, WORDS = 32, 4, 2, 64
 
 
@@ -70,17 +71,20 @@ def program(rows: int, length: int, is_causal: bool = True) -> gp.Program:
     return gp.export(Model(is_causal), args=(ids,), loss_fn=loss_fn, targets=(ids.roll(-1, 1),))
 
 
-def ring(mesh: dict[str, int]) -> dict[str, Any]:
+def ring(mesh: dict[str, Any]) -> dict[str, Any]:
     """The pins of a plan with a ring."""
     rows = {"inputs": ["S(2)@cp"] * 3, "outputs": ["S(2)@cp"]}
-    return {"mesh": mesh, "shard_plan": {"blocks.*.attention": rows} if "cp" in mesh else None}
+    axes = {axis: degree for axis, degree in mesh.items() if axis != "recompute"}
+    shard_plan = {"blocks.*.attention": rows} if "cp" in mesh else None
+    return {"mesh": axes, "shard_plan": shard_plan, "recompute": mesh.get("recompute", "none")}
 
 
-CASES: dict[str, tuple[int, bool, dict[str, int]]] = {
+CASES: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "causal, cp 2": (16, True, {"cp": 2}),
     "padded, cp 2": (13, False, {"cp": 2}),
     "causal, padded, cp 4": (13, True, {"cp": 4}),
     "causal, cp 2 x tp 2": (16, True, {"cp": 2, "tp": 2}),
+    **{f"causal, cp 2, recompute {kind}": (16, True, {"cp": 2, "recompute": kind}) for kind in RECOMPUTED},
 }
 
 
