@@ -74,11 +74,11 @@ class _RingAttention(torch.autograd.Function):
                 queries = query.narrow(2, first, query.size(2) - first)
                 key, value = _unpacked(travelling, shapes, keys)
                 part, part_logsumexp = _attend(queries, key, value, masked, scale)
+                part = part.to(part_logsumexp.dtype)
                 if result is None or logsumexp is None:
-                    # Copies: recomputation may keep what the kernels return, so it must not be written.
-                    result, logsumexp = part.to(part_logsumexp.dtype, copy=True), part_logsumexp.clone()
+                    result, logsumexp = part, part_logsumexp
                 else:
-                    _merge(result, logsumexp, part, part_logsumexp, first)
+                    result, logsumexp = _merged(result, logsumexp, part, part_logsumexp, first)
             travelling = _done(sent) if step < last else travelling
         assert result is not None and logsumexp is not None
         result = result.to(dtype)
@@ -142,11 +142,22 @@ def _visible(step: int, axis: str, rows: int, is_causal: bool, length: int | Non
     return first, rows if first < rows else 0, False
 
 
-def _merge(result: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor, first: int) -> None:
-    """Write to rows from ``first`` on what attention to the keys of both would have given."""
-    result, logsumexp = (x.narrow(2, first, part.size(2)) for x in (result, logsumexp))
-    result.lerp_(part.to(result.dtype), (part_logsumexp - logsumexp).sigmoid().unsqueeze(-1))
-    logsumexp.copy_(torch.logaddexp(logsumexp, part_logsumexp))
+def _merged(
+    result: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor, first: int
+) -> tuple[Tensor, Tensor]:
+    """Return what attention to the keys of both would have given; ``part`` has the rows from ``first`` on.
+
+    Nothing is written in place: recomputation may keep what the kernels returned.
+    """
+    rest, rest_logsumexp = (x.narrow(2, first, part.size(2)) for x in (result, logsumexp))
+    part = rest.lerp(part, (part_logsumexp - rest_logsumexp).sigmoid().unsqueeze(3))
+    part_logsumexp = torch.logaddexp(rest_logsumexp, part_logsumexp)
+    if first == 0:
+        return part, part_logsumexp
+    result, logsumexp = result.clone(), logsumexp.clone()
+    result.narrow(2, first, part.size(2)).copy_(part)
+    logsumexp.narrow(2, first, part.size(2)).copy_(part_logsumexp)
+    return result, logsumexp
 
 
 # What is sent: tensors [b, h, rows, e] as one flat tensor, row by row.
@@ -216,26 +227,31 @@ def _contiguous(tensors: Sequence[Tensor], axis: str) -> Tensor:
 def _exchanged(
     tensors: Sequence[Tensor], axis: str, to: Sequence[tuple[int, int]], of: Sequence[tuple[int, int]]
 ) -> Tensor:
-    """Send two chunks of each tensor and receive two, each (number, rank), in the order of rows."""
-    rows = tensors[0].size(2)
+    """Send two chunks of each tensor and receive two, each (number, rank), in the order of rows; packed."""
+    own, rows = rank(axis), tensors[0].size(2)
     width = sum(x.numel() for x in tensors) // rows
     sends, receives = [0] * size(axis), [0] * size(axis)
     for chunks, splits in ((to, sends), (of, receives)):
         for number, other in chunks:
-            splits[other] += _chunk(number, rows) * width
-    flat = _packed(*(half for place in _order(to) for half in _halves(tensors, to, place)))
-    flat = _done(_all_to_all(flat, receives, sends, axis))
-    result = torch.empty_like(flat)
+            splits[other] += _chunk(number, rows) * width if other != own else 0
+    result = torch.empty(rows * width, dtype=tensors[0].dtype, device=tensors[0].device)
     joined = _unpacked(result, [x.shape for x in tensors])
-    places = [half for place in _order(of) for half in _halves(joined, of, place)]
-    for half, piece in zip(places, _unpacked(flat, [half.shape for half in places])):
+    leaving = [half for place in _order(to, own) for half in _halves(tensors, to, place)]
+    coming = [half for place in _order(of, own) for half in _halves(joined, of, place)]
+    sent = _all_to_all(_packed(*leaving), receives, sends, axis)
+    for place, (number, other) in enumerate(to):
+        if other == own:  # it stays
+            for half, kept in zip(_halves(joined, of, of.index((number, own))), _halves(tensors, to, place)):
+                half.copy_(kept)
+    for half, piece in zip(coming, _unpacked(_done(sent), [half.shape for half in coming])):
         half.copy_(piece)
     return result
 
 
-def _order(chunks: Sequence[tuple[int, int]]) -> list[int]:
-    """Return which chunk is sent first: that of the lower rank."""
-    return [0, 1] if chunks[0][1] <= chunks[1][1] else [1, 0]
+def _order(chunks: Sequence[tuple[int, int]], own: int) -> list[int]:
+    """Return which chunk is sent first, that of the lower rank; one that stays is not sent."""
+    order = [0, 1] if chunks[0][1] <= chunks[1][1] else [1, 0]
+    return [place for place in order if chunks[place][1] != own]
 
 
 def _halves(tensors: Sequence[Tensor], chunks: Sequence[tuple[int, int]], place: int) -> list[Tensor]:
