@@ -16,6 +16,14 @@ VOCAB, WIDTH, HEAD, LAYERS, LENGTH = 4096, 256, 64, 8, 128
 IGNORED = -100
 
 
+class Mix(nn.Module):
+    """Causal attention: q, k, v [b, h, s, head] -> [b, h, s, head]; a module, so that a shard plan can name it."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Let each token see those before it."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 class Block(nn.Module):
     """A transformer layer with norms before attention and MLP."""
 
@@ -24,12 +32,12 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mix = Mix()
 
     def attention(self, x: Tensor) -> Tensor:
         """Causal attention: [b, s, width] -> [b, s, width]"""
         q, k, v = (part.unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        projected: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
+        projected: Tensor = self.proj(self.mix(q, k, v).transpose(1, 2).flatten(2))
         return projected
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,9 +49,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The whole model."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = LENGTH) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(length, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
 
@@ -93,10 +101,10 @@ class LastStage(nn.Module):
         return logits
 
 
-def example_batch(rows: int) -> dict[str, Tensor]:
+def example_batch(rows: int, length: int = LENGTH) -> dict[str, Tensor]:
     """Make random tokens; labels are ignored after a length that differs from row to row."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCAB, (rows, LENGTH), generator=generator)
-    labels = torch.randint(VOCAB, (rows, LENGTH), generator=generator)
-    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (rows,), generator=generator)
-    return {"ids": ids, "labels": labels.masked_fill(torch.arange(LENGTH) >= lengths[:, None], IGNORED)}
+    ids = torch.randint(VOCAB, (rows, length), generator=generator)
+    labels = torch.randint(VOCAB, (rows, length), generator=generator)
+    lengths = torch.randint(length // 2, length + 1, (rows,), generator=generator)
+    return {"ids": ids, "labels": labels.masked_fill(torch.arange(length) >= lengths[:, None], IGNORED)}

@@ -6,12 +6,13 @@
     tensor                   against Megatron-style layers with the sequence sharded between them (benchmarks.megatron)
     tensor, whole sequence   against the same with all-reduces
     tensor                   against torch's DTensor and parallelize_module (benchmarks.dtensor)
+    cp ring                  against torch's ring attention (benchmarks.context), on one long row
     zero 0, 1, 3             against DDP, ZeroRedundancyOptimizer and FSDP2 (benchmarks.data_parallel)
     recompute full, selective  against torch.utils.checkpoint by hand, under DDP (benchmarks.data_parallel)
     checkpoint               against dcp.save of the same state under FSDP2; a step saves, and computes nothing
     zero 1, slow network     against the same program that waits for new values before it goes on; they arrive 100 ms late
 
-The tensor rows pin the inputs of the norms, so that both sides communicate alike whatever the search prefers.
+The tensor rows pin the inputs of the norms, that of cp attention, so that both sides communicate alike whatever the search prefers.
 
 Both sides of a row hold the same weights and optimizer. They live in the same two gloo processes (one thread each) and take
 steps in turn, so that whatever else the machine does falls on both. A step is forward, backward and AdamW; it is timed from
@@ -47,13 +48,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import graphpar as gp
-from benchmarks import data_parallel, dtensor, gpt, megatron
+from benchmarks import context, data_parallel, dtensor, gpt, megatron
 from graphpar.runtime import Pipeline, Ranks, start
 from graphpar.runtime.launch import torchrun
 
 DEVICES, BATCH, MICROBATCHES, WARM_UP, TIMEOUT_S = 2, 8, 8, 3, 900
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 LEARNING_RATE = 1e-4
+LONG = (1, 2048)
 CUT_SEQUENCE = {
     "blocks.*.norm*": {"inputs": ["S(1)@tp"]},
     "norm": {"inputs": ["S(1)@tp"]},
@@ -63,6 +65,7 @@ WHOLE_SEQUENCE = {
     "norm": {"inputs": ["I@tp"]},
     "positions": "replicate",
 }
+RING = {"blocks.*.mix": {"inputs": ["S(2)@cp"] * 3, "outputs": ["S(2)@cp"]}}
 Step = Callable[[], Tensor | None]
 
 
@@ -74,6 +77,7 @@ class Case:
     against: str
     launch: str
     program: Mapping[str, Any] = field(default_factory=dict)  # of gp.plan
+    batch: tuple[int, int] = (BATCH, gpt.LENGTH)  # rows, tokens of each; one for all cases of a launch
 
     @property
     def label(self) -> str:
@@ -99,6 +103,7 @@ CASES = (
     Case("tensor", "Megatron", "tensor", _TENSOR),
     Case("tensor, whole sequence", "Megatron all-reduce", "tensor", {**_TENSOR, "shard_plan": WHOLE_SEQUENCE}),
     Case("tensor", "DTensor", "tensor", _TENSOR),
+    Case("cp ring", "torch's ring", "context", {"mesh": {"cp": DEVICES}, "shard_plan": RING}, LONG),
     Case("zero 0", "DDP", "data", _REPLICAS),
     Case("zero 3", "FSDP2", "data", {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}),
     Case("zero 1", "ZeroRedundancyOptimizer", "data", _ZERO1),
@@ -173,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _compare(cases: Sequence[Case], rounds: int) -> list[Comparison]:
     torch.manual_seed(0)
-    model, batch = gpt.GPT(), gpt.example_batch(BATCH)
+    rows, length = cases[0].batch
+    model, batch = gpt.GPT(length), gpt.example_batch(rows, length)
     program = gp.export(model, args=(batch["ids"],), loss_fn=gpt.loss_fn, targets=(batch["labels"],))
     with tempfile.TemporaryDirectory(prefix="graphpar_benchmark_") as scratch:
         folder = Path(scratch)
@@ -214,7 +220,7 @@ def _setting() -> dict[str, Any]:
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads in all, 1 a process",
         "model": f"GPT of {parameters / 1e6:.1f} M parameters: {gpt.LAYERS} layers of {gpt.WIDTH}",
-        "batch": f"{BATCH} x {gpt.LENGTH}; pipelines in {MICROBATCHES} microbatches",
+        "batch": f"{BATCH} x {gpt.LENGTH}; pipelines in {MICROBATCHES} microbatches; cp {LONG[0]} x {LONG[1]}",
         "devices": DEVICES,
     }
 
@@ -262,6 +268,8 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
         if name == "PipelineStage":
             schedule = json.loads((folder / next(iter(contestants)) / "plan.json").read_text())["schedule"]
             step = _pipeline_step(schedule, weights, batch, ranks)
+        elif name == "torch's ring":
+            step = partial(context.stepping(weights, LEARNING_RATE), batch)
         elif name == "DTensor":
             step = _dtensor_step(weights, batch, ranks)
         elif name.startswith("Megatron"):

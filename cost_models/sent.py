@@ -23,6 +23,7 @@ from graphpar.text import plural
 
 SENDING = {
     "vocab_cross_entropy": ("vocabulary-parallel loss", "S(1)", "I"),
+    "ring_attention": ("ring attention", "S(2)", "S(2)"),
     "sync_batch_norm": ("statistics of BatchNorm", "S(0)", "S(0)"),
 }
 """Operators with collectives inside: what these are called, and the types before and after. Others all-reduce a count."""

@@ -27,7 +27,7 @@ from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.operators.record import Kind, Reads
 from graphpar.operators.table import record_of
-from graphpar.operators.transitions import TABLE
+from graphpar.operators.transitions import TABLE, ring_messages
 
 
 class Phase(IntEnum):
@@ -70,12 +70,16 @@ class Traffic(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective over ``axis``; ``nbytes`` is the size of the tensor unsharded on that axis."""
+    """A collective over ``axis``; ``nbytes`` is the size of the tensor unsharded on that axis, or of the message of a send.
+
+    ``beside``: the rank computes this at the same time.
+    """
 
     phase: Phase
     axis: str
     kind: str
     nbytes: Size
+    beside: Attention | None = None
 
 
 Row = Product | Attention | Traffic | Collective
@@ -173,7 +177,7 @@ class Works:
         return self._blocks[block.name]
 
     def collectives(self, node: fx.Node, scope: str = "") -> list[Collective]:
-        """Return the collectives of a node, forward and backward: of a transition, a vocabulary-parallel loss or a BatchNorm."""
+        """Return the collectives of a node, forward and backward: of a transition, a vocabulary-parallel loss, a BatchNorm or a ring."""
         name = operator_name(node)
         if "transition" in node.meta or name in _COLLECTIVES:
             return list(self._transition(node, name, scope))
@@ -181,6 +185,8 @@ class Works:
             return list(self._vocab_loss(node))
         if name == "sync_batch_norm":
             return list(self._statistics(node, scope))
+        if name == "ring_attention":
+            return list(self._ring(node, scope))
         return []
 
     def _transition(self, node: fx.Node, name: str, scope: str) -> Iterator[Collective]:
@@ -214,6 +220,21 @@ class Works:
             if self.has_gradient(source, scope):
                 yield Collective(Phase.INPUT, axis, "reduce-scatter", nbytes)
 
+    def _ring(self, node: fx.Node, scope: str) -> Iterator[Collective]:
+        """Yield the keys and values that go round the ring while attention runs, and the chunks of queries, keys, values and result."""
+        query, key, value, axis = node.args
+        assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
+        step, degree = attention_of(node), self.degrees[str(axis)]
+        (keys,) = _total([_nbytes(key), _nbytes(value)])
+        own, made = _nbytes(query), _nbytes(node)
+        ways = ring_messages(own.number, keys.number, made.number, degree, step.causal)
+        differentiable = any(self.has_gradient(operand, scope) for operand in node.all_input_nodes)
+        for phase, messages in zip((Phase.FORWARD, Phase.INPUT)[: 1 + differentiable], ways):
+            for message in messages:
+                beside = step._replace(phase=phase) if message.beside else None
+                row = Collective(phase, str(axis), "send", Size(message.nbytes, own.power), beside)
+                yield from [row] * message.times
+
     def casts_once(self, node: fx.Node, scope: str) -> bool:
         """Return whether a node casts a parameter, which a step does once: see :mod:`graphpar.runtime.cast_once`."""
         if not casts_parameter(node):
@@ -237,6 +258,16 @@ def _scoped(program: Program) -> Iterator[tuple[fx.Node, str]]:
 
 
 _COLLECTIVES = {row.function: row for row in TABLE if row.function}
+
+
+def attention_of(node: fx.Node) -> Attention:
+    """Return the forward of an attention over the keys that it is given."""
+    query, key, value = (argument for argument in node.args[:3] if isinstance(argument, fx.Node))
+    shape, keys = _sizes(query), _sizes(key)
+    width = (shape[-1].number + _sizes(value)[-1].number) / 2
+    causal = bool(node.kwargs.get("is_causal", False)) or any(argument is True for argument in node.args)
+    itemsize = value_of(query).dtype.itemsize
+    return Attention(Phase.FORWARD, product_of(shape[:-2]), shape[-2], keys[-2], width, causal, itemsize)
 
 
 class _Walk:
@@ -283,16 +314,11 @@ class _Walk:
             yield Traffic(Phase.INPUT, 2 * nbytes, True)
 
     def _attention(self, node: fx.Node) -> Iterator[Row]:
-        query, key, value = (argument for argument in node.args[:3] if isinstance(argument, fx.Node))
-        shape, keys = _sizes(query), _sizes(key)
-        width = (shape[-1].number + _sizes(value)[-1].number) / 2
-        causal = bool(node.kwargs.get("is_causal", False)) or any(argument is True for argument in node.args)
-        tensor = value_of(query)
-        row = Attention(
-            Phase.FORWARD, product_of(shape[:-2]), shape[-2], keys[-2], width, causal, tensor.dtype.itemsize
-        )
+        row = attention_of(node)
+        if operator_name(node) == "ring_attention":
+            row = row._replace(keys=float(self.works.degrees[str(node.args[3])]) * row.keys)
         yield row
-        if any(map(self._grad, (query, key, value))):
+        if any(isinstance(operand, fx.Node) and self._grad(operand) for operand in node.args[:3]):
             yield row._replace(phase=Phase.INPUT)
 
     def _products(self, node: fx.Node, products: Iterable[Matrices]) -> Iterator[Row]:

@@ -69,7 +69,10 @@ class StepPrices:
         seconds = [0.0, 0.0, 0.0]
         for row, times in work.rows.items():
             if isinstance(row, Collective):
-                seconds[row.phase] += times * self._collective(row.axis, row.kind, row.nbytes.at(rows))
+                each = self._collective(row.axis, row.kind, row.nbytes.at(rows))
+                if row.beside is not None:  # a ring's message, while attention runs
+                    each = max(0.0, each - self.compute.seconds(Work({row.beside: 1}), rows)[row.phase].attention)
+                seconds[row.phase] += times * each
         return seconds
 
     def _collective(self, axis: str, kind: str, nbytes: float) -> float:

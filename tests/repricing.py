@@ -89,6 +89,8 @@ class Repricing:
             return self._transition(node)
         if operator_name(node) == "sync_batch_norm":
             return self._statistics(node)
+        if operator_name(node) == "ring_attention":
+            return self._ring(node)
         return self._loss(node) if operator_name(node) == "vocab_cross_entropy" else None
 
     def gradients(self) -> float:
@@ -138,6 +140,28 @@ class Repricing:
         sent = [cost.bytes_sent for cost in (*costs, Cost())]
         backward = "reduce-scatter" if train else ""
         return Sent(axis, "S(0)", "S(0)", "all-gather", backward, sent[0], sent[1], seconds)
+
+    def _ring(self, node: fx.Node) -> Sent:
+        """Keys and values, of each step but the last, hidden by that step; where causal, chunks before the ring and after it."""
+        *operands, axis = node.args
+        degree, train = self.degrees[str(axis)], self.workload.train and node in self.differentiable
+        query, key, value = (self._bytes(x, x.meta["types"]) for x in operands if isinstance(x, fx.Node))
+        result = self._bytes(node, node.meta["types"])
+        step_s = self.compute(node) / (3 if train else 1) / degree
+        share = (degree > 2) + 0.5 * (degree == 2)  # of a rank's rows, those that it sends
+        chunks = [share * (query + key + value), share * result] if node.kwargs.get("is_causal") else []
+        ways = [(key + value, chunks, step_s)]
+        if train:
+            ways.append((2 * (key + value), [2 * share * result, *chunks[:1]] if chunks else [], 2 * step_s))
+        sent = [sum(alone) + (degree - 1) * beside for beside, alone, _ in ways]
+        seconds = 0.0
+        for beside, alone, hidden_s in ways:
+            seconds += sum(self.costs.transition_s(str(axis), 1, nbytes) for nbytes in alone)
+            seconds += (degree - 1) * max(0.0, self.costs.transition_s(str(axis), 1, beside) - hidden_s)
+        count = degree - 1 + len(chunks)
+        text = f"{count} send{'s' * (count > 1)}"
+        backward = text if train else "nothing" if self.workload.train else ""
+        return Sent(str(axis), "S(2)", "S(2)", text, backward, sent[0], sent[1] if train else 0.0, seconds)
 
     def _elements(self, node: fx.Node, types: Mapping[str, Type]) -> float:
         """Return the elements of a rank's shard."""

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ from graphpar.codegen.fully_sharded import optimizer_units_function, order_of, u
 from graphpar.codegen.launch_files import launch_files
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
-from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS
+from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS, RINGS
 from graphpar.codegen.recomputation import FUNCTIONS as RECOMPUTING
 from graphpar.codegen.recomputation import GATHERING, recomputation_function, recomputed_in
 from graphpar.codegen.token_inputs import vocabularies
 from graphpar.codegen.train_script import EXAMPLES, train_script
-from graphpar.emitted import collectives, gathering, layers, random_streams, recomputation
+from graphpar.emitted import collectives, gathering, layers, random_streams, recomputation, ring_attention
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
@@ -102,11 +103,13 @@ def emit_package(
         files["collectives.py"] = inspect.getsource(collectives)
     if any("from . import layers\n" in text for text in files.values()):
         files["layers.py"] = inspect.getsource(layers)
+    if any(node.target is ring_attention.ring_attention for graph in _graphs(program, stages) for node in graph.nodes):
+        files["ring_attention.py"] = _of_package(ring_attention)
     kinds = {how.kind for how in recomputed.values()}
     if kinds - {GATHERS}:
         files["recomputation.py"] = inspect.getsource(recomputation)
     if GATHERS in kinds:
-        files["gathering.py"] = inspect.getsource(gathering).replace("from graphpar.emitted.", "from .")
+        files["gathering.py"] = _of_package(gathering)
     record = plan.to_json() | {
         "interface": interface(program, plan, stages, recomputed),
         "model_file": model_file,
@@ -123,6 +126,11 @@ def emit_package(
         name for paths in instances for path in paths for name in program.constants if name.startswith(f"{path}.")
     }
     return Package(files, {name: value for name, value in program.constants.items() if name in wanted})
+
+
+def _of_package(module: ModuleType) -> str:
+    """The text of a module of ``graphpar.emitted`` that imports another, as a file of the package."""
+    return inspect.getsource(module).replace("from graphpar.emitted.", "from .")
 
 
 def stage_contents(
@@ -261,6 +269,7 @@ def _assembled(
         local.append(_import("blocks", shared))
     for module, functions in (
         ("collectives", COLLECTIVES),
+        ("ring_attention", RINGS),
         ("random_streams", FUNCTIONS),
         ("recomputation", RECOMPUTING),
         ("gathering", GATHERING),

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from graphpar.codegen.layers import given
 from graphpar.codegen.spelling import spell
-from graphpar.emitted import collectives
+from graphpar.emitted import collectives, ring_attention
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
@@ -39,8 +39,9 @@ COLLECTIVES = (
     "first_only", "own_group", "own_offsets", "rank", "rank_ends", "reduce_scatter", "shard", "shard_invariant", "size", "sum_gradient",
     "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding",
 )  # fmt: skip
+RINGS = ("ring_attention",)
 # Names that mean something in every emitted file.
-RESERVED = ("Any", "F", "Tensor", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES)
+RESERVED = ("Any", "F", "Tensor", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES, *RINGS)
 
 
 @dataclass
@@ -71,7 +72,8 @@ class Printed:
 
 
 def _is_sharded(node: fx.Node) -> bool:
-    return "sharded" in node.kwargs or getattr(node.target, "__module__", None) == collectives.__name__
+    emitted = (collectives.__name__, ring_attention.__name__)
+    return "sharded" in node.kwargs or getattr(node.target, "__module__", None) in emitted
 
 
 def _line_of(node: fx.Node) -> tuple[str, int, str] | None:
@@ -141,7 +143,7 @@ class GraphPrinter:
         self.reserved |= {
             OPERATORS[n.target].function.__qualname__.split(".")[0] for n in graph.nodes if n.target in OPERATORS
         }
-        self.reserved |= set(COLLECTIVES) if any(_is_sharded(node) for node in graph.nodes) else set()
+        self.reserved |= {*COLLECTIVES, *RINGS} if any(_is_sharded(node) for node in graph.nodes) else set()
         self.reserved |= {node.target.name for node in graph.nodes if isinstance(node.target, Helper)}
         self.keywords = set(keywords)
         self.nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]

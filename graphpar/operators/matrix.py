@@ -14,7 +14,17 @@ from graphpar.operators import spelling as write
 from graphpar.operators.elementwise import aligned
 from graphpar.operators.moves import unsharded
 from graphpar.operators.notation import Rule, parse_rule
-from graphpar.operators.placement import Context, Placement, Size, from_rule, literal, operands_of, results_of, sizes_of
+from graphpar.operators.placement import (
+    Context,
+    Placement,
+    Size,
+    can_shard,
+    from_rule,
+    literal,
+    operands_of,
+    results_of,
+    sizes_of,
+)
 from graphpar.operators.record import EACH, Kind, Reads, Record, each
 from graphpar.runtime.layout import ExpertRows, P, R, Shard
 
@@ -99,7 +109,7 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
     causal = bool(literal(node, "is_causal", 5, False))
     fixed = "k e f h g" if shared else "k e f"
     rule = parse_rule(f"{', '.join(texts)} -> {lead} h q f", *_ranks(node), fixed=f"{fixed} q" if causal else fixed)
-    found = from_rule(node, rule, context)
+    found = from_rule(node, rule, context) + ring(node, context)
     masked = len(operands) > 3 and value_of(operands[3]).ndim >= 3 and sizes_of(operands[3])[-3] != (1, 0)
     by_heads, others = Shard(rank - 3), tuple(R for _ in operands[3:])
     if shared and keys[-3][0] % context.degree == 0 and not masked:  # whole groups of heads
@@ -109,6 +119,22 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
     ):  # parts of one group
         found.append(Placement((by_heads, R, R, *others), (by_heads,), "own_group"))
     return found
+
+
+def ring(node: fx.Node, context: Context) -> list[Placement]:
+    """Queries, keys and values sharded along the sequence, if only their places say which keys a query sees."""
+    operands, plain = operands_of(node), operator_name(node) == "scaled_dot_product_attention"
+    if not plain or len(operands) > 3 or value_of(node).ndim != 4 or literal(node, "dropout_p", 4, 0.0):
+        return []
+    batches, heads, rows = zip(*(sizes_of(operand)[:3] for operand in operands))
+    by_rows, grouped = Shard(2), literal(node, "enable_gqa", 7, False)
+    if len(set(batches)) > 1 or heads[1] != heads[2] or (heads[0] != heads[1] and not grouped):  # one is repeated
+        return []
+    if literal(node, "is_causal", 5, False) and rows[0] != rows[1]:
+        return []
+    if not all(size[1] == 0 and can_shard(size, by_rows, context.degree, padded=True) for size in rows):
+        return []
+    return [Placement((by_rows,) * 3, (by_rows,), "ring_attention")]
 
 
 def grouped_mm(node: fx.Node, context: Context) -> list[Placement]:
@@ -223,6 +249,7 @@ RECORDS: dict[str, Record] = {
     **each("grouped_mm grouped_mm_fallback _grouped_mm", _GROUPED),
     "scaled_dot_product_attention": Record(Kind.ATTENTION, placements=attention, spelling=(_ATTENTION,)),
     "dropout_attention": Record(Kind.ATTENTION, placements=attention, spelling=(write.stream_function("dropout_attention"),)),
+    "ring_attention": Record(Kind.ATTENTION),
     "embedding": Record(Kind.LOOKUP, placements=embedding, spelling=(write.function("F.embedding", "indices weight", "padding_idx"),)),
     "embedding_bag": Record(Kind.LOOKUP, unsharded, saves=Reads.OPERANDS),
     "vocab_embedding": Record(Kind.LOOKUP),

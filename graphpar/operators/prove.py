@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
-from graphpar.emitted import collectives
+from graphpar.emitted import collectives, ring_attention
 from graphpar.ir.program import value_of
 from graphpar.operators.placement import (
     Context,
@@ -384,6 +384,13 @@ def _together(rank: Callable[[int], Any], degree: int) -> list[Any]:
     def reduce_scatter(x: Tensor, axis: str) -> Tensor:
         return everyones(x).sum(0)[place.rank : place.rank + 1]
 
+    def all_to_all(x: Tensor, of: list[int], to: list[int], axis: str) -> Tensor:
+        table[place.rank] = x.split(to)
+        barrier.wait()
+        received = torch.cat([pieces[place.rank] for pieces in table])
+        barrier.wait()
+        return received
+
     def run(index: int) -> None:
         place.rank = index
         try:
@@ -396,8 +403,10 @@ def _together(rank: Callable[[int], Any], degree: int) -> list[Any]:
         mock.patch.object(collectives, "_all_reduce", all_reduce),
         mock.patch.object(collectives, "_all_gather", lambda x, axis: everyones(x).flatten(0, 1)),
         mock.patch.object(collectives, "_reduce_scatter", reduce_scatter),
-        mock.patch.object(collectives, "rank", lambda axis: place.rank),
-        mock.patch.object(collectives, "size", lambda axis: degree),
+        mock.patch.object(ring_attention, "_all_to_all", all_to_all),
+        mock.patch.object(ring_attention, "_done", lambda x: x),
+        mock.patch.multiple(collectives, rank=lambda axis: place.rank, size=lambda axis: degree),
+        mock.patch.multiple(ring_attention, rank=lambda axis: place.rank, size=lambda axis: degree),
     ):
         threads = [threading.Thread(target=run, args=(index,)) for index in range(degree)]
         for thread in threads:

@@ -5,6 +5,7 @@
     mean(x, [0])            replicas' rows           mean(x, [0]) / replicas
     cross_entropy mean      replicas' rows           sum / labels of all replicas
     embedding(w, ids)       vocabulary sharded       vocab_embedding(ids, w, axis)
+    attention(q, k, v)      all by sequence          ring_attention(q, k, v, axis)
 
 The lowering and the proof of the rules share this definition: ``emit`` makes a node, or runs the operator.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpar.emitted import collectives, random_streams
+from graphpar.emitted import collectives, random_streams, ring_attention
 from graphpar.ir.program import batch_coefficients, operator_name, value_of
 from graphpar.operators.placement import argument_place, operands_of
 from graphpar.operators.record import Kind
@@ -50,7 +51,7 @@ class CallSpecs:
 
 def on_pieces(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], specs: CallSpecs, emit: Emit) -> Any:
     """Make the call ``node`` on one rank's arguments ``args`` and ``kwargs``, through ``emit(target, args, kwargs)``."""
-    call = _Call(node, list(args), dict(kwargs))
+    call = _Call(node, list(args), dict(kwargs), specs.degrees)
     if "local_shape" in specs.rewrites:
         _local_shape(call, specs, emit)
     for name, change in _CHANGES.items():
@@ -92,6 +93,7 @@ class _Call:
     node: fx.Node
     args: list[Any]
     kwargs: dict[str, Any]
+    degrees: Mapping[str, int]
     target: Any = None
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -231,6 +233,18 @@ def _own_group(call: _Call, axis: str, emit: Emit) -> Any:
     return emit(call.node.target, (query, *own, *call.args[3:]), call.kwargs)
 
 
+def _ring_attention(call: _Call, axis: str, emit: Emit) -> Any:
+    """Attention on this rank's rows; a ring brings it the keys and values of the others."""
+    keys = value_of(operands_of(call.node)[1]).shape[2]
+    options: dict[str, Any] = {}
+    for name, default in (("is_causal", False), ("scale", None), ("enable_gqa", False)):
+        if call.get(name, default) != default:
+            options[name] = call.get(name)
+    if int(keys) % call.degrees[axis]:
+        options["length"] = int(keys)
+    return emit(ring_attention.ring_attention, (*call.args[:3], axis), options)
+
+
 _CHANGES: dict[str, Callable[[_Call, int], None]] = {
     "local_sizes": _local_sizes,
     "local_slice": _local_slice,
@@ -243,8 +257,11 @@ _REPLACED: dict[str, Callable[[_Call, str, Emit], Any]] = {
     "vocab_cross_entropy": _vocab_cross_entropy,
     "own_experts": _own_experts,
     "own_group": _own_group,
+    "ring_attention": _ring_attention,
 }
 REWRITES = ("local_shape", *_CHANGES, *_REPLACED, "mean_of_pieces", "mean_of_labels", "sync_batch_norm")
 """The names that ``Placement.rewrite`` may have."""
-TOGETHER = ("vocab_embedding", "vocab_cross_entropy", "own_experts", "mean_of_labels", "sync_batch_norm")
+TOGETHER = (
+    "vocab_embedding", "vocab_cross_entropy", "own_experts", "ring_attention", "mean_of_labels", "sync_batch_norm",
+)  # fmt: skip
 """Rewrites in which the ranks communicate."""

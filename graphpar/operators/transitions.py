@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 
@@ -34,6 +34,8 @@ class Cost:
 def collective_cost(collective: str | None, whole: float, degree: int) -> Cost:
     """Return what each rank of a ring sends for a tensor of ``whole`` bytes (all shards together); nothing for ``None``.
 
+    A send is of a message of ``whole`` bytes, to one other rank.
+
     Formulas: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
     """
     if collective is None:
@@ -44,7 +46,36 @@ def collective_cost(collective: str | None, whole: float, degree: int) -> Cost:
         "all-gather": Cost(once, degree - 1),
         "reduce-scatter": Cost(once, degree - 1),
         "all-to-all": Cost(once / degree, degree - 1),
+        "send": Cost(whole, 1),
     }[collective]
+
+
+class Message(NamedTuple):
+    """``times`` sends of ``nbytes`` each; ``beside``: while the rank computes a step of the ring."""
+
+    nbytes: float
+    times: int = 1
+    beside: bool = False
+
+
+def ring_messages(
+    query: float, keys: float, result: float, degree: int, is_causal: bool
+) -> tuple[list[Message], list[Message]]:
+    """Return what a rank sends in ``ring_attention``, forward and backward.
+
+    Args:
+        query: bytes of its queries, and so of their gradient.
+        keys: bytes of its keys and values together.
+        result: bytes of its result.
+        is_causal: chunks are exchanged before the ring and after it. Of two ranks each keeps half of its rows; of more, some keep none.
+    """
+    forward = [Message(keys, degree - 1, True)]
+    backward = [Message(2 * keys, degree - 1, True)]
+    if is_causal:
+        moved = 0.5 if degree == 2 else 1.0
+        forward += [Message(moved * (query + keys)), Message(moved * result)]
+        backward += [Message(moved * 2 * result), Message(moved * (query + keys))]
+    return forward, backward
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@
 ``spmd_types`` knows four types on an axis: R, I, P, and V ("varying", any shard). A program that it accepts has complete gradients
 where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its rules, not ours.
 
-Assumed: the functions of ``collectives.py`` do what their docstrings say (tests compare them with whole tensors); the runtime reduces
-the gradients of R parameters; a loss that varies over replicas is a share of a sum.
+Assumed: the functions of ``collectives.py`` and ``ring_attention.py`` do what their docstrings say (tests compare them with whole
+tensors); the runtime reduces the gradients of R parameters; a loss that varies over replicas is a share of a sum.
 
 Not seen: V has no dim. A shard of the wrong dim shows only as a wrong shape, so a wrong shard of the batch, or of other ``parts``,
 passes; and so does a partial sum that is taken for a shard, except after a linear operator, a product with a matrix or a convolution:
@@ -47,7 +47,15 @@ from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, 
 from graphpar.runtime.schedules import check_actions
 from graphpar.runtime.stages import build_stage, emitted_package
 from graphpar.verification.recomputed import check_recomputed
-from graphpar.verification.typed_collectives import Axes, Kinds, declare_collectives, give, kinds_of, untyped
+from graphpar.verification.typed_collectives import (
+    Axes,
+    Kinds,
+    declare_collectives,
+    declare_ring,
+    give,
+    kinds_of,
+    untyped,
+)
 
 SMALL = 1 << 26
 """The most parameters of a stage that may be run on numbers."""
@@ -120,6 +128,8 @@ def check_folder(folder: str | Path) -> CheckResult:
         package = emitted_package(program)
         if (program.folder / "collectives.py").is_file():
             declare_collectives(importlib.import_module(f"{package}.collectives"), axes)
+        if (program.folder / "ring_attention.py").is_file():
+            declare_ring(importlib.import_module(f"{package}.ring_attention"), axes)
         received: list[Kinds] = []
         for stage in program.stages:
             received = _Stage(program, package, stage, axes, result).check(received)
@@ -450,7 +460,7 @@ class _Stage:
             for frame in traceback.extract_tb(error.__traceback__)
             if Path(frame.filename).parent == self.program.folder
         ]
-        models = [line for line in lines if line[0] not in ("collectives.py", "random_streams.py")]
+        models = [line for line in lines if line[0] not in ("collectives.py", "random_streams.py", "ring_attention.py")]
         if not lines:
             return f"{self.stage.file}: "
         file, number = (models or lines)[-1]

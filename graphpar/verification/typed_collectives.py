@@ -1,4 +1,7 @@
-"""The functions of an emitted ``collectives.py`` in the types of ``spmd_types``, for :mod:`graphpar.verification.type_check`."""
+"""The functions of emitted ``collectives.py`` and ``ring_attention.py`` in the types of ``spmd_types``.
+
+For :mod:`graphpar.verification.type_check`.
+"""
 
 from __future__ import annotations
 
@@ -134,6 +137,32 @@ def declare_collectives(module: ModuleType, axes: Axes) -> None:
         "_vocab_losses": vocab_losses,
     }
     for name, function in replaced.items():
+        setattr(module, name, function)
+
+
+def declare_ring(module: ModuleType, axes: Axes) -> None:
+    """Type the function of an emitted ``ring_attention.py``: sharded on its axis, as attention on the others."""
+    ring = module.ring_attention
+
+    def ring_attention(query: Tensor, key: Tensor, value: Tensor, axis: str, **options: Any) -> Tensor:
+        operands = (query, key, value)
+        kinds = [kinds_of(operand, axes) for operand in operands]
+        if axis in axes and any(own.get(axis) is not spmd.V for own in kinds):
+            found = ", ".join(types_text(operand, axes) for operand in operands)
+            raise spmd.SpmdTypeError(f"ring_attention takes queries, keys and values sharded over {axis}, not {found}")
+        with untyped():
+            result: Tensor = ring(*operands, axis, **options)
+            copies = [operand.detach().clone() for operand in operands]
+        query, key, value = (give(operand, own, axes) for operand, own in zip(copies, kinds))
+        local = F.scaled_dot_product_attention(query, key, value, enable_gqa=options.get("enable_gqa", False))
+        return give(result, kinds_of(local, axes), axes)
+
+    def plain_rank(axis: str) -> int:
+        """Return the rank as a number: it is used where nothing is typed, also in the backward."""
+        found: int = module._axes[axis][2]
+        return found
+
+    for name, function in {"ring_attention": ring_attention, "rank": plain_rank}.items():
         setattr(module, name, function)
 
 

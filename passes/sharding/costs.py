@@ -20,9 +20,9 @@ from torch import fx
 from graphpar.cost_models.flops import operator_flops
 from graphpar.cost_models.sharding import ShardingCosts, loss_costs, statistics_costs
 from graphpar.ir.program import operator_name, value_of
-from graphpar.operators.placement import sizes_of
+from graphpar.operators.placement import literal, sizes_of
 from graphpar.operators.table import record_of
-from graphpar.operators.transitions import Step, collective_cost, moves
+from graphpar.operators.transitions import Step, collective_cost, moves, ring_messages
 from graphpar.passes.sharding.problem import Choice, Operator, Problem, Types, Value
 from graphpar.runtime.layout import R, Shard, Type
 
@@ -91,9 +91,12 @@ class Prices:
         return times * self.costs.operator_s(flops, moved)
 
     def collectives(self, operator: Operator, choice: Choice) -> float:
-        """Return the seconds of the collectives inside a rewritten operator (loss, BatchNorm)."""
+        """Return the seconds of the collectives inside a rewritten operator (loss, BatchNorm, ring)."""
         seconds = 0.0
         for axis, rewrite in zip(self.problem.axes, choice.rewrites):
+            if rewrite == "ring_attention":
+                seconds += self._ring(operator, choice, axis)
+                continue
             if rewrite == "vocab_cross_entropy":
                 rows = self.elements(operator.operands[1]) / self._pieces(choice.operands[1])
                 costs = loss_costs(rows, self.problem.degrees[axis])
@@ -105,6 +108,21 @@ class Prices:
             else:
                 continue
             seconds += sum(self.costs.collective_s(axis, cost) for cost in costs)
+        return seconds
+
+    def _ring(self, operator: Operator, choice: Choice, axis: str) -> float:
+        """Return the seconds of a ring's messages that attention to the keys of a step does not hide."""
+        node, degree = operator.node, self.problem.degrees[axis]
+        query, *keys = (self.nbytes(n, types) for n, types in zip(operator.operands, choice.operands))
+        causal = bool(literal(node, "is_causal", 5, False))
+        ways = ring_messages(query, sum(keys), self.nbytes(node, choice.results[0]), degree, causal)
+        train = self.workload.train and node in self.problem.differentiable
+        forward_s = self.compute(operator, choice) / (3 if train else 1) / degree
+        seconds = 0.0
+        for messages, step_s in zip(ways[: 1 + train], (forward_s, 2 * forward_s)):
+            for message in messages:
+                sent = self.costs.collective_s(axis, collective_cost("send", message.nbytes, degree))
+                seconds += message.times * max(0.0, sent - step_s * message.beside)
         return seconds
 
     def own(self, operator: Operator, choice: Choice) -> float:

@@ -31,6 +31,8 @@ from graphpar.runtime.layout import ExpertRows, I, P, R, Shard, Type
 Types = tuple[Type, ...]
 """The types of one tensor, one an axis of the problem."""
 _SWEEPS = 8
+_DIVIDES = {"own_experts": (Divides.EXPERTS, Divides.WEIGHTS), "ring_attention": (Divides.SEQUENCE,)}
+"""What an axis must divide for these rewrites."""
 
 
 @dataclass(frozen=True)
@@ -184,12 +186,11 @@ class _Builder:
         shards: dict[tuple[fx.Node, int], dict[Shard, None]] = self.shards[position]
         rows: dict[tuple[fx.Node, int], dict[ExpertRows, None]] = {}
         axis = AXIS[self.axes[position]]
-        with_experts = axis.divides in (Divides.EXPERTS, Divides.WEIGHTS)
         context = Context(
             self.degrees[self.axes[position]],
             lambda node, i: shards.get(_value(node, i), ()),
             self.differentiable.__contains__,
-            tuple(name for name in REWRITES if name != "own_experts" or with_experts),
+            tuple(name for name in REWRITES if axis.divides in _DIVIDES.get(name, Divides)),
             lambda node, i: rows.get(_value(node, i), ()),
             axis.replicas,
         )
