@@ -98,7 +98,7 @@ def emit_package(
         )
     if program.random_calls:
         files["random_streams.py"] = inspect.getsource(random_streams)
-    if plan.sharding.degrees:
+    if plan.sharding.all_degrees:
         files["collectives.py"] = inspect.getsource(collectives)
     kinds = {how.kind for how in recomputed.values()}
     if kinds - {GATHERS}:
