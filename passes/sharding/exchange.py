@@ -62,13 +62,13 @@ def exchange_over(program: Program, mesh: Mesh) -> dict[str, int]:
     """
     if mesh.dp_expert == 1:
         return {}
-    check_exchange(program, mesh.dp_expert)
+    check_experts(program, mesh.dp_expert)
     if mesh.ep > 1:
         raise GraphparError(f"Mesh {AXIS}={mesh.dp_expert} and ep={mesh.ep} both divide the experts; use one of them.")
     return {AXIS: mesh.dp_expert}
 
 
-def check_exchange(program: Program, degree: int) -> None:
+def check_experts(program: Program, degree: int) -> None:
     """Check that experts can be divided over ``degree`` replicas.
 
     Raises:
@@ -96,9 +96,9 @@ def exchange_experts(program: Program, degree: int, experts: Collection[str]) ->
     """Return the program of a rank that holds its share of the weights ``experts``, with the exchange of rows around their products."""
     blocks: dict[str, Block] = {}
     for name, block in program.blocks.items():
-        graph = _Exchange(block.graph, degree, _read(program, name, experts)).apply()
+        graph = _Exchange(block.graph, degree, read_in_scope(program, name, experts)).apply()
         blocks[name] = block if graph is None else replace(block, graph=graph)
-    graph = _Exchange(program.graph, degree, _read(program, "", experts)).apply()
+    graph = _Exchange(program.graph, degree, read_in_scope(program, "", experts)).apply()
     parameters = program.parameters | {name: _local(program.parameters[name], degree) for name in experts}
     return program.with_graph(graph or program.graph, blocks=blocks, parameters=parameters)
 
@@ -116,7 +116,7 @@ def _scopes(program: Program) -> Iterator[tuple[list[str], fx.Graph]]:
             yield list(program.prefixes(name)), block.graph
 
 
-def _read(program: Program, scope: str, experts: Collection[str]) -> set[str]:
+def read_in_scope(program: Program, scope: str, experts: Collection[str]) -> set[str]:
     """Return the names by which a scope's graph reads ``experts``."""
     prefix = next(iter(program.prefixes(scope)), "")
     return {name.removeprefix(prefix) for name in experts if name.startswith(prefix)}
@@ -157,6 +157,26 @@ def _keeps_experts(node: fx.Node, source: fx.Node) -> bool:
     return len(swapped) == 2 and 0 not in swapped
 
 
+def experts_of_product(node: fx.Node, experts: Collection[str]) -> str | None:
+    """Return which of ``experts`` a product by group applies to its rows; None where it is no such product."""
+    if node.op != "call_function" or not _is_product(node):
+        return None
+    weight = operands_of(node)[1]
+    while weight.op != "get_attr" and len(weight.all_input_nodes) == 1:
+        weight = weight.all_input_nodes[0]
+    return str(weight.target) if weight.op == "get_attr" and weight.target in experts else None
+
+
+def treats_rows_alone(node: fx.Node) -> bool:
+    """Whether a row of each result is made of the same row of every operand, wherever that row is."""
+    operands, kind = operands_of(node), ExpertRows(offsets="rows")
+    if node.op != "call_function" or set(node.all_input_nodes) != set(operands):
+        return False
+    context = Context(1, lambda n, i: (), lambda n: True, (), lambda n, i: [kind])
+    wanted = (kind,) * len(operands), (kind,) * len(results_of(node))
+    return any((p.operands, p.results, p.rewrite) == (*wanted, "") for p in placements(node, context))
+
+
 # ---- one graph ------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +205,7 @@ class _Exchange:
         for node in nodes:
             if node.op == "get_attr" and node.target in self.experts:
                 self._divide(node)
-        self.products = {node for node in nodes if node.op == "call_function" and self._own(node)}
+        self.products = {node for node in nodes if experts_of_product(node, self.experts) is not None}
         between = self._between(nodes)
         for node in nodes:
             if node in self.products:
@@ -208,14 +228,6 @@ class _Exchange:
         for user in node.users:
             if not _is_product(user):
                 self._divide(user)
-
-    def _own(self, node: fx.Node) -> bool:
-        if not _is_product(node):
-            return False
-        weight = operands_of(node)[1]
-        while weight.op != "get_attr" and len(weight.all_input_nodes) == 1:
-            weight = weight.all_input_nodes[0]
-        return weight.op == "get_attr" and weight.target in self.experts
 
     def _between(self, nodes: list[fx.Node]) -> set[fx.Node]:
         """Return what depends on a product and what another product's rows depend on."""
@@ -247,14 +259,10 @@ class _Exchange:
 
     def _travels(self, node: fx.Node) -> bool:
         """Whether ``node`` treats rows one by one, and all tensors that it takes have travelled together."""
-        operands = operands_of(node)
-        exchanges = {self.moved.get(operand) for operand in operands or node.all_input_nodes}
-        if len(exchanges) != 1 or None in exchanges or set(node.all_input_nodes) != set(operands):
-            return operator_name(node) == "getitem" and node.args[0] in self.moved
-        kind = ExpertRows(offsets="rows")
-        context = Context(self.degree, lambda n, i: (), lambda n: True, (), lambda n, i: [kind])
-        wanted = (kind,) * len(operands), (kind,) * len(results_of(node))
-        return any((p.operands, p.results, p.rewrite) == (*wanted, "") for p in placements(node, context))
+        exchanges = {self.moved.get(operand) for operand in node.all_input_nodes}
+        if len(exchanges) != 1 or None in exchanges:
+            return False
+        return operator_name(node) == "getitem" or treats_rows_alone(node)
 
     # ---- what is inserted ----
 

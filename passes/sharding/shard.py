@@ -25,6 +25,7 @@ from graphpar.operators.placement import operands_of, results_of
 from graphpar.operators.rewrite import CallSpecs, on_pieces
 from graphpar.operators.transitions import moves
 from graphpar.passes.normalize.simplify import remove_dead_code
+from graphpar.passes.sharding.check_exchange import check_exchange
 from graphpar.passes.sharding.check_types import check_types
 from graphpar.passes.sharding.exchange import exchange_experts
 from graphpar.passes.sharding.keys import by_node
@@ -95,6 +96,8 @@ def _exchanged(local: Program, sharding: Sharding) -> Program:
     for axis, degree in sharding.exchange.items():
         experts = [name for name, spec in sharding.parameters.items() if isinstance(spec.get(axis), Shard)]
         local = exchange_experts(local, degree, experts)
+        wrong = check_exchange(local, experts)
+        assert not wrong, "\n".join(wrong)
     return local
 
 
