@@ -306,7 +306,7 @@ class _Exchange:
         with self.graph.inserting_after(after):
             made = self.graph.call_function(function, (rows, AXIS, exchange))
         kept = ("module_stack", "source", "val", "batch_coefficients", "origin")
-        made.meta = {key: rows.meta[key] for key in kept if key in rows.meta}
+        made.meta = {"origin": rows} | {key: rows.meta[key] for key in kept if key in rows.meta}
         others = {axis: kind for axis, kind in rows.meta.get("types", {}).items() if axis != AXIS}
         made.meta |= {"types": {**own, **others}, "transition": words}
         return made
