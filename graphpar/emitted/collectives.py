@@ -391,7 +391,9 @@ def _all_to_all(x: Tensor, axis: str, sent: Sequence[int] = (), received: Sequen
 
 
 def _sent(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
-    torch._check(sum(exchange.sent) == x.size(0), lambda: "every row must be one of an expert: the offsets end elsewhere")
+    torch._check(
+        sum(exchange.sent) == x.size(0), lambda: "every row must be one of an expert: the offsets end elsewhere"
+    )
     return _all_to_all(x, axis, exchange.sent, exchange.received)[exchange.order]
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def sharding_data(program: Program, plan: Plan, cluster: Cluster | None) -> dict[str, Any] | None:
-    """Describe the sharding of the lowered ``program`` on the compute axes and that of an exchange of rows, as plain data; ``None`` where there is none.
+    """Describe the sharding of the lowered ``program`` on its axes and that of an exchange of rows, as plain data;
+    ``None`` where there is none.
 
     ``cluster``: the hardware that the step is priced for; None where it has no price, and then redistributions have none either.
     """
