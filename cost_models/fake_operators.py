@@ -6,7 +6,7 @@ known only at run time, custom functions, and sharded random streams.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,9 +109,11 @@ def _piece(dim: int, axis: str, parts: tuple[int, ...]) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class _Even:
-    """Replaces the ends of each rank's rows: every rank has the same number."""
+    """Replaces the ends of each rank's rows, or how they are exchanged: every rank has the same number."""
 
     rows: int = field(default=0)
+    offsets: Tensor | None = None
+    order: Tensor | None = None
 
 
 def _rank_ends(even: bool, offs: Tensor, axis: str) -> _Even:
@@ -133,7 +135,36 @@ def _expert_sums(even: bool, x: Tensor, axis: str, ends: _Even) -> Tensor:
     return F.pad(x, [0, 0] * (x.ndim - 1) + [0, ends.rows - x.size(0)])
 
 
+def _exchange_of(even: bool, offs: Tensor, axis: str) -> _Even:
+    own = offs.size(0) // collectives.size(axis)
+    return replace(_rank_ends(even, offs, axis), offsets=offs.new_empty(own))
+
+
+def _moved_rows(even: bool, x: Tensor, axis: str, exchange: _Even) -> Tensor:
+    """As many rows come as go; the order of those that came is kept, and a second tensor is there while they are put in order."""
+    if exchange.order is None:
+        exchange.order = x.new_empty(x.size(0), dtype=torch.int64)
+    return _Moved.apply(x, exchange.order)  # type: ignore[no-any-return]
+
+
+class _Moved(torch.autograd.Function):
+    """Keeps the order, for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.order = order
+        return x.clone()[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.clone()[ctx.order], None
+
+
 _OF_EXPERTS: dict[Any, Any] = {
+    collectives.exchange_of: _exchange_of,
+    collectives.send_rows: _moved_rows,
+    collectives.return_rows: _moved_rows,
+    collectives.received_ends: lambda even, exchange: exchange.offsets,
     collectives.rank_ends: _rank_ends,
     collectives.expert_rows: _expert_rows,
     collectives.expert_sums: _expert_sums,

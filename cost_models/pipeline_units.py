@@ -63,7 +63,8 @@ class Held:
     """Parameters of a unit whose gradients are partial on the same ``axes``, or one that is ``tied`` to another unit's: a stage holds
     that once.
 
-    ``copied``: the bytes of an element of the copy that a step makes of them, in another dtype; 0: none.
+    ``copied``: the bytes of an element of the copy that a step makes of them, in another dtype; 0: none. ``apart``: the axes of replicas
+    that hold different experts, over which these gradients are not summed.
     """
 
     axes: tuple[str, ...]
@@ -73,6 +74,11 @@ class Held:
     trained: bool
     tied: str | None = None
     copied: int = 0
+    apart: tuple[str, ...] = ()
+
+    def summed_over(self, replicas: Sequence[str]) -> tuple[str, ...]:
+        """Return the axes over which these gradients are summed, where ``replicas`` have several ranks."""
+        return (*(axis for axis in replicas if axis not in self.apart), *self.axes)
 
 
 class UnitBytesAt(NamedTuple):

@@ -18,7 +18,7 @@ from graphpar.cost_models.workload import Collective, Phase, Works
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program, operator_name
-from graphpar.operators.transitions import TABLE, Transition, collective_cost
+from graphpar.operators.transitions import FUNCTIONS, Transition, collective_cost
 from graphpar.text import plural
 
 SENDING = {
@@ -66,7 +66,7 @@ class SentPrices:
         return self._priced(rows, rows[0].axis, (types[0], types[1]), words)
 
     def _transition(self, node: fx.Node, scope: str) -> Sent:
-        row = next(row for row in TABLE if row.function == operator_name(node))
+        row = FUNCTIONS[operator_name(node)]
         source = node.args[0]
         assert isinstance(source, fx.Node)
         back = row.backward if self.works.has_gradient(source, scope) else ""

@@ -102,16 +102,20 @@ class StepEnds:
     def gradients(self, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
         """Return the seconds of reducing a rank's gradients and of gathering its parameters after the optimizer; bytes reduced."""
         replicas = self._replicas
+        zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
         by_axes: dict[tuple[str, ...], float] = {}
+        beyond: dict[tuple[str, ...], float] = {}  # by the axes of replicas over which shards of the sums are summed
         parameters = 0.0
         for held in self.bytes.held(stages):
             if held.trained:
-                by_axes[held.axes] = by_axes.get(held.axes, 0.0) + self.bytes.reduced_sizes([held])
+                own = self.bytes.reduced_sizes([held])
+                over = held.axes if zero else held.summed_over(replicas)
+                by_axes[over] = by_axes.get(over, 0.0) + own
+                over = tuple(axis for axis in replicas if axis not in ("dp_shard", *held.apart))
+                beyond[over] = beyond.get(over, 0.0) + own
                 parameters += held.nbytes if self.execution.zero < 2 else self.execution.gathered_bytes([held])
         total, reduced, gathered = sum(by_axes.values()), 0.0, 0.0
-        zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
-        for axes, nbytes in by_axes.items():
-            over = [*replicas, *axes] if zero == 0 else list(axes)
+        for over, nbytes in by_axes.items():
             if over:
                 reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
         if zero:
@@ -125,8 +129,10 @@ class StepEnds:
                 gathered = count * self.network.seconds("broadcast", parameters / count, shards)
             elif zero == 1 or (zero == 2 and self.mesh.pp == 1):
                 gathered = self.network.seconds("all-gather", parameters, shards)
-            if self.mesh.dp_replicate > 1 and not whole:
-                reduced += self.network.seconds("all-reduce", total / self.mesh.dp_shard, self._group("dp_replicate"))
+            for over, nbytes in beyond.items() if not whole else ():
+                if over:
+                    group = self.network.group_of_axes(self.mesh, over)
+                    reduced += self.network.seconds("all-reduce", nbytes / self.mesh.dp_shard, group)
         return reduced, gathered, total
 
     def _summed_over(self, stages: Sequence[tuple[int, int]]) -> str | None:
@@ -158,7 +164,7 @@ class StepEnds:
         zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
         if not self.execution.copies_gradients or zero >= 2:  # those of sharded gradients are counted beside their sums
             return 0.0
-        summed = [held for held in self.bytes.held(stages) if held.trained and (self._replicas or held.axes)]
+        summed = [held for held in self.bytes.held(stages) if held.trained and held.summed_over(self._replicas)]
         nbytes = sum(held.elements * self.bytes.gradient_bytes(held) for held in summed)
         return 2 * nbytes * (1 + (1 / self.mesh.dp_shard if zero else 0))
 

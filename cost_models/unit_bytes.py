@@ -161,12 +161,13 @@ class UnitBytes:
 
     def _buckets(self, held: Sequence[Held], elsewhere: Collection[str]) -> int:
         """Return the bytes of the largest bucket in which gradients are all-reduced."""
-        replicated = any(self.mesh.degrees()[axis] > 1 for axis in REPLICAS)
+        replicas = [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
         summed: dict[tuple[tuple[str, ...], bool], int] = {}
         for part in held:
             shared = part.tied is not None and part.tied in elsewhere
-            if part.trained and (part.axes or replicated or shared):
-                key = part.axes, shared
+            over = part.summed_over(replicas)
+            if part.trained and (over or shared):
+                key = over, shared
                 summed[key] = summed.get(key, 0) + part.elements * self.gradient_bytes(part)
         return max((min(nbytes, BUCKET_BYTES) for nbytes in summed.values()), default=0)
 

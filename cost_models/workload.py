@@ -27,7 +27,7 @@ from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.operators.record import Kind, Reads
 from graphpar.operators.table import record_of
-from graphpar.operators.transitions import TABLE, ring_messages
+from graphpar.operators.transitions import FUNCTIONS, ring_messages
 
 
 class Phase(IntEnum):
@@ -179,7 +179,7 @@ class Works:
     def collectives(self, node: fx.Node, scope: str = "") -> list[Collective]:
         """Return the collectives of a node, forward and backward: of a transition, a vocabulary-parallel loss, a BatchNorm or a ring."""
         name = operator_name(node)
-        if "transition" in node.meta or name in _COLLECTIVES:
+        if "transition" in node.meta or name in FUNCTIONS:
             return list(self._transition(node, name, scope))
         if name == "vocab_cross_entropy":
             return list(self._vocab_loss(node))
@@ -190,12 +190,12 @@ class Works:
         return []
 
     def _transition(self, node: fx.Node, name: str, scope: str) -> Iterator[Collective]:
-        row = _COLLECTIVES[name]
+        row = FUNCTIONS[name]
         axis = str(node.args[1])
         source = node.args[0]
         assert isinstance(source, fx.Node)
         nbytes = max(_nbytes(node), _nbytes(source), key=lambda size: size.at(1024))
-        if name == "all_to_all":
+        if row.forward_collective == "all-to-all":
             nbytes = nbytes * self.degrees[axis]
         if row.forward_collective:
             yield Collective(Phase.FORWARD, axis, row.forward_collective, nbytes)
@@ -257,9 +257,6 @@ def _scoped(program: Program) -> Iterator[tuple[fx.Node, str]]:
             yield node, name
 
 
-_COLLECTIVES = {row.function: row for row in TABLE if row.function}
-
-
 def attention_of(node: fx.Node) -> Attention:
     """Return the forward of an attention over the keys that it is given."""
     query, key, value = (argument for argument in node.args[:3] if isinstance(argument, fx.Node))
@@ -284,7 +281,7 @@ class _Walk:
                 continue
             name = operator_name(node)
             yield from self.works.collectives(node, self.scope)
-            if "transition" in node.meta or name in _COLLECTIVES:
+            if "transition" in node.meta or name in FUNCTIONS:
                 continue
             if name == "vocab_cross_entropy":
                 yield from self._vocab_loss(node)

@@ -176,9 +176,9 @@ def plan(
 
     Args:
         cluster: the hardware, as a :class:`Cluster`, by name (``"2xH100"``) or file; or how many devices of this machine's kind. The
-            axes that ``mesh`` leaves out are searched (cp where rows are fewer than devices or nothing fits otherwise, ep where there
-            are experts), and so are the ZeRO level, the schedule, the microbatch size and what is recomputed: the fastest plan that fits
-            is taken.
+            axes that ``mesh`` leaves out are searched (cp where rows are fewer than devices or nothing fits otherwise, dp_expert
+            and ep where there are experts), and so are the ZeRO level, the schedule, the microbatch size and what is recomputed: the
+            fastest plan that fits is taken.
         devices: how many devices, as a keyword.
         global_batch: rows of the whole batch; by default that of the example inputs.
         mesh: degrees of axes, e.g. ``{"pp": 4}`` or ``"pp=4"``. Without a cluster or a number of devices, the other axes are 1 and

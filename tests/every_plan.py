@@ -120,9 +120,10 @@ class EveryPlan:
                         yield Way(mesh, zero, reshard, name, depth, size, number, self.split_points)
 
     def _meshes(self) -> Iterator[Mesh]:
-        axes = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+        axes = ("pp", "dp_replicate", "dp_shard", "dp_expert", "cp", "ep", "tp")
         pinned_replicas = "dp_replicate" in self.mesh and not self.zero
-        for degrees in itertools.product(range(1, self.cluster.size + 1), repeat=len(axes)):
+        able = [degree for degree in range(1, self.cluster.size + 1) if self.cluster.size % degree == 0]
+        for degrees in itertools.product(able, repeat=len(axes)):
             mesh = Mesh(**dict(zip(axes, degrees)))
             if mesh.size != self.cluster.size or self.batch % mesh.replicas or self.experts % mesh.ep:
                 continue
@@ -130,7 +131,9 @@ class EveryPlan:
                 continue
             if mesh.dp_shard > 1 and "dp_shard" not in self.mesh and (pinned_replicas or self.zero == 0):
                 continue
-            if (mesh.dp_shard == 1 and self.zero) or (mesh.ep > 1 and self.experts == 1):
+            if (mesh.dp_shard == 1 and self.zero) or (mesh.ep * mesh.dp_expert > 1 and self.experts == 1):
+                continue
+            if self.experts % mesh.dp_expert or (mesh.ep > 1 and mesh.dp_expert > 1):
                 continue
             if mesh.cp == 1 or "cp" in self.mesh or self.any_cp or not self._more_rows(mesh):
                 yield mesh

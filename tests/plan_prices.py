@@ -179,23 +179,33 @@ class StepPrices:
 
     # ---- the end of a step ----
 
+    def _replicas_of(self, part: Held) -> tuple[str, ...]:
+        """The axes of replicas that hold the same parameters: those of dp_expert hold other experts."""
+        degrees = self.mesh.degrees()
+        axes = (axis for axis in ("dp_replicate", "dp_shard", "dp_expert") if degrees[axis] > 1)
+        return tuple(axis for axis in axes if axis not in part.apart)
+
     def _of_state(self, stages: Sequence[Units]) -> tuple[float, float, float]:
         """Seconds of summing a rank's gradients and of gathering its parameters after the optimizer; bytes of gradients."""
         degrees, network = self.mesh.degrees(), self.network
-        replicas = [axis for axis in ("dp_replicate", "dp_shard") if degrees[axis] > 1]
-        sizes: dict[tuple[str, ...], float] = {}
+        sizes: dict[tuple[tuple[str, ...], tuple[str, ...]], float] = {}
         for part in (part for part in held_once(stages) if part.trained):
-            sizes[part.axes] = sizes.get(part.axes, 0.0) + part.elements * part.itemsize
+            key = part.axes, self._replicas_of(part)
+            sizes[key] = sizes.get(key, 0.0) + part.elements * part.itemsize
         total, seconds = sum(sizes.values()), 0.0
-        for axes, nbytes in sizes.items():
+        for (axes, replicas), nbytes in sizes.items():
             over = [*axes, *(replicas if not self.zero else ())]
             seconds += network.seconds("all-reduce", nbytes, network.group_of_axes(self.mesh, over)) if over else 0.0
         if not self.zero:
             return seconds, 0.0, total
         if self.zero == 1:
             seconds += self._collective("dp_shard", "reduce-scatter", total)
-        if degrees["dp_replicate"] > 1:
-            seconds += self._collective("dp_replicate", "all-reduce", total / degrees["dp_shard"])
+        for replicas in {own for _, own in sizes}:
+            others = [axis for axis in replicas if axis != "dp_shard"]
+            nbytes = sum(each for (_, own), each in sizes.items() if own == replicas) / degrees["dp_shard"]
+            seconds += (
+                network.seconds("all-reduce", nbytes, network.group_of_axes(self.mesh, others)) if others else 0.0
+            )
         whole = self.zero == 1 or (self.zero == 2 and self.mesh.pp == 1)
         parameters = sum(part.nbytes for part in held_once(stages) if part.trained)
         return seconds, self._collective("dp_shard", "all-gather", parameters) if whole else 0.0, total
@@ -232,8 +242,8 @@ class StepPrices:
         trained = [part for part in held_once(stages) if part.trained]
         nbytes = sum(part.elements * 8 * part.itemsize for part in trained)
         shards = self.mesh.dp_shard if self.zero else 1
-        replicated = self.mesh.dp_replicate * self.mesh.dp_shard > 1
-        flat = sum(part.nbytes for part in trained if replicated or part.axes) if self.zero < 2 else 0
+        summed = [part for part in trained if self._replicas_of(part) or part.axes]
+        flat = sum(part.nbytes for part in summed) if self.zero < 2 else 0
         copied = 2 * flat + (2 * flat / shards if self.zero else 0)
         return float(self.compute.traffic_s(3 * nbytes / shards + copied)) if nbytes else 0.0
 
@@ -273,13 +283,14 @@ class StepPrices:
 
     def _buckets(self, stages: Sequence[Units], own: Sequence[int]) -> int:
         """The largest bucket of gradients that are all-reduced: over replicas, or where a tied parameter is on another rank, too."""
-        held, replicated = held_once([stages[place] for place in own]), self.mesh.dp_replicate * self.mesh.dp_shard > 1
+        held = held_once([stages[place] for place in own])
         others = {part.tied for place, units in enumerate(stages) if place not in own for part in held_once([units])}
         sizes: dict[object, int] = {}
         for part in (part for part in held if part.trained):
             shared = part.tied is not None and part.tied in others
-            if replicated or part.axes or shared:
-                sizes[part.axes, shared] = sizes.get((part.axes, shared), 0) + part.elements * part.itemsize
+            key = part.axes, self._replicas_of(part), shared
+            if any(key):
+                sizes[key] = sizes.get(key, 0) + part.elements * part.itemsize
         return max((min(BUCKET, nbytes) for nbytes in sizes.values()), default=0)
 
     def _whole(self, stages: Sequence[Units], own: Sequence[int]) -> int:

@@ -99,7 +99,7 @@ def emit_package(
         )
     if program.random_calls:
         files["random_streams.py"] = inspect.getsource(random_streams)
-    if plan.sharding.degrees:
+    if plan.sharding.all_degrees:
         files["collectives.py"] = inspect.getsource(collectives)
     if any("from . import layers\n" in text for text in files.values()):
         files["layers.py"] = inspect.getsource(layers)

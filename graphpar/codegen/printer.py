@@ -35,9 +35,9 @@ _INLINE = 88
 # Functions of the emitted package, which no variable may hide.
 FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
 COLLECTIVES = (
-    "all_gather", "all_gather_invariant", "all_reduce", "all_reduce_both", "all_to_all", "expert_rows", "expert_sums",
-    "first_only", "own_group", "own_offsets", "rank", "rank_ends", "reduce_scatter", "shard", "shard_invariant", "size", "sum_gradient",
-    "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding",
+    "all_gather", "all_gather_invariant", "all_reduce", "all_reduce_both", "all_to_all", "exchange_of", "expert_rows",
+    "expert_sums", "first_only", "own_group", "own_offsets", "rank", "rank_ends", "received_ends", "reduce_scatter", "return_rows",
+    "send_rows", "shard", "shard_invariant", "size", "sum_gradient", "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding",
 )  # fmt: skip
 RINGS = ("ring_attention",)
 # Names that mean something in every emitted file.

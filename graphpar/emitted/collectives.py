@@ -14,7 +14,7 @@ rows of a fused projection. ``dim`` counts from 0, and an axis of one rank makes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # registers the operators below
@@ -210,7 +210,7 @@ def sync_batch_norm(
     return result.to(x.dtype)
 
 
-# Rows that are sorted by expert; each rank has the rows of its experts. ``offs`` [experts]: where each expert's rows end.
+# Rows that are sorted by expert. ``offs`` [experts]: where each expert's rows end.
 
 
 def rank_ends(offs: Tensor, axis: str) -> list[int]:
@@ -249,6 +249,49 @@ def own_offsets(offs: Tensor, axis: str) -> Tensor:
 def own_group(x: Tensor, axis: str, dim: int) -> Tensor:
     """The one of fewer groups than ranks that this rank's heads belong to; backward pads with zeros. [.., n, ..] -> [.., 1, ..]"""
     return x.narrow(dim, rank(axis) * x.size(dim) // size(axis), 1)
+
+
+class Exchange(NamedTuple):
+    """How rows travel between the ranks of an axis, each of which has rows of its own, sorted by expert, and other experts.
+
+    ``sent`` and ``received``: the number of rows to and from each rank. ``order`` [received]: sorts what came by expert; rows of one
+    expert stay in the order of their ranks. ``ends`` [experts / k]: where the rows of each of this rank's experts end then.
+    """
+
+    sent: list[int]
+    received: list[int]
+    order: Tensor
+    ends: Tensor
+
+
+def exchange_of(offs: Tensor, axis: str) -> Exchange:
+    """Tell the ranks how many rows each expert gets from each; ``offs`` [experts]: where the rows of each expert end on this rank.
+
+    Waits for the device, so it is called once for all tensors with these rows.
+    """
+    count = size(axis)
+    own = offs.size(0) // count
+    sent = offs.to(torch.int64).diff(prepend=offs.new_zeros(1, dtype=torch.int64)).view(count, own)
+    received = _all_to_all(sent, axis)
+    to_ranks, from_ranks = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    expert = torch.arange(own, device=offs.device).repeat(count)
+    order = expert.repeat_interleave(received.flatten(), output_size=sum(from_ranks)).argsort(stable=True)
+    return Exchange(to_ranks, from_ranks, order, received.sum(0).cumsum(0, dtype=offs.dtype))
+
+
+def send_rows(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
+    """S -> E: each row goes to the rank of its expert, by all-to-all; backward brings gradients back. [own, ...] -> [received, ...]"""
+    return _apply(x, lambda x: _sent(x, axis, exchange), lambda g: _returned(g, axis, exchange))
+
+
+def return_rows(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
+    """E -> S: each row goes back to where it came from, by all-to-all; backward sends gradients. [received, ...] -> [own, ...]"""
+    return _apply(x, lambda x: _returned(x, axis, exchange), lambda g: _sent(g, axis, exchange))
+
+
+def received_ends(exchange: Exchange) -> Tensor:
+    """Return where the rows of each of this rank's experts end among those that came: [experts / k]."""
+    return exchange.ends
 
 
 def global_index(size: int, axis: str, parts: Sequence[int] = (), device: torch.device | None = None) -> Tensor:
@@ -344,12 +387,23 @@ def _reduce_scatter(x: Tensor, axis: str) -> Tensor:
     return x if count == 1 else _done(_operators.reduce_scatter_tensor(x.contiguous(), "sum", count, group))
 
 
-def _all_to_all(x: Tensor, axis: str) -> Tensor:
-    """[k, ...] for each rank -> [k, ...] from each rank"""
+def _all_to_all(x: Tensor, axis: str, sent: Sequence[int] = (), received: Sequence[int] = ()) -> Tensor:
+    """[k, ...] for each rank -> [k, ...] from each rank; with ``sent`` and ``received``, so many rows instead of one"""
     group, count, _ = _axes[axis]
     if count == 1:
         return x
-    return _done(_operators.all_to_all_single(x.contiguous(), [1] * count, [1] * count, group))
+    return _done(_operators.all_to_all_single(x.contiguous(), received or [1] * count, sent or [1] * count, group))
+
+
+def _sent(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
+    torch._check(
+        sum(exchange.sent) == x.size(0), lambda: "every row must be one of an expert: the offsets end elsewhere"
+    )
+    return _all_to_all(x, axis, exchange.sent, exchange.received)[exchange.order]
+
+
+def _returned(x: Tensor, axis: str, exchange: Exchange) -> Tensor:
+    return _all_to_all(torch.empty_like(x).index_copy(0, exchange.order, x), axis, exchange.received, exchange.sent)
 
 
 def _done(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graphpar.ir.program import Program
+from graphpar.runtime.axes import GROUPS
 from graphpar.runtime.layout import Shard
 from graphpar.runtime.weights import names_by_tie
 
@@ -84,4 +85,4 @@ def owners(program: Program, held: Sequence[Sequence[str]], ranks: int, policy: 
 
 
 def _is_expert(program: Program, name: str) -> bool:
-    return isinstance(dict(program.parameters[name].spec).get("ep"), Shard)
+    return any(axis in GROUPS["expert"] and isinstance(kind, Shard) for axis, kind in program.parameters[name].spec)

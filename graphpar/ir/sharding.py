@@ -14,7 +14,7 @@ from typing import Any
 
 from graphpar.errors import GraphparError
 from graphpar.runtime.axes import AXIS
-from graphpar.runtime.layout import R, Type, parse_type
+from graphpar.runtime.layout import R, Shard, Type, parse_type
 from graphpar.runtime.plan_record import Record, degrees_of
 
 Types = tuple[Type, ...]
@@ -75,7 +75,8 @@ class Sharding:
     """How every operator and parameter is sharded.
 
     ``decisions``: by scope ("" is the root, else a block's name) and key (:mod:`graphpar.passes.sharding.keys`). ``parameters``: types
-    by name, on each axis.
+    by name, on each axis. ``exchange``: the degree of the axis of replicas that hold different experts and send rows to each other,
+    which has no decisions (:mod:`graphpar.passes.sharding.exchange`).
     """
 
     degrees: Mapping[str, int] = field(default_factory=dict)
@@ -88,6 +89,12 @@ class Sharding:
     undivided: tuple[str, ...] = ()  # warnings: work that every rank of an axis does
     # Rules that were found by running operators.
     discovered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    exchange: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def all_degrees(self) -> dict[str, int]:
+        """The degrees of all axes over which a rank's program sends something."""
+        return {**self.degrees, **self.exchange}
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data, without ``parameters``."""
@@ -97,6 +104,7 @@ class Sharding:
             "gap": self.gap,
             "undivided": list(self.undivided),
             **({"discovered": discovered} if discovered else {}),
+            **({"exchange": dict(self.exchange)} if self.exchange else {}),
             "cost": dict(self.cost),
             "variants": dict(self.variants),
             "points": [[point.path, point.kind, point.position] for point in self.points],
@@ -114,8 +122,10 @@ class Sharding:
             GraphparError: a decision can't be read; the message names its operator.
             RuntimeProgramError: a field is missing or of a wrong type.
         """
-        data.only((*Sharding().to_json(), "discovered"))
+        data.only((*Sharding().to_json(), "discovered", "exchange"))
         degrees = degrees_of(data, "axes")
+        exchange = degrees_of(data, "exchange") if data.has("exchange") else {}
+        computed = {name: _computed(spec, degrees, exchange) for name, spec in parameters.items()}
         scopes = data.record("decisions")
         decisions: dict[str, dict[str, Decision]] = {}
         for scope in scopes.names():
@@ -130,9 +140,10 @@ class Sharding:
             degrees,
             decisions,
             {
-                name: _computed(spec, degrees)
-                for name, spec in parameters.items()
-                if degrees or not any(AXIS[axis].stores_shards for axis in spec)  # else listed for what is stored alone
+                name: spec
+                for name, spec in computed.items()
+                # else listed for what is stored alone
+                if degrees or spec or not any(AXIS[axis].stores_shards for axis in parameters[name])
             },
             data.values("variants", str) if data.has("variants") else {},
             tuple(_point(data, row) for row in data.items("points", list)) if data.has("points") else (),
@@ -140,12 +151,17 @@ class Sharding:
             float(data.get("gap", float)) if data.has("gap") else 0.0,
             data.strings("undivided"),
             data.listings("discovered", str) if data.has("discovered") else {},
+            exchange,
         )
 
 
-def _computed(stored: Mapping[str, Type], degrees: Mapping[str, int]) -> dict[str, Type]:
+def _computed(stored: Mapping[str, Type], degrees: Mapping[str, int], exchange: Mapping[str, int]) -> dict[str, Type]:
     """Return the types in which a stored parameter is computed with."""
-    return {axis: R if AXIS[axis].stores_shards else kind for axis, kind in stored.items() if axis in degrees}
+    return {
+        axis: R if AXIS[axis].stores_shards else kind
+        for axis, kind in stored.items()
+        if axis in degrees or (axis in exchange and isinstance(kind, Shard))
+    }
 
 
 def _point(data: Record, row: list[Any]) -> Point:

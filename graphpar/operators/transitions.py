@@ -108,6 +108,14 @@ TABLE = (
 )
 """Every transition of a tensor that has a gradient."""
 
+EXCHANGES = (
+    Transition("S", "E", "send_rows", "rows to their experts", "gradients back", "all-to-all", "all-to-all"),
+    Transition("E", "S", "return_rows", "rows back", "gradients to their experts", "all-to-all", "all-to-all"),
+)
+"""Between replicas that hold different experts (:mod:`graphpar.passes.sharding.exchange`); no search chooses them."""
+FUNCTIONS = {row.function: row for row in (*TABLE, *EXCHANGES)}
+"""Every transition by the name of its function."""
+
 WITHOUT_GRADIENT = (
     Transition("R", "I", None, "nothing", "nothing"),
     Transition("I", "R", None, "nothing", "nothing"),

@@ -20,7 +20,7 @@ _OUTCOMES = {
 }
 """What becomes of a candidate, in the order of the table."""
 _DECISIONS = {
-    **{axis: axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")},
+    **{axis: axis for axis in ("pp", "dp_replicate", "dp_shard", "dp_expert", "cp", "ep", "tp")},
     "zero": "ZeRO", "reshard": "reshard", "schedule": "schedule", "stages_per_rank": "stages a rank", "microbatches": "microbatches",
     "microbatch_size": "rows of a microbatch",
 }  # fmt: skip

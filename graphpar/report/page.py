@@ -36,6 +36,7 @@ _CARRIED = {
     "dp_replicate": "sums of gradients",
     "dp_shard": "reduce-scatters of gradients, gathers of parameters",
     "cp": "keys and values of other parts of the sequence, sums of gradients",
+    "dp_expert": "rows to their experts and back, sums of gradients",
     "ep": "rows to their experts and back",
     "tp": "activations and their gradients",
 }

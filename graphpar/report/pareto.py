@@ -29,7 +29,7 @@ def plans_of(search: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def plan_said(plan: Mapping[str, Any]) -> str:
     """Describe a plan: mesh, ZeRO, recomputation, schedule, microbatches, time, memory."""
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+    axes = ("pp", "dp_replicate", "dp_shard", "dp_expert", "cp", "ep", "tp")
     deep = f" with {plan['stages_per_rank']} stages a rank" if plan["stages_per_rank"] > 1 else ""
     reshard = "" if plan["reshard"] == "default" else f", reshard {plan['reshard']}"
     count = plural(plan["microbatches"], "microbatch", "microbatches")

@@ -22,22 +22,23 @@ if TYPE_CHECKING:
 
 
 def sharding_data(program: Program, plan: Plan, cluster: Cluster | None) -> dict[str, Any] | None:
-    """Describe the sharding of the lowered ``program`` on the compute axes, as plain data; ``None`` where there is none.
+    """Describe the sharding of the lowered ``program`` on its axes and that of an exchange of rows, as plain data;
+    ``None`` where there is none.
 
     ``cluster``: the hardware that the step is priced for; None where it has no price, and then redistributions have none either.
     """
-    if not plan.sharding.degrees:
+    if not plan.sharding.all_degrees:
         return None
     reader = _Reader(program, plan, cluster)
     scopes = reader.scopes()
     sent = [(row, scope["count"]) for scope in scopes for part in scope["rows"] for row in part["transitions"]]
     return {
-        "axes": dict(plan.sharding.degrees),
+        "axes": plan.sharding.all_degrees,
         "gap": plan.sharding.gap,
         "scopes": scopes,
         "transitions": sum(count for _, count in sent),
         "transitions_s": None if cluster is None else sum(row["seconds"] * count for row, count in sent),
-        "bytes": {axis: _bytes(sent, axis) for axis in plan.sharding.degrees},
+        "bytes": {axis: _bytes(sent, axis) for axis in plan.sharding.all_degrees},
         "discovered": {operator: list(rules) for operator, rules in plan.sharding.discovered.items()},
         "notes": reader.notes(),
     }

@@ -3,6 +3,7 @@
     pp             layers      stages, one after the other; tensors have no type on it
     dp_replicate   rows        every rank has all weights and its own rows of the batch; gradients are all-reduced
     dp_shard       rows        the same, and each rank stores a shard of the weights
+    dp_expert      rows        the same, but each rank has other experts, to which all send their rows
     cp             sequence    operators are sharded along the sequence; weights stay whole
     ep             experts     weights of experts are sharded, whole experts on each rank
     tp             weights     weights are sharded, and the operators that take them
@@ -58,6 +59,11 @@ class Axis:
         return self.divides is Divides.ROWS
 
     @property
+    def exchanges(self) -> bool:
+        """Whether replicas hold different experts and send rows to each other: these weights are sharded in what they compute with."""
+        return self.name == "dp_expert"
+
+    @property
     def stores_shards(self) -> bool:
         """Whether ranks store shards of what they compute with whole, so that gradients are always sums over it."""
         return self.name == "dp_shard"
@@ -73,6 +79,7 @@ _RECORDS = (
         "dp_shard", Divides.ROWS, "hold shards of the weights and take other rows of the batch", ("fsdp", "zero"),
         searched=True,
     ),
+    Axis("dp_expert", Divides.ROWS, "take other rows of the batch and hold other experts, to which they send rows"),
     Axis("cp", Divides.SEQUENCE, "hold the same weights and take other parts of the sequence", ("context",)),
     Axis("ep", Divides.EXPERTS, "hold other experts of the same layers", ("expert",)),
     Axis("tp", Divides.WEIGHTS, "hold shards of the same layers", ("mp", "sp", "tensor"), searched=True),
@@ -82,9 +89,9 @@ AXIS = {axis.name: axis for axis in _RECORDS}
 AXES = tuple(AXIS)
 REPLICAS = tuple(name for name, axis in AXIS.items() if axis.replicas)
 """The axes whose ranks run the same code on different rows."""
-GROUPS = {"batch": REPLICAS, "loss": (*REPLICAS, "cp"), "fsdp": ("dp_shard",), "expert": ("ep",)}
+GROUPS = {"batch": REPLICAS, "loss": (*REPLICAS, "cp"), "fsdp": ("dp_shard",), "expert": ("dp_expert", "ep")}
 """Groups of ranks by what they share, as axes: other rows of the batch, parts of the loss, shards of the state, experts."""
-SHARDING_ORDER = (*(name for name in AXES if name not in REPLICAS), *REPLICAS)
+SHARDING_ORDER = tuple(sorted(AXES, key=lambda name: AXIS[name].replicas and not AXIS[name].exchanges))
 """The order in which axes divide a tensor: what ranks store divides the shards that they compute with."""
 PREFETCH = ("pre", "post", "none")
 """When ZeRO-3 gathers a unit's parameters for its backward: before the backward of the one before computes, after it, or at need."""

@@ -46,6 +46,13 @@ def _pending(x: Any, group: dist.ProcessGroup) -> Any:
     return spmd.V if spmd.maybe_get_axis_local_type(x, group) is spmd.V else spmd.P
 
 
+def _rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return rows that are other ones on every rank, as those that travel must be."""
+    if spmd.maybe_get_axis_local_type(x, group) is not spmd.V:
+        raise spmd.SpmdTypeError("rows that go to other ranks and come back are the same on every rank")
+    return x
+
+
 _RULES: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda x, on: rules.all_reduce(x, on, src=_pending(x, on), dst=spmd.I),
     "all_reduce_both": lambda x, on: rules.all_reduce(x, on, src=_pending(x, on), dst=spmd.R),
@@ -59,6 +66,8 @@ _RULES: dict[str, Callable[..., Any]] = {
     "expert_rows": lambda x, on: rules.reinterpret(x, on, src=spmd.R, dst=spmd.V),
     "own_group": lambda x, on, dim: rules.reinterpret(x, on, src=spmd.R, dst=spmd.V),
     "expert_sums": lambda x, on: rules.reinterpret(x, on, src=spmd.V, dst=spmd.P),
+    "send_rows": lambda x, on: _rows(x, on),
+    "return_rows": lambda x, on: _rows(x, on),
     "all_to_all": lambda x, on, from_dim, to_dim: rules.all_to_all(x, on, src=spmd.S(from_dim), dst=spmd.S(to_dim)),
 }
 """Each transition in the rules of ``spmd_types``, which refuses those that its type system does not have."""
@@ -66,12 +75,12 @@ _RULES: dict[str, Callable[..., Any]] = {
 
 def declare_collectives(module: ModuleType, axes: Axes) -> None:
     """Type the functions of an emitted ``collectives.py``, before other files import them by name."""
-    module.bind({axis: axes.get(axis) for axis in ("pp", *axes, "dp_shard", "cp", "ep", "tp")})
+    module.bind({axis: axes.get(axis) for axis in ("pp", *axes, "dp_shard", "dp_expert", "cp", "ep", "tp")})
     for name, rule in _RULES.items():
         setattr(module, name, _transition(getattr(module, name), rule, axes))
     everywhere = dict.fromkeys(axes, spmd.R)
     rank, index, embedding = module.rank, module.global_index, module.vocab_embedding
-    ends, offsets = module.rank_ends, module.own_offsets
+    ends, offsets, exchange, size = module.rank_ends, module.own_offsets, module.Exchange, module.size
     piece, losses_of = module._piece, module._vocab_losses
 
     def own_rank(axis: str) -> Any:
@@ -127,7 +136,22 @@ def declare_collectives(module: ModuleType, axes: Axes) -> None:
             value: Tensor = offsets(offs, axis)
         return give(value, kinds_of(offs, axes) | {axis: spmd.V}, axes)
 
+    def exchange_of(offs: Tensor, axis: str) -> Any:
+        """Nothing travels here, so as many rows come as go; every expert gets equally many."""
+        own = offs.size(0) // size(axis)
+        with untyped():
+            ends = offs.new_ones(own).cumsum(0, dtype=offs.dtype)
+            ends = ends if offs.is_meta else (ends * offs[-1]).div(own, rounding_mode="floor").to(offs.dtype)
+        give(ends, kinds_of(offs, axes) | ({axis: spmd.V} if axis in axes else {}), axes)
+        return exchange([], [], ends, ends)
+
+    def kept(x: Tensor, axis: str, exchange: Any) -> Tensor:
+        return x.clone()
+
     replaced = {
+        "exchange_of": exchange_of,
+        "_sent": kept,
+        "_returned": kept,
         "rank": own_rank,
         "own_offsets": own_offsets,
         "rank_ends": rank_ends,

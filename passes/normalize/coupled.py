@@ -51,6 +51,13 @@ def placed_axes(program: Program, mesh: Mesh) -> dict[str, int]:
     }
 
 
+def program_mesh(program: Program, mesh: Mesh) -> Mesh:
+    """Return the mesh of the axes that the program of a rank depends on: those of placed operators, and of replicas that hold different
+    experts."""
+    exchanging = {axis: degree for axis, degree in mesh.degrees().items() if AXIS[axis].exchanges}
+    return Mesh(**{**exchanging, **placed_axes(program, mesh)})
+
+
 def batch_warning(program: Program, mesh: Mesh, microbatches: int, allowed: bool) -> str | None:
     """Return a warning where coupled examples keep the batch whole, or where it is split nevertheless; else None."""
     if microbatches > 1:

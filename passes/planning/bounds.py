@@ -38,7 +38,7 @@ class StepBounds:
     def of_smaller(self, candidate: Candidate, tp: int) -> float:
         """Return a bound of the step time from what ranks of a smaller ``tp`` take, whose placements are known: more ranks divide their
         work at best, and what they send is no less."""
-        compute = Mesh(cp=candidate.mesh.cp, ep=candidate.mesh.ep, tp=tp)
+        compute = Mesh(dp_expert=candidate.mesh.dp_expert, cp=candidate.mesh.cp, ep=candidate.mesh.ep, tp=tp)
         pricing = self.prices.pricing(replace(candidate, mesh=compute, zero=0, reshard="default"))
         if pricing is None:
             return 0.0

@@ -24,7 +24,7 @@ from graphpar.errors import GraphparError
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.recomputation import GATHERS
 from graphpar.ir.split_points import SplitAt
-from graphpar.passes.normalize.coupled import placed_axes
+from graphpar.passes.normalize.coupled import program_mesh
 from graphpar.passes.planning.candidates import Candidate
 from graphpar.passes.planning.measured_units import units_of_ranks
 from graphpar.passes.planning.recomputation import recomputed_blocks
@@ -77,7 +77,7 @@ class CandidatePrices:
         sharded = self.sharded(mesh, rows)
         if sharded is None:
             return None
-        if self.space.wishes.recompute[kind] == GATHERS and Mesh(**placed_axes(self.program, mesh)).size == 1:
+        if self.space.wishes.recompute[kind] == GATHERS and program_mesh(self.program, mesh).size == 1:
             kind = 0  # nothing is gathered
         key = id(sharded), split_points, kind
         if key not in self._units:
@@ -87,7 +87,7 @@ class CandidatePrices:
 
     def sharded(self, mesh: Mesh, rows: int) -> Sharded | None:
         """Return the program of a rank, solved once for each mesh of compute axes; None where there is none."""
-        compute = Mesh(**placed_axes(self.program, mesh))
+        compute = program_mesh(self.program, mesh)
         key = compute, 0 if self.program.symbolic else rows
         if key not in self._sharded:
             self.show(f"planning: sharding over {compute}" if compute.size > 1 else "planning: one device")
@@ -102,7 +102,7 @@ class CandidatePrices:
 
     def is_solved(self, candidate: Candidate) -> bool:
         """Whether :meth:`sharded` has been asked for the candidate's compute axes, at any size of microbatches."""
-        compute = Mesh(**placed_axes(self.program, candidate.mesh))
+        compute = program_mesh(self.program, candidate.mesh)
         return compute.size == 1 or any(mesh == compute for mesh, _ in self._sharded)
 
     def run_of(self, candidate: Candidate) -> Execution:
@@ -149,7 +149,7 @@ class CandidatePrices:
 
     def savings(self, candidate: Candidate) -> UnitSavings:
         """Return what the units of the candidate's mesh may recompute; it is that of every mesh with equal units and groups."""
-        compute, rows = Mesh(**placed_axes(self.program, candidate.mesh)), candidate.microbatch_size
+        compute, rows = program_mesh(self.program, candidate.mesh), candidate.microbatch_size
         key = compute, self.known(candidate).compute_groups, rows, candidate.split_points
         if key not in self._savings:
             pricing = functools.partial(self.known, candidate)
@@ -168,7 +168,7 @@ class CandidatePrices:
 
     def _running(self, candidate: Candidate, kind: int) -> RunBytes:
         """Return the bytes of every run of units that depend on the microbatch; they are those of every mesh with equal units."""
-        compute, rows = Mesh(**placed_axes(self.program, candidate.mesh)), candidate.microbatch_size
+        compute, rows = program_mesh(self.program, candidate.mesh), candidate.microbatch_size
         key = compute, rows, candidate.split_points, kind
         if key not in self._run_bytes:
             self._run_bytes[key] = RunBytes.of(self.known(candidate, kind).units, rows)

@@ -75,6 +75,7 @@ class Candidate:
             mesh.tp,
             mesh.cp,
             mesh.ep,
+            mesh.dp_expert,
             *state,
             schedules.index(self.schedule),
             self.stages_per_rank,

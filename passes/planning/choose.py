@@ -52,6 +52,7 @@ from graphpar.passes.planning.split_points import (
     split_points_from_lists,
 )
 from graphpar.passes.sharding.costs import Workload
+from graphpar.passes.sharding.exchange import exchange_over, exchanged_parameters
 from graphpar.passes.sharding.pins import pin_nodes, points_of, prepared, variants_of
 from graphpar.passes.sharding.problem import build_problem
 from graphpar.passes.sharding.search import SearchConstraints, search
@@ -254,9 +255,10 @@ def solve(
     started = time.perf_counter()
     pins = resolve(shard_plan or {}, names_of(program), mesh.compute)  # checked even where no axis needs placements
     annotated = time.perf_counter() - started
-    axes = placed_axes(program, mesh)
+    axes, exchange = placed_axes(program, mesh), exchange_over(program, mesh)
+    experts = exchanged_parameters(program) if exchange else {}
     if not axes:
-        return sharded(program, Sharding(), microbatch, None)
+        return sharded(program, Sharding(parameters=experts, exchange=exchange), microbatch, None)
     sized = of_a_replica(program, microbatch, axes)
     variants, points = variants_of(sized, pins), points_of(pins)
     problem = build_problem(prepared(sized, variants, points, axes), axes)
@@ -267,8 +269,11 @@ def solve(
     unknown = [
         operator.node for operator in problem.operators if operator.kind == "operator" and not has_rule(operator.node)
     ]
+    placed = sharding_of(solution)
     sharding = replace(
-        sharding_of(solution),
+        placed,
+        parameters={name: {**experts.get(name, {}), **spec} for name, spec in {**experts, **placed.parameters}.items()},
+        exchange=exchange,
         variants=variants,
         points=tuple(points),
         undivided=undivided_work(solution, workload),

@@ -29,7 +29,7 @@ from graphpar.passes.normalize.applications import first_applications
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of, split, split_candidates
 from graphpar.runtime.axes import AXIS
-from graphpar.runtime.layout import R
+from graphpar.runtime.layout import R, Shard
 
 
 def unit_split_points(program: Program, wanted: Sequence[SplitAt] = ()) -> list[tuple[int, SplitAt]]:
@@ -87,7 +87,7 @@ def units_of_ranks(
         split_points = sharded.units["split points", *wanted]
         key = *measured, tuple(split_points)  # pinned split points may be among those found anyway
         if key not in sharded.units:
-            sharded.units[key] = _Measured(sharded.local, sharded.sharding.degrees, run, device, split_points)
+            sharded.units[key] = _Measured(sharded.local, sharded.sharding.all_degrees, run, device, split_points)
         sharded.units[asked] = sharded.units[key].units(run.blocks)
     found: list[Unit] = sharded.units[asked]
     return found
@@ -224,7 +224,7 @@ def _held(
     ``several``: the parameters that other units hold too, under this name or a tied one; ``casts``: those that are read in one other dtype.
     """
     train = program.mode == "train"
-    groups: dict[tuple[tuple[str, ...], int, bool, int], list[int]] = {}
+    groups: dict[tuple[tuple[str, ...], int, bool, int, tuple[str, ...]], list[int]] = {}
     tied: list[Held] = []
     buffers: dict[str, int] = {}
     for name in dict.fromkeys(program.tie_of(name)[0] for name in attributes(program, stage)):
@@ -235,14 +235,15 @@ def _held(
         axes = tuple(
             sorted(axis for axis, kind in info.spec if kind == R and AXIS[axis].compute and degrees.get(axis, 1) > 1)
         )
+        apart = tuple(axis for axis, kind in info.spec if AXIS[axis].exchanges and isinstance(kind, Shard))
         trained, itemsize = train and info.requires_grad, info.dtype.itemsize
         copied = max((casts[each].itemsize for each in program.tie_of(name) if each in casts), default=0)
         if name in several:
-            tied.append(Held(axes, info.numel, info.nbytes, itemsize, trained, name, copied))
+            tied.append(Held(axes, info.numel, info.nbytes, itemsize, trained, name, copied, apart))
         else:
-            groups.setdefault((axes, itemsize, trained, copied), []).append(info.numel)
+            groups.setdefault((axes, itemsize, trained, copied, apart), []).append(info.numel)
     alone = [
-        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained, copied=copied)
-        for (axes, itemsize, trained, copied), sizes in groups.items()
+        Held(axes, sum(sizes), sum(sizes) * itemsize, itemsize, trained, copied=copied, apart=apart)
+        for (axes, itemsize, trained, copied, apart), sizes in groups.items()
     ]
     return (*alone, *tied), buffers

@@ -183,7 +183,7 @@ class Planner:
         return found
 
     def _useless_degrees(self, candidates: Sequence[Candidate]) -> dict[tuple[int, ...], set[int]]:
-        """Return for each cp and ep the tp degrees beyond the first that is no faster than smaller ones, for small and large
+        """Return for each dp_expert, cp and ep the tp degrees beyond the first that is no faster than smaller ones, for small and large
         microbatches."""
         found: dict[tuple[int, ...], set[int]] = {}
         sizes = {candidate.microbatch_size for candidate in candidates}
@@ -413,8 +413,8 @@ class Planner:
 
 
 def _beside(mesh: Mesh) -> tuple[int, ...]:
-    """Return the degrees of the compute axes other than tp."""
-    return mesh.cp, mesh.ep
+    """Return the degrees of the axes other than tp that a rank's program depends on."""
+    return mesh.dp_expert, mesh.cp, mesh.ep
 
 
 def _microbatch_s(pricing: Pricing, rows: int) -> float:

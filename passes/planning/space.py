@@ -1,6 +1,6 @@
 """``Space``: every plan that is legal for a program on a cluster, as candidates without prices.
 
-mesh (pp x dp_replicate x dp_shard x cp x ep x tp) x ZeRO level x reshard policy x schedule x stages a rank x microbatches ──► Candidate
+mesh (pp x dp_replicate x ... x tp) x ZeRO level x reshard policy x schedule x stages a rank x microbatches ──► Candidate
 
 What a user pins constrains it. What is recomputed is chosen for each candidate (:mod:`graphpar.passes.planning.planner`).
 """
@@ -16,9 +16,10 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
 from graphpar.ir.split_points import SplitAt
-from graphpar.passes.normalize.coupled import placed_axes
+from graphpar.passes.normalize.coupled import program_mesh
 from graphpar.passes.planning.candidates import Candidate, PlannerConstraints
 from graphpar.passes.planning.sharded_state import level_of
+from graphpar.passes.sharding.exchange import exchangeable
 from graphpar.passes.sharding.experts import find_experts
 from graphpar.runtime.axes import AXIS
 from graphpar.schedules.registry import SCHEDULES, legal_microbatches
@@ -82,7 +83,7 @@ class Space:
     def _middle_sizes(self) -> dict[Mesh, int]:
         sizes: dict[Mesh, set[int]] = {}
         for mesh, size in dict.fromkeys((each.mesh, each.microbatch_size) for each in self.all):
-            sizes.setdefault(Mesh(**placed_axes(self.program, mesh)), set()).add(size)
+            sizes.setdefault(program_mesh(self.program, mesh), set()).add(size)
         return {compute: sorted(found)[len(found) // 2] for compute, found in sizes.items()}
 
     def meshes(self) -> list[Mesh]:
@@ -99,21 +100,27 @@ class Space:
             )
         free = free_axes(self.pinned, self.wishes.zero, self.program.mode)
         experts: frozenset[int] = frozenset()
+        sent: frozenset[int] = frozenset()
         if free:
             experts = frozenset() if "ep" in self.pinned else experts_of(self.program)
-            free += tuple(axis for axis in ("cp", "ep") if axis not in self.pinned and (axis == "cp" or experts))
+            if not self.program.couplings and self.program.unsplittable is None:
+                sent = frozenset(exchangeable(self.program).values())
+            able = {"dp_expert": bool(sent), "cp": True, "ep": bool(experts)}
+            free += tuple(axis for axis, helps in able.items() if helps and axis not in self.pinned)
         found = [
             Mesh(**(self.pinned | dict(zip(free, degrees))))
             for degrees in _factorisations(self.cluster.size // fixed, len(free))
         ]
-        able = [
+        legal = [
             mesh
             for mesh in found
             if (mesh.dp_shard > 1 or not self.wishes.zero)
             and (mesh.cp == 1 or self.any_cp or not self._has_rows_for_more(mesh))
             and not any(count % mesh.ep for count in experts)
+            and not any(count % mesh.dp_expert for count in sent)
+            and not (mesh.ep > 1 and mesh.dp_expert > 1)
         ]
-        return sorted(able, key=lambda mesh: tuple(mesh.degrees().values()))
+        return sorted(legal, key=lambda mesh: tuple(mesh.degrees().values()))
 
     @functools.cached_property
     def divides_sequences(self) -> bool:

@@ -25,7 +25,9 @@ from graphpar.operators.placement import operands_of, results_of
 from graphpar.operators.rewrite import CallSpecs, on_pieces
 from graphpar.operators.transitions import moves
 from graphpar.passes.normalize.simplify import remove_dead_code
+from graphpar.passes.sharding.check_exchange import check_exchange
 from graphpar.passes.sharding.check_types import check_types
+from graphpar.passes.sharding.exchange import exchange_experts
 from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.linear_bias import join_biases
 from graphpar.passes.sharding.pins import POINT, prepared
@@ -77,7 +79,7 @@ def shard(program: Program, sharding: Sharding) -> Program:
 def sharded(program: Program, sharding: Sharding, rows: int, problem: Problem | None) -> Sharded:
     """Shard for microbatches of ``rows``; ``problem`` is that of :func:`problem_of` for the same arguments."""
     if problem is None:
-        return Sharded(program, rows, sharding, None, program.at_batch(rows))
+        return Sharded(program, rows, sharding, None, _exchanged(program.at_batch(rows), sharding))
     started = time.perf_counter()
     local = lower(problem.program, sharding)
     lowered = time.perf_counter()
@@ -86,7 +88,17 @@ def sharded(program: Program, sharding: Sharding, rows: int, problem: Problem | 
     seconds = {"shard": lowered - started, "check_types": time.perf_counter() - lowered}
     for graph in (local.graph, *(block.graph for block in local.blocks.values())):
         join_biases(graph)
-    return Sharded(program, rows, sharding, problem, local, seconds=seconds)
+    return Sharded(program, rows, sharding, problem, _exchanged(local, sharding), seconds=seconds)
+
+
+def _exchanged(local: Program, sharding: Sharding) -> Program:
+    """Return a rank's program with the exchange of rows between replicas that hold different experts."""
+    for axis, degree in sharding.exchange.items():
+        experts = [name for name, spec in sharding.parameters.items() if isinstance(spec.get(axis), Shard)]
+        local = exchange_experts(local, degree, experts)
+        wrong = check_exchange(local, experts)
+        assert not wrong, "\n".join(wrong)
+    return local
 
 
 def lower(program: Program, sharding: Sharding) -> Program:
@@ -117,6 +129,7 @@ class _Lowering:
         spec = self.sharding.parameters.get(name)
         if spec is None:
             return info
+        spec = {axis: kind for axis, kind in spec.items() if axis in self.degrees}
         return replace(
             info, shape=local_shape(info.shape, spec, self.degrees), whole=info.shape, spec=tuple(spec.items())
         )

@@ -1,8 +1,9 @@
 """What a block of a tensor-parallel program keeps for its backward, against the formulas of Megatron-LM.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022: with sequence parallelism a GPT layer of s
-tokens, b rows and width h keeps 34 s b h / t bytes in 16 bits beside what attention keeps, of which 2 are dropout masks. Fused attention keeps a
-statistic of each row. A gated feed-forward network of width f keeps 8 f instead of 4 x 4 h, as ``silu(gate) * up`` is two operators.
+tokens, b rows and width h keeps 34 s b h / t bytes in 16 bits beside what attention keeps, of which 2 are dropout masks. Fused
+attention keeps a statistic of each row. A gated feed-forward network of width f keeps 8 f instead of 4 x 4 h, as ``silu(gate) * up`` is
+two operators.
 """
 
 from __future__ import annotations

@@ -49,6 +49,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "1 device": LAYOUTS["1 device"],
     "ep2": {"mesh": {"ep": 2}},
     "dp2 x ep2": {"mesh": {"dp_shard": 2, "ep": 2}},
+    "dp_expert2": {"mesh": {"dp_expert": 2}},
+    "dp2 x dp_expert2": {"mesh": {"dp_shard": 2, "dp_expert": 2}},
     "pp2 x ep2": {"mesh": {"pp": 2, "ep": 2}, **_PIPELINE},
 }
 SAVED_AT, ENDS_AT = 2, 5

@@ -84,6 +84,24 @@ def example_inputs() -> dict[str, Tensor]:
     return {{"ids": ids, "labels": ids.clone()}}
 """
 
+MIXTRAL = """
+import torch
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+config = MixtralConfig(vocab_size={words}, hidden_size={width}, intermediate_size={hidden}, num_hidden_layers={layers},
+                       num_attention_heads={heads}, num_key_value_heads={groups}, num_local_experts=8, sliding_window=None, use_cache=False)
+
+
+def model() -> nn.Module:
+    return MixtralForCausalLM(config)
+
+
+def example_inputs() -> dict[str, Tensor]:
+    ids = torch.randint({words}, (8, {seq}), generator=torch.Generator().manual_seed(0))
+    return {{"input_ids": ids, "labels": ids.clone()}}
+"""
+
 
 @dataclass(frozen=True)
 class Known:
@@ -94,6 +112,7 @@ class Known:
         expected: of the degrees of the mesh.
         published: a mesh that somebody runs on this cluster; whatever schedule, microbatches and recomputation suit it best, it may be
             no faster than the plan.
+        options: how the model is compiled besides.
     """
 
     name: str
@@ -103,6 +122,7 @@ class Known:
     batch: int
     expected: Callable[[Mapping[str, int]], bool]
     published: str | None = None
+    options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -131,6 +151,12 @@ KNOWN = [
         "a sequence of a million tokens", LONG.format(rows=1, seq=2**20, width=4096, layers=32, heads=32, words=32000),
         LONG.format(rows=4, **TOY), "8x8xH100-SXM-80GB", 1, lambda mesh: mesh["cp"] > 1,
     ),
+    Known(
+        "Mixtral 8x7B on 64 H100",
+        MIXTRAL.format(words=32000, width=4096, hidden=14336, layers=32, heads=32, groups=8, seq=4096),
+        MIXTRAL.format(words=64, width=32, hidden=64, layers=2, heads=4, groups=2, seq=16), "8x8xH100-SXM-80GB", 1024,
+        lambda mesh: mesh["dp_expert"] > 1 and mesh["ep"] == mesh["tp"] == 1, options=("--dtype", "bf16"),
+    ),
 ]  # fmt: skip
 
 
@@ -144,7 +170,7 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("known", sample(KNOWN, 2), ids=str)
 def test_a_known_answer(known: Known, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, twin = tmp_path / "whole", tmp_path / "twin"
-    asked = ["--cluster", known.cluster, "--batch", str(known.batch)]
+    asked = ["--cluster", known.cluster, "--batch", str(known.batch), *known.options]
     found = compiled(known.model, whole, asked, capsys)
     plan = found["plan"]
     assert known.expected(plan["mesh"]), plan["mesh"]

@@ -154,6 +154,8 @@ def test_on_many_layouts(pool: RankPool, tmp_path: Path) -> None:
     cases += [Case({"pp": 2}, loss, "frozen", pins={"schedule": "InterleavedZeroBubble"}) for loss in LOSSES]
     cases += [Case({"tp": 2}, loss) for loss in LOSSES]
     cases += [Case({"cp": 2}, loss, "shared") for loss in LOSSES]
+    cases += [Case({"dp_expert": 2}, loss, "moe") for loss in LOSSES]
+    cases += [Case({"dp_shard": 2, "dp_expert": 2}, "mixed", "moe", pins={"zero": zero}) for zero in (1, 3)]
     cases += [Case({"ep": 2}, "mixed", "moe"), Case({"dp_shard": 2, "ep": 2}, "mean", "moe", pins={"zero": 3})]
     cases += [Case({"dp_shard": 2, "pp": 2}, "mixed", pins={"zero": zero, "schedule": "1F1B"}) for zero in (1, 2, 3)]
     cases += [Case({"dp_shard": 2, "tp": 2}, "mixed", pins={"zero": zero}) for zero in (1, 2, 3)]

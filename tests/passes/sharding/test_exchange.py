@@ -1,0 +1,174 @@
+"""Replicas that hold different experts: programs against the model, what they send, what is refused, and faults that are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import graphpar as gp
+from graphpar.cost_models.workload import Phase, Works
+from graphpar.emitted import collectives
+from graphpar.errors import GraphparError
+from graphpar.ir.program import Program, operator_name
+from graphpar.passes.sharding.check_exchange import check_exchange
+from graphpar.passes.sharding.exchange import exchangeable
+from graphpar.verification import verify_all
+from tests.programs import example
+
+MESHES: tuple[dict[str, int], ...] = (
+    {"dp_expert": 2},
+    {"dp_expert": 4},
+    {"dp_expert": 2, "tp": 2},
+    {"dp_expert": 2, "cp": 2},
+    {"dp_expert": 2, "pp": 2},
+)
+
+
+def test_programs_are_the_model_beside_every_other_axis() -> None:
+    program = example("mixtral")
+    made = [gp.partition(program, gp.plan(program, mesh=mesh)) for mesh in MESHES]
+    made.append(gp.partition(program, gp.plan(program, mesh={"dp_shard": 2, "dp_expert": 2}, recompute="full")))
+
+    for parts in made:
+        assert gp.check(parts).problems == []
+    for parts, outcome in zip(made, verify_all(made, 3, timeout_s=300)):
+        assert outcome.ok, (parts.plan.mesh, outcome.problems, outcome.max_error, outcome.worst)
+
+
+def test_experts_are_sharded_and_all_else_is_as_on_replicas() -> None:
+    plan = gp.plan(example("mixtral"), mesh={"dp_expert": 2, "tp": 2})
+
+    specs = {name: str(spec["dp_expert"]) for name, spec in plan.parameters().items()}
+    assert set(specs) >= set(example("mixtral").parameters)
+    assert {name for name, kind in specs.items() if kind == "S(0)"} == {name for name in specs if ".experts." in name}
+    assert {kind for name, kind in specs.items() if ".experts." not in name} == {"R"}
+
+
+class SortedExperts(nn.Module):
+    """Rows sorted by expert in the root of the program, and taken back to their order; no expert but the first gets any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(shape) / 4) for shape in ((4, 16, 32), (4, 32, 16)))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        gates, experts = (self.gate(rows) + torch.tensor([9.0, 0.0, 0.0, 0.0])).softmax(-1).topk(1)
+        experts, order = experts.flatten().sort()
+        offs = experts.float().histc(4, 0, 3).cumsum(0, dtype=torch.int32)
+        hidden = F.gelu(torch.ops.transformers.grouped_mm_fallback(rows[order], self.up, offs))
+        y = torch.ops.transformers.grouped_mm_fallback(hidden * 2, self.down, offs)
+        back = torch.empty_like(order).index_put((order,), torch.arange(order.shape[0]))
+        return F.mse_loss((y * gates.flatten()[order].unsqueeze(-1))[back].view_as(x), target)
+
+
+def test_rows_in_the_root_of_a_program_travel_and_experts_without_any_have_zero_gradients() -> None:
+    pytest.importorskip(
+        "transformers.integrations.moe"
+    )  # it registers the product by groups that can be traced in fp32
+    torch.manual_seed(0)
+    program = gp.export(SortedExperts(), (), {"x": torch.randn(8, 6, 16), "target": torch.randn(8, 6, 16)})
+    parts = gp.partition(program, gp.plan(program, mesh={"dp_expert": 2}))
+
+    text = parts.files["stage_0.py"]
+    assert [text.count(f"{name}(") for name in ("exchange_of", "send_rows", "return_rows")] == [1, 1, 1]
+    assert gp.check(parts).problems == []
+    assert gp.verify(parts).ok
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_what_is_priced_is_each_row_for_an_expert_of_another_rank_once_each_way(degree: int) -> None:
+    program = example("mixtral")
+    plan = gp.plan(program, mesh={"dp_expert": degree})
+    parts = gp.partition(program, plan)
+    assert plan.sharded is not None
+    local = plan.sharded.local
+    works = Works(local, plan.mesh.degrees())
+    (block,) = local.blocks.values()
+
+    rows = [row for node in block.graph.nodes for row in works.collectives(node, block.name)]
+    tokens, top_k, width, itemsize = 16 * plan.microbatch_size, 2, 64, 4
+    whole = degree * tokens * top_k * width * itemsize  # of all ranks; collective_cost sends (n - 1) / n of a rank's
+    assert [(row.kind, row.phase) for row in rows] == [
+        ("all-to-all", phase) for _ in range(2) for phase in (Phase.FORWARD, Phase.INPUT)
+    ]
+    assert {row.nbytes.at(plan.microbatch_size) for row in rows} == {whole}
+    assert parts.plan.mesh.dp_expert == degree
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"dp_expert": 3}, r"has 4 experts, which 3 ranks can't share evenly"),
+        ({"dp_expert": 2, "ep": 2}, r"dp_expert=2 and ep=2 both divide the experts"),
+    ],
+)
+def test_meshes_that_experts_can_not_be_divided_over_are_explained(mesh: dict[str, int], message: str) -> None:
+    with pytest.raises(GraphparError, match=message):
+        gp.plan(example("mixtral"), mesh=mesh, global_batch=12)
+
+
+def test_a_model_without_sorted_rows_is_refused() -> None:
+    assert exchangeable(example("gpt")) == {}
+    with pytest.raises(GraphparError, match=r"Mesh dp_expert=2: GPT.* has no experts that rows can be sent to"):
+        gp.plan(example("gpt"), mesh={"dp_expert": 2})
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------
+
+
+def _planted(local: Program, change: str) -> Program:
+    """Return ``local`` with a fault in its block."""
+    ((name, block),) = local.blocks.items()
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(block.graph, copies))
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    found = {operator_name(node): node for node in graph.nodes if node.op == "call_function"}
+    sent, back, ends = found["send_rows"], found["return_rows"], found["received_ends"]
+    if change == "rows stay":
+        sent.replace_all_uses_with(sent.args[0])  # type: ignore[arg-type]
+    elif change == "rows do not come back":
+        back.replace_all_uses_with(back.args[0])  # type: ignore[arg-type]
+    elif change == "own ends":
+        for product in [node for node in graph.nodes if operator_name(node) == "grouped_mm"]:
+            product.kwargs = product.kwargs | {"offs": ends.args[0].args[0]}  # type: ignore[union-attr]
+    elif change == "rows travel twice":
+        with graph.inserting_after(sent):
+            twice = graph.call_function(collectives.send_rows, sent.args)
+        sent.replace_all_uses_with(twice)
+        twice.args = (sent, *sent.args[1:])
+    return local.with_graph(local.graph, blocks={name: replace(block, graph=graph)})
+
+
+@pytest.mark.parametrize("change", ["rows stay", "rows do not come back", "own ends", "rows travel twice"])
+def test_rows_that_are_elsewhere_are_found(change: str) -> None:
+    plan = gp.plan(example("mixtral"), mesh={"dp_expert": 2})
+    assert plan.sharded is not None
+    local, experts = plan.sharded.local, exchangeable(example("mixtral"))
+
+    assert check_exchange(local, experts) == []
+    assert check_exchange(_planted(local, change), experts)
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong"),
+    [
+        ("collectives.py", "torch.empty_like(x).index_copy(0, exchange.order, x)", "x"),
+        ("collectives.py", "lambda g: _returned(g, axis, exchange)", "lambda g: _returned(g.flip(0), axis, exchange)"),
+        ("plan.json", '"dp_expert": "S(0)"', '"dp_expert": "R"'),
+    ],
+    ids=["an order that is not undone", "gradients of other rows", "experts that are summed over ranks"],
+)
+def test_programs_that_exchange_wrongly_fail(file: str, right: str, wrong: str) -> None:
+    parts = gp.partition(example("mixtral"), gp.plan(example("mixtral"), mesh={"dp_expert": 2}))
+    assert right in parts.files[file]
+    planted = replace(parts, files={**parts.files, file: parts.files[file].replace(right, wrong)})
+
+    (outcome,) = verify_all([planted], 2, timeout_s=120)
+    assert not outcome.ok
