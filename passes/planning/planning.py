@@ -65,9 +65,10 @@ def search_plan(
     if found.best is None and not found.alternatives:
         rest = cluster.size // math.prod(pinned.values())
         free = free_axes(pinned, pins.zero, program.mode)
-        one = "dp_shard" if pins.zero and "dp_shard" in free else free[0]
+        one = ["dp_shard"] if pins.zero and "dp_shard" in free else free[:1]
         asked = replace(pins, recompute=planner.wishes.recompute[0])
-        choose(program, Mesh.resolve({one: rest, **pinned}, cluster.size), asked)  # raises where the pins are wrong
+        mesh = Mesh.resolve(dict.fromkeys(one, rest) | dict(pinned), cluster.size)
+        choose(program, mesh, asked)  # raises where the pins are wrong
         reasons = "; ".join(found.refused) or "no mesh divides its batch and its modules"
         raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
     if found.best is None:

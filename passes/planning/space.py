@@ -169,12 +169,18 @@ class Space:
             return False
         return self.wishes.microbatch_size in (None, size)
 
+    @property
+    def _is_given(self) -> bool:
+        """Whether the whole mesh is pinned: then a schedule that is asked for does not ask for a pipeline."""
+        return math.prod(self.pinned.values()) == self.cluster.size
+
     def _schedules(self, mesh: Mesh, reshard: str | int) -> Iterator[tuple[str, int, tuple[SplitAt, ...] | None]]:
         """Yield (name, stages a rank, split points if they are pinned)."""
         wished = self.wishes.schedule
         if mesh.pp == 1:
-            if self.wishes.split_points is None and wished is None:
-                yield "1F1B" if self.program.mode == "train" else "GPipe", 1, None
+            given = wished if self._is_given and wished is not None and SCHEDULES[wished].min_stages == 1 else None
+            if self.wishes.split_points is None and (wished is None or given is not None):
+                yield given or ("1F1B" if self.program.mode == "train" else "GPipe"), 1, None
             return
         for row in SCHEDULES.values():
             if (wished is None and row.torch_class is None) or wished not in (None, row.name):

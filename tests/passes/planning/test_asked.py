@@ -187,6 +187,16 @@ def test_a_whole_mesh_on_a_cluster_leaves_the_rest_to_the_search() -> None:
     assert free.predicted.step_time_s < pinned.predicted.step_time_s
 
 
+def test_a_whole_mesh_without_a_pipeline_takes_any_schedule_of_one_stage_a_rank() -> None:
+    program, cluster = example("gpt"), gp.Cluster.parse("4xA100-SXM-40GB")
+
+    plan = gp.plan(program, cluster, global_batch=64, mesh={"dp_shard": 4}, schedule="1F1B")
+
+    assert plan.mesh == gp.Mesh(dp_shard=4) and plan.found is not None and plan.found.considered > 1
+    with pytest.raises(GraphparError, match="needs a pipeline with 2 stages a rank"):
+        gp.plan(program, cluster, global_batch=64, mesh={"dp_shard": 4}, schedule="ZBV")
+
+
 def test_a_whole_mesh_that_does_not_fit_is_taken_all_the_same() -> None:
     program = example("gpt")
     cluster = replace(
