@@ -40,7 +40,7 @@ COLLECTIVES = (
     "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding",
 )  # fmt: skip
 # Names that mean something in every emitted file.
-RESERVED = ("Any", "F", "Tensor", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES)
+RESERVED = ("Any", "F", "Tensor", "layers", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES)
 
 
 @dataclass
