@@ -125,6 +125,8 @@ def _use(node: fx.Node, tree: Tree) -> tuple[str, Layer] | None:
     stored = {info.dtype for info in holder.tensors.values()}
     if len(stored) > 1 or any(info.kind != "parameter" for info in holder.tensors.values()):
         return None
+    if not _has_shapes(kind, holder.tensors):
+        return None
     casts = {cast for _, cast in read}
     wanted = value_of(given(node)).dtype
     if len(casts) > 1 or not casts <= {None, wanted} or (kind == "Embedding" and casts != {None}):
@@ -180,19 +182,21 @@ def _leaves(tree: Tree, path: str) -> Iterator[tuple[str, Tree]]:
 def _unused(module_class: str, tensors: Mapping[str, TensorInfo]) -> Layer | None:
     """Return the module of torch's with these parameters that ``module_class`` is, where nothing calls it."""
     kind = _CLASSES.get(module_class)
-    shapes = {name: info.shape for name, info in tensors.items() if info.kind == "parameter"}
-    weight = shapes.get("weight")
-    if (
-        kind is None
-        or weight is None
-        or set(shapes) - {"weight", "bias"}
-        or len({i.dtype for i in tensors.values()}) > 1
-    ):
+    parameters = {name: info for name, info in tensors.items() if info.kind == "parameter"}
+    if kind is None or set(parameters) - {"weight", "bias"} or len({i.dtype for i in tensors.values()}) > 1:
         return None
+    return Layer(kind, _EPS.get(kind)) if _has_shapes(kind, parameters) else None
+
+
+def _has_shapes(kind: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether torch's module ``kind`` may have parameters of these shapes; operators take biases of one element, too."""
+    if "weight" not in tensors:
+        return False
+    weight = tuple(tensors["weight"].shape)
     biased = {"Linear": weight[:1], "LayerNorm": weight}.get(kind)
-    if shapes.get("bias", biased) != biased or (kind in ("Linear", "Embedding") and len(weight) != 2):
-        return None
-    return Layer(kind, _EPS.get(kind))
+    if "bias" in tensors and tuple(tensors["bias"].shape) != biased:
+        return False
+    return len(weight) == 2 or kind not in ("Linear", "Embedding")
 
 
 def _at(tree: Tree, path: str) -> Tree | None:

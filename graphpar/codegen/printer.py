@@ -41,7 +41,7 @@ COLLECTIVES = (
 )  # fmt: skip
 RINGS = ("ring_attention",)
 # Names that mean something in every emitted file.
-RESERVED = ("Any", "F", "Tensor", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES, *RINGS)
+RESERVED = ("Any", "F", "Tensor", "layers", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES, *RINGS)
 
 
 @dataclass

@@ -53,13 +53,13 @@ def plain_attention(node: fx.Node, masks: Masks) -> bool:
 
 
 def _softmax(weights: Any) -> fx.Node | None:
-    """Return the softmax over the last dim of which ``weights`` are a copy."""
-    while _is_rounding(weights):
+    """Return the softmax over the last dim of which ``weights`` are a copy; none where they have other users, and are made anyway."""
+    while _is_rounding(weights) and len(weights.users) == 1:
         weights = weights.args[0]
     if not is_call(weights, "softmax", "_softmax", "_safe_softmax"):
         return None
     dim = literal(weights, "dim")
-    return weights if dim in (-1, value_of(weights).ndim - 1) else None
+    return weights if len(weights.users) == 1 and dim in (-1, value_of(weights).ndim - 1) else None
 
 
 def _is_rounding(node: Any) -> bool:

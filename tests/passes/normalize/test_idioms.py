@@ -287,6 +287,15 @@ def test_softmax_over_another_dim_and_dropout_are_no_attention() -> None:
         assert not _exported(function)[1].idioms
 
 
+def test_weights_that_are_used_elsewhere_are_computed_once() -> None:
+    def returned(x: Tensor, m: Model) -> Tensor:
+        q, k, v = _heads(x, m)
+        weights = (q @ k.mT).masked_fill(~_arange_mask(), float("-inf")).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2) + weights.mean((1, 3))[..., None]
+
+    _check(returned, {})
+
+
 # ---- groups of heads -------------------------------------------------------------------------------------------
 
 

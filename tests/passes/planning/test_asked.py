@@ -193,7 +193,7 @@ def test_a_whole_mesh_without_a_pipeline_takes_any_schedule_of_one_stage_a_rank(
     plan = gp.plan(program, cluster, global_batch=64, mesh={"dp_shard": 4}, schedule="1F1B")
 
     assert plan.mesh == gp.Mesh(dp_shard=4) and plan.found is not None and plan.found.considered > 1
-    with pytest.raises(GraphparError, match="needs a pipeline with 2 stages a rank"):
+    with pytest.raises(gp.GraphparError, match="needs a pipeline with 2 stages a rank"):
         gp.plan(program, cluster, global_batch=64, mesh={"dp_shard": 4}, schedule="ZBV")
 
 
