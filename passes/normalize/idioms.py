@@ -68,6 +68,8 @@ def rms_norm(node: fx.Node, masks: Masks) -> bool:
     shape = [value_of(x).shape[dim] for dim in dims]
     if not all(isinstance(size, int) for size in shape):
         return False
+    if value_of(node).dtype == torch.float64 != value_of(source).dtype:
+        return False  # torch computes the norm of fp32 in fp32
     last, weight = _weighted(node, value_of(source).dtype, shape)
     given = source if value_of(last).dtype == value_of(source).dtype else x
     if value_of(given).dtype != value_of(last).dtype:

@@ -111,6 +111,9 @@ NO_NORMS: dict[str, Callable[..., Tensor]] = {
     "no epsilon": lambda x, m: m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))),
     "a learned epsilon": lambda x, m: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + m.weight.exp().mean()),
     "variance": lambda x, m: m.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5),
+    "in fp64": lambda x, m: (
+        m.weight * (x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)).float()
+    ),
     "rounded": lambda x, m: m.weight * x.div((x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt(), rounding_mode="floor"),
 }
 
