@@ -66,7 +66,7 @@ class Decisions:
         self.program, self.plan, self.cluster = program, plan, cluster
         self.pins = PlanConstraints() if asked is None else asked.pins
         self.pinned_axes = {} if asked is None else dict(asked.mesh)
-        self.given, self.complete = asked is None, asked is not None and asked.complete
+        self.given, self.by_default = asked is None, asked is not None and not asked.searched
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -88,7 +88,7 @@ class Decisions:
 
     def _about(self, decision: str, value: str, wished: bool) -> NextBest:
         pinned = self.given or wished
-        return NextBest(decision, value, pinned=pinned, by_default=self.complete and not pinned)
+        return NextBest(decision, value, pinned=pinned, by_default=self.by_default and not pinned)
 
     # ---- searched ----
 
