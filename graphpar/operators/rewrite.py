@@ -262,6 +262,6 @@ _REPLACED: dict[str, Callable[[_Call, str, Emit], Any]] = {
 REWRITES = ("local_shape", *_CHANGES, *_REPLACED, "mean_of_pieces", "mean_of_labels", "sync_batch_norm")
 """The names that ``Placement.rewrite`` may have."""
 TOGETHER = (
-    "vocab_embedding", "vocab_cross_entropy", "own_experts", "ring_attention", "mean_of_labels", "sync_batch_norm",
+    "vocab_embedding", "vocab_cross_entropy", "own_experts", "own_group", "ring_attention", "mean_of_labels", "sync_batch_norm",
 )  # fmt: skip
 """Rewrites in which the ranks communicate."""

@@ -42,10 +42,14 @@ def watch(
             if isinstance(module, FSDPModule):
                 for group in groups_of(module):
                     _watch_group(group, path or stage)
-            if shown and type(module).forward is not nn.Module.forward:
+            if shown and type(module).forward is not nn.Module.forward and not isinstance(module, _LAYERS):
                 _watch_calls(module, path or stage, gathered=isinstance(module, FSDPModule))
     for each in pipelined if shown else ():
         _watch_microbatches(each)
+
+
+_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
+"""Modules that blocks and stages call, and whose calls are no events."""
 
 
 def _watch_calls(module: nn.Module, unit: str, gathered: bool) -> None:

@@ -13,7 +13,7 @@ from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.causal_masks import HIDES, Masks
-from graphpar.passes.normalize.graph_matching import insert_call, insert_helper, is_call, number
+from graphpar.passes.normalize.graph_matching import insert_call, insert_helper, is_call, number, sizes
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
@@ -29,15 +29,18 @@ def plain_attention(node: fx.Node, masks: Masks) -> bool:
     if found is None:
         return False
     query, keys, mask, scale = found
-    shapes = [list(value_of(operand).shape) for operand in (query, keys, value)]
+    shapes = [sizes(operand) for operand in (query, keys, value)]
     (*lead, _, width), (*others, above, length), (*third, rows, _) = shapes
-    if len(shapes[0]) < 3 or lead != others or lead != third or above != width or length != rows:
+    if (
+        len(shapes[0]) < 3
+        or not isinstance(width, int)
+        or lead != others
+        or lead != third
+        or above != width
+        or length != rows
+    ):
         return False
-    if list(value_of(node).shape) != [
-        *lead,
-        shapes[0][-2],
-        shapes[2][-1],
-    ]:  # a mask of more heads or examples repeats the scores
+    if sizes(node) != [*lead, shapes[0][-2], shapes[2][-1]]:  # a mask of more heads or examples repeats the scores
         return False
     dtypes = {value_of(operand).dtype for operand in (query, keys, value, node)}
     if len(dtypes) > 1 or not dtypes.pop().is_floating_point:
@@ -129,10 +132,9 @@ def _is_mask(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
             return False
         below += [each for each in current.all_input_nodes if each not in seen]
         seen.update(current.all_input_nodes)
-    shape = list(value_of(node).shape)
     if not isinstance(value, Tensor) or value.dtype == torch.bool:
         return False
-    return value.ndim >= 2 and list(value.shape[-2:]) == shape[-2:]
+    return value.ndim >= 2 and sizes(mask)[-2:] == sizes(node)[-2:]
 
 
 def _filled(value: Any) -> float | None:
@@ -154,7 +156,7 @@ def _is_minus_infinity(value: Any) -> bool:
 
 def _proven(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
     """Whether a mask lets each row see itself."""
-    queries, keys = value_of(node).shape[-2:]
+    queries, keys = sizes(node)[-2:]
     return isinstance(queries, int) and queries == keys and masks.is_causal(mask, queries)
 
 
@@ -179,9 +181,8 @@ def causal_attention(node: fx.Node, masks: Masks) -> bool:
     scale = number(literal(node, "scale"))
     if not isinstance(mask, fx.Node) or literal(node, "is_causal") or (scale is not None and not _is_scale(scale)):
         return False
-    query, key = (value_of(operand) for operand in node.args[:2])  # type: ignore[arg-type]
-    length = query.shape[-2]
-    if not isinstance(length, int) or length != key.shape[-2] or not masks.is_causal(mask, length):
+    length, keys = (sizes(operand)[-2] for operand in node.args[:2])
+    if not isinstance(length, int) or length != keys or not masks.is_causal(mask, length):
         return False
     options = {
         name: value for name, value in node.kwargs.items() if name not in ("attn_mask", "is_causal", "dropout_p")
@@ -200,8 +201,8 @@ def grouped_heads(node: fx.Node, masks: Masks) -> bool:
     once = [each for each in groups if each is not None]
     if len(once) < 2 or not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
         return False
-    (*lead, heads, _, _), *shapes = ([*value_of(each).shape] for each in (query, *once))
-    if shapes[0][:-2] != shapes[1][:-2] or shapes[0][:-3] != lead or heads != value_of(key).shape[-3]:
+    (*lead, heads, _, _), *shapes = (sizes(each) for each in (query, *once))
+    if shapes[0][:-2] != shapes[1][:-2] or shapes[0][:-3] != lead or heads != sizes(key)[-3]:
         return False  # heads or examples are repeated in another way, too
     insert_call(node, _ATTENTION, (query, *once, *node.args[3:]), dict(node.kwargs) | {"enable_gqa": True})
     return True
@@ -220,12 +221,14 @@ def _unrepeated(node: Any) -> fx.Node | None:
     expanded = node.args[0]
     if not is_call(expanded, "expand") or not isinstance(expanded.args[0], fx.Node):  # type: ignore[union-attr]
         return None
-    made, whole = value_of(node).shape, value_of(expanded).shape  # type: ignore[arg-type]
+    made, whole = sizes(node), sizes(expanded)
     source = expanded.args[0]  # type: ignore[union-attr]
     if value_of(source).ndim != 5 or not is_call(source, "unsqueeze") or literal(source, "dim") not in (2, -3):
         return None
     inner = source.args[0]
-    before = value_of(inner).shape  # type: ignore[arg-type]
+    before = sizes(inner)
     kept = [before[1], before[2], before[3]] == [whole[1], whole[3], whole[4]]
-    joined = [made[1], made[2], made[3]] == [whole[1] * whole[2], whole[3], whole[4]]
+    groups, times = whole[1:3]
+    heads = groups * times if isinstance(groups, int) and isinstance(times, int) else None
+    joined = [made[1], made[2], made[3]] == [heads, whole[3], whole[4]]
     return inner if kept and joined else None  # type: ignore[return-value]

@@ -21,7 +21,7 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, batch_coefficients, operator_name, size_coefficient, value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
-from graphpar.passes.normalize.graph_matching import number
+from graphpar.passes.normalize.graph_matching import number, sizes
 
 HIDES = -1e9
 """Added to a score, or in its place, this or less is a weight of zero in every dtype."""
@@ -64,7 +64,7 @@ class Masks:
     def is_causal(self, mask: fx.Node, length: int) -> bool:
         """Return whether ``mask``, of booleans or added to the scores, shows each row exactly the columns up to its own."""
         made = value_of(mask)
-        if not isinstance(made, Tensor) or made.ndim < 2 or list(made.shape[-2:]) != [length, length]:
+        if not isinstance(made, Tensor) or made.ndim < 2 or sizes(mask)[-2:] != [length, length]:
             return False
         if mask not in self._known:
             try:

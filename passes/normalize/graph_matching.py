@@ -22,6 +22,11 @@ def number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+def sizes(node: Any) -> list[int | str]:
+    """Return the sizes of a tensor's dims, as text where they follow the batch: comparing symbols with numbers would fix the batch."""
+    return [size if type(size) is int else str(size) for size in value_of(node).shape]
+
+
 def cast_from(node: fx.Node) -> fx.Node:
     """Return the value of which ``node`` is a copy in a wider dtype; ``node`` itself where it is none."""
     while node.op == "call_function" and record_of(node).kind is Kind.COPY:

@@ -27,7 +27,7 @@ from graphpar.operators.table import record_of
 from graphpar.passes.normalize.attention_idioms import causal_attention, grouped_heads, plain_attention
 from graphpar.passes.normalize.causal_masks import Masks
 from graphpar.passes.normalize.functional import copied
-from graphpar.passes.normalize.graph_matching import cast_from, insert_call, is_call, number
+from graphpar.passes.normalize.graph_matching import cast_from, insert_call, is_call, number, sizes
 from graphpar.passes.normalize.pointwise_idioms import activation
 from graphpar.passes.normalize.simplify import remove_dead_code
 
@@ -65,7 +65,7 @@ def rms_norm(node: fx.Node, masks: Masks) -> bool:
     source, squared = cast_from(x), _squared(square)
     if squared is None or cast_from(squared) is not source or value_of(total).dtype != value_of(square).dtype:
         return False
-    shape = [value_of(x).shape[dim] for dim in dims]
+    shape = [sizes(x)[dim] for dim in dims]
     if not all(isinstance(size, int) for size in shape):
         return False
     if value_of(node).dtype == torch.float64 != value_of(source).dtype:
@@ -123,7 +123,7 @@ def _weighted(norm: fx.Node, dtype: torch.dtype, shape: list[Any]) -> tuple[fx.N
     for weight, other in ((only.args[0], only.args[1]), (only.args[1], only.args[0])):
         if other is last and isinstance(weight, fx.Node) and isinstance(value_of(weight), Tensor):
             alike = value_of(weight).dtype == value_of(last).dtype == value_of(only).dtype
-            if alike and list(value_of(weight).shape) == shape:
+            if alike and sizes(weight) == shape:
                 return only, weight
     return last, None
 

@@ -20,7 +20,7 @@ from graphpar.ir.program import value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.causal_masks import Masks
-from graphpar.passes.normalize.graph_matching import insert_call, number
+from graphpar.passes.normalize.graph_matching import insert_call, number, sizes
 
 _aten = torch.ops.aten
 _ACTIVATIONS: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -67,9 +67,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     if node.op != "call_function" or record_of(node).kind is not Kind.POINTWISE or node.kwargs:
         return False
     operands = node.all_input_nodes
-    alike = all(
-        isinstance(value_of(each), Tensor) and value_of(each).shape == value_of(node).shape for each in operands
-    )
+    alike = all(isinstance(value_of(each), Tensor) and sizes(each) == sizes(node) for each in operands)
     plain = all(isinstance(each, fx.Node) or number(each) is not None for each in node.args)
     return bool(operands) and alike and plain and value_of(node).is_floating_point()
 

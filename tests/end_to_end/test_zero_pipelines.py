@@ -382,9 +382,8 @@ def test_the_search_prices_sharded_pipelines() -> None:
     """On slow wires a pipeline that gathers once a step is faster than one that gathers for each microbatch."""
     steps = {}
     for reshard in ("default", "always"):
-        plan = gp.plan(
-            _program(), "4xH100-SXM-80GB", mesh={"dp_shard": 2}, schedule="1F1B", microbatch_size=2, reshard=reshard
-        )
+        pins: Any = {"schedule": "1F1B", "microbatch_size": 2, "zero": 3, "reshard": reshard}
+        plan = gp.plan(_program(), "4xH100-SXM-80GB", mesh={"dp_shard": 2}, **pins)
         assert plan.mesh.pp == 2 and plan.reshard == reshard and plan.predicted is not None and plan.actions is not None
         steps[reshard] = plan.predicted.step_time_s
         stage = plan.predicted.stages[0]

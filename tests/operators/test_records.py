@@ -43,9 +43,9 @@ _WITHOUT = (
     "getitem grid_sampler_2d grid_sampler_3d grouped_mm grouped_mm_fallback gru imag index_reduce isin istft linalg_cholesky "
     "linalg_cholesky_ex linspace logcumsumexp logdet logspace lstm max_pool1d max_pool1d_with_indices max_pool3d "
     "max_pool3d_with_indices max_unpool2d max_unpool3d mod moveaxis multi_margin_loss multilabel_margin_loss multinomial mv "
-    "new_empty new_full new_ones nll_loss nll_loss2d norm ones poisson_nll_loss ring_attention rnn_relu rnn_tanh "
+    "new_empty new_full new_ones nll_loss nll_loss2d norm ones poisson_nll_loss return_rows ring_attention rnn_relu rnn_tanh "
     "scalar_tensor "
-    "scaled_dot_product_attention special_polygamma stft swapaxes swapdims sym_constrain_range sym_constrain_range_for_size "
+    "scaled_dot_product_attention send_rows special_polygamma stft swapaxes swapdims sym_constrain_range sym_constrain_range_for_size "
     "sym_float sym_int sym_size sync_batch_norm tril_indices triu_indices truediv unique_consecutive unique_dim unsafe_chunk "
     "unsafe_split upsample_bicubic2d upsample_linear1d upsample_nearest1d upsample_nearest3d upsample_trilinear3d vdot "
     "vocab_cross_entropy vocab_embedding zeros "
@@ -334,8 +334,8 @@ def _of_python() -> set[str]:
 
 
 def _emitted() -> set[str]:
-    text = (ROOT / "graphpar" / "emitted" / "collectives.py").read_text()
-    return {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+    texts = [(ROOT / "graphpar" / "emitted" / f"{name}.py").read_text() for name in ("collectives", "ring_attention")]
+    return {node.name for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
 
 
 def test_a_record_says_what_follows_from_its_kind() -> None:
