@@ -17,7 +17,7 @@ from torch import fx
 from graphpar.annotations.patterns import ShardConstraints, names_of, resolve
 from graphpar.annotations.values import Choice, Spec
 from graphpar.cli.explain_decisions import compared
-from graphpar.codegen.printer import describe_shape
+from graphpar.codegen.describe import describe_shape
 from graphpar.cost_models.estimates import Estimate
 from graphpar.cost_models.sent import SentPrices
 from graphpar.cost_models.sharding import costs_for

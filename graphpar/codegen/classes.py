@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, fx
 
 from graphpar.codegen.attributes import InitPrinter, Tree, build_tree, reference
+from graphpar.codegen.describe import describe_shape, describe_types
 from graphpar.codegen.layers import Layers
 from graphpar.codegen.layout import WIDTH, commented, wrapped
-from graphpar.codegen.printer import GraphPrinter, Printed, describe_shape, describe_types
+from graphpar.codegen.printer import GraphPrinter, Printed
 from graphpar.codegen.stage_printer import StagePrinter
 from graphpar.ir.program import Block, Helper, Program, TensorInfo, value_of
 from graphpar.ir.stage import Stage

@@ -10,25 +10,29 @@ another dtype than that in which they are stored is one of ``layers.py``, which 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from graphpar.codegen.attributes import Tree
-from graphpar.ir.program import TensorInfo, operator_name, value_of
+from graphpar.ir.program import TensorInfo, value_of
 from graphpar.operators.parameter_casts import casts_parameter
+from graphpar.operators.spelling import given_arguments
+from graphpar.operators.table import TABLE, record_of
 
 _CLASSES = {
-    "torch.nn.modules.linear.Linear": "Linear",
-    "torch.nn.modules.sparse.Embedding": "Embedding",
-    "torch.nn.modules.normalization.LayerNorm": "LayerNorm",
-    "torch.nn.modules.normalization.RMSNorm": "RMSNorm",
+    f"{module.__module__}.{module.__qualname__}": record.module
+    for record in TABLE.values()
+    if record.module
+    for module in [getattr(nn, record.module)]
 }
-_EPS = {"LayerNorm": 1e-5, "RMSNorm": None}
-"""The ``eps`` of a norm that is built without one."""
+"""The modules of torch that call an operator with their own parameters, by the path of their class."""
+_OWN = {"input", "indices", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"}
+"""The arguments of such an operator that a module has or is called with."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,8 @@ class Layer:
             sizes = f"{weight.shape[1]}, {weight.shape[0]}"
         elif self.kind != "Embedding" and len(weight.shape) > 1:
             sizes = f"({sizes})"
-        eps = "" if self.kind not in _EPS or self.eps == _EPS[self.kind] else f", eps={self.eps!r}"
-        unbiased = ", bias=False" if self.kind in ("Linear", "LayerNorm") and "bias" not in tensors else ""
+        eps = "" if self.eps == _default(self.kind, "eps") else f", eps={self.eps!r}"
+        unbiased = ", bias=False" if _default(self.kind, "bias") and "bias" not in tensors else ""
         dtype = "" if weight.dtype is torch.float32 else f", dtype={weight.dtype}"
         return f"{'layers' if self.casts else 'nn'}.{self.kind}({sizes}{eps}{unbiased}{dtype})"
 
@@ -92,9 +96,16 @@ class Layers:
         return Layers(by_path, calls)
 
 
+def _default(kind: str, name: str) -> Any:
+    """Return what a module of torch takes for ``name`` where it is not said; None where it has no such option."""
+    parameters = inspect.signature(getattr(nn, kind)).parameters
+    return parameters[name].default if name in parameters else None
+
+
 def given(node: fx.Node) -> fx.Node:
     """Return what a layer is called with, of the operator that is its call."""
-    operand = node.args[1 if operator_name(node) == "embedding" else 0]
+    options = given_arguments(node)
+    operand = options.get("input", options.get("indices"))
     assert isinstance(operand, fx.Node)
     return operand
 
@@ -136,26 +147,16 @@ def _use(node: fx.Node, tree: Tree) -> tuple[str, Layer] | None:
 
 def _arguments(node: fx.Node) -> tuple[str, Any, Any, float | None] | None:
     """Return kind, weight, bias and eps of an operator that a layer of torch's may be."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    kind = record_of(node).module
+    if not kind:
         return None
-    names = [argument.name for argument in node.target._schema.arguments]
-    options: dict[str, Any] = dict(zip(names, node.args)) | dict(node.kwargs)
-    name = operator_name(node)
-    weight, bias = options.get("weight"), options.get("bias")
-    if name == "linear" and isinstance(weight, fx.Node) and value_of(weight).ndim == 2:
-        return "Linear", weight, bias, None
-    if name == "embedding":
-        plain = options.get("padding_idx", -1) == -1 and not (
-            options.get("scale_grad_by_freq") or options.get("sparse")
-        )
-        return ("Embedding", weight, None, None) if plain else None
-    if name in ("layer_norm", "rms_norm") and isinstance(weight, fx.Node):
-        shape = [int(size) for size in options["normalized_shape"]]
-        if shape != list(value_of(weight).shape):
-            return None
-        kind = "LayerNorm" if name == "layer_norm" else "RMSNorm"
-        return kind, weight, bias, options.get("eps", _EPS[kind])
-    return None
+    options = given_arguments(node)
+    weight = options.get("weight")
+    if options.keys() - _OWN or not isinstance(weight, fx.Node):
+        return None
+    if list(options.get("normalized_shape", value_of(weight).shape)) != list(value_of(weight).shape):
+        return None
+    return kind, weight, options.get("bias"), options.get("eps", _default(kind, "eps"))
 
 
 def _parameter(item: Any, user: fx.Node) -> tuple[str, torch.dtype | None] | None:
@@ -185,7 +186,7 @@ def _unused(module_class: str, tensors: Mapping[str, TensorInfo]) -> Layer | Non
     parameters = {name: info for name, info in tensors.items() if info.kind == "parameter"}
     if kind is None or set(parameters) - {"weight", "bias"} or len({i.dtype for i in tensors.values()}) > 1:
         return None
-    return Layer(kind, _EPS.get(kind)) if _has_shapes(kind, parameters) else None
+    return Layer(kind, _default(kind, "eps")) if _has_shapes(kind, parameters) else None
 
 
 def _has_shapes(kind: str, tensors: Mapping[str, TensorInfo]) -> bool:
@@ -193,10 +194,11 @@ def _has_shapes(kind: str, tensors: Mapping[str, TensorInfo]) -> bool:
     if "weight" not in tensors:
         return False
     weight = tuple(tensors["weight"].shape)
-    biased = {"Linear": weight[:1], "LayerNorm": weight}.get(kind)
+    normalised = "elementwise_affine" in inspect.signature(getattr(nn, kind)).parameters
+    biased = (weight if normalised else weight[:1]) if _default(kind, "bias") else None
     if "bias" in tensors and tuple(tensors["bias"].shape) != biased:
         return False
-    return len(weight) == 2 or kind not in ("Linear", "Embedding")
+    return normalised or len(weight) == 2
 
 
 def _at(tree: Tree, path: str) -> Tree | None:

@@ -284,7 +284,7 @@ def _assembled(
         registered = [name for name in operators.registers if f"torch.ops.{name.replace('::', '.')}" in text]
         if registered and not classes:
             local.append(f"from . import operators  # noqa: F401  registers {', '.join(registered)}")
-    if re.search(r"(?<![\w.])layers\.(Linear|LayerNorm|RMSNorm)\(", text):
+    if re.search(r"(?<![\w.])layers\.[A-Z]\w*\(", text):
         local.append("from . import layers")
     local.sort()
     header = "\n".join(imports) + ("\n\n" + "\n".join(local) if local else "")

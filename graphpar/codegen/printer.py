@@ -9,37 +9,41 @@ re-used when its old value is dead, so ``hidden_states = ...`` can follow ``hidd
 from __future__ import annotations
 
 import builtins
+import inspect
 import itertools
 import keyword
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from graphpar.codegen.describe import describe_shape, note_of
 from graphpar.codegen.layers import given
 from graphpar.codegen.spelling import spell
 from graphpar.emitted import collectives, ring_attention
 from graphpar.errors import GraphparError
-from graphpar.ir.program import Helper, Program, batch_coefficients, operator_name, value_of
+from graphpar.ir.program import Helper, Program, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
 from graphpar.operators.naming import created_by, short_name, user_name
 from graphpar.operators.parameter_casts import casts_parameter
 from graphpar.operators.spelling import Expression, literal
 from graphpar.operators.table import record_of
-from graphpar.runtime.layout import ExpertRows, R
 
 _INLINE = 88
+
+
+def functions_of(module: ModuleType) -> tuple[str, ...]:
+    """List the functions of a file of the package that other files may call."""
+    made = inspect.getmembers(module, lambda item: inspect.isfunction(item) and item.__module__ == module.__name__)
+    return tuple(name for name, _ in made if not name.startswith("_"))
+
+
 # Functions of the emitted package, which no variable may hide.
 FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
-COLLECTIVES = (
-    "all_gather", "all_gather_invariant", "all_reduce", "all_reduce_both", "all_to_all", "exchange_of", "expert_rows",
-    "expert_sums", "first_only", "own_group", "own_offsets", "rank", "rank_ends", "received_ends", "reduce_scatter", "return_rows",
-    "send_rows", "shard", "shard_invariant", "size", "sum_gradient", "sync_batch_norm", "vocab_cross_entropy", "vocab_embedding",
-)  # fmt: skip
-RINGS = ("ring_attention",)
+COLLECTIVES, RINGS = functions_of(collectives), functions_of(ring_attention)
 # Names that mean something in every emitted file.
 RESERVED = ("Any", "F", "Tensor", "layers", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES, *RINGS)
 
@@ -82,31 +86,6 @@ def _line_of(node: fx.Node) -> tuple[str, int, str] | None:
     if source is None or len(stack) < 2 or not stack[-1][1].startswith("torch.nn.modules"):
         return None
     return source.file, source.line, stack[-2][2]
-
-
-def describe_shape(node: fx.Node) -> str:
-    """Write a shape as ``[b, 16, 768]``, with ``b`` for the (micro)batch, and ``own`` for the rows of a rank's experts."""
-    value = value_of(node)
-    if not isinstance(value, Tensor):
-        return ""
-    parts = []
-    if any(isinstance(kind, ExpertRows) for kind in node.meta.get("types", {}).values()):
-        parts.append("own")
-    for size, coefficient in list(zip(value.shape, batch_coefficients(node)))[len(parts) :]:
-        parts.append(str(int(size)) if coefficient is None else "b" if coefficient == 1 else f"{coefficient} b")
-    return f"[{', '.join(parts)}]" if parts else "scalar"
-
-
-def describe_types(node: fx.Node) -> str:
-    """Write a spec as ``S(1)@tp``, without the axes on which the value is R."""
-    types = node.meta.get("types", {})
-    return ", ".join(f"{kind}@{axis}" for axis, kind in types.items() if kind is not R)
-
-
-def note_of(node: fx.Node) -> tuple[str, str]:
-    """Return the call of a redistribution and the comment on it: ``all_gather(`` and ``S(1) -> R  [b, 16, 64]``."""
-    source, target = node.meta["transition"]
-    return f"{operator_name(node)}(", f"{source} -> {target}  {describe_shape(node)}"
 
 
 _BUILTINS_USED = {"bool", "enumerate", "float", "getattr", "int", "range", "str", "super", "tuple"}

@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
+from graphpar.frontend.observed import OF_KERNELS
 from graphpar.operators.rules import REGISTERED
-
-_SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR",)
-"""Variables of the environment that torch sets when parts of it are imported, as it does in each process that needs them."""
 
 
 @dataclass
@@ -48,7 +46,7 @@ EFFECTS = Effects()
 
 
 def _state() -> dict[str, Any]:
-    variables = {name: value for name, value in os.environ.items() if name not in _SET_BY_TORCH}
+    variables = {name: value for name, value in os.environ.items() if name not in OF_KERNELS}
     cuda = torch.backends.cuda
     return {
         "torch's default dtype": torch.get_default_dtype(),

@@ -36,7 +36,7 @@ _ACTS = (
     "socket.getaddrinfo",
 )
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
-_OF_KERNELS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+OF_KERNELS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Variables that torch itself sets, to folders of compiled kernels; no trace depends on them."""
 _LISTINGS = ("os.listdir", "os.scandir", "glob.glob")
 
@@ -161,7 +161,7 @@ class Observed:
             if (
                 mapping is not os.environ
                 or not isinstance(name, str)
-                or name in _OF_KERNELS
+                or name in OF_KERNELS
                 or _looks_through(sys._getframe(1))
             ):
                 return get(mapping, name)

@@ -90,7 +90,8 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
     """Heads and batch are independent; the query's rows too, unless the mask is implied by their position."""
     operands = operands_of(node)
     rank = value_of(operands[0]).ndim
-    if rank < 3 or any(value_of(operand).ndim != rank for operand in operands[:3]):
+    tensors = (*operands[:3], node)
+    if rank < 3 or any(value_of(each).ndim != rank for each in tensors):
         return []
     lead = " ".join(f"b{i}" for i in range(rank - 3))
     keys = sizes_of(operands[1])
@@ -231,7 +232,9 @@ _ATTENTION = write.function(
 _GROUPED = Record(Kind.GROUPED, grouped, grouped_mm)
 
 RECORDS: dict[str, Record] = {
-    "linear": Record(Kind.PRODUCT, linear, bias=2, spelling=(write.function("F.linear", "input weight bias"),)),
+    "linear": Record(
+        Kind.PRODUCT, linear, bias=2, module="Linear", spelling=(write.function("F.linear", "input weight bias"),),
+    ),
     **each("matmul mm bmm", Record(Kind.PRODUCT, matmul, spelling=(write.infix("@", write.PRODUCT),))),
     **each("mv dot", Record(Kind.PRODUCT, matmul)),
     "vdot": Record(Kind.PRODUCT, line("k, k -> ", linear=2)),
@@ -250,7 +253,10 @@ RECORDS: dict[str, Record] = {
     "scaled_dot_product_attention": Record(Kind.ATTENTION, placements=attention, spelling=(_ATTENTION,)),
     "dropout_attention": Record(Kind.ATTENTION, placements=attention, spelling=(write.stream_function("dropout_attention"),)),
     "ring_attention": Record(Kind.ATTENTION),
-    "embedding": Record(Kind.LOOKUP, placements=embedding, spelling=(write.function("F.embedding", "indices weight", "padding_idx"),)),
+    "embedding": Record(
+        Kind.LOOKUP, placements=embedding, module="Embedding",
+        spelling=(write.function("F.embedding", "indices weight", "padding_idx"),),
+    ),
     "embedding_bag": Record(Kind.LOOKUP, unsharded, saves=Reads.OPERANDS),
     "vocab_embedding": Record(Kind.LOOKUP),
 }  # fmt: skip

@@ -97,6 +97,7 @@ class Record:
         passes: its backward returns the gradient itself for the first operand, and so runs no kernel.
         functions: slower than its memory traffic on a device with slow exponentials (a CPU). Norms, scans and sorts always are.
         sizes: the argument that gives the result's sizes.
+        module: the class of ``torch.nn`` that calls it with its own parameters.
         spelling: how people write it, tried in turn; where none fits, :mod:`graphpar.codegen.spelling` looks in torch.
     """
 
@@ -112,6 +113,7 @@ class Record:
     passes: bool = False
     functions: bool = False
     sizes: str = ""
+    module: str = ""
     spelling: tuple[Spelling, ...] = ()
 
     @property

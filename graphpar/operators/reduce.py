@@ -144,8 +144,11 @@ RECORDS: dict[str, Record] = {
     **each("mode kthvalue", Record(Kind.SORT, reduction)),
     **each("cosine_similarity pairwise_distance", Record(Kind.REDUCTION, similarity)),
     # norms
-    "layer_norm": Record(Kind.NORM, normalization, spelling=(write.layer_norm,)),
-    "rms_norm": Record(Kind.NORM, normalization, spelling=(write.function("F.rms_norm", "input normalized_shape weight", "eps"),)),
+    "layer_norm": Record(Kind.NORM, normalization, module="LayerNorm", spelling=(write.layer_norm,)),
+    "rms_norm": Record(
+        Kind.NORM, normalization, module="RMSNorm",
+        spelling=(write.function("F.rms_norm", "input normalized_shape weight", "eps"),),
+    ),
     "native_layer_norm": Record(Kind.NORM, normalization),
     "_weight_norm": Record(Kind.NORM, weight_norm),
     "softmax": Record(Kind.NORM, scan, saves=Reads.RESULT, spelling=(write.function("F.softmax", "self", "dim dtype"),)),

@@ -307,7 +307,7 @@ def _schedule(data: Mapping[str, Any], timeline: Timeline) -> str:
 
 def _notes(data: Mapping[str, Any]) -> str:
     items = [f"{block['name']} x {block['count']}: one class in blocks.py" for block in data["model"]["blocks"]]
-    items += [f"{text}, spelled out in the model" for text in idiom_texts(data["model"].get("idioms", {}))]
+    items += idiom_texts(data["model"].get("idioms", {}), written=True)
     for tie in data["ties"]:
         items.append(f"{' = '.join(tie['names'])}: one parameter, on stage {indices_text(tie['stages'])}")
     for stage in data["stages"]:

@@ -42,14 +42,16 @@ def watch(
             if isinstance(module, FSDPModule):
                 for group in groups_of(module):
                     _watch_group(group, path or stage)
-            if shown and type(module).forward is not nn.Module.forward and not isinstance(module, _LAYERS):
+            if shown and type(module).forward is not nn.Module.forward and not _is_layer(module):
                 _watch_calls(module, path or stage, gathered=isinstance(module, FSDPModule))
     for each in pipelined if shown else ():
         _watch_microbatches(each)
 
 
-_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
-"""Modules that blocks and stages call, and whose calls are no events."""
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is one of torch's, such as ``nn.Linear``: blocks and stages call them, and their calls are no events."""
+    own = (base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules."))
+    return any(base is not nn.Module for base in own)
 
 
 def _watch_calls(module: nn.Module, unit: str, gathered: bool) -> None:

@@ -21,14 +21,15 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, batch_coefficients, operator_name, size_coefficient, value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
+from graphpar.passes.normalize.alike_examples import differs
 from graphpar.passes.normalize.graph_matching import number, sizes
 
 HIDES = -1e9
 """Added to a score, or in its place, this or less is a weight of zero in every dtype."""
 MOST_ELEMENTS = 2**26
 """Masks with more elements are not made."""
-_MOST_ROWS = 16
-"""A mask may differ from example to example: so many examples of the exported batch are looked at, and no more."""
+_EXAMPLES = 2
+"""So many stand for all, as what may differ between them is not taken (:mod:`graphpar.passes.normalize.alike_examples`)."""
 _SHAPES_ALONE = (Kind.FACTORY, Kind.NUMBER)
 """Operators that read a tensor's shape, and not its values."""
 
@@ -58,7 +59,7 @@ class Masks:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._values = [_Values(program, rows) for rows in (2, min(max(program.batch, 3), _MOST_ROWS))]
+        self._values = _Values(program)
         self._known: dict[fx.Node, bool] = {}
 
     def is_causal(self, mask: fx.Node, length: int) -> bool:
@@ -69,7 +70,7 @@ class Masks:
         if mask not in self._known:
             try:
                 with torch.no_grad():
-                    self._known[mask] = all(_shows_lower(values.of(mask), length) for values in self._values)
+                    self._known[mask] = _shows_lower(self._values.of(mask), length)
             except (_UnknownError, GraphparError, RuntimeError, TypeError, LookupError, ValueError):
                 self._known[mask] = False
         return self._known[mask]
@@ -89,12 +90,12 @@ def _shows_lower(value: Any, length: int) -> bool:
 
 
 class _Values:
-    """The values of a graph's nodes for a batch of ``rows``, where they follow from constants alone."""
+    """The values of a graph's nodes for a batch of two examples, where they follow from constants alone and no example is special."""
 
-    def __init__(self, program: Program, rows: int) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
-        self.rows = rows
         self.known: dict[fx.Node, Any] = {}
+        self.differing: set[fx.Node] = set()  # between examples
 
     def of(self, node: fx.Node) -> Any:
         """Return the value of ``node``, a tensor, a number or a :class:`_Prefix`.
@@ -111,8 +112,23 @@ class _Values:
             left += above
         for current in node.graph.nodes:
             if current in wanted and current not in self.known:
-                self.known[current] = self._computed(current)
+                self.known[current] = value = self._computed(current)
+                self._compare(current, value)
         return self.known[node]
+
+    def _compare(self, node: fx.Node, value: Any) -> None:
+        """Note whether ``node`` differs between examples.
+
+        Raises:
+            _UnknownError: it may do so in larger batches.
+        """
+        if node.op != "call_function" or not isinstance(value, Tensor | _Prefix):
+            return
+        found = differs(node, value if isinstance(value, Tensor) else None, self.differing)
+        if found is None:
+            raise _UnknownError
+        if found:
+            self.differing.add(node)
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
         if node.op != "call_function" or record_of(node).kind in _SHAPES_ALONE:
@@ -127,24 +143,24 @@ class _Values:
         value = node.meta.get("val")
         if isinstance(value, int | torch.SymInt):
             coefficient = size_coefficient(value)
-            return int(value) if coefficient is None else coefficient * self.rows
+            return int(value) if coefficient is None else coefficient * _EXAMPLES
         if node.op != "call_function" or record_of(node).kind is Kind.RANDOM:
             raise _UnknownError
-        if isinstance(value, Tensor) and value.ndim >= 2 and _size(node, self.rows) > 2**16:
+        if isinstance(value, Tensor) and value.ndim >= 2 and _size(node) > 2**16:
             prefix = self._as_prefix(node)
             if prefix is not None:
                 return prefix
-            if _size(node, self.rows) > MOST_ELEMENTS:
+            if _size(node) > MOST_ELEMENTS:
                 raise _UnknownError
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._plain)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _plain(self, node: fx.Node) -> Any:
         if node not in self.known:  # only its shape is read
-            return torch.zeros((), dtype=value_of(node).dtype).expand(_shape(node, self.rows))
+            return torch.zeros((), dtype=value_of(node).dtype).expand(_shape(node))
         value = self.known[node]
         if isinstance(value, _Prefix):
-            shape = _shape(node, self.rows)
+            shape = _shape(node)
             if value.count.numel() * value.columns > MOST_ELEMENTS:
                 raise _UnknownError
             shown = torch.arange(value.columns) < value.count.unsqueeze(-1)
@@ -237,10 +253,10 @@ def _joined(first: Any, second: Any, pick: Callable[[Tensor, Tensor], Tensor]) -
     return None
 
 
-def _shape(node: fx.Node, rows: int) -> tuple[int, ...]:
-    sizes = zip(value_of(node).shape, batch_coefficients(node))
-    return tuple(int(size) if coefficient is None else coefficient * rows for size, coefficient in sizes)
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    given = zip(value_of(node).shape, batch_coefficients(node))
+    return tuple(int(size) if coefficient is None else coefficient * _EXAMPLES for size, coefficient in given)
 
 
-def _size(node: fx.Node, rows: int) -> int:
-    return math.prod(_shape(node, rows))
+def _size(node: fx.Node) -> int:
+    return math.prod(_shape(node))

@@ -24,7 +24,8 @@ def number(value: Any) -> float | None:
 
 def sizes(node: Any) -> list[int | str]:
     """Return the sizes of a tensor's dims, as text where they follow the batch: comparing symbols with numbers would fix the batch."""
-    return [size if type(size) is int else str(size) for size in value_of(node).shape]
+    texts = [str(size) for size in value_of(node).shape]
+    return [int(text) if text.isdecimal() else text for text in texts]
 
 
 def cast_from(node: fx.Node) -> fx.Node:

@@ -146,9 +146,10 @@ IDIOMS = (
 """What is looked for, in this order."""
 
 
-def idiom_texts(counts: Mapping[str, int]) -> list[str]:
-    """Say for each idiom how often the program has it: ``65 x F.rms_norm``."""
-    return [f"{counts[idiom.name]:,} x {idiom.now}" for idiom in IDIOMS if idiom.name in counts]
+def idiom_texts(counts: Mapping[str, int], *, written: bool = False) -> list[str]:
+    """Say for each idiom how often the program has it, ``65 x F.rms_norm``, and with ``written`` what stands in the model instead."""
+    found = [(f"{counts[idiom.name]:,} x {idiom.now}", idiom) for idiom in IDIOMS if idiom.name in counts]
+    return [f"{text}: {idiom.written} in the model" if written else text for text, idiom in found]
 
 
 def use_idioms(program: Program) -> Program:

@@ -49,12 +49,11 @@ def activation(node: fx.Node, masks: Masks) -> bool:
 
 def _regions(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """Yield values from which ``node`` follows by pointwise operators of one tensor or two, and these operators in order."""
-    order = {each: place for place, each in enumerate(node.graph.nodes)} if _is_pointwise(node) else {}
-    region, left = [node], set(node.all_input_nodes)
-    while order and len(left) > 0 and len(region) <= _MOST:
+    region, left = [node], set(node.all_input_nodes) if _is_pointwise(node) else set()
+    while left and len(region) <= _MOST:
         if len(left) == 1:
             yield next(iter(left)), region[::-1]
-        last = max(left, key=order.__getitem__)
+        last = max(left)  # by their places in the graph
         if not _is_pointwise(last):
             return
         left.discard(last)

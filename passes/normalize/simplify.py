@@ -17,6 +17,7 @@ from graphpar.ir.program import Program, batch_coefficients, operator_name, valu
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.functional import copied, is_inplace
+from graphpar.passes.normalize.graph_matching import sizes
 
 _aten = torch.ops.aten
 
@@ -105,7 +106,7 @@ def _full_slice_scatter(node: fx.Node) -> None:
     before, written = value_of(source), value_of(value)
     arguments: list[Any] = [*node.args[2:], *(0, None, None, 1)[len(node.args) - 2 :]]
     _, start, _, step = arguments
-    same = before.dtype == written.dtype and _all_same(before.shape, written.shape)
+    same = before.dtype == written.dtype and sizes(source) == sizes(value)
     if same and start in (0, None) and step == 1:
         node.replace_all_uses_with(value)
 
@@ -148,30 +149,24 @@ def _same_shape(node: fx.Node) -> None:
     before, after = value_of(source), value_of(node)
     if before.dtype != after.dtype:
         return  # the bits, read as another type
-    if _all_same(before.shape, after.shape):
+    if sizes(source) == sizes(node):
         node.replace_all_uses_with(source)
     else:
         _infer_one_size(node)
 
 
-def _same_size(a: Any, b: Any) -> bool:
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return str(a) == str(b)
-
-
 def _expand(node: fx.Node) -> None:
-    source, sizes = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    source, given = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     assert isinstance(source, fx.Node)
-    before, after = value_of(source), value_of(node)
-    if _all_same(before.shape, after.shape):
+    before, after = sizes(source), sizes(node)
+    if before == after:
         node.replace_all_uses_with(source)
         return
-    offset = after.ndim - before.ndim
-    for dim in range(offset, after.ndim):
-        if _same_size(before.shape[dim - offset], after.shape[dim]):
-            sizes[dim] = -1
-    node.args = (source, sizes)
+    offset = len(after) - len(before)
+    for dim in range(offset, len(after)):
+        if before[dim - offset] == after[dim]:
+            given[dim] = -1
+    node.args = (source, given)
 
 
 def _infer_one_size(node: fx.Node) -> None:
@@ -201,12 +196,8 @@ def _broadcast(node: fx.Node) -> None:
     assert isinstance(parts, list | tuple)
     for user in list(node.users):
         source = parts[int(user.args[1])]  # type: ignore[arg-type, index]
-        if isinstance(source, fx.Node) and _all_same(value_of(source).shape, value_of(user).shape):
+        if isinstance(source, fx.Node) and sizes(source) == sizes(user):
             user.replace_all_uses_with(source)
-
-
-def _all_same(first: Any, second: Any) -> bool:
-    return len(first) == len(second) and all(_same_size(a, b) for a, b in zip(first, second))
 
 
 def _grouped_mm(node: fx.Node) -> None:

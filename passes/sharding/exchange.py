@@ -26,6 +26,7 @@ from graphpar.operators.placement import Context, operands_of, results_of
 from graphpar.operators.record import Kind
 from graphpar.operators.rules import placements
 from graphpar.operators.table import record_of
+from graphpar.passes.sharding.experts import first_dim
 from graphpar.runtime.layout import ExpertRows, Shard, Type, local_size
 
 AXIS = "dp_expert"
@@ -145,16 +146,10 @@ def _leads_to_product(node: fx.Node, source: fx.Node) -> bool:
     operands = operands_of(node)
     if _is_product(node):
         return operands[1] is source and source not in (operands[0], operands[2])
-    if not _keeps_experts(node, source):
+    record, (parameter, dim) = record_of(node), first_dim(node)
+    if operands != [source] or parameter is None or dim or not (record.same_value or record.kind is Kind.PERMUTE):
         return False
     return bool(node.users) and all(_leads_to_product(user, node) for user in node.users)
-
-
-def _keeps_experts(node: fx.Node, source: fx.Node) -> bool:
-    if record_of(node).same_value:
-        return operands_of(node) == [source] and value_of(node).shape == value_of(source).shape
-    swapped = [int(dim) % 3 for dim in node.args[1:3]] if record_of(node).kind is Kind.PERMUTE else []  # type: ignore[arg-type]
-    return len(swapped) == 2 and 0 not in swapped
 
 
 def experts_of_product(node: fx.Node, experts: Collection[str]) -> str | None:

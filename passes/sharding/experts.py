@@ -38,7 +38,7 @@ def find_experts(nodes: Iterable[fx.Node]) -> Experts:
             continue
         rule = rule_of(node)
         for position, operand in enumerate(operands_of(node)):
-            parameter, dim = _first_dim(operand)
+            parameter, dim = first_dim(operand)
             if parameter is not None and rule is not None and _by_expert(rule, position, dim):
                 weights[node] = parameter
     return Experts(weights, {parameter: int(value_of(parameter).shape[0]) for parameter in weights.values()})
@@ -62,7 +62,7 @@ def check_degree(experts: Experts, degree: int, program: str) -> None:
             )
 
 
-def _first_dim(node: fx.Node) -> tuple[fx.Node | None, int]:
+def first_dim(node: fx.Node) -> tuple[fx.Node | None, int]:
     """Return the parameter of three or more dims that ``node`` is or is a view of, and which dim of ``node`` is its first."""
     if value_of(node).ndim < 3:
         return None, 0
@@ -70,7 +70,7 @@ def _first_dim(node: fx.Node) -> tuple[fx.Node | None, int]:
         return node, 0
     if not record_of(node).same_elements or len(operands_of(node)) != 1:
         return None, 0
-    parameter, dim = _first_dim(operands_of(node)[0])
+    parameter, dim = first_dim(operands_of(node)[0])
     rule = rule_of(node)
     if parameter is None or rule is None or rule.operands[0][dim] not in rule.results[0]:
         return None, 0

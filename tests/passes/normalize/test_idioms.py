@@ -441,10 +441,15 @@ def test_masks_that_differ_from_example_to_example_are_not_proven() -> None:
 
     wider = attention(lambda mask, example: mask | (example >= 2))
     narrower = attention(lambda mask, example: mask & ((example < 2) | torch.eye(LENGTH, dtype=torch.bool)))
-    for function in (wider, narrower):
+    late = attention(lambda mask, example: mask | (example >= 1000))
+    picked = attention(lambda mask, example: mask | (torch.arange(5000) > 4000)[example])
+    counted = attention(lambda mask, example: mask | (torch.full_like(example, example.size(0)) > 1000))
+    banded = attention(lambda mask, example: mask | (torch.ones(example.size(0), 2).triu(-900)[:, :1, None, None] < 1))
+    for function in (wider, narrower, late, picked, counted, banded):
         program = gp.export(Model(function), (torch.randn(4, LENGTH, WIDTH),), loss_fn=lambda y: y.square().sum())
         assert not program.idioms
-    _check(attention(lambda mask, example: mask & (example >= 0)), {"is_causal": 1})
+    alike = torch.ones(1, LENGTH, dtype=torch.bool)
+    _check(attention(lambda mask, example: mask & alike.expand(example.size(0), -1)[example, 0]), {"is_causal": 1})
 
 
 def test_a_mask_that_is_known_only_at_run_time_is_not_proven() -> None:
