@@ -17,8 +17,8 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.codegen.describe import describe_shape, describe_types
 from graphpar.codegen.layout import commented
-from graphpar.codegen.printer import describe_shape, describe_types
 from graphpar.operators.transitions import TABLE
 from graphpar.report.report import report_data
 from tests.programs import SMALL, example, example_file
