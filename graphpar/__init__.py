@@ -25,6 +25,7 @@ _EXPORTS = {
     "check": "graphpar.api",
     "estimate": "graphpar.api",
     "export": "graphpar.api",
+    "lora": "graphpar.annotations.lora",
     "merge_plans": "graphpar.annotations.files",
     "partition": "graphpar.api",
     "plan": "graphpar.api",
@@ -34,6 +35,7 @@ _EXPORTS = {
 
 if TYPE_CHECKING:
     from graphpar.annotations.files import merge_plans
+    from graphpar.annotations.lora import lora
     from graphpar.api import check, estimate, export, partition, plan, verify
     from graphpar.errors import GraphparError
     from graphpar.hardware.cluster import Cluster
@@ -61,6 +63,7 @@ __all__ = [
     "check",
     "estimate",
     "export",
+    "lora",
     "merge_plans",
     "partition",
     "plan",

@@ -108,7 +108,7 @@ def resolve(plan: ShardPlan, names: ModelNames, degrees: Mapping[str, int]) -> S
         wishes = read_entry(pattern, value)
         matched = matching(pattern, names.paths())
         if not matched:
-            raise GraphparError(_matches_nothing(pattern, names))
+            raise GraphparError(matches_nothing(pattern, names))
         for wish in wishes:
             _apply(sheet, wish, pattern, matched)
     return sheet.pins()
@@ -164,9 +164,9 @@ def _skipping(tokens: Sequence[str], reached: set[int]) -> set[int]:
     return reached
 
 
-def _matches_nothing(pattern: str, names: ModelNames) -> str:
-    """A message that follows the pattern as far as it goes and names what is there."""
-    message = f"The shard plan's pattern {pattern!r} matches no module and no parameter."
+def matches_nothing(pattern: str, names: ModelNames, whose: str = "The shard plan's pattern") -> str:
+    """Write a message that follows the pattern as far as it goes and names what is there."""
+    message = f"{whose} {pattern!r} matches no module and no parameter."
     deeper = matching(f"**.{pattern}", names.paths())
     if deeper:
         before = {tuple(_levels(path)[: -len(_levels(pattern))]) for path in deeper}

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -333,6 +333,7 @@ def interface(
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,
         **({"no_eval": program.no_eval} if program.no_eval else {}),
+        **({"adapters": [asdict(adapter) for adapter in program.adapters]} if program.adapters else {}),
         **(_whole(program, plan) if program.mode == "train" else {}),
     }
 

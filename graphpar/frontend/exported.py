@@ -145,7 +145,12 @@ def _as_read(
     cast = cast_parameters(model, precision.computed)
     names = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in cast]
     read = {name: replace(parameters[name], dtype=precision.computed) for name in names}
-    return parameters | read, dict.fromkeys(names, precision.stored) if precision.stored != precision.computed else {}
+    if precision.stored == precision.computed:
+        return parameters | read, {}
+    trained = [
+        name for name in names if parameters[name].requires_grad
+    ]  # a frozen one is never stepped, so it needs no main copy
+    return parameters | read, dict.fromkeys(trained, precision.stored)
 
 
 def _buffers(model: nn.Module) -> dict[str, TensorInfo]:

@@ -25,6 +25,7 @@ from graphpar.display import as_text
 from graphpar.errors import GraphparError
 from graphpar.ir.precision import Precision
 from graphpar.runtime.layout import Type
+from graphpar.runtime.plan_record import Adapter
 from graphpar.text import count_text
 
 
@@ -168,6 +169,7 @@ class Program:
     count_names: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()  # modules that the user's model runs under torch.utils.checkpoint; "": a function
     no_eval: str | None = None  # why the graph can't say what the model computes in evaluation
+    adapters: tuple[Adapter, ...] = ()  # low-rank adapters that the model has
     random_calls: int = 0  # number of dropouts; each has its own random stream, in execution order
     idioms: Mapping[str, int] = field(
         default_factory=dict

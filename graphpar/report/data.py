@@ -50,6 +50,7 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
         "model": {
             "name": program.name,
             "parameters": _whole_count(program),
+            **_trained(program),
             "blocks": [{"name": block.name, "count": len(block.instances)} for block in program.blocks.values()],
             **({"idioms": dict(program.idioms)} if program.idioms else {}),
         },
@@ -172,11 +173,21 @@ def _ahead_bytes(program: Program, plan: Plan) -> int:
     return max(sizes, default=0) * max(0, plan.prefetch_distance - (plan.prefetch == "post"))
 
 
-def _whole_count(program: Program) -> int:
-    """Return the number of parameters of the user's unsharded model, each tied one once."""
+def _trained(program: Program) -> dict[str, int]:
+    """Count the elements of parameters that are trained, where some are frozen."""
+    frozen = any(not info.requires_grad for info in program.parameters.values())
+    return {"trained": _whole_count(program, trained=True)} if program.mode == "train" and frozen else {}
+
+
+def _whole_count(program: Program, trained: bool = False) -> int:
+    """Return the number of parameters of the user's unsharded model, each tied one once; ``trained``: only of those."""
     skipped = {name for group in program.ties for name in group[1:]}
     infos = [info for name, info in program.parameters.items() if name not in skipped]
-    return sum(math.prod(info.shape if info.whole is None else info.whole) for info in infos)
+    return sum(
+        math.prod(info.shape if info.whole is None else info.whole)
+        for info in infos
+        if info.requires_grad or not trained
+    )
 
 
 def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:

@@ -126,8 +126,10 @@ def next_commands(out: str, mode: str) -> list[str]:
 
 def _header(data: Mapping[str, Any]) -> str:
     model = data["model"]
+    trained = model.get("trained")
+    share = f", {count_text(trained)} trained ({trained / model['parameters']:.2%})" if trained is not None else ""
     return (
-        f"graphpar   {model['name']} · {count_text(model['parameters'])} parameters · {data['dtype']} · "
+        f"graphpar   {model['name']} · {count_text(model['parameters'])} parameters{share} · {data['dtype']} · "
         f"{data['mode']} · {place_text(data)}"
     )
 

@@ -19,7 +19,16 @@ import torch
 from graphpar.runtime.axes import AXES, AXIS, PREFETCH, REPLICAS
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Type
-from graphpar.runtime.plan_record import DTYPES, PlanRecord, Record, StageRecord, degrees_of, read_object, types_of
+from graphpar.runtime.plan_record import (
+    DTYPES,
+    Adapter,
+    PlanRecord,
+    Record,
+    StageRecord,
+    degrees_of,
+    read_object,
+    types_of,
+)
 
 T = TypeVar("T")
 ROLES = ("input", "target", "sample_keys")
@@ -136,6 +145,8 @@ class Manifest:
     """What a program for training computes of the examples of a batch together, so that the batch can't be computed in parts."""
     unsplittable: str | None = None
     """Why the loss of a program for training is no sum over examples."""
+    adapters: tuple[Adapter, ...] = ()
+    """Low-rank adapters that the model has."""
 
     @property
     def world_size(self) -> int:
@@ -238,6 +249,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         no_eval=interface.optional("no_eval", (str, type(None)), None),
         coupled=interface.optional("coupled", (str, type(None)), None),
         unsplittable=interface.optional("unsplittable", (str, type(None)), None),
+        adapters=tuple(map(Adapter.read, interface.records("adapters"))) if interface.has("adapters") else (),
     )
     _check(manifest, str(path))
     return manifest

@@ -11,6 +11,7 @@ of the last stage) -> torch's schedule over the microbatches -> finish the gradi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphpar.runtime import checkpoint
+from graphpar.runtime.adapters import Adapters
 from graphpar.runtime.batches import Feed, Part, together
 from graphpar.runtime.checkpoint_folders import is_in
 from graphpar.runtime.compiled import backend_of, check_compiles
@@ -64,6 +66,7 @@ from graphpar.runtime.weights import (
     load_weights,
     no_weights,
     save_weights,
+    without_adapters,
 )
 
 CONSTANTS = "constants.safetensors"
@@ -199,8 +202,7 @@ class Pipeline:
         with agreed():
             values = initial_values(build or model_of(self.program), self.seed)
             fill_all(self.stages, values, self.program, self.groups.place)
-            if self._shards is not None:
-                self._shards.loaded()
+            self._written()
         with agreed():
             check_replicas(self.stages, self.program, self.groups)
 
@@ -208,6 +210,7 @@ class Pipeline:
         """Load parameters and persistent buffers from a safetensors file or a folder of shards.
 
         By default from the program's own ``weights/model.safetensors``, or where it has none as :meth:`initialise` makes them.
+        A file of the base model, which has no adapters, leaves these as they begin.
         The file has whole tensors; each rank takes its shard. A collective call: all ranks fail if one does. ``strict=False``
         ignores what no stage takes.
 
@@ -231,8 +234,9 @@ class Pipeline:
         with agreed():
             for stage in self.stages:
                 load_weights(stage, source, self.program, self.groups.place)
-            if self._shards is not None:
-                self._shards.loaded()
+            if without_adapters(held, source, self.program) != held:
+                self.adapters.draw(self.seed)
+            self._written()
             if strict:
                 check_names(source, held, self.program)
         with agreed():
@@ -276,6 +280,16 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that this rank updates, as an optimizer takes them."""
         return (parameter for _, parameter in self.named_parameters())
+
+    @functools.cached_property
+    def adapters(self) -> Adapters:
+        """The model's low-rank adapters: to save, load and merge them."""
+        return Adapters(self.stages, self.program, self.groups, self.synchronize, self._written)
+
+    def _written(self) -> None:
+        """Note that parameters have been given other values."""
+        if self._shards is not None:
+            self._shards.loaded()
 
     # Checkpoints
 

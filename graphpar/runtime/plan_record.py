@@ -43,6 +43,43 @@ class StageRecord:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A low-rank adapter: ``scale * b @ a`` is added to ``weight``.
+
+    Attributes:
+        layer: path of the module that it adapts.
+        weight, a, b: names of parameters: weight [out, in], a [rank, in], b [out, rank].
+        transposed: the weight is [in, out].
+        stacked: all three have the experts in front: [experts, ...].
+    """
+
+    layer: str
+    weight: str
+    a: str
+    b: str
+    rank: int
+    alpha: float
+    scale: float
+    transposed: bool = False
+    stacked: bool = False
+
+    @staticmethod
+    def read(record: Record) -> Adapter:
+        """Read what ``dataclasses.asdict`` made of one."""
+        return Adapter(
+            layer=record.get("layer", str),
+            weight=record.get("weight", str),
+            a=record.get("a", str),
+            b=record.get("b", str),
+            rank=record.get("rank", int),
+            alpha=float(record.get("alpha", (int, float))),
+            scale=float(record.get("scale", (int, float))),
+            transposed=record.get("transposed", bool),
+            stacked=record.get("stacked", bool),
+        )
+
+
+@dataclass(frozen=True)
 class PlanRecord:
     """The decisions that a run depends on. ``actions``: the cells of each rank's schedule table, None where it is idle."""
 

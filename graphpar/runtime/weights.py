@@ -132,6 +132,26 @@ def names_by_tie(ties: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in ties for name in group}
 
 
+def base_name(name: str) -> str:
+    """Return what a tensor is called in the model without adapters, where the package ``peft`` has wrapped its layers."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _known_as(name: str, program: Manifest, tied: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The names that a tensor may have in a file of weights."""
+    names = (name, *tied.get(name, ()))
+    return (*names, *(base_name(each) for each in names if program.adapters and base_name(each) != each))
+
+
+def without_adapters(names: Iterable[str], path: str | Path, program: Manifest) -> list[str]:
+    """Leave the adapters out of ``names``, where the file ``path`` has none of them: the weights of a base model."""
+    adapters = {name for adapter in program.adapters for name in (adapter.a, adapter.b)}
+    if not adapters:
+        return list(names)
+    with WeightFile(path) as file:
+        return list(names) if any(name in file for name in adapters) else [n for n in names if n not in adapters]
+
+
 def parameters_by_name(stages: Sequence[nn.Module], ties: Sequence[Sequence[str]]) -> Mapping[str, list[nn.Parameter]]:
     """Collect the distinct parameter objects of these stages, by the first name of their tie (or their own)."""
     tied = names_by_tie(ties)
@@ -159,7 +179,7 @@ def check_names(path: str | Path, names: Iterable[str], program: Manifest, *, st
             not know.
     """
     tied = names_by_tie(program.ties)
-    wanted = {name: (name, *tied.get(name, ())) for name in names}
+    wanted = {name: _known_as(name, program, tied) for name in without_adapters(names, path, program)}
     known = {other for others in wanted.values() for other in others}
     with WeightFile(path) as file:
         unknown = [name for name in file if name not in known]
@@ -186,9 +206,10 @@ def load_weights(module: nn.Module, path: str | Path, program: Manifest, place: 
     with WeightFile(path) as file:
         found: dict[str, str] = {}
         missing: list[str] = []
-        wanted = module.state_dict(keep_vars=True)
+        held = module.state_dict(keep_vars=True)
+        wanted = {name: held[name] for name in without_adapters(held, path, program)}
         for name in wanted:
-            source = next((other for other in (name, *tied.get(name, ())) if other in file), None)
+            source = next((other for other in _known_as(name, program, tied) if other in file), None)
             if source is None:
                 missing.append(name)
             else:
@@ -250,10 +271,10 @@ def _copy(
     if wrong:
         raise RuntimeProgramError(f"{file.path} has values of other shapes: {listed(wrong)}")
     for name, target in targets.items():
-        _fill(target, file[keys[name]], name, program, place)
+        fill(target, file[keys[name]], name, program, place)
 
 
-def _fill(target: Tensor, whole: Tensor, name: str, program: Manifest, place: Mapping[str, int]) -> None:
+def fill(target: Tensor, whole: Tensor, name: str, program: Manifest, place: Mapping[str, int]) -> None:
     """Copy this rank's shard of ``whole`` into ``target``."""
     part = local(target)
     shard = local_shard(whole, program.stored(name), program.mesh, place)
@@ -285,7 +306,7 @@ def fill_all(
                 raise RuntimeProgramError(
                     f"{name} is built with the shape {tuple(value.shape)}; the program has {shape}"
                 )
-            _fill(target, value, own, program, place)
+            fill(target, value, own, program, place)
         left.discard(first)
     if left:
         raise RuntimeProgramError(f"the model is built without {listed(sorted(left))}")
@@ -298,6 +319,28 @@ def save_weights(state: Mapping[str, Tensor], path: str | Path, program: Manifes
     is stored under every name of its tie, as ``nn.Module.state_dict`` does. The file appears at ``path`` only when it
     is complete.
     """
+    union = collected(state, program, groups)
+    if groups.rank == 0:
+        write_whole(union, path, program.ties)
+    if dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def write_whole(tensors: dict[str, Tensor], path: str | Path, ties: Sequence[Sequence[str]]) -> None:
+    """Write whole tensors into one file, which appears when it is complete; tied ones under every name of their tie."""
+    for group in ties:
+        value = next((tensors[name] for name in group if name in tensors), None)
+        if value is not None:
+            tensors.update({name: value.clone() for name in group if name not in tensors})
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    save_file(tensors, str(part), metadata={"format": "pt"})
+    part.replace(target)
+
+
+def collected(state: Mapping[str, Tensor], program: Manifest, groups: Groups) -> dict[str, Tensor]:
+    """Join the shards of every stage's tensors on rank 0, one tensor after the other; empty on other ranks. A collective call."""
     described = {name: (tuple(padded(t).shape), t.dtype, whole_shape(program, name, t)) for name, t in state.items()}
     everyone = groups.gather("pp", described)
     owners: dict[str, int] = {}
@@ -317,18 +360,7 @@ def save_weights(state: Mapping[str, Tensor], path: str | Path, program: Manifes
             union[name] = joined_all(pieces, whole, spec, groups.degrees).clone(memory_format=torch.contiguous_format)
         elif groups.rank in ranks:
             dist.send(padded(state[name].detach()).contiguous(), dst=0)
-    if groups.rank == 0:
-        for group in program.ties:
-            value = next((union[name] for name in group if name in union), None)
-            if value is not None:
-                union.update({name: value.clone() for name in group if name not in union})
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(target.name + ".part")
-        save_file(union, str(part), metadata={"format": "pt"})
-        part.replace(target)
-    if dist.get_world_size() > 1:
-        dist.barrier()
+    return union
 
 
 def _received(shape: Sequence[int], dtype: torch.dtype, rank: int, state: Mapping[str, Tensor]) -> Tensor:

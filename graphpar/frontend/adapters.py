@@ -1,0 +1,62 @@
+"""The low-rank adapters of a model: those of :func:`graphpar.lora`, and of the package ``peft``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphpar.runtime.plan_record import Adapter
+
+
+def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
+    """List the adapters whose product is all that they add to a weight, in the order of their layers."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+    found = []
+    for path, module in model.named_modules():
+        for adapter in (*_of_layer(path, module, names), *_of_stacks(path, module, names)):
+            found.append(adapter)
+    return tuple(found)
+
+
+def _of_layer(path: str, module: Any, names: Mapping[int, str]) -> Iterator[Adapter]:
+    """The adapter of a linear layer. ``peft`` has several by name, of which one is active, and the layer itself below."""
+    a, b, base = getattr(module, "lora_A", None), getattr(module, "lora_B", None), module
+    if isinstance(a, nn.ModuleDict):
+        active: Sequence[str] = getattr(module, "active_adapters", ())
+        if len(active) != 1 or active[0] not in a or _adds_more(module, active[0]):
+            return
+        name, base = active[0], module.get_base_layer()
+        a, b = a[name], module.lora_B[name]
+        scale, alpha = module.scaling[name], module.lora_alpha[name]
+    elif isinstance(a, nn.Linear):
+        scale, alpha = module.scaling, module.lora_alpha
+    else:
+        return
+    weight = getattr(base, "weight", None)
+    if not isinstance(a, nn.Linear) or not isinstance(b, nn.Linear) or not isinstance(weight, Tensor):
+        return
+    transposed = type(base).__name__.endswith("Conv1D")
+    if id(weight) in names and (weight.ndim == 2):
+        found = (names[id(weight)], names[id(a.weight)], names[id(b.weight)])
+        yield Adapter(path, *found, a.weight.shape[0], float(alpha), float(scale), transposed)
+
+
+def _adds_more(module: Any, name: str) -> bool:
+    """Whether a layer of ``peft`` computes more than a product, such as DoRA's norm or a bias."""
+    variants, biases = getattr(module, "lora_variant", {}), getattr(module, "lora_bias", {})
+    return name in variants or bool(biases.get(name)) or bool(getattr(module, "merged", False))
+
+
+def _of_stacks(path: str, module: Any, names: Mapping[int, str]) -> Iterator[Adapter]:
+    """The adapters of stacked weights of experts."""
+    pairs = getattr(module, "lora", None)
+    if not isinstance(pairs, nn.ModuleDict) or not hasattr(type(module), "lora_of"):
+        return
+    pair: Any
+    for name, pair in pairs.items():
+        found = (names[id(module._parameters[name])], names[id(pair.lora_A)], names[id(pair.lora_B)])
+        yield Adapter(path, *found, pair.rank, float(pair.alpha), pair.scaling, stacked=True)

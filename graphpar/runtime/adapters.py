@@ -1,0 +1,313 @@
+"""Low-rank adapters (LoRA) of a program's layers: their checkpoints in the format of the package ``peft``, and merging them.
+
+    adapter_model.safetensors   base_model.model.layers.0.q_proj.lora_A.weight [rank, in], ...lora_B.weight [out, rank]
+    adapter_config.json         ranks, alphas, and which layers
+
+The files hold whole tensors, so that programs of any plan, ``peft`` and one device read them alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from graphpar.runtime.axes import SHARDING_ORDER
+from graphpar.runtime.distributed import agreed
+from graphpar.runtime.errors import RuntimeProgramError, near_match
+from graphpar.runtime.fully_sharded import local, padded
+from graphpar.runtime.groups import Groups
+from graphpar.runtime.layout import Shard, joined_all, local_shard
+from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.plan_record import Adapter
+from graphpar.runtime.weights import WeightFile, base_name, collected, fill, listed, whole_shape, write_whole
+
+_MODEL, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+
+
+def product(adapter: Adapter, a: Tensor, b: Tensor) -> Tensor:
+    """Compute what an adapter adds to its weight, in at least fp32: ``scale * b @ a``, transposed where the weight is [in, out]."""
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    found = adapter.scale * (b.to(dtype) @ a.to(dtype))
+    return found.mT if adapter.transposed else found
+
+
+class Adapters:
+    """The adapters of a program, on this rank. All methods but :meth:`unmerge` are collective calls.
+
+    Args:
+        stages: this rank's.
+        synchronize: waits until parameters have their newest values.
+        written: says that parameters have been given other values.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        program: Manifest,
+        groups: Groups,
+        synchronize: Callable[[], None],
+        written: Callable[[], None],
+    ) -> None:
+        if not program.adapters:
+            raise RuntimeProgramError(
+                "the program has no adapters; make them with graphpar.lora, or with peft, before the model is compiled"
+            )
+        self._stages, self._program, self._groups = stages, program, groups
+        self._synchronize, self._written = synchronize, written
+        self._before: dict[str, Tensor] = {}  # of merged tensors
+
+    def save(self, folder: str | Path) -> None:
+        """Write the adapters of all stages, and nothing else, into ``folder``, as ``peft`` writes them."""
+        adapters = self._program.adapters
+        wanted = {name for adapter in adapters for name in (adapter.a, adapter.b)}
+        own = {name: value for name, value in self._held().items() if name in wanted}
+        self._check_apart("save")
+        whole = collected(own, self._program, self._groups)
+        if self._groups.rank == 0:
+            out = Path(folder)
+            out.mkdir(parents=True, exist_ok=True)
+            part = out / f"{_MODEL}.part"
+            save_file(_to_peft(adapters, whole), str(part), metadata={"format": "pt"})
+            (out / _CONFIG).write_text(json.dumps(_config(adapters), indent=2) + "\n", encoding="utf-8")
+            part.replace(out / _MODEL)
+        if dist.get_world_size() > 1:
+            dist.barrier()
+
+    def load(self, folder: str | Path) -> None:
+        """Fill the adapters from a folder that a program of any plan wrote, or ``peft``.
+
+        Raises:
+            RuntimeProgramError: there are none, or those of other layers, ranks or scales, or of a base model of other sizes.
+        """
+        self._check_apart("load")
+        held = self._held()
+        with agreed():
+            for name, value in _read(Path(folder), self._program, held):
+                fill(held[name], value, name, self._program, self._groups.place)
+            self._written()
+
+    def draw(self, seed: int) -> None:
+        """Give the adapters values to begin with: ``a`` is drawn, alike for every plan, and ``b`` is zero.
+
+        As ``nn.Linear`` and ``peft`` do it, uniform within ``1 / sqrt(in)``. Not a collective call.
+        """
+        held = self._held()
+        with torch.no_grad():
+            for index, adapter in enumerate(self._program.adapters):
+                if adapter.a in held:
+                    shape = whole_shape(self._program, adapter.a, held[adapter.a])
+                    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(seed * 1_000_003 + index))
+                    fill(
+                        held[adapter.a],
+                        (drawn * 2 - 1) / shape[-1] ** 0.5,
+                        adapter.a,
+                        self._program,
+                        self._groups.place,
+                    )
+                    local(held[adapter.b]).zero_()
+        self._written()
+
+    def merge(self) -> None:
+        """Add each adapter's product to the weight that it adapts, and set the adapter to zero, until :meth:`unmerge`.
+
+        The values of before are kept in host memory.
+        """
+        self._check_apart("merge")
+        held = self._held()
+        with torch.no_grad():
+            for name, value in merged(held, self._program, self._groups):
+                self._replace(name, held[name], value)
+            for adapter in self._program.adapters:
+                if adapter.b in held:
+                    self._replace(adapter.b, held[adapter.b], torch.zeros_like(local(held[adapter.b])))
+        self._written()
+
+    def _replace(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        if name not in self._before:
+            self._before[name] = local(tensor).detach().to("cpu", copy=True)
+        local(tensor).copy_(value)
+
+    def unmerge(self) -> None:
+        """Undo :meth:`merge`, to the bit."""
+        if not self._before:
+            raise RuntimeProgramError("the adapters are not merged; call merge() first")
+        held = self._held()
+        with torch.no_grad():
+            for name, value in self._before.items():
+                local(held[name]).copy_(value)
+        self._before.clear()
+        self._written()
+
+    def save_merged(self, path: str | Path) -> None:
+        """Write the base model's weights, with the adapters added to them, into one safetensors file.
+
+        The names are those of the model without adapters, which loads them as its own.
+        """
+        self._check_apart("save_merged")
+        whole = collected(self._held(), self._program, self._groups)
+        if self._groups.rank == 0:
+            for adapter in self._program.adapters:
+                a, b, weight = whole.pop(adapter.a), whole.pop(adapter.b), whole[adapter.weight]
+                whole[adapter.weight] = (weight + product(adapter, a, b)).to(weight.dtype)
+            ties = [tuple(map(base_name, group)) for group in self._program.ties]
+            write_whole({base_name(name): value for name, value in whole.items()}, path, ties)
+        if dist.get_world_size() > 1:
+            dist.barrier()
+
+    def _held(self) -> dict[str, Tensor]:
+        """This rank's parameters and persistent buffers (its shards), by name."""
+        self._synchronize()
+        return {name: value for stage in self._stages for name, value in stage.state_dict(keep_vars=True).items()}
+
+    def _check_apart(self, what: str) -> None:
+        if self._before:
+            raise RuntimeProgramError(f"the adapters are merged; call unmerge() before {what}()")
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def _keys(adapters: Sequence[Adapter]) -> dict[str, str]:
+    """The name in a file of each tensor: ``peft`` wraps a module once for each of its stacked weights, the last one outside."""
+    later: dict[str, int] = {}
+    found = {}
+    for adapter in reversed(adapters):
+        layer = adapter.layer
+        if adapter.stacked:
+            later[layer] = later.get(layer, -1) + 1
+            layer += ".base_layer" * later[layer]
+        prefix = "" if layer.startswith(_PREFIX) else _PREFIX
+        found[adapter.a], found[adapter.b] = f"{prefix}{layer}.lora_A.weight", f"{prefix}{layer}.lora_B.weight"
+    return found
+
+
+def _to_peft(adapters: Sequence[Adapter], whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    keys, found = _keys(adapters), {}
+    for adapter in adapters:
+        a, b = whole[adapter.a], whole[adapter.b]
+        if adapter.stacked:  # [experts, rank, n] -> [experts * rank, n]; [experts, m, rank] -> [m, rank * experts]
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        found[keys[adapter.a]], found[keys[adapter.b]] = a.contiguous(), b.contiguous()
+    return found
+
+
+def _from_peft(adapter: Adapter, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    if not adapter.stacked:
+        return a, b
+    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+
+
+def _config(adapters: Sequence[Adapter]) -> dict[str, Any]:
+    first = adapters[0]
+    paths = {adapter: _path(adapter) for adapter in adapters}
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "bias": "none",
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "use_rslora": False,
+        "fan_in_fan_out": any(adapter.transposed for adapter in adapters),
+        "target_modules": sorted({path for adapter, path in paths.items() if not adapter.stacked}),
+        "target_parameters": [path for adapter, path in paths.items() if adapter.stacked] or None,
+        "rank_pattern": {path: adapter.rank for adapter, path in paths.items() if adapter.rank != first.rank},
+        "alpha_pattern": {path: adapter.alpha for adapter, path in paths.items() if adapter.alpha != first.alpha},
+        "lora_dropout": 0.0,
+    }
+
+
+def _path(adapter: Adapter) -> str:
+    """What ``peft`` calls it: the layer's path in the base model, or the stacked weight's name."""
+    layer = adapter.layer.removeprefix(_PREFIX)
+    return f"{layer}.{adapter.weight.rpartition('.')[2]}" if adapter.stacked else layer
+
+
+def _read(source: Path, program: Manifest, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapters of this rank's stages from a folder, whole, under the program's names."""
+    adapters = program.adapters
+    if not (source / _MODEL).is_file():
+        raise RuntimeProgramError(f"{source} has no {_MODEL}")
+    with WeightFile(source / _MODEL) as file:
+        keys = _keys(adapters)
+        missing = [key for key in keys.values() if key not in file]
+        unknown = [key for key in file if key not in set(keys.values())]
+        if missing or unknown:
+            what = f"no value for {listed(missing)}" if missing else f"values that no layer takes: {listed(unknown)}"
+            hint = near_match(missing[0], unknown) if missing else ""
+            raise RuntimeProgramError(
+                f"{source} has {what}; its adapters are of other layers or of another model.{hint}"
+            )
+        _check_scales(source, adapters)
+        for adapter in adapters:
+            if adapter.a not in held:
+                continue
+            shapes = [whole_shape(program, name, held[name]) for name in (adapter.a, adapter.b)]
+            read = _from_peft(adapter, file[keys[adapter.a]], file[keys[adapter.b]], shapes[0][0])
+            for name, value, shape in zip((adapter.a, adapter.b), read, shapes):
+                if tuple(value.shape) != shape:
+                    raise RuntimeProgramError(
+                        f"{source} has {keys[name]} of the shape {list(value.shape)}, where the program has {list(shape)}: "
+                        "its rank or its base model is another"
+                    )
+                yield name, value
+
+
+def _check_scales(source: Path, adapters: Sequence[Adapter]) -> None:
+    """Check that the file's adapters are scaled as the program scales them."""
+    if not (source / _CONFIG).is_file():
+        return
+    config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
+    for adapter in adapters:
+        path = _path(adapter)
+        rank = _given(config.get("rank_pattern") or {}, path, config.get("r"))
+        alpha = _given(config.get("alpha_pattern") or {}, path, config.get("lora_alpha"))
+        if not isinstance(rank, int) or not isinstance(alpha, (int, float)):
+            continue
+        scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+        if abs(scale - adapter.scale) > 1e-6 * abs(adapter.scale):
+            raise RuntimeProgramError(
+                f"{source} scales the adapter of {path} by {scale:g} (alpha {alpha:g}, rank {rank}), and the program by "
+                f"{adapter.scale:g}; compile the model with that alpha"
+            )
+
+
+def _given(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+    """The value for ``path``; a pattern is a path, or the end of one."""
+    return next((value for key, value in patterns.items() if path == key or path.endswith(f".{key}")), default)
+
+
+# ---- merging ---------------------------------------------------------------------------------------------------
+
+
+def merged(held: Mapping[str, Tensor], program: Manifest, groups: Groups) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's shard of each adapted weight with its adapter's product added, under its name; a collective call."""
+    for adapter in program.adapters:
+        if adapter.a not in held or adapter.weight not in held:
+            continue
+        a, b = (gathered(held[name], name, program, groups) for name in (adapter.a, adapter.b))
+        weight = local(held[adapter.weight].detach())
+        added = local_shard(product(adapter, a, b), program.stored(adapter.weight), program.mesh, groups.place)
+        yield adapter.weight, (weight + added[: weight.shape[0]]).to(weight.dtype)
+
+
+def gathered(tensor: Tensor, name: str, program: Manifest, groups: Groups) -> Tensor:
+    """Join the shards of a tensor on every rank that has one; a collective call of the axes that shard it."""
+    spec = program.stored(name)
+    pieces = padded(tensor.detach()).contiguous().unsqueeze(0)
+    for axis in reversed(SHARDING_ORDER):
+        group = groups[axis]
+        if isinstance(spec.get(axis), Shard) and group is not None:
+            received = [torch.empty_like(pieces) for _ in range(groups.degrees[axis])]
+            dist.all_gather(received, pieces, group=group)
+            pieces = torch.cat(received)
+    return joined_all(pieces.unbind(), whole_shape(program, name, tensor), spec, groups.degrees)

@@ -1,0 +1,155 @@
+"""Models with adapters train as the package ``peft`` trains them on one device, and adapters travel between it and programs."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import graphpar as gp
+from graphpar.errors import GraphparError
+from tests import lora_fixture
+from tests.programs import EXAMPLES
+from tests.rank_pool import RankPool
+
+LAYERS = {
+    "llama": {"model.layers.*.self_attn.[qvo]_proj": 4, "model.layers.*.mlp.*_proj": 2},
+    "gpt2_tiny": {"transformer.h.*.attn.c_*": 4, "transformer.h.*.mlp.c_fc": 4},
+    "mixtral": {"model.layers.*.self_attn.[kv]_proj": 4, "model.layers.*.mlp.experts.*_proj": 4},
+}
+IN_PEFT: dict[str, dict[str, Any]] = {
+    "llama": {
+        "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "rank_pattern": {"gate_proj": 2, "up_proj": 2, "down_proj": 2},
+    },
+    "gpt2_tiny": {"target_modules": r".*(attn.c_attn|attn.c_proj|c_fc)", "fan_in_fan_out": True},
+    "mixtral": {
+        "target_modules": ["k_proj", "v_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+}
+MESHES: dict[str, dict[str, Any]] = {
+    "tp": {"mesh": {"tp": 2}},
+    "pp": {"mesh": {"pp": 2}},
+    "zero-1": {"mesh": {"dp_shard": 2}, "zero": 1},
+    "zero-3": {"mesh": {"dp_shard": 2}, "zero": 3},
+    "ep": {"mesh": {"ep": 2}},
+}
+
+
+class Example:
+    """An example's model with two layers, the same values each time, and its adapters in ``peft``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._file = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+        self._file["config"].num_hidden_layers = 2
+        self.batch: dict[str, Tensor] = self._file["example_inputs"]()
+
+    def base(self) -> nn.Module:
+        torch.manual_seed(5)
+        model: nn.Module = self._file["model"]()
+        return model
+
+    def in_peft(self) -> Any:
+        model = get_peft_model(self.base(), LoraConfig(r=4, lora_alpha=8, **IN_PEFT[self.name]))
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        return model
+
+
+def in_turn(name: str, meshes: list[str], folder: Path, pool: RankPool) -> None:
+    """Train an example in ``peft`` and as a program of each mesh, and compare."""
+    example = Example(name)
+    save_file({key: value.clone() for key, value in example.base().state_dict().items()}, folder / "base.safetensors")
+    save_file(example.batch, folder / "batch.safetensors")
+    reference = example.in_peft()
+    reference.save_pretrained(folder / "start")
+    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=lora_fixture.LR / 50)
+    losses = []
+    for _ in range(lora_fixture.STEPS):
+        loss = reference(**example.batch).loss
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    last = float(reference(**example.batch).loss)
+    reference.save_pretrained(folder / "expected")
+    merged = reference.merge_and_unload().state_dict()
+
+    program = gp.export(gp.lora(example.base, LAYERS[name], alpha=8), kwargs=example.batch)
+    trained = {name for name, info in program.parameters.items() if info.requires_grad}
+    assert trained and all(".lora" in name for name in trained)
+    for mesh in meshes:
+        gp.partition(program, gp.plan(program, **MESHES[mesh])).save(folder / mesh)
+        pool.torchrun(Path(lora_fixture.__file__), [str(folder), mesh], nproc=2, timeout_s=300)
+        for rank in range(2):
+            seen = json.loads((folder / f"{mesh}-rank_{rank}.json").read_text())
+            assert seen["losses"] == pytest.approx(losses, rel=1e-5), mesh
+            assert seen["unmerged"] == pytest.approx(last, rel=1e-5), mesh
+            assert seen["merged"] == pytest.approx(last, rel=1e-5), mesh
+            assert seen["restored"], mesh
+            assert seen["changed"] and all(".lora" in changed for changed in seen["changed"]), mesh
+            assert all(".lora" in held or not held for held in seen["in optimizer"]), mesh
+        for part, expected in [("after", "expected"), ("drawn", f"{meshes[0]}-drawn")]:
+            file = load_file(folder / expected / "adapter_model.safetensors")
+            agrees(folder / f"{mesh}-{part}" / "adapter_model.safetensors", file)
+        agrees(folder / f"{mesh}-merged.safetensors", merged)
+    loaded = PeftModel.from_pretrained(example.base(), folder / f"{meshes[-1]}-after")
+    assert float(loaded(**example.batch).loss) == pytest.approx(last, rel=1e-5)
+
+
+def agrees(path: Path, expected: dict[str, Tensor]) -> None:
+    found = load_file(path)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        difference = float((found[name] - value).abs().max())
+        assert difference <= 2e-5 * max(float(value.abs().max()), 1e-2), (path.name, name, difference)
+
+
+def test_adapters_train_as_in_peft(tmp_path: Path, pool: RankPool) -> None:
+    in_turn("llama", ["tp", "zero-1"], tmp_path, pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "meshes"),
+    [("llama", ["zero-3", "pp"]), ("gpt2_tiny", ["tp", "pp", "zero-1", "zero-3"]), ("mixtral", ["ep", "tp", "zero-3"])],
+)
+def test_adapters_train_as_in_peft_everywhere(name: str, meshes: list[str], tmp_path: Path, pool: RankPool) -> None:
+    in_turn(name, meshes, tmp_path, pool)
+
+
+def test_bad_adapters_are_refused() -> None:
+    base: Callable[[], nn.Module] = Example("llama").base
+    for patterns, message in [
+        ({}, r"mapping of patterns to ranks"),
+        ({"model.layers.*.self_attn.q_porj": 4}, r"matches no module and no parameter.*Did you mean 'q_proj'"),
+        ({"model.layers.*.self_attn.q_proj": 0}, r"have rank 0; a rank is a whole number of at least 1"),
+        ({"model.layers.*.self_attn.q_proj": True}, r"have rank True"),
+        (
+            {"model.layers.*.self_attn": 4},
+            r"a LlamaAttention, which is no product.*It has model.layers.0.self_attn.q_proj",
+        ),
+        ({"model.norm.weight": 4}, r"the parameter 'model.norm.weight' \[64\]; of parameters only stacked"),
+        ({"**.q_proj": 4, "model.layers.0.self_attn.*_proj": 8}, r"rank 4 by '\*\*.q_proj' and of rank 8 by"),
+    ]:
+        with pytest.raises(GraphparError, match=message):
+            gp.lora(base(), patterns)
+    twice = gp.lora(base(), {"lm_head": 2})
+    with pytest.raises(GraphparError, match=r"'lm_head' has an adapter already"):
+        gp.lora(twice, {"lm_head": 2})
+    attention = nn.TransformerEncoderLayer(8, 2)
+    with pytest.raises(GraphparError, match=r"reads its weight without calling it"):
+        gp.lora(attention, {"self_attn.out_proj": 2})
