@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from graphpar.cost_models.activation_memory import Activations, Forward
 from graphpar.cost_models.execution import share_of
@@ -62,7 +63,8 @@ class Result:
 class Results:
     """The results of a block in the order of its forward, and its bytes kept for the backward: without recomputation, and with full.
 
-    ``dispatched``: how many operators torch dispatches in the forward and in its repetition.
+    ``dispatched``: how many operators torch dispatches in the forward and in its repetition, without those that only ask for a tensor's
+    properties or detach it.
     """
 
     results: tuple[Result, ...]
@@ -211,7 +213,7 @@ class _Dispatched(TorchDispatchMode):
         name = name_of(func, args, kwargs or {})
         number = self.noted.numbers[name]
         self.noted.numbers[name] += 1
-        self.noted.dispatched[self.node] += 1
+        self.noted.dispatched[self.node] += func not in SAC_IGNORED_OPS
         given = {storage_of(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         result = func(*args, **(kwargs or {}))
         made = {
