@@ -188,6 +188,8 @@ def _figures(profile: Profile) -> str:
         f"{bytes_text(device.memory_bytes)} a process",
         f"operators: {seconds_text(device.launch_s)} each, {seconds_text(device.dispatch_s)} of the host; actions of a pipeline: "
         f"{seconds_text(device.action_s)}",
+        f"recomputation: {seconds_text(device.hooks_s)} of the host for an operator that runs again, {seconds_text(device.policy_s)} "
+        "each way for one of a block that keeps some results",
     ]
     if any(row.what == "transfer" for row in profile.rows):
         alone = link.latency_s if link.send_latency_s is None else link.send_latency_s

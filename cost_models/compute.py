@@ -6,6 +6,7 @@
     attention   flops at the share of the peak that fused kernels reach, less for short rows and narrow heads
     traffic     bytes at the share of the bandwidth that elementwise kernels reach
     all         at least ``launch_s`` an operator; on a GPU a phase takes at least ``dispatch_s`` of the host for each operator
+    recomputed  the Python around operators of blocks that run again, of the host; a CPU is its own host
 
 Shares are the device's (:class:`graphpar.hardware.devices.Device`); the shapes of tiles are those of the libraries.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from graphpar.cost_models.pipeline_units import Repeated
 from graphpar.cost_models.workload import (
     ATTENTION_BACKWARD,
     Attention,
@@ -107,9 +109,20 @@ class Compute:
     def _with_launch(self, seconds: Array) -> Array:
         return seconds + self.device.launch_s
 
-    def phase_s(self, phase: PhaseSeconds) -> float:
-        """Return the duration of a phase: the device's time, or the host's where that is longer."""
-        return max(phase.busy, phase.operators * self.device.dispatch_s)
+    def phase_s(self, phase: PhaseSeconds, python_s: float = 0.0) -> float:
+        """Return the duration of a phase: the device's time, or the host's where that is longer; a CPU is its own host.
+
+        Args:
+            python_s: of the host, besides its operators.
+        """
+        if self.device.kind == "cpu":
+            return phase.busy + python_s
+        return max(phase.busy, phase.operators * self.device.dispatch_s + python_s)
+
+    def python_s(self, repeated: Repeated) -> tuple[float, float]:
+        """Return the seconds of the host in the forward and in the backward for what recomputes."""
+        watched = [operators * self.device.policy_s for operators in repeated.watched]
+        return watched[0], watched[1] + repeated.hooked * self.device.hooks_s
 
     def rate(self, itemsize: int) -> float:
         """Return the peak flop/s of operands of ``itemsize`` bytes."""

@@ -1,6 +1,6 @@
 """Fit the figures of a device and its link to measured times, by least squares on the logarithms of the times.
 
-    rows ──small operators──► launch_s, dispatch_s
+    rows ──small operators──► launch_s, dispatch_s, hooks_s, policy_s
          ──traffic──────────► memory_efficiency, function_efficiency
          ──products─────────► matrix_efficiency, and half_reduction or, of a CPU, operand_bytes_per_s
          ──attention────────► attention_efficiency
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from graphpar.cost_models.collectives import Group, Network
 from graphpar.cost_models.compute import Compute
-from graphpar.cost_models.measure import DTYPES, STAGES, Row
+from graphpar.cost_models.measure import DTYPES, STAGES, Row, Small
 from graphpar.cost_models.workload import Attention, Phase, Product, Size, Traffic, Work
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
@@ -145,8 +145,17 @@ def _long(device: Device, rows: Sequence[Row]) -> list[Row]:
 
 
 def _with_overheads(device: Device, rows: Sequence[Row]) -> Device:
-    """Set launch and dispatch times: on a GPU the latter is an operator's time in a row of small ones; a CPU has no separate host."""
+    """Set launch and dispatch times, and those of the Python around operators that run again.
+
+    On a GPU the dispatch time is an operator's in a row of small ones; a CPU has no separate host.
+    """
     times: dict[str, float] = {row.what: row.seconds for row in rows}
+    if "operator, run again" in times:
+        forward = Small.FORWARD * times["operator, forward"]
+        twice = forward + (Small.FORWARD + Small.BACKWARD) * times["operator"]
+        hooks = times["operator, run again"] - twice / Small.DISPATCHED
+        policy = (times["operator, watched"] - times["operator, run again"]) / 2  # in the forward and again
+        device = replace(device, hooks_s=max(0.0, hooks), policy_s=max(0.0, policy))
     if "operator, replayed" in times:
         return replace(device, launch_s=times["operator, replayed"], dispatch_s=times["operator"])
     return replace(device, launch_s=times["operator"], dispatch_s=0.0)

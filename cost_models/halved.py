@@ -26,7 +26,9 @@ def halved(units: Sequence[Unit]) -> list[Unit]:
 def _kind(kind: UnitClass, parameters: int) -> UnitClass:
     casts = Work({Traffic(Phase.WEIGHT, Size(6.0 * parameters)): 1})  # of gradients: 2 bytes of an element, and 4
     sends = tuple((0.5 * size, gradient) for size, gradient in kind.sends)
-    return UnitClass(casts + _work(kind.work), sends, lambda: kind.memory, _work(kind.again))
+    return UnitClass(
+        casts + _work(kind.work), sends, lambda: kind.memory, replace(kind.again, work=_work(kind.again.work))
+    )
 
 
 def _work(work: Work) -> Work:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from graphpar.cost_models.activation_memory import Activations, Forward
 from graphpar.cost_models.execution import share_of
@@ -60,11 +61,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a block in the order of its forward, and its bytes kept for the backward: without recomputation, and with full."""
+    """The results of a block in the order of its forward, and its bytes kept for the backward: without recomputation, and with full.
+
+    ``dispatched``: how many operators torch dispatches in the forward and in its repetition, without those that only ask for a tensor's
+    properties or detach it.
+    """
 
     results: tuple[Result, ...]
     kept: int
     given: int
+    dispatched: tuple[int, int]
 
     def within(self, share: float) -> list[Result]:
         """Return the results that cost most to repeat, of which with what is given at most ``share`` of ``kept`` is kept."""
@@ -115,7 +121,8 @@ def results_of(activations: Activations, works: Works, block: Block) -> Results:
     costs = {node.name: 0 if node.name in never else _cost(works, block, node) for node in block.graph.nodes}
     results = [Result(name, *_main(calls), costs[name]) for name, calls in noted.calls.items() if calls]
     own = sum(tensor.untyped_storage().nbytes() for tensor in entering if tensor.requires_grad)
-    return Results(tuple(results), kept, own)
+    again = sum(number for name, number in noted.dispatched.items() if name not in never)
+    return Results(tuple(results), kept, own, (noted.dispatched.total(), again))
 
 
 def _main(calls: Sequence[tuple[str, int, int]]) -> tuple[str, int, int]:
@@ -189,6 +196,7 @@ class _Noted(Forward):
         super().__init__(activations)
         self.numbers = Counter[str]()
         self.calls: dict[str, list[tuple[str, int, int]]] = {}
+        self.dispatched = Counter[str]()
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls[node.name] = []
@@ -205,6 +213,7 @@ class _Dispatched(TorchDispatchMode):
         name = name_of(func, args, kwargs or {})
         number = self.noted.numbers[name]
         self.noted.numbers[name] += 1
+        self.noted.dispatched[self.node] += func not in SAC_IGNORED_OPS
         given = {storage_of(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         result = func(*args, **(kwargs or {}))
         made = {
@@ -246,12 +255,19 @@ class Recomputations:
             return Recomputation(kind, nodes=frozenset(n.name for n in block.graph.nodes) - again) if again else None
         if (share := share_of(kind)) is None:
             return Recomputation(kind)
-        if block.name not in self._results:
-            self._results[block.name] = results_of(self._activations, self._works, block)
-        kept = self._results[block.name].within(share)
+        kept = self._results_of(block).within(share)
         calls: dict[str, list[int]] = {}
         for result in kept:
             calls.setdefault(result.operator, []).append(result.number)
         return Recomputation(
             kind, {name: tuple(numbers) for name, numbers in calls.items()}, frozenset(r.node for r in kept)
         )
+
+    def dispatched(self, block: Block) -> tuple[int, int]:
+        """Return how many operators torch dispatches in the forward of ``block`` and in its repetition."""
+        return self._results_of(block).dispatched
+
+    def _results_of(self, block: Block) -> Results:
+        if block.name not in self._results:
+            self._results[block.name] = results_of(self._activations, self._works, block)
+        return self._results[block.name]

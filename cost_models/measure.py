@@ -5,7 +5,7 @@
     products     x @ W^T and the two products of its backward, from small to large, in every dtype that the device has
     traffic      elementwise operators and normalisations, forward and backward
     attention    fused and causal, forward and backward
-    operators    blocks of a few numbers: the least cost of an operator
+    operators    blocks of a few numbers: the least cost of an operator, alone and in blocks that run again
     collectives  by size, between all ranks
     pipeline     a schedule over two ranks, and its stage alone (CPU)
 
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from graphpar.cost_models.contention import Watch
+from graphpar.emitted.recomputation import checkpointed
 from graphpar.runtime.distributed import Ranks, gather_objects, start
 
 TIMEOUT_S = 300.0
@@ -54,6 +55,8 @@ LEAST_S = 1e-5
 """The shortest time of a message that can be told from the work before it."""
 BLOCKS, ADDITIONS = 20, 100
 """How many small blocks, or additions of four numbers, follow each other."""
+TOGETHER = 4
+"""How many small blocks run again as one: with as many operators as a layer of a transformer."""
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -229,9 +232,12 @@ def _attention(shape: tuple[int, int, int, int], dtype: str, device: torch.devic
 def _operators(device: torch.device) -> Iterator[Case]:
     """Yield small blocks as models have them: the cost of each priced operator, with the views and the Python around it."""
 
-    def blocks() -> Callable[[], Tensor]:
-        layers = [_Small().to(device) for _ in range(BLOCKS)]
-        x = torch.randn(1, 4, _Small.WIDTH, device=device)
+    def blocks(
+        wrapped: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda forward: forward,
+    ) -> Callable[[], Tensor]:
+        parts = [nn.Sequential(*(Small() for _ in range(TOGETHER))).to(device) for _ in range(BLOCKS // TOGETHER)]
+        layers = [wrapped(part.forward) for part in parts]
+        x = torch.randn(1, 4, Small.WIDTH, device=device)
 
         def forward() -> Tensor:
             result = x
@@ -241,8 +247,8 @@ def _operators(device: torch.device) -> Iterator[Case]:
 
         return forward
 
-    def step() -> Call:
-        forward = blocks()
+    def step(wrapped: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda forward: forward) -> Call:
+        forward = blocks(wrapped)
         return lambda: forward().sum().backward()  # type: ignore[no-untyped-call]
 
     def replayed() -> Call:
@@ -254,13 +260,16 @@ def _operators(device: torch.device) -> Iterator[Case]:
                 x = x + y
         return graph.replay
 
-    yield Case("operator, forward", (BLOCKS,), "fp32", blocks, BLOCKS * _Small.FORWARD)
-    yield Case("operator", (BLOCKS,), "fp32", step, BLOCKS * (_Small.FORWARD + _Small.BACKWARD))
+    yield Case("operator, forward", (BLOCKS,), "fp32", blocks, BLOCKS * Small.FORWARD)
+    yield Case("operator", (BLOCKS,), "fp32", step, BLOCKS * (Small.FORWARD + Small.BACKWARD))
+    watched = partial(checkpointed, keeps=lambda name, number: False)
+    yield Case("operator, run again", (BLOCKS,), "fp32", partial(step, checkpointed), BLOCKS * Small.DISPATCHED)
+    yield Case("operator, watched", (BLOCKS,), "fp32", partial(step, watched), BLOCKS * Small.DISPATCHED)
     if device.type == "cuda":
         yield Case("operator, replayed", (4,), "fp32", replayed, ADDITIONS)
 
 
-class _Small(nn.Module):
+class Small(nn.Module):
     """A residual feed-forward block of four rows of eight numbers."""
 
     WIDTH = 8
@@ -271,6 +280,9 @@ class _Small(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(self.WIDTH)
         self.up, self.down = nn.Linear(self.WIDTH, self.WIDTH), nn.Linear(self.WIDTH, self.WIDTH)
+
+    DISPATCHED = 11
+    """Operators of the forward as torch dispatches them, with views."""
 
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = self.down(F.gelu(self.up(self.norm(x))))

@@ -95,12 +95,31 @@ class UnitBytesAt(NamedTuple):
     backward: int
 
 
+@dataclass(frozen=True)
+class Repeated:
+    """What the blocks of a unit run again in the backward.
+
+    Attributes:
+        work: of their forwards.
+        hooked: operators, as torch dispatches them, of the repetitions.
+        watched: operators of blocks that keep some results, in the forward and in the repetition.
+    """
+
+    work: Work = field(default_factory=Work)
+    hooked: int = 0
+    watched: tuple[int, int] = (0, 0)
+
+    def __add__(self, other: Repeated) -> Repeated:
+        first, again = (own + others for own, others in zip(self.watched, other.watched))
+        return Repeated(self.work + other.work, self.hooked + other.hooked, (first, again))
+
+
 class UnitClass:
     """The work and memory that equal units share.
 
     Attributes:
         sends: for each value that crosses to the next unit, its bytes, and whether a gradient comes back.
-        again: the forward work that its blocks repeat in the backward.
+        again: what its blocks repeat in the backward.
     """
 
     def __init__(
@@ -108,9 +127,9 @@ class UnitClass:
         work: Work,
         sends: tuple[tuple[Size, bool], ...],
         measure: Callable[[], UnitMemory],
-        again: Work | None = None,
+        again: Repeated | None = None,
     ) -> None:
-        self.work, self.sends, self._measure, self.again = work, sends, measure, again or Work()
+        self.work, self.sends, self._measure, self.again = work, sends, measure, again or Repeated()
         self._at: dict[int, UnitBytesAt] = {}
 
     @cached_property

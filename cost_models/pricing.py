@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpar.cost_models.collectives import Network
-from graphpar.cost_models.compute import Compute, PhaseSeconds, collectives_of
+from graphpar.cost_models.compute import Compute, collectives_of
 from graphpar.cost_models.estimates import Estimate, Layout
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.memory import Memory
 from graphpar.cost_models.overlapped_state import StageWindow, windows
 from graphpar.cost_models.pipeline_units import Unit, UnitClass
-from graphpar.cost_models.stage_prices import StagePrices
+from graphpar.cost_models.stage_prices import Again, StagePrices
 from graphpar.cost_models.step_costs import StageSeconds, StepCosts, UnitSeconds, continued, summed_by_axis
 from graphpar.cost_models.step_ends import StepEnds
 from graphpar.cost_models.timelines import Conditions, StageEstimate
@@ -52,7 +52,7 @@ class _Known:
     of stages, where state is not gathered in them."""
 
     seconds: dict[tuple[UnitClass, int], UnitSeconds] = field(default_factory=dict)
-    again: dict[tuple[UnitClass, int], tuple[PhaseSeconds, dict[str, float]]] = field(default_factory=dict)
+    again: dict[tuple[UnitClass, int], Again] = field(default_factory=dict)
     stages: dict[tuple[tuple[Unit, ...], int, float, str], StagePrices] = field(default_factory=dict)
 
 
@@ -85,7 +85,12 @@ class Pricing:
         self.execution = replace(execution or Execution(), shards=mesh.dp_shard)
         self.bytes = UnitBytes(units, mesh, self.execution)
         dispatch = self.execution.dispatch_s
-        device = cluster.device if dispatch is None else replace(cluster.device, dispatch_s=dispatch)
+        # A framework's time for an operator has its Python in it.
+        device = (
+            cluster.device
+            if dispatch is None
+            else replace(cluster.device, dispatch_s=dispatch, hooks_s=0.0, policy_s=0.0)
+        )
         self.compute: Compute = Compute(device, dtype) if like is None else like.compute
         self.network: Network = Network(cluster) if like is None else like.network
         self.dtype = dtype
@@ -115,8 +120,9 @@ class Pricing:
         seconds, shown = self.unit_seconds(unit.kind, rows), 1.0 - self.execution.overlap_tp
         busy = sum(phase.busy for phase in seconds.phases)
         sent = sum(sum(axes.values()) for axes in seconds.sent)
-        again, sent_again = self._repeated(unit.kind, rows)
-        return busy + shown * sent, again.busy + shown * sum(sent_again.values())
+        again, sent_again, python = self._repeated(unit.kind, rows)
+        host = sum(python) if self.cluster.device.kind == "cpu" else 0.0
+        return busy + shown * sent, again.busy + shown * sum(sent_again.values()) + host
 
     @cached_property
     def least_end_s(self) -> float:
@@ -163,22 +169,23 @@ class Pricing:
         return StagePrices(
             [self.unit_seconds(unit.kind, rows) for unit in self.units],
             [self._repeated(unit.kind, rows) for unit in self.units],
-            [bool(unit.kind.again.rows) for unit in self.units],
+            [bool(unit.kind.again.work.rows) for unit in self.units],
             self.compute,
             self.execution,
             self.mesh.pp,
             state,
         )
 
-    def _repeated(self, kind: UnitClass, rows: int) -> tuple[PhaseSeconds, dict[str, float]]:
-        """Return what a unit's blocks run again in the backward, and the seconds of its collectives by axis."""
+    def _repeated(self, kind: UnitClass, rows: int) -> Again:
+        """Return the seconds of what a unit's blocks run again in the backward."""
         key, known = (kind, rows), self._known.again
         if key not in known:
             sent = {
                 axis: sum(times * self.collective_s(row, rows) for row, times in collectives)
-                for axis, collectives in collectives_of(kind.again).items()
+                for axis, collectives in collectives_of(kind.again.work).items()
             }
-            known[key] = self.compute.seconds(kind.again, rows)[Phase.FORWARD], sent
+            seconds = self.compute.seconds(kind.again.work, rows)[Phase.FORWARD]
+            known[key] = Again(seconds, sent, self.compute.python_s(kind.again))
         return known[key]
 
     @cached_property

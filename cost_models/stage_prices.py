@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,20 @@ from graphpar.cost_models.step_costs import StageSeconds, UnitSeconds, summed_by
 from graphpar.cost_models.workload import Phase
 
 Array = NDArray[np.float64]
-Again = tuple[PhaseSeconds, Mapping[str, float]]
-"""What a unit's blocks run again in the backward, and the seconds of its collectives by axis."""
 _PARTS = 4
+
+
+class Again(NamedTuple):
+    """What a unit's blocks run again in the backward.
+
+    Attributes:
+        sent: seconds of its collectives by axis.
+        python: seconds of the host in the unit's forward and in its backward.
+    """
+
+    phase: PhaseSeconds
+    sent: Mapping[str, float]
+    python: tuple[float, float]
 
 
 class StagePrices:
@@ -48,7 +60,7 @@ class StagePrices:
         place = {key: number for number, key in enumerate(kinds)}
         own_axes = [list(way) for own, _ in kinds.values() for way in own.sent]
         self._axes = list(dict.fromkeys(axis for axes in own_axes for axis in axes))
-        self._more_axes = list(dict.fromkeys(axis for _, (_, sent) in kinds.values() for axis in sent))
+        self._more_axes = list(dict.fromkeys(axis for _, more in kinds.values() for axis in more.sent))
         columns = np.array([self._column(own, more) for own, more in kinds.values()]).T
         self._table: Array = np.ascontiguousarray(columns[:, [place[id(own)] for own in seconds]])
         self._recomputes = np.cumsum([0, *recomputes])
@@ -56,10 +68,10 @@ class StagePrices:
         self._waits: dict[int, Array] = {}
 
     def _column(self, own: UnitSeconds, more: Again) -> list[float]:
-        phases = [*own.phases, more[0]]
+        phases = [*own.phases, more.phase]
         parts = [value for each in phases for value in (each.products, each.attention, each.traffic, each.operators)]
         sent = [own.sent[phase].get(axis, 0.0) for axis in self._axes for phase in Phase]
-        return [*parts, *sent, *(more[1].get(axis, 0.0) for axis in self._more_axes)]
+        return [*parts, *more.python, *sent, *(more.sent.get(axis, 0.0) for axis in self._more_axes)]
 
     @property
     def count(self) -> int:
@@ -82,16 +94,17 @@ class StagePrices:
     def _stage(self, first: int, after: int) -> StageSeconds:
         sums = self._table[:, first:after].sum(axis=1).tolist()
         *busy, run_again = (PhaseSeconds(*sums[_PARTS * place : _PARTS * (place + 1)]) for place in range(_PARTS))
-        rest = sums[_PARTS * _PARTS :]
+        there_python, back_python, *rest = sums[_PARTS * _PARTS :]
         sent = [{axis: rest[3 * place + phase] for place, axis in enumerate(self._axes)} for phase in Phase]
         sent_again = dict(zip(self._more_axes, rest[3 * len(self._axes) :]))
         run, shown = self.execution, 1.0 - self.execution.overlap_tp
-        seconds = [self.compute.phase_s(busy[phase]) + shown * sum(sent[phase].values()) for phase in Phase]
+        python = (there_python, 0.0, 0.0)
+        seconds = [self.compute.phase_s(busy[p], python[p]) + shown * sum(sent[p].values()) for p in Phase]
         again = self._again(busy[Phase.FORWARD], seconds[Phase.FORWARD])
         times = 2 if run.recompute == "full" else 1
         there, back = sent[0], summed_by_axis([sent[0]] * (times - 1) + [sent_again] + sent[1:])
         everything = summed_by_axis([there, back])
-        again += self.compute.phase_s(run_again) + shown * sum(sent_again.values())
+        again += self.compute.phase_s(run_again, back_python) + shown * sum(sent_again.values())
         forward, backward = seconds[0], again + seconds[1] + seconds[2]
         exposed = [{axis: shown * value for axis, value in way.items()} for way in (there, back)]
         if self._state is not None:
@@ -102,6 +115,7 @@ class StagePrices:
             exposed = [summed_by_axis([way, {"dp_shard": more}]) for way, more in zip(exposed, longer)]
         twice = self._again(busy[Phase.FORWARD], busy[Phase.FORWARD].busy)
         compute = sum(phase.busy for phase in busy) + twice + run_again.busy
+        compute += there_python + back_python if self.compute.device.kind == "cpu" else 0.0
         # A stage that recomputes runs its backward whole, but the first, whose backward is all weight half.
         recomputes = self._recomputes[after] > self._recomputes[first]
         split = seconds[2] if first == 0 or not recomputes else 0.0
@@ -117,7 +131,7 @@ class StagePrices:
     def _forwards(self) -> Array:
         """Of each unit the seconds of its forward, with its exposed collectives."""
         busy, operators = self._table[: _PARTS - 1].sum(axis=0), self._table[_PARTS - 1]
-        sent = self._table[_PARTS * _PARTS :: 3][: len(self._axes)].sum(axis=0)
+        sent = self._table[_PARTS * _PARTS + 2 :: 3][: len(self._axes)].sum(axis=0)
         exposed = (1.0 - self.execution.overlap_tp) * sent
         return np.asarray(np.maximum(busy, operators * self.compute.device.dispatch_s) + exposed)
 

@@ -59,9 +59,9 @@ class StepPrices:
             work, again = unit.kind.work, unit.kind.again
             phases = [each.products + each.attention + each.traffic for each in self.compute.seconds(work, rows)]
             phases = [alone + sent for alone, sent in zip(phases, self._sent(work, rows))]
-            first = self.compute.seconds(again, rows)[0]
-            more = first.products + first.attention + first.traffic + self._sent(again, rows)[0]
-            self._known[key] = phases, more, bool(again.rows)
+            first = self.compute.seconds(again.work, rows)[0]
+            more = first.products + first.attention + first.traffic + self._sent(again.work, rows)[0]
+            self._known[key] = phases, more, bool(again.work.rows)
         return self._known[key]
 
     def _sent(self, work: Work, rows: int) -> list[float]:

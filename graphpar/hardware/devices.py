@@ -106,6 +106,9 @@ class Device:
         intra_node: the link to devices of the same node.
         inter_node: the usual link to other nodes: the node's adapters divided by its devices.
         devices_per_node: how many devices ``intra_node`` usually connects; None: any number.
+        hooks_s: seconds of the host for each operator of a block that runs again: of the hooks of ``torch.utils.checkpoint``.
+        policy_s: seconds of the host for each operator of a block that keeps some results, in its forward and again: each passes
+            through Python, which asks whether its result is kept.
         action_s: of a CPU: seconds that each action of a pipeline's schedule costs besides its operators.
         cores: of a CPU: how many of a node's devices compute at once, while more of them take turns; None: all do.
         sources: where each group of figures is from.
@@ -128,6 +131,8 @@ class Device:
     memory_efficiency: float = 0.8
     function_efficiency: float | None = None
     dispatch_s: float = 0.0
+    hooks_s: float = 0.0
+    policy_s: float = 0.0
     action_s: float = 0.0
     cores: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -151,6 +156,8 @@ class Device:
         check_number("launch_s", self.launch_s, zero=True)
         check_number("half_reduction", self.half_reduction, zero=True)
         check_number("dispatch_s", self.dispatch_s, zero=True)
+        check_number("hooks_s", self.hooks_s, zero=True)
+        check_number("policy_s", self.policy_s, zero=True)
         check_number("action_s", self.action_s, zero=True)
         if self.operand_bytes_per_s is not None:
             check_number("operand_bytes_per_s", self.operand_bytes_per_s)
@@ -202,6 +209,10 @@ _LATENCIES = (
 
 _GPU_LAUNCH = 5e-6  # assumed: a small kernel with the gap before it
 _GPU_DISPATCH = 1e-5  # assumed: what eager PyTorch does on the host for an operator, forward or backward
+_HOOKS, _POLICY = (
+    1.65e-5,
+    1.55e-5,
+)  # processor time on the CPU of the table, cases of cost_models/measure.py; assumed for hosts of GPUs
 _COMPUTE_UNITS = {"V100": 80, "A100": 108, "A800": 108, "H": 132, "B": 148, "GB": 152, "MI300X": 304, "L40S": 142}
 
 
@@ -296,6 +307,8 @@ def _gpu(
         attention_efficiency=reached.attention,
         memory_efficiency=reached.memory,
         dispatch_s=_GPU_DISPATCH,
+        hooks_s=_HOOKS,
+        policy_s=_POLICY,
         sources={
             "efficiency": _MEASURED if efficiency else reached.source,
             "latency": _LATENCIES,
@@ -418,7 +431,7 @@ _ROWS = (
     Device(
         "CPU", "cpu", {"fp32": 1.058e11}, 12 * 2**30, 3.64e10, 5.26e-6, 1.0, _GLOO, _GLOO, None,
         operand_bytes_per_s=1.67e10, attention_efficiency=(0.38, 0.395), memory_efficiency=1.0, function_efficiency=0.551,
-        action_s=4.1e-4,
+        hooks_s=_HOOKS, policy_s=_POLICY, action_s=4.1e-4,
         sources=dict.fromkeys(("flops", "memory", "links", "efficiency", "latency", "launch"), _CALIBRATED),
     ),
 )  # fmt: skip

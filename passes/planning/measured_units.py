@@ -16,12 +16,12 @@ from graphpar.cost_models.activation_memory import Activations, Reach, attribute
 from graphpar.cost_models.execution import Execution
 from graphpar.cost_models.flops import tensor_bytes
 from graphpar.cost_models.kept_results import Recomputations
-from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Unit, UnitClass, UnitMemory
+from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Repeated, Unit, UnitClass, UnitMemory
 from graphpar.cost_models.repeated_work import repeated_work
 from graphpar.cost_models.workload import Size, Works
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, batch_coefficients, value_of
-from graphpar.ir.recomputation import Recomputation
+from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.split_points import SplitAt, SplitPoint
 from graphpar.ir.stage import Stage
 from graphpar.operators.parameter_casts import cast_parameters
@@ -156,14 +156,23 @@ class _Measured:
             if key not in self.kinds:
                 measure = self.memories.setdefault(signature, functools.cache(partial(_memory, activations, stage)))
                 work = self.works.of(stage.graph, without=again)
-                repeated = repeated_work(self.works, stage.graph, recomputed)
-                self.kinds[key] = UnitClass(work, self.sends[number], measure, repeated)
+                self.kinds[key] = UnitClass(work, self.sends[number], measure, self._repeated(stage, recomputed))
             shared |= set(stage.recomputed)
             held, buffers = self.held[number]
             units.append(
                 Unit(point, position, stage.modules, self.kinds[key], held, buffers, self.inputs[number], stage)
             )
         return units
+
+    def _repeated(self, stage: Stage, recomputed: Mapping[str, Recomputation]) -> Repeated:
+        """Return what the blocks of ``stage`` run again; fused operators have no Python around them."""
+        found = Repeated(repeated_work(self.works, stage.graph, recomputed))
+        for node in stage.graph.nodes:
+            how = recomputed.get(str(node.target)) if node.op == "call_module" else None
+            if how is not None and how.kind != GATHERS and not self.works.fused:
+                counts = self.recomputations.dispatched(self.program.block_of(node))
+                found += Repeated(hooked=counts[1], watched=counts if how.keeps is not None else (0, 0))
+        return found
 
 
 def _signature(program: Program, stage: Stage, recomputed: Mapping[str, Recomputation]) -> Any:

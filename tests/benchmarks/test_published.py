@@ -229,8 +229,8 @@ def test_selective_checkpointing_keeps_every_second_product_and_attention() -> N
     assert given == 8 * width
     kept = block.kind.memory.inside.at(8) / (8 * width)
     assert kept == pytest.approx(1 + 0.5 + 1 + 4 + 1, abs=0.6)  # q, v, attention, gate, down, and small sums of rows
-    assert {row.phase for row in block.kind.again.rows} == {Phase.FORWARD}
-    products = sum(times for row, times in block.kind.again.rows.items() if isinstance(row, Product))
+    assert {row.phase for row in block.kind.again.work.rows} == {Phase.FORWARD}
+    products = sum(times for row, times in block.kind.again.work.rows.items() if isinstance(row, Product))
     assert products == 3  # k, out and up
 
 
@@ -242,7 +242,7 @@ def test_megatrons_ranks_keep_shards_of_the_sequence_in_no_more_time() -> None:
     assert (
         kept.kind.memory.inside.at(8) == gathering.other.kind.memory.inside.at(8) < plain.other.kind.memory.inside.at(8)
     )
-    assert kept.kind.work == plain.other.kind.work and not kept.kind.again.rows
+    assert kept.kind.work == plain.other.kind.work and not kept.kind.again.work.rows
 
 
 def test_torchtitans_blocks_gather_again_what_selective_checkpointing_would_keep() -> None:
@@ -251,7 +251,7 @@ def test_torchtitans_blocks_gather_again_what_selective_checkpointing_would_keep
     found = with_gathers_again(selective, plain, gathering).other
     assert found is not None and selective.other is not None
     assert found.kind.memory.inside.at(8) < selective.other.kind.memory.inside.at(8)
-    gathers = [row for row in found.kind.again.rows if isinstance(row, Collective) and row.kind == "all-gather"]
+    gathers = [row for row in found.kind.again.work.rows if isinstance(row, Collective) and row.kind == "all-gather"]
     assert gathers
 
 

@@ -28,7 +28,8 @@ from graphpar.cost_models.fit_device import (
     sent,
     work_of,
 )
-from graphpar.cost_models.measure import STAGES, Case, Row, cases, seconds
+from graphpar.cost_models.measure import STAGES, Case, Row, Small, cases, seconds
+from graphpar.emitted.recomputation import checkpointed
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import DEVICES, Device, Link, device_named
 from graphpar.schedules.registry import action_table
@@ -113,6 +114,32 @@ def test_rows_that_only_the_host_bounds_say_nothing_about_a_gpu() -> None:
     found, _ = fit_device(true, rows, true)
     assert (found.launch_s, found.dispatch_s) == (true.launch_s, 5e-6)
     assert found.matrix_efficiency == pytest.approx(true.matrix_efficiency, rel=0.05)
+
+
+def test_operators_that_run_again_tell_what_the_python_around_them_costs() -> None:
+    forward, both = 2e-6 * Small.FORWARD, 3e-6 * (Small.FORWARD + Small.BACKWARD)
+    again = (both + forward) / Small.DISPATCHED + 1e-5
+    small = {
+        "operator, forward": 2e-6,
+        "operator": 3e-6,
+        "operator, run again": again,
+        "operator, watched": again + 8e-6,
+    }
+    rows = [row for row in times(DEVICES["CPU"]) if row.what != "operator"]
+    rows += [Row(what, (20,), "fp32", 2, value) for what, value in small.items()]
+    found, _ = fit_device(DEVICES["CPU"], rows)
+    assert found.hooks_s == pytest.approx(1e-5) and found.policy_s == pytest.approx(4e-6)
+
+
+def test_a_small_block_has_as_many_operators_as_its_times_are_divided_by() -> None:
+    seen: list[str] = []
+
+    def keeps(name: str, number: int) -> bool:
+        seen.append(name)
+        return False
+
+    checkpointed(Small().forward, keeps)(torch.randn(1, 4, Small.WIDTH))
+    assert len(seen) == Small.DISPATCHED
 
 
 def test_one_bad_shape_does_not_spoil_the_others() -> None:

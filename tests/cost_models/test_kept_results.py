@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import cast
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import SAC_IGNORED_OPS, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 import graphpar as gp
 from graphpar.cost_models.activation_memory import Activations
-from graphpar.cost_models.kept_results import Result, knapsack
+from graphpar.cost_models.kept_results import Recomputations, Result, knapsack
 from graphpar.cost_models.storage_tracker import Live
 from graphpar.hardware.cluster import Cluster
 from graphpar.runtime.groups import Groups
@@ -112,6 +114,36 @@ def test_kept_bytes(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
     assert full <= selective < none
     assert full < selective or name == "resnet_batchnorm"  # its convolutions are all made again
     assert full <= least < middle < most < none
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_operators_are_counted_as_emitted_stages_dispatch_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's two modes of selective checkpointing see those of the forward and those that run again."""
+    seen = Counter[str]()
+
+    def counted(mode: type) -> None:
+        dispatch = mode.__torch_dispatch__  # type: ignore[attr-defined]
+
+        def count(self: object, operator: object, *args: object) -> object:
+            seen[mode.__name__] += operator not in SAC_IGNORED_OPS
+            return dispatch(self, operator, *args)
+
+        monkeypatch.setattr(mode, "__torch_dispatch__", count)
+
+    counted(_CachingTorchDispatchMode)
+    counted(_CachedTorchDispatchMode)
+    plan = gp.plan(example(name), mesh={}, microbatch_size=ROWS, global_batch=8, recompute="selective")
+    parts = gp.partition(example(name), plan)
+    recomputations = Recomputations(parts.program, plan.mesh.degrees(), "cpu")
+    (block,) = parts.program.blocks.values()
+    first, again = recomputations.dispatched(block)
+    seen.clear()  # planning ran a block, too
+    _kept(parts, 0)
+    assert seen[_CachingTorchDispatchMode.__name__] == first * len(block.instances)
+    more = seen[_CachedTorchDispatchMode.__name__] / len(block.instances) - again
+    assert 0 <= more <= 2  # the last linear layer still lays out its operands
 
 
 def test_shards_are_kept_of_what_is_gathered() -> None:

@@ -27,7 +27,7 @@ from graphpar.cost_models.unit_bytes import RunBytes
 from graphpar.cost_models.workload import Attention, Collective, Phase, Product, Size, Traffic, Work, Works
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
-from graphpar.hardware.devices import DEVICES
+from graphpar.hardware.devices import DEVICES, Device
 from graphpar.ir.mesh import Mesh
 from graphpar.operators.contractions import ONE
 from graphpar.passes.planning.measured_units import units_of
@@ -375,6 +375,31 @@ def test_a_phase_takes_its_host_where_that_is_longer() -> None:
     assert cost.backward == pytest.approx(1e-3 * (by_input + by_weight)) and cost.weight == pytest.approx(
         1e-3 * by_weight
     )
+
+
+@pytest.mark.parametrize("kind", ["full", "budget:0.5"])
+def test_operators_that_run_again_cost_a_cpu_their_python_and_a_gpu_what_its_kernels_do_not_hide(kind: str) -> None:
+    program = example("gpt")
+    plan = gp.plan(program, mesh={"dp_replicate": 2}, global_batch=8, recompute=kind)
+
+    def cost(device: Device, **figures: float) -> StageSeconds:
+        pricing, layout = pricing_of(program, plan, Cluster.of(replace(device, **figures), 1, 2))  # type: ignore[arg-type]
+        return pricing.stage_seconds(0, len(pricing.units), layout.microbatch_size)
+
+    pricing, _ = pricing_of(program, plan, Cluster.parse("2xCPU"))
+    counts = [unit.kind.again for unit in pricing.units]
+    first, again = (sum(count.watched[way] for count in counts) for way in (0, 1))
+    hooked = sum(count.hooked for count in counts)
+    assert (first, again) == ((0, 0) if kind == "full" else (first, hooked)) and hooked > 100
+    free = cost(DEVICES["CPU"], hooks_s=0.0, policy_s=0.0)
+    paid = cost(DEVICES["CPU"], hooks_s=1e-3, policy_s=1e-2)
+    assert paid.forward - free.forward == pytest.approx(1e-2 * first)
+    assert paid.backward - free.backward == pytest.approx(1e-2 * again + 1e-3 * hooked)
+    hidden, shown = (replace(A100, dispatch_s=0.0, launch_s=launch) for launch in (1.0, 0.0))
+    assert cost(hidden, policy_s=1e-2).backward == cost(hidden, policy_s=0.0).backward
+    assert cost(hidden, policy_s=1e-2).forward == cost(hidden, policy_s=0.0).forward
+    if kind != "full":
+        assert cost(shown, policy_s=1e3).forward == pytest.approx(1e3 * first)
 
 
 def test_the_optimizer_moves_its_state() -> None:

@@ -60,7 +60,8 @@ def program_of(name: str) -> Program:
 
 def small(memory: float = 1e12, launch: float = 1e-7) -> Device:
     """A device so slow that small programs are bound by what they compute."""
-    return replace(A100, flops={"fp32": 1e11}, launch_s=launch, dispatch_s=0.0, memory_bytes=int(memory))
+    host = {"dispatch_s": 0.0, "hooks_s": 0.0, "policy_s": 0.0}
+    return replace(A100, flops={"fp32": 1e11}, launch_s=launch, memory_bytes=int(memory), **host)
 
 
 def planner_of(name: str, cluster: Cluster, **pins: Any) -> Planner:
