@@ -259,7 +259,7 @@ def _check(asked: Asked) -> None:
     mesh = Mesh(**asked.mesh)
     if pins.zero and not asked.complete and "dp_shard" not in asked.mesh:  # searched: some degree that can do it
         mesh = replace(mesh, dp_shard=2 * pins.reshard if type(pins.reshard) is int and pins.reshard > 1 else 2)
-    level = level_of(mesh.dp_shard, pins.zero)
+    level = level_of(mesh, pins.zero)
     if pins.reshard is not None:
         check_reshard(mesh, level, pins.reshard)
     check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)

@@ -93,7 +93,7 @@ def check_data_axes(mesh: Mesh, pins: PlanConstraints, program: Program) -> None
     Raises:
         GraphparError: it can't.
     """
-    level = level_of(mesh.dp_shard, pins.zero)
+    level = level_of(mesh, pins.zero)
     check_reduced(mesh, pins.reduce_dtype, program.mode)
     check_dp_mean(mesh, pins, program)
     check_reshard(mesh, level, pins.reshard or "default")
