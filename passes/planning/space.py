@@ -154,7 +154,7 @@ class Space:
 
     def _shares_sequences(self, mesh: Mesh) -> bool:
         """Whether ranks of cp alone may share state: as for ``free_axes``, not where replicas are to hold all of it."""
-        return self.program.mode == "train" and mesh.cp > 1 and "dp_replicate" not in self.pinned
+        return self.program.mode == "train" and mesh.cp > 1 and self.pinned.get("dp_replicate", 1) == 1
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield every legal candidate; those whose mesh can't divide the batch are left out."""
