@@ -267,7 +267,7 @@ def _check(asked: Asked) -> None:
         check_dp_mean(mesh, pins)
     if asked.complete:
         mesh = Mesh.resolve(asked.mesh, asked.devices)
-        check_reduced(mesh, pins.reduce_dtype)
+        check_reduced(mesh, level_of(mesh, pins.zero), pins.reduce_dtype)
         if pins.schedule is not None:
             check_pipelined(pins.schedule, mesh)
     if pins.schedule is not None:

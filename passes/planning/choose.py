@@ -88,7 +88,7 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
     """
     batch = global_batch(program, pins)
     check_degrees(mesh, batch)
-    check_reduced(mesh, pins.reduce_dtype, program.mode)
+    check_reduced(mesh, level_of(mesh, pins.zero), pins.reduce_dtype, program.mode)
     if pins.schedule is not None:
         check_pipelined(pins.schedule, mesh)
     split_points = pinned_split_points(program, mesh, pins)

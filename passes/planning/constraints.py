@@ -94,7 +94,7 @@ def check_data_axes(mesh: Mesh, pins: PlanConstraints, program: Program) -> None
         GraphparError: it can't.
     """
     level = level_of(mesh, pins.zero)
-    check_reduced(mesh, pins.reduce_dtype, program.mode)
+    check_reduced(mesh, level, pins.reduce_dtype, program.mode)
     check_dp_mean(mesh, pins, program)
     check_reshard(mesh, level, pins.reshard or "default")
     check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)

@@ -121,17 +121,19 @@ def check_reach(distance: int, units: int) -> None:
         )
 
 
-def check_reduced(mesh: Mesh, dtype: str | None, mode: str = "train") -> None:
-    """Check that there are sums of gradients over replicas where a dtype for them is given.
+def check_reduced(mesh: Mesh, level: int, dtype: str | None, mode: str = "train") -> None:
+    """Check that there are sums of gradients over replicas, or ranks that share state, where a dtype for them is given.
 
     Raises:
         GraphparError: there are none.
     """
-    if dtype is not None and (mesh.replicas == 1 or mode != "train"):
+    summed = mesh.replicas > 1 or (level > 0 and mesh.shards > 1)
+    if dtype is not None and not (summed and mode == "train"):
         shown = ", ".join(f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1)
         what = f"mesh {shown or 'of one device'}" if mode == "train" else "program for inference"
         raise GraphparError(
-            f"reduce_dtype={dtype} is for sums of gradients over dp_replicate and dp_shard, which a {what} does not have; leave it out."
+            f"reduce_dtype={dtype} is for sums of gradients over dp_replicate and dp_shard (and cp with a ZeRO level), which a {what} "
+            "does not have; leave it out."
         )
 
 
