@@ -34,6 +34,7 @@ class Axis:
     Attributes:
         ranks: what its ranks do in relation to each other, as words for the emitted script.
         usual_names: its names in other libraries.
+        sharing: ``ranks`` from ZeRO-2 on, where that is something else.
         searched: whether a planner chooses its degree wherever the user does not; cp and ep it chooses where they may help.
     """
 
@@ -41,6 +42,7 @@ class Axis:
     divides: Divides
     ranks: str
     usual_names: tuple[str, ...] = ()
+    sharing: str = ""
     searched: bool = False
 
     @property
@@ -85,7 +87,10 @@ _RECORDS = (
         searched=True,
     ),
     Axis("dp_expert", Divides.ROWS, "take other rows of the batch and hold other experts, to which they send rows"),
-    Axis("cp", Divides.SEQUENCE, "hold the same weights and take other parts of the sequence", ("context",)),
+    Axis(
+        "cp", Divides.SEQUENCE, "hold the same weights and take other parts of the sequence", ("context",),
+        sharing="hold shards of the weights and take other parts of the sequence",
+    ),
     Axis("ep", Divides.EXPERTS, "hold other experts of the same layers", ("expert",)),
     Axis("tp", Divides.WEIGHTS, "hold shards of the same layers", ("mp", "sp", "tensor"), searched=True),
 )  # fmt: skip
