@@ -84,7 +84,7 @@ def _add_pins(parser: Parser) -> None:
         "--zero",
         type=int,
         choices=range(4),
-        help="which state ranks of dp_shard share: 1 optimizer state, 2 and 3 (default with dp_shard) all of it",
+        help="which state ranks of dp_shard and cp share: 1 optimizer state, 2 and 3 (default with dp_shard) all of it",
     )
     group.add_argument(
         "--zero1-by",
@@ -132,7 +132,9 @@ def _add_workload(parser: Parser) -> None:
     )
     group.add_argument("--param-dtype", choices=dtypes, help="dtype in which parameters are stored and stepped")
     group.add_argument(
-        "--reduce-dtype", choices=dtypes, help="dtype in which gradients are summed over dp_replicate and dp_shard"
+        "--reduce-dtype",
+        choices=dtypes,
+        help="dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp",
     )
     group.add_argument("--skip", metavar="PASS,...", help="leave optional passes out: see graphpar passes")
     group.add_argument("--mode", choices=("train", "infer"), help="default: train if there is a loss")

@@ -98,11 +98,7 @@ def _parameters(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[s
         tied = f", tied: {' = '.join(group)}" if len(group) > 1 else ""
         summed = "; its gradient is summed over these stages" if len(found) > 1 and program.mode == "train" else ""
         piece = "" if info.whole in (None, info.shape) else f" of {list(info.whole)}"
-        stored = (
-            f", of which each of dp_shard's {plan.mesh.dp_shard} ranks stores a shard"
-            if name in plan.fully_sharded
-            else ""
-        )
+        stored = f", of which each rank of {plan.mesh.state_text} stores a shard" if name in plan.fully_sharded else ""
         about[name] = f"a parameter {list(info.shape)}{piece} {where}{tied}{summed}{stored}"
     return about
 

@@ -52,7 +52,7 @@ class Execution:
         copies_gradients: they are copied into the flat tensors that are summed, and sharded parameters out of those that are gathered, as
             programs and FSDP2 do; else they lie there.
         zero: shard optimizer state and main copies (from 1), gradients (from 2) and parameters (3) over ``shards`` ranks.
-        shards: the ranks of dp_shard.
+        shards: the ranks of dp_shard and cp.
         reshard: when gathered parameters are freed, see :func:`graphpar.passes.planning.sharded_state.check_reshard`.
         recompute: ``full`` keeps a unit's input only and runs its forward again before its backward; ``selective`` recomputes
             attention scores, where they are kept at all.

@@ -82,7 +82,7 @@ class Pricing:
         like: Pricing | None = None,
     ) -> None:
         self.units, self.mesh, self.cluster, self.train = tuple(units), mesh, cluster, train
-        self.execution = replace(execution or Execution(), shards=mesh.dp_shard)
+        self.execution = replace(execution or Execution(), shards=mesh.shards)
         self.bytes = UnitBytes(units, mesh, self.execution)
         dispatch = self.execution.dispatch_s
         # A framework's time for an operator has its Python in it.
@@ -174,6 +174,7 @@ class Pricing:
             self.execution,
             self.mesh.pp,
             state,
+            self.mesh.state_axis,
         )
 
     def _repeated(self, kind: UnitClass, rows: int) -> Again:
@@ -190,13 +191,13 @@ class Pricing:
 
     @cached_property
     def _sharded(self) -> bool:
-        """Whether ranks of dp_shard hold shards of parameters and gradients."""
-        return self.execution.zero >= 2 and self.mesh.dp_shard > 1 and self.train
+        """Whether ranks hold shards of parameters and gradients."""
+        return self.execution.zero >= 2 and self.mesh.shards > 1 and self.train
 
     @cached_property
     def _of_state(self) -> tuple[Array, Array]:
         """The seconds of gathering each unit's parameters, and of reduce-scattering its gradients."""
-        group = self._groups["dp_shard"]
+        group = self._ends.sharing
         known: dict[tuple[float, float], tuple[float, float]] = {}
         found = []
         for unit in self.units:
@@ -271,7 +272,7 @@ class Pricing:
         staged = tuple(
             StageEstimate(
                 place, ranks[place], stage, cost.forward, cost.backward, cost.weight, self._ends.elements(stage), there[place], back[place],
-                cost.forward_exposed, cost.backward_exposed, *self._by_table(stage),
+                cost.forward_exposed, cost.backward_exposed, *self._by_table(stage), state_axis=self.mesh.state_axis,
             )
             for place, (stage, cost) in enumerate(zip(stages, costs))
         )  # fmt: skip
@@ -299,7 +300,7 @@ class Pricing:
         host = "host" if self.crowd == 1 else "turns"  # where ranks share cores the host is the device
         by_table = sum(step.staged[place].gather_s + step.staged[place].reduce_s for place in own)
         if by_table:
-            sent, exposed = (summed_by_axis([each, {"dp_shard": by_table}]) for each in (sent, exposed))
+            sent, exposed = (summed_by_axis([each, {self.mesh.state_axis: by_table}]) for each in (sent, exposed))
         parts = {"compute": compute, host: max(0.0, busy - compute - sum(exposed.values())), **exposed}
         if self.mesh.pp > 1:
             sent["pp"] = count * self._transfers(step, own)

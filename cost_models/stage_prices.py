@@ -43,6 +43,7 @@ class StagePrices:
         pp: pipeline ranks.
         state: the seconds of gathering each unit's parameters, and of reduce-scattering its gradients; None where state is whole, or is
             gathered by the schedule.
+        state_axis: under which axis these are reported.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class StagePrices:
         execution: Execution,
         pp: int,
         state: Callable[[], tuple[Array, Array]] | None,
+        state_axis: str,
     ) -> None:
-        self.compute, self.execution, self.pp, self._state = compute, execution, pp, state
+        self.compute, self.execution, self.pp, self._state, self._state_axis = compute, execution, pp, state, state_axis
         kinds = {id(own): (own, more) for own, more in zip(seconds, again)}
         place = {key: number for number, key in enumerate(kinds)}
         own_axes = [list(way) for own, _ in kinds.values() for way in own.sent]
@@ -110,9 +112,9 @@ class StagePrices:
         if self._state is not None:
             plain = forward, backward
             forward, backward, gathered = self._gathered(slice(first, after), forward, backward)
-            everything = summed_by_axis([everything, {"dp_shard": gathered}])
+            everything = summed_by_axis([everything, {self._state_axis: gathered}])
             longer = forward - plain[0], backward - plain[1]
-            exposed = [summed_by_axis([way, {"dp_shard": more}]) for way, more in zip(exposed, longer)]
+            exposed = [summed_by_axis([way, {self._state_axis: more}]) for way, more in zip(exposed, longer)]
         twice = self._again(busy[Phase.FORWARD], busy[Phase.FORWARD].busy)
         compute = sum(phase.busy for phase in busy) + twice + run_again.busy
         compute += there_python + back_python if self.compute.device.kind == "cpu" else 0.0

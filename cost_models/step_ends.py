@@ -19,7 +19,7 @@ from graphpar.cost_models.timelines import StepEnd
 from graphpar.cost_models.unit_bytes import UnitBytes
 from graphpar.hardware.cluster import Cluster
 from graphpar.ir.mesh import Mesh
-from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.axes import REPLICAS, STATE_AXES
 from graphpar.runtime.gradients import BUCKET_BYTES
 
 
@@ -58,8 +58,14 @@ class StepEnds:
     def _replicas(self) -> list[str]:
         return [axis for axis in REPLICAS if self.mesh.degrees()[axis] > 1]
 
-    def _group(self, axis: str) -> Group:
-        return self.network.group_of_axes(self.mesh, [axis])
+    @cached_property
+    def sharing(self) -> Group:
+        """The ranks that share state."""
+        return self.network.group_of_axes(self.mesh, self.mesh.state_axes)
+
+    @cached_property
+    def _zero(self) -> int:
+        return self.execution.zero if self.mesh.shards > 1 else 0
 
     def elements(self, stage: tuple[int, int]) -> int:
         """Return the elements of parameters that a rank of ``stage`` holds."""
@@ -102,16 +108,18 @@ class StepEnds:
     def gradients(self, stages: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
         """Return the seconds of reducing a rank's gradients and of gathering its parameters after the optimizer; bytes reduced."""
         replicas = self._replicas
-        zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
+        zero = self._zero
         by_axes: dict[tuple[str, ...], float] = {}
         beyond: dict[tuple[str, ...], float] = {}  # by the axes of replicas over which shards of the sums are summed
         parameters = 0.0
         for held in self.bytes.held(stages):
             if held.trained:
                 own = self.bytes.reduced_sizes([held])
-                over = held.axes if zero else held.summed_over(replicas)
+                over = (
+                    tuple(axis for axis in held.axes if axis not in STATE_AXES) if zero else held.summed_over(replicas)
+                )
                 by_axes[over] = by_axes.get(over, 0.0) + own
-                over = tuple(axis for axis in replicas if axis not in ("dp_shard", *held.apart))
+                over = tuple(axis for axis in replicas if axis not in (*STATE_AXES, *held.apart))
                 beyond[over] = beyond.get(over, 0.0) + own
                 parameters += held.nbytes if self.execution.zero < 2 else self.execution.gathered_bytes([held])
         total, reduced, gathered = sum(by_axes.values()), 0.0, 0.0
@@ -119,10 +127,11 @@ class StepEnds:
             if over:
                 reduced += self.network.seconds("all-reduce", nbytes, self.network.group_of_axes(self.mesh, over))
         if zero:
-            shards, count = self._group("dp_shard"), self.execution.broadcasts
+            shards, count = self.sharing, self.execution.broadcasts
             whole = zero == 1 and self.execution.sums_whole
             if whole:
-                reduced += self.network.seconds("all-reduce", total, self.network.group_of_axes(self.mesh, replicas))
+                everyone = self.network.group_of_axes(self.mesh, [*replicas, *self.mesh.state_axes])
+                reduced += self.network.seconds("all-reduce", total, everyone)
             elif zero == 1:
                 reduced += self.network.seconds("reduce-scatter", total, shards)
             if zero == 1 and count:
@@ -132,7 +141,7 @@ class StepEnds:
             for over, nbytes in beyond.items() if not whole else ():
                 if over:
                     group = self.network.group_of_axes(self.mesh, over)
-                    reduced += self.network.seconds("all-reduce", nbytes / self.mesh.dp_shard, group)
+                    reduced += self.network.seconds("all-reduce", nbytes / self.mesh.shards, group)
         return reduced, gathered, total
 
     def _summed_over(self, stages: Sequence[tuple[int, int]]) -> str | None:
@@ -161,12 +170,12 @@ class StepEnds:
 
     def _copied(self, stages: Sequence[tuple[int, int]]) -> float:
         """Return the bytes of copying gradients that a rank sums at the end of a step to flat tensors, and its shards out of those."""
-        zero = self.execution.zero if self.mesh.dp_shard > 1 else 0
+        zero = self._zero
         if not self.execution.copies_gradients or zero >= 2:  # those of sharded gradients are counted beside their sums
             return 0.0
         summed = [held for held in self.bytes.held(stages) if held.trained and held.summed_over(self._replicas)]
         nbytes = sum(held.elements * self.bytes.gradient_bytes(held) for held in summed)
-        return 2 * nbytes * (1 + (1 / self.mesh.dp_shard if zero else 0))
+        return 2 * nbytes * (1 + (1 / self.mesh.shards if zero else 0))
 
     def _cast(self, stages: Sequence[tuple[int, int]]) -> float:
         """Return the bytes of reading parameters and writing their copies, of a rank's shards before they are gathered."""

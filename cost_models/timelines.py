@@ -25,6 +25,7 @@ class StageEstimate:
         sent_s, returned_s: transfer of its result to the next stage, and of the gradient back.
         forward_exposed_s, backward_exposed_s: collectives by axis that computation does not hide.
         gather_s, reduce_s: of its sharded state, once a step, where the schedule's table says when.
+        state_axis: under which axis these are counted.
         kept_bytes: of activations, from a microbatch's forward to its backward.
     """
 
@@ -41,6 +42,7 @@ class StageEstimate:
     backward_exposed_s: Mapping[str, float] = field(default_factory=dict)
     gather_s: float = 0.0
     reduce_s: float = 0.0
+    state_axis: str = "dp_shard"
     kept_bytes: int = 0
 
     @staticmethod
@@ -51,7 +53,7 @@ class StageEstimate:
     def exposed_s(self, kind: str) -> Mapping[str, float]:
         """Return the exposed collectives by axis of an action, by its kind."""
         if kind in STATE:
-            return {"dp_shard": {"UNSHARD": self.gather_s, "REDUCE_GRAD": self.reduce_s}.get(kind, 0.0)}
+            return {self.state_axis: {"UNSHARD": self.gather_s, "REDUCE_GRAD": self.reduce_s}.get(kind, 0.0)}
         return self.forward_exposed_s if kind == "F" else {} if kind == "W" else self.backward_exposed_s
 
 

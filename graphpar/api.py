@@ -194,8 +194,8 @@ def plan(
         allow_batch_coupling: accept operators that mix examples (BatchNorm takes each microbatch's statistics).
         dp_mean: the loss is the mean of the replicas' own losses, each with its own denominators, as DDP has it; by default it is that
             of the global batch.
-        zero: which state each rank of the mesh's ``dp_shard`` axis holds a shard of: 1 is the optimizer's, 2 and 3 are parameters,
-            gradients and optimizer state; 3, the default, gathers parameters again for the backward.
+        zero: which state each rank of the mesh's ``dp_shard`` and ``cp`` axes holds a shard of: 1 is the optimizer's, 2 and 3 are
+            parameters, gradients and optimizer state; 3, the default with ``dp_shard``, gathers parameters again for the backward.
         zero1_by: how ZeRO-1 divides the optimizer's work: whole parameters in contiguous runs (``"contiguous"``), or the largest first
             (``"longest"``), or equal slices (``"flat"``).
         reshard: when gathered parameters are freed: ``"default"`` (after each forward and backward; under a pipeline once a step),
@@ -210,7 +210,8 @@ def plan(
             matches: ``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices' memory, for each block
             where the mesh is searched; that is also the default then, unless the model itself uses ``torch.utils.checkpoint``.
         dtype: that of ``export``, to be checked.
-        reduce_dtype: the dtype in which gradients are summed over dp_replicate and dp_shard; by default that of the parameters.
+        reduce_dtype: the dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp; by default that of the
+            parameters.
         top: how many of the plans that were not taken are kept in ``plan.found``.
         time_limit: seconds after which a search takes the best plan so far; ``plan.found.gap`` says how far from the best it may be.
 

@@ -131,7 +131,7 @@ class EveryPlan:
                 continue
             if mesh.dp_shard > 1 and "dp_shard" not in self.mesh and (pinned_replicas or self.zero == 0):
                 continue
-            if (mesh.dp_shard == 1 and self.zero) or (mesh.ep * mesh.dp_expert > 1 and self.experts == 1):
+            if (mesh.dp_shard * mesh.cp == 1 and self.zero) or (mesh.ep * mesh.dp_expert > 1 and self.experts == 1):
                 continue
             if self.experts % mesh.dp_expert or (mesh.ep > 1 and mesh.dp_expert > 1):
                 continue
@@ -146,9 +146,10 @@ class EveryPlan:
         return any(most % count == 0 and self.batch % count == 0 for count in range(mesh.replicas + 1, most + 1))
 
     def _states(self, mesh: Mesh) -> list[tuple[int, str]]:
-        if mesh.dp_shard == 1:
-            return [(0, "default")]
-        levels = [self.zero] if self.zero else [1, 2, 3]
+        levels = [1, 2, 3] if mesh.dp_shard > 1 else [0]
+        if mesh.dp_shard == 1 and mesh.cp > 1 and self.mesh.get("dp_replicate", 1) == 1:
+            levels = [0, 1, 2, 3]  # ranks with parts of one sequence share state too
+        levels = levels if self.zero is None else [self.zero]
         if self.reshard is not None:
             return [(level, self.reshard) for level in levels if level == 3 or self.reshard == "default"]
         return [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import sys
@@ -223,6 +224,22 @@ def in_16_bits() -> Iterator[Combination]:
             yield Combination(MODELS[number % 3], level, ((axis, 2), *others), schedule, clipped=True, dtype="bf16")
 
 
+def over_sequences() -> Iterator[Combination]:
+    """Yield every level over ranks that divide sequences, without ``dp_shard``: weights are gathered, activations stay divided."""
+    meshes = ({"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"dp_replicate": 2, "cp": 2})
+    for number, (level, mesh) in enumerate(itertools.product(LEVELS[1:], meshes)):
+        yield Combination(
+            MODELS[number % 3],
+            level,
+            tuple(mesh.items()),
+            schedule=SCHEDULES[number % len(SCHEDULES)] if "pp" in mesh else None,
+            prefetch=("pre", "post")[number % 2] if level == "3" and "pp" not in mesh else None,
+            accumulated=(1, 3)[number % 2],
+            clipped=number % 3 == 0,
+            recompute=(None, "full")[number % 2],
+        )
+
+
 def _row(level: str, schedule: str | None = None, model: str = "tied", **mesh: int) -> Combination:
     return Combination(model, level, tuple(mesh.items()), schedule)
 
@@ -398,6 +415,11 @@ Models: a transformer with tied embeddings (tied), with frozen parameters (froze
 ## {count} combinations
 
 {matrix}
+## Over ranks that divide sequences
+
+Without `dp_shard`: all ranks take the same rows, or those of their replica.
+
+{sequences}
 ## In bf16
 
 Over parameters, gradients and optimizer state in fp32; the eager loop reads a copy of the parameters in bf16.
@@ -433,15 +455,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.jobs is not None:
         main_of_a_rank(options.jobs)
         return 0
-    errors = run(RankPool(), [*combinations(), *in_16_bits(), *TORCHTITAN.values()])
+    errors = run(RankPool(), [*combinations(), *over_sequences(), *in_16_bits(), *TORCHTITAN.values()])
     matrix = table({each: errors[each] for each in combinations()})
+    sequences = table({each: errors[each] for each in over_sequences()})
     halves = table({each: errors[each] for each in in_16_bits()})
     titan = table({each: errors[each] for each in TORCHTITAN.values()}, list(TORCHTITAN))
     if options.docs:
-        page = _PAGE.format(count=len(list(combinations())), matrix=matrix, halves=halves, titan=titan, steps=STEPS)
+        page = _PAGE.format(
+            count=len(list(combinations())), matrix=matrix, sequences=sequences, halves=halves, titan=titan, steps=STEPS
+        )
         (Path(__file__).parents[1] / "docs" / "parity.md").write_text(page)
     else:
-        print(f"{matrix}\n{halves}\n{titan}")
+        print(f"{matrix}\n{sequences}\n{halves}\n{titan}")
     return int(any(not error <= TOLERANCE[each.dtype] for each, error in errors.items()))
 
 

@@ -75,6 +75,14 @@ class StepPrices:
                 seconds[row.phase] += times * each
         return seconds
 
+    @property
+    def shards(self) -> int:
+        """The ranks that share state."""
+        return self.mesh.dp_shard * self.mesh.cp
+
+    def _over_shards(self, kind: str, nbytes: float) -> float:
+        return self.network.seconds(kind, nbytes, self.network.group_of_axes(self.mesh, ["dp_shard", "cp"]))
+
     def _collective(self, axis: str, kind: str, nbytes: float) -> float:
         return self.network.seconds(kind, nbytes, self.network.group_of_axes(self.mesh, [axis]))
 
@@ -108,8 +116,8 @@ class StepPrices:
 
     def _exchange(self, kind: str, nbytes: int) -> float:
         """Seconds of a collective over shards, and of copies from and to its flat tensors: a rank's shard, and the whole."""
-        copied = 2 * nbytes + 2 * nbytes / self.mesh.dp_shard
-        return self._collective("dp_shard", kind, nbytes) + (float(self.compute.traffic_s(copied)) if nbytes else 0.0)
+        copied = 2 * nbytes + 2 * nbytes / self.shards
+        return self._over_shards(kind, nbytes) + (float(self.compute.traffic_s(copied)) if nbytes else 0.0)
 
     # ---- a step ----
 
@@ -187,28 +195,28 @@ class StepPrices:
 
     def _of_state(self, stages: Sequence[Units]) -> tuple[float, float, float]:
         """Seconds of summing a rank's gradients and of gathering its parameters after the optimizer; bytes of gradients."""
-        degrees, network = self.mesh.degrees(), self.network
+        network = self.network
         sizes: dict[tuple[tuple[str, ...], tuple[str, ...]], float] = {}
         for part in (part for part in held_once(stages) if part.trained):
             key = part.axes, self._replicas_of(part)
             sizes[key] = sizes.get(key, 0.0) + part.elements * part.itemsize
         total, seconds = sum(sizes.values()), 0.0
         for (axes, replicas), nbytes in sizes.items():
-            over = [*axes, *(replicas if not self.zero else ())]
+            over = [*axes, *replicas] if not self.zero else [axis for axis in axes if axis != "cp"]
             seconds += network.seconds("all-reduce", nbytes, network.group_of_axes(self.mesh, over)) if over else 0.0
         if not self.zero:
             return seconds, 0.0, total
         if self.zero == 1:
-            seconds += self._collective("dp_shard", "reduce-scatter", total)
+            seconds += self._over_shards("reduce-scatter", total)
         for replicas in {own for _, own in sizes}:
             others = [axis for axis in replicas if axis != "dp_shard"]
-            nbytes = sum(each for (_, own), each in sizes.items() if own == replicas) / degrees["dp_shard"]
+            nbytes = sum(each for (_, own), each in sizes.items() if own == replicas) / self.shards
             seconds += (
                 network.seconds("all-reduce", nbytes, network.group_of_axes(self.mesh, others)) if others else 0.0
             )
         whole = self.zero == 1 or (self.zero == 2 and self.mesh.pp == 1)
         parameters = sum(part.nbytes for part in held_once(stages) if part.trained)
-        return seconds, self._collective("dp_shard", "all-gather", parameters) if whole else 0.0, total
+        return seconds, self._over_shards("all-gather", parameters) if whole else 0.0, total
 
     def _late(
         self, stages: Sequence[Units], own: Sequence[int], costs: Sequence[Stage], row: Row
@@ -241,7 +249,7 @@ class StepPrices:
         """
         trained = [part for part in held_once(stages) if part.trained]
         nbytes = sum(part.elements * 8 * part.itemsize for part in trained)
-        shards = self.mesh.dp_shard if self.zero else 1
+        shards = self.shards if self.zero else 1
         summed = [part for part in trained if self._replicas_of(part) or part.axes]
         flat = sum(part.nbytes for part in summed) if self.zero < 2 else 0
         copied = 2 * flat + (2 * flat / shards if self.zero else 0)
@@ -275,8 +283,8 @@ class StepPrices:
         return state + sum(buffers.values()) + sum(inputs.values()) + messages, beside
 
     def _state(self, stages: Sequence[Units]) -> int:
-        """Parameters, gradients and Adam's two tensors, each divided over dp_shard from a ZeRO level on."""
-        held, shards = held_once(stages), self.mesh.dp_shard
+        """Parameters, gradients and Adam's two tensors, each divided over dp_shard and cp from a ZeRO level on."""
+        held, shards = held_once(stages), self.shards
         trained = sum(part.nbytes for part in held if part.trained)
         sizes = {3: sum(part.nbytes for part in held), 2: trained, 1: 2 * trained}
         return sum(-(-nbytes // shards) if self.zero >= level else nbytes for level, nbytes in sizes.items())

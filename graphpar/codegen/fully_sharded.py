@@ -1,4 +1,4 @@
-"""Print the function that names the units of a stage whose state is sharded over dp_shard.
+"""Print the function that names the units of a stage whose state is sharded over dp_shard and cp.
 
 ZeRO-2 and 3                                         ZeRO-1
 
@@ -46,7 +46,7 @@ def units_of(program: Program, stage: Stage, blocks: Mapping[str, str]) -> list[
 
 
 def stored_in_shards(program: Program, stages: Sequence[Stage]) -> frozenset[str]:
-    """Return the parameters of which a rank of dp_shard stores a shard, under every name of a tie.
+    """Return the parameters of which a rank of dp_shard and cp stores a shard, under every name of a tie.
 
     Whole on every rank stay those without a dim to divide or without elements, and in a unit of several dtypes those that are not of
     its largest, since a unit is gathered in one message.
@@ -104,7 +104,7 @@ def units_function(tree: Tree, units: Sequence[str], plan: Plan, order: Sequence
     if isinstance(plan.reshard, int):
         when += f", and shared by {plan.reshard} ranks in between"
     what = "Each block is a unit, the rest of the stage another" if units else "The stage is one unit"
-    summary = f"ZeRO-{plan.zero} over dp_shard={plan.mesh.dp_shard} (FSDP2). {what}; a unit is gathered for {when}."
+    summary = f"ZeRO-{plan.zero} over {plan.mesh.state_text} (FSDP2). {what}; a unit is gathered for {when}."
     ahead = None if plan.prefetch is None else Prefetch(plan.prefetch, plan.prefetch_distance)
     returned = "list[nn.Module]" if plan.prefetch == "post" else "None"
     if ahead is not None:
@@ -169,11 +169,11 @@ def _elements(tree: Tree, order: Sequence[str]) -> Iterator[str]:
             yield f"*{text}" if loop else text
 
 
-def optimizer_units_function(tree: Tree, units: Sequence[str], degree: int) -> str:
-    """Print the function that returns the units of ZeRO-1; ``tree`` is the stage's."""
+def optimizer_units_function(tree: Tree, units: Sequence[str], over: str) -> str:
+    """Print the function that returns the units of ZeRO-1 ``over`` axes; ``tree`` is the stage's."""
     what = "Each block is a unit, the rest of the stage another" if units else "The stage is one unit"
     how = "its gradients are summed together, and it waits for its new values when it is entered"
-    summary = f"ZeRO-1 over dp_shard={degree}. {what}: {how}."
+    summary = f"ZeRO-1 over {over}. {what}: {how}."
     lines = [f"def {OPTIMIZER_UNITS}(stage: nn.Module) -> list[nn.Module]:", *docstring(summary), "    return ["]
     for text, loop in modules_of(tree, units):
         lines.append(f"        *{text}," if loop else f"        {text},")

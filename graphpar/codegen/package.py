@@ -234,7 +234,7 @@ def _stage_file(
     if plan.zero:
         tree, units = stage_tree(program, infos, calls), units_of(program, stage, calls)
         parts.append(
-            optimizer_units_function(tree, units, plan.mesh.dp_shard)
+            optimizer_units_function(tree, units, plan.mesh.state_text)
             if plan.zero == 1
             else units_function(tree, units, plan, order_of(stage, units))
         )
@@ -363,8 +363,8 @@ def _whole(program: Program, plan: Plan) -> dict[str, str]:
 
 
 def owners_of(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
-    """Return which rank of dp_shard updates each parameter at ZeRO level 1."""
-    return owners(program, held_by_ranks(program, plan, stages), plan.mesh.dp_shard, plan.zero1_by)
+    """Return which of the ranks that share state updates each parameter at ZeRO level 1."""
+    return owners(program, held_by_ranks(program, plan, stages), plan.mesh.shards, plan.zero1_by)
 
 
 def held_by_ranks(program: Program, plan: Plan, stages: Sequence[Stage]) -> list[list[str]]:

@@ -263,7 +263,8 @@ def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
         ranks = f"ranks {first}-{first + inside - 1}" if inside > 1 else f"rank {first}"
         line = f"    {ranks}   stage {stage.index}   {modules}"
         lines.append(line if len(line) <= 118 else line[:117] + "…")
-    for axis, what in ((name, record.ranks) for name, record in AXIS.items() if record.typed):
+    for axis, record in ((name, record) for name, record in AXIS.items() if record.typed):
+        what = record.sharing if record.sharing and plan.zero >= 2 else record.ranks
         inside = math.prod(degrees[inner] for inner in AXES[AXES.index(axis) + 1 :])
         alike = [str(index * inside) for index in range(degrees[axis])]
         shown = ", ".join(alike if len(alike) <= 4 else [*alike[:3], "…", alike[-1]])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphpar.errors import GraphparError, near_match
-from graphpar.runtime.axes import AXES, AXIS, GROUPS
+from graphpar.runtime.axes import AXES, AXIS, GROUPS, STATE_AXES
 from graphpar.runtime.layout import coordinates
 
 _USUAL_NAMES = {name: axis.name for axis in AXIS.values() for name in axis.usual_names}
@@ -39,6 +39,26 @@ class Mesh:
     def replicas(self) -> int:
         """How many ranks run the same stage on rows of their own."""
         return math.prod(degree for axis, degree in self.degrees().items() if AXIS[axis].replicas)
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks ZeRO shards state: those of dp_shard and cp together."""
+        return math.prod(self.degrees()[axis] for axis in STATE_AXES)
+
+    @property
+    def state_axes(self) -> tuple[str, ...]:
+        """The axes of several ranks over which ZeRO shards state."""
+        return tuple(axis for axis in STATE_AXES if self.degrees()[axis] > 1)
+
+    @property
+    def state_axis(self) -> str:
+        """The outermost of them, under which reports count the messages of state."""
+        return next(iter(self.state_axes), STATE_AXES[0])
+
+    @property
+    def state_text(self) -> str:
+        """These axes with their degrees, as ``dp_shard=2 x cp=4``."""
+        return " x ".join(f"{axis}={self.degrees()[axis]}" for axis in self.state_axes) or f"{STATE_AXES[0]}=1"
 
     def degrees(self) -> dict[str, int]:
         """Return the degree of each axis, outermost first."""

@@ -1,4 +1,4 @@
-"""Owners: which rank of dp_shard updates each parameter at ZeRO level 1, so that the ranks' loads are even.
+"""Owners: which of the ranks that share state updates each parameter at ZeRO level 1, so that the ranks' loads are even.
 
     sizes in the order of the program ──contiguous────► runs of neighbours; the largest load is the least that runs allow
                                       ──longest_first─► each to the least loaded rank, the largest first
@@ -66,7 +66,7 @@ def owners(program: Program, held: Sequence[Sequence[str]], ranks: int, policy: 
     Args:
         program: of one rank, so that sizes are those of its shards.
         held: the names of the parameters that each pp rank holds. One of several pp ranks has one owner.
-        ranks: of dp_shard.
+        ranks: that share state.
     """
     if policy not in _ASSIGN:
         return {}

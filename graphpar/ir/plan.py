@@ -38,7 +38,7 @@ class Plan:
         actions: the schedule's table, one tuple of cells for each rank, where torch's class of the schedule does not run it: the user's
             own, and with sharded state.
         reshard: when gathered parameters are freed, see :func:`~graphpar.passes.planning.sharded_state.check_reshard`.
-        fully_sharded: the parameters of which each rank of dp_shard stores a shard (ZeRO 2 and 3).
+        fully_sharded: the parameters of which each rank of dp_shard and cp stores a shard (ZeRO 2 and 3).
         prefetch, prefetch_distance: when ZeRO-3 gathers parameters ahead of a backward (of :data:`PREFETCH`; None where it has no gather
             of its own), and of how many units.
         recompute: which blocks run their forward again in the backward, see :mod:`graphpar.passes.planning.recomputation`.

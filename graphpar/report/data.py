@@ -158,7 +158,7 @@ def _collectives(plan: Plan, predicted: Estimate) -> list[str]:
     said = []
     if mesh.replicas > 1 and plan.mode == "train":
         said.append("gradients summed after the last backward" if cpu else "gradients summed beside backwards")
-    if mesh.dp_shard > 1 and plan.zero == 3:
+    if plan.zero == 3:
         said.append("parameters gathered when needed" if plan.prefetch == "none" else "parameters gathered ahead")
     if any(degree > 1 for axis, degree in mesh.degrees().items() if axis in ("tp", "cp", "ep")):
         said.append("collectives in operators waited for")

@@ -160,7 +160,7 @@ def sent_text(entry: Mapping[str, Any], way: str) -> str:
 
 def layout_text(plan: Plan) -> list[tuple[str, str]]:
     """List the specs of parameters, from the plan alone; names that differ only in a layer's number are merged."""
-    state = [("State", f"ZeRO-{plan.zero} over dp_shard={plan.mesh.dp_shard}")] if plan.zero else []
+    state = [("State", f"ZeRO-{plan.zero} over {plan.mesh.state_text}")] if plan.zero else []
     if not plan.sharding.all_degrees:
         return state
     specs: dict[str, dict[str, list[str]]] = {}

@@ -35,7 +35,7 @@ _CARRIED = {
     "pp": "results of stages, and their gradients",
     "dp_replicate": "sums of gradients",
     "dp_shard": "reduce-scatters of gradients, gathers of parameters",
-    "cp": "keys and values of other parts of the sequence, sums of gradients",
+    "cp": "keys and values of other parts of the sequence, sums of gradients, gathers of parameters",
     "dp_expert": "rows to their experts and back, sums of gradients",
     "ep": "rows to their experts and back",
     "tp": "activations and their gradients",

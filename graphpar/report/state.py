@@ -1,4 +1,4 @@
-"""What a rank stores where state is sharded over dp_shard: units, and bytes of parameters, gradients and optimizer state.
+"""What a rank stores where state is sharded over dp_shard and cp: units, and bytes of parameters, gradients and optimizer state.
 
 program of a rank, plan ──► ZeRO-3 over dp_shard=4 · 12 GPT2Block of 27.0 MiB and the rest 148 MiB · a rank stores parameters ...
 """
@@ -24,7 +24,7 @@ _ADAMW = 2
 def state_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[str, Any] | None:
     """Return the units and what the rank that stores most stores, in bytes; None where no state is sharded.
 
-    ``loads`` are the elements that each rank of dp_shard updates at level 1, by pp rank; empty where they are equal slices. A unit's bytes
+    ``loads`` are the elements that each of the ranks updates at level 1, by pp rank; empty where they are equal slices. A unit's bytes
     are those of its parameters when they are gathered; ``count`` units of a class have as many each.
     """
     from graphpar.codegen.fully_sharded import parameters_of_units
@@ -38,7 +38,7 @@ def state_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[st
     for path, names in parameters_of_units(program, stages).items():
         key = classes.get(path, path), sum(whole[name] for name in _once(program, names))
         units[key] = units.get(key, 0) + 1
-    ranks = plan.mesh.dp_shard
+    ranks = plan.mesh.shards
     owned = owners_of(program, plan, stages) if plan.zero == 1 else {}
     parts, loads = [], []
     for names in held_by_ranks(program, plan, stages):
@@ -56,6 +56,7 @@ def state_data(program: Program, plan: Plan, stages: Sequence[Stage]) -> dict[st
         "zero": plan.zero,
         "by": plan.zero1_by if plan.zero == 1 else None,
         "ranks": ranks,
+        "over": plan.mesh.state_text,
         "units": [{"name": name, "count": count, "bytes": nbytes} for (name, nbytes), count in units.items()],
         "rank_bytes": max(parts, key=lambda each: sum(each.values())),
         "loads": loads,
@@ -78,11 +79,11 @@ def _once(program: Program, names: Sequence[str]) -> list[str]:
 
 
 def _stored(program: Program, plan: Plan, name: str) -> int:
-    """Return the bytes that the first rank of dp_shard stores; later ones have as many or, where it does not divide, fewer."""
+    """Return the bytes that the first of the ranks stores; later ones have as many or, where it does not divide, fewer."""
     info = program.parameters[name]
     if name not in plan.fully_sharded:
         return info.nbytes
-    rows = -(-info.shape[0] // plan.mesh.dp_shard)
+    rows = -(-info.shape[0] // plan.mesh.shards)
     return rows * math.prod(info.shape[1:]) * info.dtype.itemsize
 
 
@@ -98,14 +99,14 @@ def state_text(state: Mapping[str, Any]) -> str:
     own = state["rank_bytes"]
     by = f", {state['by']}" if state.get("by") else ""
     return (
-        f"ZeRO-{state['zero']} over dp_shard={state['ranks']}{by} · units {units} · a rank stores parameters "
+        f"ZeRO-{state['zero']} over {state['over']}{by} · units {units} · a rank stores parameters "
         f"{bytes_text(own['parameters'])}, gradients {bytes_text(own['gradients'])}, AdamW's state {bytes_text(own['optimizer'])}"
         + (f" · {_loads_text(state['loads'])}" if state["loads"] else "")
     )
 
 
 def _loads_text(loads: Sequence[Sequence[int]]) -> str:
-    """Write what each rank of dp_shard updates, of the pp rank where that is least even."""
+    """Write what each rank updates, of the pp rank where that is least even."""
     unevenness, worst = max((max(each) * len(each) / max(sum(each), 1), each) for each in loads)
     shown = ", ".join(f"{elements:,}" for elements in worst[:_SHOWN]) + (", …" if len(worst) > _SHOWN else "")
     return f"ranks update {shown} elements, the largest {unevenness:.2f} of the mean"

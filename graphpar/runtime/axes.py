@@ -4,7 +4,7 @@
     dp_replicate   rows        every rank has all weights and its own rows of the batch; gradients are all-reduced
     dp_shard       rows        the same, and each rank stores a shard of the weights
     dp_expert      rows        the same, but each rank has other experts, to which all send their rows
-    cp             sequence    operators are sharded along the sequence; weights stay whole
+    cp             sequence    operators are sharded along the sequence; weights are computed with whole
     ep             experts     weights of experts are sharded, whole experts on each rank
     tp             weights     weights are sharded, and the operators that take them
 
@@ -34,6 +34,7 @@ class Axis:
     Attributes:
         ranks: what its ranks do in relation to each other, as words for the emitted script.
         usual_names: its names in other libraries.
+        sharing: ``ranks`` from ZeRO-2 on, where that is something else.
         searched: whether a planner chooses its degree wherever the user does not; cp and ep it chooses where they may help.
     """
 
@@ -41,6 +42,7 @@ class Axis:
     divides: Divides
     ranks: str
     usual_names: tuple[str, ...] = ()
+    sharing: str = ""
     searched: bool = False
 
     @property
@@ -68,6 +70,11 @@ class Axis:
         """Whether ranks store shards of what they compute with whole, so that gradients are always sums over it."""
         return self.name == "dp_shard"
 
+    @property
+    def shares_state(self) -> bool:
+        """Whether its ranks compute with the same whole weights on other data, so that ZeRO stores shards of state over it."""
+        return self.stores_shards or self.divides is Divides.SEQUENCE
+
 
 _RECORDS = (
     Axis("pp", Divides.LAYERS, "hold other stages", ("pipeline",), searched=True),
@@ -80,7 +87,10 @@ _RECORDS = (
         searched=True,
     ),
     Axis("dp_expert", Divides.ROWS, "take other rows of the batch and hold other experts, to which they send rows"),
-    Axis("cp", Divides.SEQUENCE, "hold the same weights and take other parts of the sequence", ("context",)),
+    Axis(
+        "cp", Divides.SEQUENCE, "hold the same weights and take other parts of the sequence", ("context",),
+        sharing="hold shards of the weights and take other parts of the sequence",
+    ),
     Axis("ep", Divides.EXPERTS, "hold other experts of the same layers", ("expert",)),
     Axis("tp", Divides.WEIGHTS, "hold shards of the same layers", ("mp", "sp", "tensor"), searched=True),
 )  # fmt: skip
@@ -89,11 +99,13 @@ AXIS = {axis.name: axis for axis in _RECORDS}
 AXES = tuple(AXIS)
 REPLICAS = tuple(name for name, axis in AXIS.items() if axis.replicas)
 """The axes whose ranks run the same code on different rows."""
-GROUPS = {"batch": REPLICAS, "loss": (*REPLICAS, "cp"), "fsdp": ("dp_shard",), "expert": ("dp_expert", "ep")}
+STATE_AXES = tuple(name for name, axis in AXIS.items() if axis.shares_state)
+"""The axes over which ZeRO shards state, all of them together."""
+GROUPS = {"batch": REPLICAS, "loss": (*REPLICAS, "cp"), "fsdp": STATE_AXES, "expert": ("dp_expert", "ep")}
 """Groups of ranks by what they share, as axes: other rows of the batch, parts of the loss, shards of the state, experts."""
 SHARDING_ORDER = tuple(sorted(AXES, key=lambda name: AXIS[name].replicas and not AXIS[name].exchanges))
 """The order in which axes divide a tensor: what ranks store divides the shards that they compute with."""
 PREFETCH = ("pre", "post", "none")
 """When ZeRO-3 gathers a unit's parameters for its backward: before the backward of the one before computes, after it, or at need."""
 ZERO1_BY = ("contiguous", "longest", "flat")
-"""How ZeRO-1 divides the optimizer's work over dp_shard: runs of whole parameters, the largest first, or equal slices."""
+"""How ZeRO-1 divides the optimizer's work over the ranks that share state: runs of whole parameters, the largest first, or equal slices."""

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphpar.runtime.axes import SHARDING_ORDER
-from graphpar.runtime.layout import Shard, Type, shard_of
+from graphpar.runtime.layout import Type, divisions, shard_of
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,11 @@ def _runs(
 ) -> list[_Run]:
     """Return the runs of a dim, of which the rank holds the first ``held`` of its indices."""
     index: Tensor | None = None  # counted from 1, since 0 is padding
-    for axis in SHARDING_ORDER:
-        kind = spec.get(axis)
-        if isinstance(kind, Shard) and kind.dim == dim:
+    for each in divisions(spec):
+        if each.shard.dim == dim:
             index = torch.arange(1, size + 1) if index is None else index
-            index = shard_of(index, dataclasses.replace(kind, dim=0), degrees[axis], place[axis])
+            along = dataclasses.replace(each.shard, dim=0)
+            index = shard_of(index, along, each.degree(degrees), each.index(degrees, place))
     if index is None:
         return [_Run(0, 0, size)]
     index = index[:held]

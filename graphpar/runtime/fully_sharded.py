@@ -1,4 +1,4 @@
-"""State that is sharded over dp_shard (ZeRO levels 2 and 3): torch's FSDP2 on the units that the emitted program names.
+"""State that is sharded over dp_shard and cp (ZeRO levels 2 and 3): torch's FSDP2 on the units that the emitted program names.
 
     stage_0.py: fully_shard_units(stage, ...)   each block is a unit: gathered for its forward and its backward, then freed
     gradients                                   reduce-scattered once a microbatch, summed, never divided
@@ -9,7 +9,7 @@
 FSDP2's own hooks would gather and reduce in every microbatch, and at wrong times where a backward is split. So a stage that
 the table gathers has none. (With a policy that frees parameters after each forward it keeps them, and the table only reduces.)
 
-The parameters of such a stage are DTensors over dp_shard. What a rank computes with on the other axes (its tp shard) is
+The parameters of such a stage are DTensors over the ranks that share state. What a rank computes with on the other axes (its tp shard) is
 the whole of such a DTensor; this module is where local tensors are taken out and put back.
 """
 
@@ -30,7 +30,7 @@ from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest
 
-AXIS = "dp_shard"
+MESH_DIM = "fsdp"
 
 
 def fully_shard_stage(
@@ -40,7 +40,7 @@ def fully_shard_stage(
     device: torch.device,
     program: Manifest,
 ) -> None:
-    """Shard the parameters of ``stage``, still without memory, over dp_shard.
+    """Shard the parameters of ``stage``, still without memory, over the ranks that share state.
 
     Args:
         units: the emitted function that calls ``fully_shard`` on each unit.
@@ -48,12 +48,12 @@ def fully_shard_stage(
     Raises:
         RuntimeProgramError: it can't, since the function puts a parameter into two units.
     """
-    group = groups[AXIS]
+    group = groups[MESH_DIM]
     assert group is not None
     try:
         order = units(
             stage,
-            mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,)),
+            mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=(MESH_DIM,)),
             reshard_after_forward=reshard_after_forward(program),
             ignored_params={
                 parameter

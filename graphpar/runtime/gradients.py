@@ -8,8 +8,8 @@ sequence parallelism), and over the copies of a parameter that several stages ho
     after a step         finish(): start those of the other buckets, wait for all, add what was set aside
     accumulating steps   take(accumulate=True), once for all of them: nothing is summed until a step that is finished
 
-With optimizer shards (ZeRO level 1) gradients are first summed over dp_shard, a unit at a time, to the ranks whose pieces they
-are (:mod:`graphpar.runtime.optimizer_shards`); over other axes and stages the pieces' gradients are summed then, as above.
+With optimizer shards (ZeRO level 1) gradients are first summed over the ranks that share state, a unit at a time, to those whose pieces
+they are (:mod:`graphpar.runtime.optimizer_shards`); over other axes and stages the pieces' gradients are summed then, as above.
 
 Then every rank that stores the parameter has the single-device gradient (its shard of it), with the same bits on all
 ranks of a group.
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from graphpar.runtime.axes import REPLICAS
+from graphpar.runtime.axes import REPLICAS, STATE_AXES
 from graphpar.runtime.delays import delay
 from graphpar.runtime.double import current
 from graphpar.runtime.errors import RuntimeProgramError
@@ -183,14 +183,14 @@ class Gradients:
             spec = program.stored(name)
             axes = tuple(axis for axis, kind in spec.items() if kind == R)
             copies = held.get(name, [])
-            if shards is not None:  # the ranks of dp_shard have summed to the piece's own
-                axes = tuple(axis for axis in axes if axis != "dp_shard")
+            if shards is not None:  # those that share state have summed to the piece's own
+                axes = tuple(axis for axis in axes if axis not in STATE_AXES)
                 copies = [shards.pieces[name]] if name in shards.pieces else []
             key = axes, holders if len(holders) > 1 else None
             elsewhere = key != ((), None)
             if key not in sums:
                 early = set(axes[:1]) <= set(REPLICAS) - set(program.placed) and key[1] is None and bool(axes)
-                early &= not program.zero  # else summed over dp_shard first
+                early &= not program.zero  # else summed over the ranks that share state first
                 beyond = bool(set(axes) - set(REPLICAS)) or key[1] is not None
                 reduced = bool(set(axes) & set(REPLICAS))
                 sums[key] = _Sum(groups.over(*key) if elsewhere else None, reduced, beyond, early)
@@ -198,7 +198,7 @@ class Gradients:
                 sums[key].partials.append(_Partial(copies))
             replicated = [axis for axis, kind in spec.items() if not isinstance(kind, Shard)]
             if shards is not None:
-                replicated.remove("dp_shard")
+                replicated = [axis for axis in replicated if axis not in STATE_AXES]
             if copies and groups.place["pp"] == holders[0] and all(groups.place[axis] == 0 for axis in replicated):
                 self.counted.append(copies[0])
         self._reduce_dtype = current(program.reduce_dtype)
@@ -261,7 +261,7 @@ class Gradients:
                 group, [_Partial(copies) for copies in unit.copies], self._early_units, self._reduce_dtype, unit=unit
             )
             for unit in (reversed(self._shards.units) if self._shards is not None and not accumulate else ())
-            if (group := unit.groups["dp_shard"]) is not None
+            if (group := unit.groups["fsdp"]) is not None
         ]
         for bucket in [*self._of_units, *self._buckets]:
             if bucket.early:

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphpar.runtime.axes import AXES, GROUPS, REPLICAS
+from graphpar.runtime.axes import AXES, AXIS, GROUPS, REPLICAS, STATE_AXES
 from graphpar.runtime.distributed import gather_objects, group_timeout
-from graphpar.runtime.layout import coordinates, rank_at
+from graphpar.runtime.layout import Division, Shard, coordinates, rank_at
+
+_STATE = Division(STATE_AXES, Shard(0))
 
 
 class Groups:
@@ -32,6 +34,7 @@ class Groups:
         self.place = coordinates(self.rank, self.degrees)
         self._timeout = group_timeout(device)
         self._made: dict[tuple[tuple[str, ...], tuple[int, ...] | None], dist.ProcessGroup | None] = {}
+        self._state: list[dist.ProcessGroup] | None = None
         self._owned: list[dist.ProcessGroup] = []
         self.axes = {axis: group for axis in AXES if (group := self._of_axis(axis)) is not None}
         self.over(self._several("batch"))
@@ -42,6 +45,8 @@ class Groups:
         Raises:
             KeyError: there is no such name; the message lists those that there are.
         """
+        if name == "fsdp":
+            return self._of_state()
         if name in GROUPS:
             return self.over(self._several(name))
         if name not in AXES:
@@ -64,6 +69,23 @@ class Groups:
         """Return the rank with this rank's coordinates except ``changed``."""
         return rank_at({**self.place, **changed}, self.degrees)
 
+    @property
+    def shards(self) -> int:
+        """How many ranks share the state."""
+        return _STATE.degree(self.degrees)
+
+    @property
+    def shard(self) -> int:
+        """Which of these this rank is."""
+        return _STATE.index(self.degrees, self.place)
+
+    def rank_of_shard(self, index: int) -> int:
+        """Return the rank that is number ``index`` of those that share the state with this one."""
+        place = {}
+        for axis in reversed(STATE_AXES):
+            index, place[axis] = divmod(index, self.degrees[axis])
+        return self.rank_at(**place)
+
     def gather(self, axis: str, value: Any) -> list[Any]:
         """Gather ``value`` of every rank of an axis, by coordinate; a collective call of that axis."""
         group = self[axis]
@@ -85,6 +107,18 @@ class Groups:
                 own = group if self.rank in ranks else own
             self._made[key] = own
         return self._made[key]
+
+    def _of_state(self) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that share state: one of its own where operators communicate over some of its axes, so that
+        gathers and sums travel beside their messages."""
+        axes = self._several("fsdp")
+        if all(AXIS[axis].replicas for axis in axes):
+            return self.over(axes)
+        if self._state is None:
+            made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in self._cosets(tuple(axes), None)]
+            self._state = [group for ranks, group in made if self.rank in ranks]
+            self._owned += self._state
+        return self._state[0]
 
     def _of_axis(self, axis: str) -> dist.ProcessGroup | None:
         if axis == "pp":
@@ -116,4 +150,5 @@ class Groups:
             dist.destroy_process_group(group)
         self._owned.clear()
         self._made.clear()
+        self._state = None
         self.axes.clear()

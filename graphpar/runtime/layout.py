@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,17 @@ class ExpertRows(Shard):
     __repr__ = __str__
 
 
+@dataclass(frozen=True)
+class Stored(Shard):
+    """A shard of a parameter that is computed with whole, as ZeRO-2 and 3 store it.
+
+    All axes of this type divide ``dim`` together, the outermost first, after every other axis: [7, d] over two axes of two ranks gives
+    2 rows to each of the first three ranks and 1, with padding, to the last.
+    """
+
+    __repr__ = Shard.__str__
+
+
 Type = Whole | Shard
 _LETTERS = {"R": R, "I": I, "P": P}
 _SHARD = re.compile(r"S\((\d+)(?::(\d+(?:\+\d+)*))?\)")
@@ -110,13 +122,41 @@ def local_size(size: int, shard: Shard, degree: int) -> int:
     return size // degree
 
 
+@dataclass(frozen=True)
+class Division:
+    """One of the divisions that make a shard: ``axes`` divide a dim together."""
+
+    axes: tuple[str, ...]
+    shard: Shard
+
+    def degree(self, degrees: Mapping[str, int]) -> int:
+        """Return into how many shards it divides."""
+        return math.prod(degrees[axis] for axis in self.axes)
+
+    def index(self, degrees: Mapping[str, int], place: Mapping[str, int]) -> int:
+        """Return which of them is at the mesh coordinates ``place``."""
+        found = 0
+        for axis in self.axes:
+            found = found * degrees[axis] + place[axis]
+        return found
+
+
+def divisions(spec: Mapping[str, Type]) -> list[Division]:
+    """Return how a tensor is divided, in this order: by each axis of ``SHARDING_ORDER``, then by all that store shards."""
+    found = [
+        Division((axis,), kind)
+        for axis in SHARDING_ORDER
+        if isinstance(kind := spec.get(axis), Shard) and not isinstance(kind, Stored)
+    ]
+    stored = {axis: kind for axis in AXES if isinstance(kind := spec.get(axis), Stored)}
+    return [*found, Division(tuple(stored), next(iter(stored.values())))] if stored else found
+
+
 def local_shape(shape: Sequence[int], spec: Mapping[str, Type], degrees: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of a rank's shard of a tensor of ``shape``."""
     sizes = list(shape)
-    for axis in SHARDING_ORDER:
-        kind = spec.get(axis)
-        if isinstance(kind, Shard):
-            sizes[kind.dim] = local_size(sizes[kind.dim], kind, degrees[axis])
+    for each in divisions(spec):
+        sizes[each.shard.dim] = local_size(sizes[each.shard.dim], each.shard, each.degree(degrees))
     return tuple(sizes)
 
 
@@ -154,11 +194,9 @@ def joined(pieces: Sequence[Tensor], shard: Shard, size: int) -> Tensor:
 def local_shard(
     tensor: Tensor, spec: Mapping[str, Type], degrees: Mapping[str, int], place: Mapping[str, int]
 ) -> Tensor:
-    """Return the shard of ``tensor`` at the mesh coordinates ``place``; axes divide in ``SHARDING_ORDER``."""
-    for axis in SHARDING_ORDER:
-        kind = spec.get(axis)
-        if isinstance(kind, Shard):
-            tensor = shard_of(tensor, kind, degrees[axis], place[axis])
+    """Return the shard of ``tensor`` at the mesh coordinates ``place``, divided as :func:`divisions` says."""
+    for each in divisions(spec):
+        tensor = shard_of(tensor, each.shard, each.degree(degrees), each.index(degrees, place))
     return tensor
 
 
@@ -181,7 +219,7 @@ def rank_at(place: Mapping[str, int], degrees: Mapping[str, int]) -> int:
 
 def shard_places(spec: Mapping[str, Type], degrees: Mapping[str, int]) -> list[dict[str, int]]:
     """List the coordinates of every shard of a tensor on the axes that shard it, in order: the last axis varies fastest."""
-    axes = [axis for axis in SHARDING_ORDER if isinstance(spec.get(axis), Shard)]
+    axes = [axis for each in divisions(spec) for axis in each.axes]
     return [dict(zip(axes, at)) for at in itertools.product(*(range(degrees[axis]) for axis in axes))]
 
 
@@ -191,11 +229,10 @@ def joined_all(
     """Join the shards of a tensor of ``shape``, given in the order of ``shard_places``: the inverse of ``local_shard``."""
     before: list[tuple[Shard, int, int]] = []  # each sharding, its degree, and the size of its dim before it
     sizes = list(shape)
-    for axis in SHARDING_ORDER:
-        kind = spec.get(axis)
-        if isinstance(kind, Shard):
-            before.append((kind, degrees[axis], sizes[kind.dim]))
-            sizes[kind.dim] = local_size(sizes[kind.dim], kind, degrees[axis])
+    for each in divisions(spec):
+        kind, degree = each.shard, each.degree(degrees)
+        before.append((kind, degree, sizes[kind.dim]))
+        sizes[kind.dim] = local_size(sizes[kind.dim], kind, degree)
     found = list(pieces)
     for kind, degree, size in reversed(before):
         found = [joined(found[i : i + degree], kind, size) for i in range(0, len(found), degree)]

@@ -16,9 +16,9 @@ from typing import TypeVar
 
 import torch
 
-from graphpar.runtime.axes import AXES, AXIS, PREFETCH, REPLICAS
+from graphpar.runtime.axes import AXES, AXIS, PREFETCH, REPLICAS, STATE_AXES
 from graphpar.runtime.errors import RuntimeProgramError
-from graphpar.runtime.layout import I, P, R, Shard, Type
+from graphpar.runtime.layout import I, P, R, Shard, Stored, Type
 from graphpar.runtime.plan_record import (
     DTYPES,
     Adapter,
@@ -116,7 +116,8 @@ class Manifest:
     placed: tuple[str, ...] = ()
     """The axes on which operators are placed, so that stages communicate over them."""
     zero: int = 0
-    """How much of the state each rank of dp_shard holds a shard of: optimizer state at level 1, parameters and gradients too from 2."""
+    """How much of the state each rank of dp_shard and cp holds a shard of: optimizer state at level 1, parameters and gradients too from
+    2."""
     prefetch: str | None = None
     """When parameters are gathered ahead of a backward at level 3, of :data:`PREFETCH`."""
     prefetch_distance: int = 0
@@ -125,7 +126,8 @@ class Manifest:
     dp_mean: bool = False
     """Whether the loss is the mean of the replicas' own losses, and not that of the global batch."""
     owners: Mapping[str, int] = field(default_factory=dict)
-    """At level 1, which rank of dp_shard updates a parameter, under every name of a tie; empty where each updates a slice of all."""
+    """At level 1, which of the ranks that share state updates a parameter, under every name of a tie; empty where each updates a slice of
+    all."""
     reshard: str | int = "default"
     """When gathered parameters are freed: "default", "always" (after each forward and backward), "never" (in between), or after the
     forward down to shards over so many ranks."""
@@ -174,23 +176,32 @@ class Manifest:
         return math.prod(self.mesh.get(axis, 1) for axis in REPLICAS)
 
     @property
+    def shards(self) -> int:
+        """How many ranks share the state from level 1 on."""
+        return math.prod(self.mesh.get(axis, 1) for axis in STATE_AXES)
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """The axes of degree above 1 over which a tensor has a type: all but pp."""
         return tuple(axis for axis in AXES if AXIS[axis].typed and self.mesh.get(axis, 1) > 1)
 
     @property
     def fully_sharded(self) -> frozenset[str]:
-        """The parameters of which each rank of dp_shard holds a shard, under every name of a tie."""
+        """The parameters of which each rank of dp_shard and cp holds a shard, under every name of a tie."""
         return frozenset(name for name, types in self.types.items() if isinstance(types.get("dp_shard"), Shard))
 
     def spec(self, name: str) -> dict[str, Type]:
         """Look up the type on each of ``axes`` in which a parameter or buffer is computed with."""
-        return {axis: R if AXIS[axis].stores_shards else kind for axis, kind in self.stored(name).items()}
+        listed = self.types.get(name, {})
+        types = {axis: listed.get(axis, R if AXIS[axis].replicas else I) for axis in self.axes}
+        return {axis: R if AXIS[axis].stores_shards else kind for axis, kind in types.items()}
 
     def stored(self, name: str) -> dict[str, Type]:
         """Look up the type on each of ``axes`` in which a parameter or buffer, its gradient and its optimizer state are stored."""
-        listed = self.types.get(name, {})
-        return {axis: listed.get(axis, R if AXIS[axis].replicas else I) for axis in self.axes}
+        kind = self.types.get(name, {}).get("dp_shard")
+        return self.spec(name) | {
+            axis: Stored(kind.dim) for axis in self.axes if axis in STATE_AXES and isinstance(kind, Shard)
+        }
 
     def input(self, name: str) -> InputInterface:
         """Look up the input of this name."""
@@ -342,10 +353,16 @@ def _check(plan: Manifest, where: str) -> None:
             f"{plan.microbatches} microbatches of {plan.microbatch_size}{replicas} are not a global batch "
             f"of {plan.global_batch}"
         )
-    if plan.zero not in range(4) or bool(plan.zero) != (plan.mesh.get("dp_shard", 1) > 1):
-        broken.append(f"zero is {plan.zero}, but dp_shard has {plan.mesh.get('dp_shard', 1)} ranks")
+    if (
+        plan.zero not in range(4)
+        or (plan.zero and plan.shards == 1)
+        or (not plan.zero and plan.mesh.get("dp_shard", 1) > 1)
+    ):
+        broken.append(
+            f"zero is {plan.zero}, but dp_shard has {plan.mesh.get('dp_shard', 1)} ranks and cp {plan.mesh.get('cp', 1)}"
+        )
     if plan.zero < 2 and plan.fully_sharded:
-        broken.append(f"zero is {plan.zero}, but {min(plan.fully_sharded)!r} is stored in shards over dp_shard")
+        broken.append(f"zero is {plan.zero}, but {min(plan.fully_sharded)!r} is stored in shards")
     if plan.zero != 1 and plan.owners:
         broken.append(f"zero is {plan.zero}, but owners says which rank updates {min(plan.owners)!r}, as at level 1")
     asked: list[object] = [plan.recompute] if isinstance(plan.recompute, str) else list(plan.recompute.values())
@@ -368,14 +385,12 @@ def _check(plan: Manifest, where: str) -> None:
         )
     if plan.prefetch_distance < (plan.prefetch in ("pre", "post")):
         broken.append(f"prefetch_distance is {plan.prefetch_distance} with prefetch {plan.prefetch!r}")
-    if isinstance(plan.reshard, int) and (plan.reshard < 2 or plan.mesh.get("dp_shard", 1) % plan.reshard):
-        broken.append(f"reshard is {plan.reshard}, but dp_shard has {plan.mesh.get('dp_shard', 1)} ranks")
-    strange = next(
-        ((name, rank) for name, rank in plan.owners.items() if not 0 <= rank < plan.mesh.get("dp_shard", 1)), None
-    )
+    if isinstance(plan.reshard, int) and (plan.reshard < 2 or plan.shards % plan.reshard):
+        broken.append(f"reshard is {plan.reshard}, but state is shared by {plan.shards} ranks")
+    strange = next(((name, rank) for name, rank in plan.owners.items() if not 0 <= rank < plan.shards), None)
     if strange is not None:
         broken.append(
-            f"{strange[0]!r} is updated by rank {strange[1]} of dp_shard, which has {plan.mesh.get('dp_shard', 1)} ranks"
+            f"{strange[0]!r} is updated by rank {strange[1]} of those that share state, of which there are {plan.shards}"
         )
     if plan.reshard not in ("default", "always", "never") and not isinstance(plan.reshard, int):
         broken.append(f"reshard is {plan.reshard!r}, not default, always, never or a number of ranks")

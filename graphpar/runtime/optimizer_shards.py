@@ -1,4 +1,4 @@
-"""Optimizer state that is sharded over dp_shard (ZeRO level 1): each rank has all parameters, and updates its own pieces.
+"""Optimizer state that is sharded over dp_shard and cp (ZeRO level 1): each rank has all parameters, and updates its own pieces.
 
     backward         the gradients of a unit are summed to the ranks whose pieces they are
     optimizer.step   each rank updates its pieces
@@ -27,11 +27,9 @@ from graphpar.runtime.distributed import all_gather_flat, gather_objects, reduce
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.events import event
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.layout import R
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.weights import parameters_by_name
 
-AXIS = "dp_shard"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -46,7 +44,6 @@ class Unit:
         flat: the values; the parameters are views of it.
         ends: where each rank's segment of ``flat`` ends; the next begins there.
         even: whether segments have one size, so that they may cut through a parameter.
-        partial: whether gradients are sums over the ranks of the axis that are yet to be made.
         pieces: this rank's, by name: whole parameters, or 1-D slices of them.
     """
 
@@ -57,7 +54,6 @@ class Unit:
     flat: Tensor
     ends: Sequence[int]
     even: bool
-    partial: bool
     groups: Groups
     pieces: dict[str, nn.Parameter] = field(default_factory=dict)
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -65,7 +61,7 @@ class Unit:
     works: list[dist.Work] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        own, begin = range(*self.segment(self.groups.place[AXIS])), 0
+        own, begin = range(*self.segment(self.groups.shard)), 0
         for name, copies in zip(self.names, self.copies):
             end = begin + copies[0].numel()
             for copy in copies:
@@ -86,7 +82,7 @@ class Unit:
         for place in range(len(self.ends)):
             begin, end = self.segment(place)
             if begin < end:
-                yield self.groups.rank_at(**{AXIS: place}), slice(begin, end)
+                yield self.groups.rank_of_shard(place), slice(begin, end)
 
     def reduce(self, flat: Tensor) -> tuple[list[dist.Work], Tensor]:
         """Start to sum ``flat`` over the ranks, each segment to its rank.
@@ -94,9 +90,7 @@ class Unit:
         Returns:
             Handles, and this rank's segment, which has its values once they are done.
         """
-        own, group = slice(*self.segment(self.groups.place[AXIS])), self.groups[AXIS]
-        if not self.partial:
-            return [], flat[own]
+        own, group = slice(*self.segment(self.groups.shard)), self.groups["fsdp"]
         if self.even:
             result = flat.new_empty(own.stop - own.start)
             return [reduce_scatter_flat(result, flat, group)], result
@@ -105,9 +99,9 @@ class Unit:
 
     def gather(self, flat: Tensor) -> list[dist.Work]:
         """Start to send this rank's segment of ``flat`` to the others, and to receive theirs into it."""
-        group = self.groups[AXIS]
+        group = self.groups["fsdp"]
         if self.even:
-            return [all_gather_flat(flat, flat[slice(*self.segment(self.groups.place[AXIS]))].clone(), group)]
+            return [all_gather_flat(flat, flat[slice(*self.segment(self.groups.shard))].clone(), group)]
         works = [dist.broadcast(flat[part], src=rank, group=group, async_op=True) for rank, part in self._owners()]
         return [work for work in works if work is not None]
 
@@ -150,7 +144,7 @@ class OptimizerShards:
         program: Manifest,
         groups: Groups,
     ) -> None:
-        self._stages, self._group = stages, groups[AXIS]
+        self._stages, self._group = stages, groups["fsdp"]
         self.units = _units(stages, modules, program, groups)
         self.pieces = {name: piece for unit in self.units for name, piece in unit.pieces.items()}
         """This rank's pieces, by the first name of a tie; 1-D slices of parameters where segments are even."""
@@ -262,7 +256,7 @@ class OptimizerShards:
         found: dict[nn.Parameter, Tensor] = {}
         for unit in self.units:
             flat = torch.zeros_like(unit.flat)
-            own = flat[slice(*unit.segment(unit.groups.place[AXIS]))]
+            own = flat[slice(*unit.segment(unit.groups.shard))]
             for name, place in unit.places.items():
                 if name in gradients:
                     own[slice(*place)] = gradients[name].reshape(-1)
@@ -283,7 +277,7 @@ class OptimizerShards:
 
     def _bits(self) -> Tensor:
         """Sum up the bits of this rank's values: what is written through ``.data`` counts as no change of a tensor."""
-        own = [unit.flat[slice(*unit.segment(unit.groups.place[AXIS]))] for unit in self.units]
+        own = [unit.flat[slice(*unit.segment(unit.groups.shard))] for unit in self.units]
         sums = [part.view(BITS[part.element_size()]).sum(dtype=torch.int64) for part in own]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
@@ -312,10 +306,10 @@ def _units(
                 name = name_of[parameter]
                 if parameter.requires_grad:
                     if name not in homes:
-                        key = module, name if counts[name] > 1 else None, parameter.dtype, program.spec(name)[AXIS] == R
+                        key = module, name if counts[name] > 1 else None, parameter.dtype
                         grouped.setdefault(key, []).append(name)
                     homes.setdefault(name, []).append(module)
-    return [_unit(paths[key[0]], names, homes, held, key[-1], program, groups) for key, names in grouped.items()]
+    return [_unit(paths[key[0]], names, homes, held, program, groups) for key, names in grouped.items()]
 
 
 def _unit(
@@ -323,11 +317,10 @@ def _unit(
     names: Sequence[str],
     homes: Mapping[str, Sequence[nn.Module]],
     held: Mapping[str, Sequence[nn.Parameter]],
-    partial: bool,
     program: Manifest,
     groups: Groups,
 ) -> Unit:
-    ranks, even = groups.degrees[AXIS], not program.owners
+    ranks, even = groups.shards, not program.owners
     sizes = {name: held[name][0].numel() for name in names}
     if even:
         ordered, each = list(names), -(-sum(sizes.values()) // ranks)
@@ -342,7 +335,7 @@ def _unit(
     first = held[names[0]][0]
     flat = torch.zeros(ends[-1], dtype=first.dtype, device=first.device)
     modules = list(dict.fromkeys(module for name in names for module in homes[name]))
-    return Unit(path, ordered, modules, [held[name] for name in ordered], flat, ends, even, partial, groups)
+    return Unit(path, ordered, modules, [held[name] for name in ordered], flat, ends, even, groups)
 
 
 def _waits(units: Sequence[Unit]) -> Callable[[nn.Module, Any], None]:

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphpar.runtime.axes import AXES
+from graphpar.runtime.axes import AXES, STATE_AXES
 from graphpar.runtime.boxes import Box, boxes_of
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.fully_sharded import local
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import Shard
 from graphpar.runtime.manifest import Manifest
-from graphpar.runtime.optimizer_shards import AXIS, OptimizerShards
+from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.weights import listed, names_by_tie, whole_shape
 
 MODEL, STATE = ("model",), ("optimizer", "state")
@@ -153,7 +153,7 @@ class State:
             spec = self.program.spec(name)
             shape = whole_shape(self.program, name, torch.empty(of, device="meta"))
             boxes = boxes_of(value.detach(), shape, spec, self.program.mesh, self.groups.place, of=of, start=start)
-            return self._turned(Entry(path, tuple(shape), value.dtype, boxes, [value.detach()]), spec, AXIS)
+            return self._turned(Entry(path, tuple(shape), value.dtype, boxes, [value.detach()]), spec, *STATE_AXES)
         if value.ndim == 0:
             return Entry(path, (), value.dtype, [Box((), local(value.detach()))], [local(value.detach())])
         raise RuntimeProgramError(

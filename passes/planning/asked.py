@@ -259,7 +259,7 @@ def _check(asked: Asked) -> None:
     mesh = Mesh(**asked.mesh)
     if pins.zero and not asked.complete and "dp_shard" not in asked.mesh:  # searched: some degree that can do it
         mesh = replace(mesh, dp_shard=2 * pins.reshard if type(pins.reshard) is int and pins.reshard > 1 else 2)
-    level = level_of(mesh.dp_shard, pins.zero)
+    level = level_of(mesh, pins.zero)
     if pins.reshard is not None:
         check_reshard(mesh, level, pins.reshard)
     check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
@@ -267,7 +267,7 @@ def _check(asked: Asked) -> None:
         check_dp_mean(mesh, pins)
     if asked.complete:
         mesh = Mesh.resolve(asked.mesh, asked.devices)
-        check_reduced(mesh, pins.reduce_dtype)
+        check_reduced(mesh, level_of(mesh, pins.zero), pins.reduce_dtype)
         if pins.schedule is not None:
             check_pipelined(pins.schedule, mesh)
     if pins.schedule is not None:

@@ -32,7 +32,7 @@ class PlannerConstraints:
     Attributes:
         split_points: gives the split points for a mesh and a schedule, or raises GraphparError with why there are none.
         one_microbatch: the batch can't be split into microbatches.
-        zero, reshard: how state is sharded over dp_shard, and when gathered parameters are freed.
+        zero, reshard: how state is sharded over dp_shard and cp, and when gathered parameters are freed.
         prefetch, prefetch_distance: when parameters are gathered for a backward.
         recompute: what blocks may recompute, the least first.
         check: raises GraphparError for a mesh, a ZeRO level and a reshard policy with which something that is pinned can't be done.

@@ -39,6 +39,7 @@ from graphpar.passes.planning.sharded_state import (
     check_reach,
     check_reduced,
     check_reshard,
+    check_whole,
     gathers_again,
     level_of,
     prefetching,
@@ -87,7 +88,7 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
     """
     batch = global_batch(program, pins)
     check_degrees(mesh, batch)
-    check_reduced(mesh, pins.reduce_dtype, program.mode)
+    check_reduced(mesh, level_of(mesh, pins.zero), pins.reduce_dtype, program.mode)
     if pins.schedule is not None:
         check_pipelined(pins.schedule, mesh)
     split_points = pinned_split_points(program, mesh, pins)
@@ -110,7 +111,7 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
         check_legal(schedule, mesh.pp, per_rank, microbatches)
     ranks = stage_ranks(schedule, mesh.pp, per_rank) if mesh.pp > 1 else [0]
     cells = None
-    gathers = level_of(mesh.dp_shard, pins.zero) >= 2
+    gathers = level_of(mesh, pins.zero) >= 2
     if mesh.pp > 1 and (get_schedule(schedule).lead is not None or gathers):  # torch's runtime takes it as a table
         cells = _cells(_with_state(action_table(schedule, mesh.pp, per_rank, microbatches), mesh, pins))
     plan = _plan(program, mesh, schedule, batch, microbatches, chosen, ranks, pins, cells)
@@ -141,10 +142,10 @@ def _with_state(table: ActionTable, mesh: Mesh, pins: PlanConstraints) -> Action
     """
     gathers = pins.reshard in (None, "default", "never")
     split_at = next((action for _, _, _, action in table.actions() if action.kind == "I"), None)
-    if level_of(mesh.dp_shard, pins.zero) < 2:
+    if level_of(mesh, pins.zero) < 2:
         if has_state_actions(table):
             raise GraphparError(
-                "The schedule table gathers or reduces state, but the mesh shards none; give dp_shard=2 or more."
+                "The schedule table gathers or reduces state, but the mesh shards none; give dp_shard=2 or more, or zero=3 with cp."
             )
         return table
     if not gathers and split_at is not None:
@@ -200,12 +201,13 @@ def _plan(
     pins: PlanConstraints,
     actions: tuple[tuple[str, ...], ...] | None = None,
 ) -> Plan:
-    check_reshard(mesh, level_of(mesh.dp_shard, pins.zero), pins.reshard or "default")
+    check_reshard(mesh, level_of(mesh, pins.zero), pins.reshard or "default")
     stages = split(program, positions_of(program, split_points))
     size = batch // (microbatches * mesh.replicas)
     coupled = batch_warning(program, mesh, microbatches, pins.allow_batch_coupling)
     zero = zero_level(program, mesh, pins.zero)
     found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
+    check_whole(mesh, zero, found.sharding.parameters)
     check_dp_mean(mesh, pins, program)
     again = gathers_again(mesh.pp, zero, pins.reshard)
     prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)

@@ -93,8 +93,8 @@ def check_data_axes(mesh: Mesh, pins: PlanConstraints, program: Program) -> None
     Raises:
         GraphparError: it can't.
     """
-    level = level_of(mesh.dp_shard, pins.zero)
-    check_reduced(mesh, pins.reduce_dtype, program.mode)
+    level = level_of(mesh, pins.zero)
+    check_reduced(mesh, level, pins.reduce_dtype, program.mode)
     check_dp_mean(mesh, pins, program)
     check_reshard(mesh, level, pins.reshard or "default")
     check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)

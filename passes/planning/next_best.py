@@ -131,7 +131,7 @@ class Decisions:
         about = self._about("zero", str(plan.zero), self.pins.zero is not None)
         if plan.mode != "train":
             return replace(about, note="inference has no state to shard")
-        if plan.mesh.dp_replicate * plan.mesh.dp_shard == 1:
+        if plan.mesh.replicas * plan.mesh.cp == 1:
             return replace(about, note="there is one replica, so no state that could be sharded")
         axes = {axis: degree for axis, degree in plan.mesh.degrees().items() if not axis.startswith("dp_")}
         open_pins = replace(self._open(), zero=None, reshard=None, prefetch=None, prefetch_distance=None)

@@ -1,33 +1,38 @@
-"""What may be asked about state that is sharded over dp_shard: ZeRO levels, when parameters are gathered and freed, and reduce dtypes."""
+"""What may be asked about state that is sharded over dp_shard and cp: levels, when parameters are gathered and freed, reduce dtypes."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from graphpar.errors import GraphparError, near_match
 from graphpar.ir.mesh import Mesh
 from graphpar.ir.program import Program
-from graphpar.runtime.axes import PREFETCH, ZERO1_BY
+from graphpar.runtime.axes import PREFETCH, STATE_AXES, ZERO1_BY
+from graphpar.runtime.layout import R, Type
 
 
 def check_zero(mesh: Mesh, level: int | None, mode: str = "train") -> None:
-    """Check that the state can be sharded over dp_shard as ``level`` says; None is level 3 where there is such an axis.
+    """Check that the state can be sharded over dp_shard and cp as ``level`` says; None is level 3 where there is a dp_shard axis.
 
     Raises:
         GraphparError: it can't.
     """
     check_level(level)
-    if mesh.dp_shard == 1:
-        if level:
-            raise GraphparError(
-                f"zero={level} shards state over dp_shard, which has one rank; give mesh dp_shard=2 or more."
-            )
+    shown = mesh.state_text
+    if mesh.shards == 1 and level:
+        raise GraphparError(
+            f"zero={level} shards state over dp_shard and cp, which have one rank; give mesh dp_shard=2 or more, or cp=2."
+        )
+    if mesh.shards == 1 or (mesh.dp_shard == 1 and not level):
         return
-    shown = f"dp_shard={mesh.dp_shard}"
     if level == 0:
         raise GraphparError(
-            f"Mesh {shown} with zero=0 shards nothing; use dp_replicate={mesh.dp_shard}, or zero=1, 2 or 3."
+            f"Mesh dp_shard={mesh.dp_shard} with zero=0 shards nothing; use dp_replicate={mesh.dp_shard}, or zero=1, 2 or 3."
         )
     if mode != "train":
-        raise GraphparError(f"Mesh {shown} shards what training stores; for inference use tp, or dp_replicate.")
+        raise GraphparError(
+            f"Mesh {shown} with zero={level_of(mesh, level)} shards what training stores; for inference use tp, or dp_replicate."
+        )
 
 
 def check_level(level: int | None) -> None:
@@ -74,7 +79,7 @@ def check_prefetch(again: bool, prefetch: str | None, distance: int | None) -> N
         given = f"prefetch={prefetch}" if prefetch is not None else f"prefetch_distance={distance}"
         raise GraphparError(
             f"{given} says when parameters are gathered for the backward, and only zero=3 gathers them then (under a pipeline with "
-            "reshard=always); give mesh dp_shard=2 or more and zero=3 with it, or leave it out."
+            "reshard=always); give mesh dp_shard=2 or more, or cp=2, and zero=3 with it, or leave it out."
         )
     if distance is not None and distance < 1:
         raise GraphparError(f"prefetch_distance is {distance}; it must be at least 1.")
@@ -116,17 +121,19 @@ def check_reach(distance: int, units: int) -> None:
         )
 
 
-def check_reduced(mesh: Mesh, dtype: str | None, mode: str = "train") -> None:
-    """Check that there are sums of gradients over replicas where a dtype for them is given.
+def check_reduced(mesh: Mesh, level: int, dtype: str | None, mode: str = "train") -> None:
+    """Check that there are sums of gradients over replicas, or ranks that share state, where a dtype for them is given.
 
     Raises:
         GraphparError: there are none.
     """
-    if dtype is not None and (mesh.replicas == 1 or mode != "train"):
+    summed = mesh.replicas > 1 or (level > 0 and mesh.shards > 1)
+    if dtype is not None and not (summed and mode == "train"):
         shown = ", ".join(f"{axis}={degree}" for axis, degree in mesh.degrees().items() if degree > 1)
         what = f"mesh {shown or 'of one device'}" if mode == "train" else "program for inference"
         raise GraphparError(
-            f"reduce_dtype={dtype} is for sums of gradients over dp_replicate and dp_shard, which a {what} does not have; leave it out."
+            f"reduce_dtype={dtype} is for sums of gradients over dp_replicate and dp_shard (and cp with a ZeRO level), which a {what} "
+            "does not have; leave it out."
         )
 
 
@@ -137,14 +144,27 @@ def zero_level(program: Program, mesh: Mesh, level: int | None) -> int:
         GraphparError: as :func:`check_zero`.
     """
     check_zero(mesh, level, program.mode)
-    if mesh.dp_shard == 1:
-        return 0
-    return level_of(mesh.dp_shard, level)
+    return level_of(mesh, level)
 
 
-def level_of(shards: int, level: int | None) -> int:
-    """Return the ZeRO level over ``shards`` ranks of dp_shard: as pinned, else 3 where there are several."""
-    return (3 if shards > 1 else 0) if level is None else level
+def level_of(mesh: Mesh, level: int | None) -> int:
+    """Return the ZeRO level on ``mesh``: as pinned, else 3 where dp_shard has several ranks."""
+    return (3 if mesh.dp_shard > 1 else 0) if level is None else level
+
+
+def check_whole(mesh: Mesh, level: int, parameters: Mapping[str, Mapping[str, Type]]) -> None:
+    """Check that parameters are computed with whole on all ranks that share state, and are summed over these.
+
+    Raises:
+        GraphparError: a pin says otherwise.
+    """
+    for axis in mesh.state_axes if level else ():
+        name = next((name for name, spec in parameters.items() if spec.get(axis, R) != R), None)
+        if name is not None:
+            raise GraphparError(
+                f"{name} is pinned to {parameters[name][axis]}@{axis}, but zero={level} stores shards over {mesh.state_text} of parameters "
+                f"that are R@{axis}; leave out the pin, or the ZeRO level."
+            )
 
 
 RESHARD = ("default", "always", "never")
@@ -163,26 +183,26 @@ def check_reshard(mesh: Mesh, zero: int, reshard: str | int) -> None:
         return
     if isinstance(reshard, bool) or (not isinstance(reshard, int) and reshard not in RESHARD):
         raise GraphparError(f"reshard is {reshard!r}; it must be one of {', '.join(RESHARD)}, or a number of ranks.")
-    if mesh.dp_shard == 1 or zero < 2:
+    if mesh.shards == 1 or zero < 2:
         raise GraphparError(
-            f"reshard={reshard} says when gathered parameters are freed, but with dp_shard={mesh.dp_shard} and zero={zero} they are whole "
-            "on every rank; give mesh dp_shard=2 or more and zero=3."
+            f"reshard={reshard} says when gathered parameters are freed, but with {mesh.state_text} and zero={zero} they are whole on "
+            "every rank; give mesh dp_shard=2 or more, or cp=2, and zero=3."
         )
     if zero < 3 and reshard != "never":
         raise GraphparError(
             f"reshard={reshard} frees gathered parameters after a forward, but zero={zero} keeps them for the step; use zero=3."
         )
-    others = {axis: degree for axis, degree in mesh.degrees().items() if degree > 1 and axis != "dp_shard"}
+    others = {axis: degree for axis, degree in mesh.degrees().items() if degree > 1 and axis not in STATE_AXES}
     if (
         isinstance(reshard, int) and others
     ):  # each unit would make its groups on the ranks of one shard group alone, and hang
         raise GraphparError(
-            f"reshard={reshard} with {', '.join(f'{axis}={degree}' for axis, degree in others.items())} beside dp_shard comes in a later "
-            "version; use reshard=always."
+            f"reshard={reshard} with {', '.join(f'{axis}={degree}' for axis, degree in others.items())} beside {mesh.state_text} comes "
+            "in a later version; use reshard=always."
         )
-    if isinstance(reshard, int) and (not 1 < reshard < mesh.dp_shard or mesh.dp_shard % reshard):
-        between = [str(number) for number in range(2, mesh.dp_shard) if mesh.dp_shard % number == 0]
+    if isinstance(reshard, int) and (not 1 < reshard < mesh.shards or mesh.shards % reshard):
+        between = [str(number) for number in range(2, mesh.shards) if mesh.shards % number == 0]
         raise GraphparError(
-            f"reshard={reshard} must be a divisor of dp_shard={mesh.dp_shard} between 1 and {mesh.dp_shard}"
+            f"reshard={reshard} must be a divisor of {mesh.state_text} between 1 and {mesh.shards}"
             f"{': ' + ', '.join(between) if between else ', of which there is none'}."
         )

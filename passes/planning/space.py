@@ -114,7 +114,7 @@ class Space:
         legal = [
             mesh
             for mesh in found
-            if (mesh.dp_shard > 1 or not self.wishes.zero)
+            if (mesh.shards > 1 or not self.wishes.zero)
             and (mesh.cp == 1 or self.any_cp or not self._has_rows_for_more(mesh))
             and not any(count % mesh.ep for count in experts)
             and not any(count % mesh.dp_expert for count in sent)
@@ -137,8 +137,10 @@ class Space:
     def states(self, mesh: Mesh) -> Iterator[State]:
         """Yield the ways of sharding state over ``mesh`` that the pins allow."""
         levels: tuple[int, ...] = (1, 2, 3)
-        if mesh.dp_shard == 1 or self.wishes.zero is not None:
-            levels = (level_of(mesh.dp_shard, self.wishes.zero),)
+        if mesh.dp_shard == 1:
+            levels = (0, *levels) if self._shares_sequences(mesh) else (0,)
+        if self.wishes.zero is not None:
+            levels = (level_of(mesh, self.wishes.zero),)
         for level in levels:
             policies: tuple[str | int, ...] = ("default", "always") if level == 3 and mesh.pp > 1 else ("default",)
             for reshard in policies if self.wishes.reshard is None else (self.wishes.reshard,):
@@ -150,6 +152,10 @@ class Space:
                 else:
                     yield level, reshard
 
+    def _shares_sequences(self, mesh: Mesh) -> bool:
+        """Whether ranks of cp alone may share state: as for ``free_axes``, not where replicas are to hold all of it."""
+        return self.program.mode == "train" and mesh.cp > 1 and self.pinned.get("dp_replicate", 1) == 1
+
     def candidates(self) -> Iterator[Candidate]:
         """Yield every legal candidate; those whose mesh can't divide the batch are left out."""
         for mesh in self.meshes():
@@ -157,7 +163,7 @@ class Space:
                 continue
             rows = self.batch // mesh.replicas
             for zero, reshard in self.states(mesh):
-                for schedule, depth, split_points in self._schedules(mesh, reshard):
+                for schedule, depth, split_points in self._schedules(mesh, zero, reshard):
                     counts = legal_microbatches(schedule, mesh.pp, depth, rows) if mesh.pp > 1 else divisors(rows)
                     for count in counts:
                         if self._wanted(rows // count, count):
@@ -174,7 +180,9 @@ class Space:
         """Whether the whole mesh is pinned: then a schedule that is asked for does not ask for a pipeline."""
         return math.prod(self.pinned.values()) == self.cluster.size
 
-    def _schedules(self, mesh: Mesh, reshard: str | int) -> Iterator[tuple[str, int, tuple[SplitAt, ...] | None]]:
+    def _schedules(
+        self, mesh: Mesh, zero: int, reshard: str | int
+    ) -> Iterator[tuple[str, int, tuple[SplitAt, ...] | None]]:
         """Yield (name, stages a rank, split points if they are pinned)."""
         wished = self.wishes.schedule
         if mesh.pp == 1:
@@ -187,7 +195,7 @@ class Space:
                 continue
             if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
                 continue
-            if row.splits_backward and mesh.dp_shard > 1 and reshard not in ("default", "never"):
+            if row.splits_backward and zero >= 2 and reshard not in ("default", "never"):
                 continue
             if self.wishes.split_points is None:
                 depths = (

@@ -330,8 +330,10 @@ class _Builder:
         """Return every type that a parameter or a block's input can have on an axis."""
         whole: list[Type] = [I, R] if node in self.differentiable else [R]
         axis = AXIS[self.axes[position]]
-        if node.op == "get_attr" and axis.replicas:
-            return [R] if axis.stores_shards else whole
+        if node.op == "get_attr":
+            whole = [R] if axis.shares_state else whole  # its gradient is a sum over these ranks, whatever they store
+            if axis.replicas:
+                return whole
         return [*whole, *self.shards[position].get((node, 0), {})]
 
     def _is_parameter(self, node: fx.Node, scope: str) -> bool:

@@ -108,7 +108,9 @@ def sharding_of(solution: Solution) -> Sharding:
                     assert parameters.setdefault(name, spec) == spec, (
                         f"{name} is stored as {parameters[name]} and as {spec}"
                     )
-    unread: dict[str, Type] = {axis: R if AXIS[axis].replicas else I for axis in problem.axes}
+    unread: dict[str, Type] = {
+        axis: R if AXIS[axis].replicas or AXIS[axis].shares_state else I for axis in problem.axes
+    }
     for name in program.parameters:
         for tied in program.tie_of(name):
             parameters.setdefault(tied, unread)

@@ -522,7 +522,7 @@ def test_wrong_options(arguments: list[str], expected: str, folder: Path, capsys
         (["--mesh", "pp=2", "--shard-plan", "bad.json"], "colwize"),
         (["--schedule-table", "bad.csv"], "rank 1"),
         (["--dump-after", "outlin"], "Did you mean 'outline'?"),
-        (["--plan", "zero.json"], "zero=3 shards state over dp_shard, which has one rank"),
+        (["--plan", "zero.json"], "zero=3 shards state over dp_shard and cp, which have one rank"),
         (["-o", "/proc/x/y"], "/proc/x/y can't be written"),
         (["-o", "bad.csv"], "bad.csv is a file"),
         (["-o", "."], "is the folder that this runs in"),

@@ -43,6 +43,9 @@ MORE: dict[str, dict[str, Any]] = {
     "dp2 x tp2 zero 1 flat": {"mesh": {"dp_shard": 2, "tp": 2}, "zero": 1, "zero1_by": "flat"},
     "cp2 x dp2": {"mesh": {"cp": 2, "dp_replicate": 2}},
     "dp2 x tp2 zero 3": {"mesh": {"dp_shard": 2, "tp": 2}, "zero": 3},
+    "cp2 zero 3": {"mesh": {"cp": 2}, "zero": 3},
+    "dp2 x cp2 zero 3": {"mesh": {"dp_shard": 2, "cp": 2}, "zero": 3},
+    "dp2 x cp2 zero 1 flat": {"mesh": {"dp_shard": 2, "cp": 2}, "zero": 1, "zero1_by": "flat"},
     "pp2, V": {"mesh": {"pp": 2}, "schedule": "ZBVZeroBubble", "microbatch_size": 2},
 }
 EXPERTS: dict[str, dict[str, Any]] = {

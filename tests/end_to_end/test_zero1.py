@@ -201,7 +201,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         gp.plan(program, mesh={"dp_shard": 2}, zero1_by="flat")
     with pytest.raises(GraphparError, match="'flat'"):
         gp.plan(program, mesh={"dp_shard": 2}, zero=1, zero1_by="flatt")
-    with pytest.raises(GraphparError, match="which has one rank"):
+    with pytest.raises(GraphparError, match="which have one rank"):
         gp.plan(program, mesh={"dp_replicate": 2}, zero=1)
 
 

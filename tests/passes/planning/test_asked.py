@@ -157,7 +157,7 @@ def test_what_comes_first_is_named() -> None:
 # ---- plans that were edited ------------------------------------------------------------------------------------
 
 EDITS = [
-    ({"zero": 3}, "zero=3 shards state over dp_shard, which has one rank"),
+    ({"zero": 3}, "zero=3 shards state over dp_shard and cp, which have one rank"),
     ({"zero": 4}, "zero is 4; it must be 0, 1, 2 or 3"),
     ({"zero1_by": "flat"}, "zero1_by=flat says how ZeRO-1 divides the state"),
     ({"zero1_by": "flta"}, "zero1_by is 'flta'"),
