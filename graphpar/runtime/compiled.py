@@ -2,19 +2,21 @@
 
     block.forward ──torch.compile──► the same numbers from fused kernels; what FSDP2, ZeRO-1 and pipelines do around it stays as it is
 
-A block is compiled once for all its instances, with the collectives in it. It is compiled in parts around what torch can't follow, such
-as a user's own operator, and around the masks of dropout: they count on whole numbers that wrap around, which inductor's bounds don't know.
+A block is compiled whole, with the collectives in it, and once for all its instances. Where torch can't follow it, as into a user's own
+operator without a fake kernel, it is refused: parts of a block between which Python runs gain little, and nobody would see why.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
+from graphpar.runtime.compiled_operators import hide_masks, know_grouped_products
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
 
@@ -69,11 +71,32 @@ def check_recomputes_all(stage: ModuleType) -> None:
 
 def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
     """Compile the forwards of the blocks of ``stage``, or its own where it has none; before FSDP2 shards them."""
+    know_grouped_products()
     streams = sys.modules.get(f"{package}.random_streams")
-    if streams is not None and not hasattr(streams.keep_mask, "_torchdynamo_disable"):
-        streams.keep_mask = torch.compiler.disable(streams.keep_mask)  # type: ignore[attr-defined]
+    if streams is not None:
+        hide_masks(streams)
     for module in list(blocks(stage, package)) or [stage]:
-        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
+        module.forward = _whole(module, backend)  # type: ignore[method-assign]
+
+
+def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
+    """Compile the forward of ``module`` as one graph; it is compiled when it is first called.
+
+    Raises:
+        RuntimeProgramError: (the function that is returned) it can't be.
+    """
+    compiled = torch.compile(module.forward, fullgraph=True, backend=backend)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise RuntimeProgramError(
+                f"torch.compile can't compile {type(module).__name__} as one graph; leave compile out, or change what it can't follow "
+                f"(an operator of your own needs torch.library.register_fake): {error}"
+            ) from error
+
+    return forward
 
 
 def blocks(module: nn.Module, package: str) -> Iterator[nn.Module]:
