@@ -52,7 +52,11 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600, *, compile: bool =
     Args:
         compile: ``torch.compile`` compiles the blocks; refused before anything starts where it can't.
     """
+    import torch
+
     from graphpar.cli.plan_file import read_program, reading_report
+    from graphpar.runtime.compiled import check_compiles
+    from graphpar.runtime.distributed import on_gpus
     from graphpar.runtime.errors import LaunchError
     from graphpar.runtime.launch import torchrun
     from graphpar.runtime.stages import check_files
@@ -63,10 +67,7 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600, *, compile: bool =
     program, plan = read_program(folder)
     check_files(program)
     if compile:
-        from graphpar.hardware.cluster import Cluster
-        from graphpar.runtime.compiled import check_compiles
-
-        check_compiles(program, "inductor", "cpu")
+        check_compiles(program, "inductor", torch.device("cuda" if on_gpus(program.world_size) else "cpu"))
     devices = program.world_size
     with reading_report(folder / "plan.json"):
         predicted = prediction(plan, devices)

@@ -9,8 +9,7 @@ operator without a fake kernel, it is refused: parts of a block between which Py
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +21,8 @@ from graphpar.runtime.manifest import Manifest
 
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """The schedules that split backwards in two."""
+WHOLE = ("none", "full")
+"""What compiled blocks may recompute."""
 
 
 def backend_of(compile: bool | str) -> str | None:
@@ -29,21 +30,36 @@ def backend_of(compile: bool | str) -> str | None:
     return ("inductor" if compile else None) if isinstance(compile, bool) else compile
 
 
+def obstacle(schedule: str, cells: Iterable[str | None], recompute: object) -> str | None:
+    """Say why blocks can't be compiled under a schedule, whose table has ``cells``, if any, and with what they recompute."""
+    if schedule in SPLIT or any("W" in cell for cell in cells if cell):
+        return (
+            f"the schedule {schedule} splits backwards in two, which compiled blocks run as one; compile the model with another "
+            "schedule, such as 1F1B, or leave compile out"
+        )
+    kinds = recompute.values() if isinstance(recompute, Mapping) else [recompute]
+    other = next((kind for kind in kinds if kind not in WHOLE), None)
+    if other is not None:
+        return (
+            f"recompute={other} is about results of single operators, which compiled blocks do not have; compile the model with "
+            "recompute=full or none, or leave compile out"
+        )
+    return None
+
+
 def check_compiles(program: Manifest, backend: str, device: torch.device) -> None:
     """Check that the blocks of ``program`` can be compiled.
 
     Raises:
-        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two.
+        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two, or blocks recompute a part.
     """
     backends = torch._dynamo.list_backends(None)  # type: ignore[no-untyped-call, arg-type]
     if backend not in backends:
         raise RuntimeProgramError(f"torch.compile has no backend {backend!r}; there are {', '.join(backends)}")
-    cells = (cell for row in (program.actions or {}).values() for cell in row if cell)
-    if program.schedule in SPLIT or any("W" in cell.replace("UNSHARD", "") for cell in cells):
-        raise RuntimeProgramError(
-            f"the schedule {program.schedule} splits backwards in two, which compiled blocks run as one; compile the model with another "
-            "schedule, such as 1F1B, or leave compile out"
-        )
+    cells = (cell for row in (program.actions or {}).values() for cell in row)
+    reason = obstacle(program.schedule, cells, program.recompute)
+    if reason is not None:
+        raise RuntimeProgramError(reason)
     if backend == "inductor" and device.type == "cpu":
         from torch._inductor import cpp_builder
 
@@ -53,20 +69,6 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
             raise RuntimeProgramError(
                 f"torch.compile needs a C++ compiler on the CPU ({error}); install one, or leave compile out"
             ) from error
-
-
-def check_recomputes_all(stage: ModuleType) -> None:
-    """Check that the blocks of a stage's file recompute all or nothing.
-
-    Raises:
-        RuntimeProgramError: they keep some results, which in a compiled block are none of their own.
-    """
-    for name in ("gather_again", "recompute_selectively", "recompute_but"):
-        if hasattr(stage, name):
-            raise RuntimeProgramError(
-                f"{name} is about results of single operators, which compiled blocks do not have; compile the model with recompute=full "
-                "or none, or leave compile out"
-            )
 
 
 def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
