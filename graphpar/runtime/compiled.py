@@ -73,6 +73,7 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
 
 def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
     """Compile the forwards of the blocks of ``stage``, or its own where it has none; before FSDP2 shards them."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = False  # else blocks share the graph of one that has other hooks
     know_grouped_products()
     streams = sys.modules.get(f"{package}.random_streams")
     if streams is not None:
