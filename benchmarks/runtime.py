@@ -9,6 +9,8 @@
     cp ring                  against torch's ring attention (benchmarks.context), on one long row
     zero 0, 1, 3             against DDP, ZeroRedundancyOptimizer and FSDP2 (benchmarks.data_parallel)
     recompute full, selective  against torch.utils.checkpoint by hand, under DDP (benchmarks.data_parallel)
+    compiled, ...            against the same program as it is: replicas, tensor, zero 3; "compile" is the processor time that a rank
+                             takes more in its first step than in a later one
     checkpoint               against dcp.save of the same state under FSDP2; a step saves, and computes nothing
     zero 1, slow network     against the same program that waits for new values before it goes on; they arrive 100 ms late
 
@@ -80,6 +82,11 @@ class Case:
     batch: tuple[int, int] = (BATCH, gpt.LENGTH)  # rows, tokens of each; one for all cases of a launch
 
     @property
+    def compiles(self) -> bool:
+        """Whether it is about ``torch.compile``."""
+        return self.name.startswith("compiled")
+
+    @property
     def label(self) -> str:
         """Its name in the table."""
         return f"{self.name} / {self.against}"
@@ -96,6 +103,7 @@ def _pipeline(schedule: str) -> Case:
 
 
 _ZERO1 = {"mesh": {"dp_shard": DEVICES}, "zero": 1, "microbatch_size": BATCH // DEVICES}
+_ZERO3 = {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}
 _REPLICAS = {"mesh": {"dp_replicate": DEVICES}, "microbatch_size": BATCH // DEVICES}
 _TENSOR = {"mesh": {"tp": DEVICES}, "shard_plan": CUT_SEQUENCE}
 CASES = (
@@ -105,13 +113,17 @@ CASES = (
     Case("tensor", "DTensor", "tensor", _TENSOR),
     Case("cp ring", "torch's ring", "context", {"mesh": {"cp": DEVICES}, "shard_plan": RING}, LONG),
     Case("zero 0", "DDP", "data", _REPLICAS),
-    Case("zero 3", "FSDP2", "data", {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}),
+    Case("zero 3", "FSDP2", "data", _ZERO3),
     Case("zero 1", "ZeroRedundancyOptimizer", "data", _ZERO1),
     Case("recompute full", "torch.utils.checkpoint", "recompute", {**_REPLICAS, "recompute": "full"}),
     Case(
         "recompute selective", "torch.utils.checkpoint, selective", "recompute", {**_REPLICAS, "recompute": "selective"}
     ),
-    Case("checkpoint", "dcp.save", "save", {"mesh": {"dp_shard": DEVICES}, "microbatch_size": BATCH // DEVICES}),
+    *(
+        Case(f"compiled, {name}", f"not compiled, {name}", f"compiled {name}", pins)
+        for name, pins in {"replicas": _REPLICAS, "tensor": _TENSOR, "zero 3": _ZERO3}.items()
+    ),
+    Case("checkpoint", "dcp.save", "save", _ZERO3),
     Case("zero 1, slow network", "not overlapped", "slow", _ZERO1),
 )
 
@@ -142,6 +154,7 @@ class Comparison:
     middle_half: tuple[float, float]
     cpu_ratio: float
     loss_difference: float
+    compile_s: float | None = None  # processor time of a rank
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -209,6 +222,7 @@ def _compared(case: Case, emitted: Mapping[str, list[float]], handwritten: Mappi
         ratio=middle,
         middle_half=(first, third),
         cpu_ratio=statistics.median(a / b for a, b in zip(emitted["cpu"], handwritten["cpu"])),
+        compile_s=emitted["first_cpu"][0] - statistics.median(emitted["cpu"]) if case.compiles else None,
         loss_difference=max(abs(a - b) / abs(b) for a, b in zip(emitted["losses"], handwritten["losses"])),
     )
 
@@ -231,7 +245,17 @@ def _show(comparisons: Sequence[Comparison]) -> None:
     console.print(f"{setting['model']}, batch {setting['batch']}")
     console.print(f"{DEVICES} gloo processes, torch {setting['torch']}, {comparisons[0].rounds} rounds\n")
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("emitted", "against", "by hand", "emitted", "ratio", "middle half", "cpu", "losses differ by"):
+    for heading in (
+        "emitted",
+        "against",
+        "by hand",
+        "emitted",
+        "ratio",
+        "middle half",
+        "cpu",
+        "losses differ by",
+        "compile",
+    ):
         table.add_column(heading, justify="left" if len(table.columns) < 2 else "right", no_wrap=True)
     for row in comparisons:
         table.add_row(
@@ -243,6 +267,7 @@ def _show(comparisons: Sequence[Comparison]) -> None:
             f"{row.middle_half[0]:.3f} to {row.middle_half[1]:.3f}",
             f"{row.cpu_ratio:.3f}",
             f"{row.loss_difference:.1e}",
+            "" if row.compile_s is None else f"{row.compile_s:.1f} s",
         )
     console.print(table)
 
@@ -258,6 +283,7 @@ class _Contestant:
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    first_cpu: list[float] = field(default_factory=list)
 
 
 def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
@@ -285,7 +311,9 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
                 folder / SLOW.name, folder / "weights.safetensors", batch, ranks, LATE_S, name == SLOW.against
             )
         else:
-            step = _emitted_step(folder / name, folder / "weights.safetensors", batch, ranks)
+            compiled = name.startswith("compiled")
+            program = folder / (f"compiled{name.removeprefix('not compiled')}" if name.startswith("not ") else name)
+            step = _emitted_step(program, folder / "weights.safetensors", batch, ranks, compile=compiled)
         contestants[name] = _Contestant(step)
     for turn in range(WARM_UP + rounds):
         for contestant in list(contestants.values())[:: 1 if turn % 2 else -1]:
@@ -294,20 +322,30 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
             loss = contestant.step()
             worked = time.process_time() - worked
             dist.barrier()
+            if not turn:
+                contestant.first_cpu.append(worked)
             if turn >= WARM_UP:
                 contestant.seconds.append(time.perf_counter() - began)
                 contestant.cpu.append(worked)
             if loss is not None:
                 contestant.losses.append(loss.item())
     if ranks.rank == DEVICES - 1:
-        record = {name: {"seconds": c.seconds, "cpu": c.cpu, "losses": c.losses} for name, c in contestants.items()}
+        record = {
+            name: {key: value for key, value in vars(c).items() if key != "step"} for name, c in contestants.items()
+        }
         (folder / "steps.json").write_text(json.dumps(record))
 
 
 def _emitted_step(
-    folder: Path, weights: Path, batch: dict[str, Tensor], ranks: Ranks, late_s: float = 0.0, waits: bool = False
+    folder: Path,
+    weights: Path,
+    batch: dict[str, Tensor],
+    ranks: Ranks,
+    late_s: float = 0.0,
+    waits: bool = False,
+    compile: bool = False,
 ) -> Step:
-    pipeline = Pipeline(folder, ranks.device)
+    pipeline = Pipeline(folder, ranks.device, compile=compile)
     pipeline.load_weights(weights)
     if late_s and pipeline._shards is not None:
         for unit in pipeline._shards.units:

@@ -177,5 +177,10 @@ def _add_output(parser: Parser) -> None:
         help="say where matching modules and values are, and why; of mesh, schedule, ... or plan, what else would cost",
     )
     group.add_argument("--dump-after", metavar="STEP|all", help="print the program after a step, on standard error")
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="take a plan whose blocks torch.compile can compile; with --run, compile them",
+    )
     group.add_argument("--run", action="store_true", help="then run it here, on local processes")
     group.add_argument("--steps", type=count, metavar="K", help="optimizer steps of --run (default: 10)")

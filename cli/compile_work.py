@@ -39,7 +39,7 @@ from graphpar.passes.planning.asked import Asked, ask, check_batch, planned
 from graphpar.passes.planning.next_best import Decisions
 from graphpar.passes.planning.planning import on_one_device
 from graphpar.passes.planning.recomputation import read_recompute
-from graphpar.passes.planning.validate_plan import check_alone, validate_plan
+from graphpar.passes.planning.validate_plan import check_alone, check_compiled, validate_plan
 from graphpar.passes.table import PASSES, PassList, Step, check_skipped
 from graphpar.report.report import compile_json, html, render, report_data, with_alone
 from graphpar.schedules.table import load_table
@@ -153,7 +153,7 @@ def compile_model(options: argparse.Namespace) -> Result:
         return Result(data, show)
     if not options.json:
         show(stdout_console())  # before the steps, which are printed as they end
-    ran = data["run"] = run_command.launch(folder, options.steps or 10)
+    ran = data["run"] = run_command.launch(folder, options.steps or 10, compile=options.compile)
     return Result(data, lambda console: run_command.show(ran, console))
 
 
@@ -163,6 +163,8 @@ def _request(options: argparse.Namespace) -> _Request:
     if given is not None:
         _check_beside_plan(options)
         check_alone(given)
+        if options.compile:
+            check_compiled(given)
     wanted = _wanted(options)
     ask(**wanted)  # before the model file is imported, which may take long too
     if options.out is not None:
@@ -308,6 +310,7 @@ def _wanted(options: argparse.Namespace) -> dict[str, Any]:
         "reduce_dtype": options.reduce_dtype,
         "top": options.top,
         "time_limit": options.time_limit,
+        "compile": options.compile,
     }
 
 

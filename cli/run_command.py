@@ -33,22 +33,30 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("run", help="run an emitted program on this machine (torchrun)")
     add_program(parser)
     parser.add_argument("--steps", type=count, default=10, help="optimizer steps (default: 10)")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
     parser.add_argument("--timeout", type=seconds, default=3600, help="seconds until it is ended (default: 3600)")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> Result:
     """Run the program's ``train.py`` on local processes."""
-    data = launch(program_folder(options.out), options.steps, options.timeout)
+    data = launch(program_folder(options.out), options.steps, options.timeout, compile=options.compile)
     return Result(data, lambda console: show(data, console))
 
 
-def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
+def launch(folder: Path, steps: int, timeout_s: float = 3600, *, compile: bool = False) -> dict[str, Any]:
     """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did.
 
     Each line that a rank prints goes to standard output at once.
+
+    Args:
+        compile: ``torch.compile`` compiles the blocks; refused before anything starts where it can't.
     """
+    import torch
+
     from graphpar.cli.plan_file import read_program, reading_report
+    from graphpar.runtime.compiled import check_compiles
+    from graphpar.runtime.distributed import on_gpus
     from graphpar.runtime.errors import LaunchError
     from graphpar.runtime.launch import torchrun
     from graphpar.runtime.stages import check_files
@@ -58,6 +66,8 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
         raise GraphparError(f"{folder} has no train.py; compile the model again.")
     program, plan = read_program(folder)
     check_files(program)
+    if compile:
+        check_compiles(program, "inductor", torch.device("cuda" if on_gpus(program.world_size) else "cpu"))
     devices = program.world_size
     with reading_report(folder / "plan.json"):
         predicted = prediction(plan, devices)
@@ -69,7 +79,7 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch, steps_shown(steps) as echo:
         history = Path(scratch) / "history.json"
-        arguments = ["--steps", str(steps), "--json", str(history)]
+        arguments = ["--steps", str(steps), "--json", str(history), *(["--compile"] if compile else [])]
         if (folder / "batch.safetensors").is_file():  # else train.py makes random batches
             arguments += ["--batch", str(folder / "batch.safetensors")]
         try:

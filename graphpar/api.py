@@ -171,6 +171,7 @@ def plan(
     reduce_dtype: str | None = None,
     top: int = SHOWN,
     time_limit: float | None = None,
+    compile: bool = False,
 ) -> Plan:
     """Decide how to run ``program`` on ``cluster``. What the arguments leave open is searched.
 
@@ -213,6 +214,8 @@ def plan(
         reduce_dtype: the dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp; by default that of the
             parameters.
         top: how many of the plans that were not taken are kept in ``plan.found``.
+        compile: leave out what blocks can't do that ``torch.compile`` compiles: schedules that split backwards in two, and recomputation
+            of a part of their results.
         time_limit: seconds after which a search takes the best plan so far; ``plan.found.gap`` says how far from the best it may be.
 
     Raises:
@@ -244,6 +247,7 @@ def plan(
         reduce_dtype=reduce_dtype,
         top=top,
         time_limit=time_limit,
+        compile=compile,
     )
     return planned(program, asked)
 

@@ -2,24 +2,27 @@
 
     block.forward ──torch.compile──► the same numbers from fused kernels; what FSDP2, ZeRO-1 and pipelines do around it stays as it is
 
-A block is compiled once for all its instances, with the collectives in it. It is compiled in parts around what torch can't follow, such
-as a user's own operator, and around the masks of dropout: they count on whole numbers that wrap around, which inductor's bounds don't know.
+A block is compiled whole, with the collectives in it, and once for all its instances. Where torch can't follow it, as into a user's own
+operator without a fake kernel, it is refused: parts of a block between which Python runs gain little, and nobody would see why.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from graphpar.runtime.compiled_operators import hide_masks, know_grouped_products
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
 
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """The schedules that split backwards in two."""
+WHOLE = ("none", "full")
+"""What compiled blocks may recompute."""
 
 
 def backend_of(compile: bool | str) -> str | None:
@@ -27,21 +30,36 @@ def backend_of(compile: bool | str) -> str | None:
     return ("inductor" if compile else None) if isinstance(compile, bool) else compile
 
 
+def obstacle(schedule: str, cells: Iterable[str | None], recompute: object) -> str | None:
+    """Say why blocks can't be compiled under a schedule, whose table has ``cells``, if any, and with what they recompute."""
+    if schedule in SPLIT or any("W" in cell for cell in cells if cell):
+        return (
+            f"the schedule {schedule} splits backwards in two, which compiled blocks run as one; compile the model with another "
+            "schedule, such as 1F1B, or leave compile out"
+        )
+    kinds = recompute.values() if isinstance(recompute, Mapping) else [recompute]
+    other = next((kind for kind in kinds if kind not in WHOLE), None)
+    if other is not None:
+        return (
+            f"recompute={other} is about results of single operators, which compiled blocks do not have; compile the model with "
+            "recompute=full or none, or leave compile out"
+        )
+    return None
+
+
 def check_compiles(program: Manifest, backend: str, device: torch.device) -> None:
     """Check that the blocks of ``program`` can be compiled.
 
     Raises:
-        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two.
+        RuntimeProgramError: torch has no such backend, or no C++ compiler, or backwards are split in two, or blocks recompute a part.
     """
     backends = torch._dynamo.list_backends(None)  # type: ignore[no-untyped-call, arg-type]
     if backend not in backends:
         raise RuntimeProgramError(f"torch.compile has no backend {backend!r}; there are {', '.join(backends)}")
-    cells = (cell for row in (program.actions or {}).values() for cell in row if cell)
-    if program.schedule in SPLIT or any("W" in cell.replace("UNSHARD", "") for cell in cells):
-        raise RuntimeProgramError(
-            f"the schedule {program.schedule} splits backwards in two, which compiled blocks run as one; compile the model with another "
-            "schedule, such as 1F1B, or leave compile out"
-        )
+    cells = (cell for row in (program.actions or {}).values() for cell in row)
+    reason = obstacle(program.schedule, cells, program.recompute)
+    if reason is not None:
+        raise RuntimeProgramError(reason)
     if backend == "inductor" and device.type == "cpu":
         from torch._inductor import cpp_builder
 
@@ -53,27 +71,35 @@ def check_compiles(program: Manifest, backend: str, device: torch.device) -> Non
             ) from error
 
 
-def check_recomputes_all(stage: ModuleType) -> None:
-    """Check that the blocks of a stage's file recompute all or nothing.
-
-    Raises:
-        RuntimeProgramError: they keep some results, which in a compiled block are none of their own.
-    """
-    for name in ("gather_again", "recompute_selectively", "recompute_but"):
-        if hasattr(stage, name):
-            raise RuntimeProgramError(
-                f"{name} is about results of single operators, which compiled blocks do not have; compile the model with recompute=full "
-                "or none, or leave compile out"
-            )
-
-
 def compile_blocks(stage: nn.Module, package: str, backend: str) -> None:
     """Compile the forwards of the blocks of ``stage``, or its own where it has none; before FSDP2 shards them."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = False  # else blocks share the graph of one that has other hooks
+    know_grouped_products()
     streams = sys.modules.get(f"{package}.random_streams")
-    if streams is not None and not hasattr(streams.keep_mask, "_torchdynamo_disable"):
-        streams.keep_mask = torch.compiler.disable(streams.keep_mask)  # type: ignore[attr-defined]
+    if streams is not None:
+        hide_masks(streams)
     for module in list(blocks(stage, package)) or [stage]:
-        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
+        module.forward = _whole(module, backend)  # type: ignore[method-assign]
+
+
+def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
+    """Compile the forward of ``module`` as one graph; it is compiled when it is first called.
+
+    Raises:
+        RuntimeProgramError: (the function that is returned) it can't be.
+    """
+    compiled = torch.compile(module.forward, fullgraph=True, backend=backend)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise RuntimeProgramError(
+                f"torch.compile can't compile {type(module).__name__} as one graph; leave compile out, or change what it can't follow "
+                f"(an operator of your own needs torch.library.register_fake): {error}"
+            ) from error
+
+    return forward
 
 
 def blocks(module: nn.Module, package: str) -> Iterator[nn.Module]:

@@ -111,6 +111,11 @@ class StopSignal:
         return bool(noted)
 
 
+def on_gpus(ranks: int) -> bool:
+    """Whether so many ranks on this machine have a GPU each."""
+    return torch.cuda.is_available() and torch.cuda.device_count() >= ranks and dist.is_nccl_available()
+
+
 def _join(timeout_s: float) -> Ranks:
     under_torchrun = "RANK" in os.environ
     if under_torchrun and isinstance(sys.stdout, io.TextIOWrapper):
@@ -120,7 +125,7 @@ def _join(timeout_s: float) -> Ranks:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_world and dist.is_nccl_available()
+    on_gpu = on_gpus(local_world)
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     backend = "nccl" if on_gpu else "gloo"
     if on_gpu:

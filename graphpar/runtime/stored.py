@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from graphpar.runtime.cast_once import CastOnce
-from graphpar.runtime.compiled import blocks, check_recomputes_all, compile_blocks
+from graphpar.runtime.compiled import blocks, compile_blocks
 from graphpar.runtime.fully_sharded import fully_shard_stage, hold_new_memory
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import Manifest, StageInterface
 from graphpar.runtime.optimizer_shards import OptimizerShards
-from graphpar.runtime.stages import empty_stage, materialise, stage_function, stage_module
+from graphpar.runtime.stages import empty_stage, materialise, stage_function
 from graphpar.runtime.weights import check_local_shapes
 
 
@@ -39,7 +39,6 @@ def stored_stage(
     stage = empty_stage(package, interface, program.mode == "train")
     check_local_shapes(stage, program)
     if backend is not None:  # inside of what FSDP2 gathers, and of what is recomputed
-        check_recomputes_all(stage_module(package, interface))
         compile_blocks(stage, package, backend)
     dtypes = (
         program.casts if backend is None else {}

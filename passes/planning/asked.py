@@ -21,7 +21,7 @@ from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import split_points_of
 from graphpar.passes.planning.candidates import SHOWN
-from graphpar.passes.planning.choose import checked_table, choose
+from graphpar.passes.planning.choose import CUSTOM, checked_table, choose
 from graphpar.passes.planning.constraints import (
     PlanConstraints,
     check_degrees,
@@ -42,6 +42,7 @@ from graphpar.passes.planning.sharded_state import (
     level_of,
 )
 from graphpar.passes.planning.space import free_axes
+from graphpar.runtime.compiled import obstacle
 from graphpar.schedules.registry import canonical_name
 from graphpar.schedules.table import parse_table
 
@@ -111,6 +112,7 @@ def ask(
     reduce_dtype: str | None = None,
     top: int = SHOWN,
     time_limit: float | None = None,
+    compile: bool = False,
 ) -> Asked:
     """Check the arguments of :func:`graphpar.plan` as far as that needs no program.
 
@@ -161,6 +163,7 @@ def ask(
         layers_per_stage=layers_per_stage,
         edge_layers=edge_layers,
         shard_plan=shard_plan,
+        compile=compile,
         cluster=hardware if isinstance(hardware, Cluster) else None,
     )
     asked = Asked(pins, given, count, split if callable(split) else None, top, time_limit)
@@ -202,14 +205,14 @@ def _planned(program: Program, asked: Asked, pins: PlanConstraints, show: Callab
     try:
         return search_plan(program, cluster, mesh.degrees(), pins, asked.top, asked.limit_s, show)
     except NothingFits:
-        most = least_first(program)[-1] if pins.recompute == AUTO else pins.recompute
+        most = least_first(program, pins.compile)[-1] if pins.recompute == AUTO else pins.recompute
         chosen = choose(program, mesh, replace(pins, recompute=most))
         return replace(chosen, predicted=estimate_plan(program, chosen, cluster))
 
 
 def _least_recomputation(program: Program, asked: Asked, pins: PlanConstraints) -> Plan:
     """Return the plan with the least recomputation that fits in the devices' memory; where none fits, as with the most."""
-    *less, most = least_first(program)
+    *less, most = least_first(program, pins.compile)
     cluster = pins.cluster or Cluster.of_this_machine(asked.size)
     for kind in less:
         try:
@@ -272,6 +275,8 @@ def _check(asked: Asked) -> None:
             check_pipelined(pins.schedule, mesh)
     if pins.schedule is not None:
         canonical_name(pins.schedule)
+    if pins.compile:
+        _check_compile(pins)
     if pins.global_batch is not None:
         check_batch(asked, pins.global_batch)
     pins.check_one_way(asked.split is not None)
@@ -282,6 +287,17 @@ def _check(asked: Asked) -> None:
             )
         for pattern, value in pins.shard_plan.items():
             read_entry(pattern, value)
+
+
+def _check_compile(pins: PlanConstraints) -> None:
+    """Check that blocks can be compiled under what is pinned."""
+    schedule = "" if pins.schedule is None else canonical_name(pins.schedule)
+    rows = () if pins.table is None else parse_table(pins.table).rows
+    cells = [str(cell) for row in rows for cell in row if cell is not None]
+    left_open = pins.recompute in (AUTO, OF_THE_MODEL)
+    reason = obstacle(schedule or CUSTOM, cells, "none" if left_open else pins.recompute)
+    if reason is not None:
+        raise GraphparError(f"compile: {reason}.")
 
 
 def _check_count(name: str, value: Any, least: int = 1) -> None:

@@ -35,6 +35,7 @@ class PlannerConstraints:
         zero, reshard: how state is sharded over dp_shard and cp, and when gathered parameters are freed.
         prefetch, prefetch_distance: when parameters are gathered for a backward.
         recompute: what blocks may recompute, the least first.
+        whole_backwards: no schedule that splits backwards in two.
         check: raises GraphparError for a mesh, a ZeRO level and a reshard policy with which something that is pinned can't be done.
     """
 
@@ -47,6 +48,7 @@ class PlannerConstraints:
     prefetch: str | None = None
     prefetch_distance: int | None = None
     recompute: tuple[Recompute, ...] = ("none",)
+    whole_backwards: bool = False
     check: Callable[[Mesh, int, str | int], None] | None = None
 
 

@@ -49,6 +49,7 @@ class PlanConstraints:
     layers_per_stage: int | None = None
     edge_layers: tuple[int, int] | None = None  # how many layers the modules before and after the layers count as
     shard_plan: Mapping[str, Any] | None = None
+    compile: bool = False  # torch.compile is to compile the blocks
     cluster: Cluster | None = None  # of as many devices as the mesh
     sharded: Sharded | None = None  # already solved, for the mesh's compute axes
 

@@ -123,7 +123,8 @@ def planner_for(
         reshard=pins.reshard,
         prefetch=pins.prefetch,
         prefetch_distance=pins.prefetch_distance,
-        recompute=_able(program) if pins.recompute == AUTO else (pins.recompute,),
+        recompute=_able(program, pins.compile) if pins.recompute == AUTO else (pins.recompute,),
+        whole_backwards=pins.compile,
         check=lambda mesh, zero, reshard: check_data_axes(mesh, replace(pins, zero=zero, reshard=reshard), program),
     )
     execution = _execution(program, reduce_dtype=pins.reduce_dtype)
@@ -131,13 +132,13 @@ def planner_for(
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype, top, like, limit_s, show)
 
 
-def _able(program: Program) -> tuple[Recompute, ...]:
+def _able(program: Program, compile: bool) -> tuple[Recompute, ...]:
     """Return the kinds of recomputation that all blocks of ``program`` can do, the least first."""
     try:
         recomputed_blocks(program, least_first(program)[-1])
     except GraphparError:
         return ("none",)
-    return least_first(program)
+    return least_first(program, compile)
 
 
 def _has_split_points(program: Program, pins: PlanConstraints) -> bool:

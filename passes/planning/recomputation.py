@@ -17,6 +17,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import GATHERS, Recomputation, Recompute
 from graphpar.passes.normalize.functional import written_buffers
+from graphpar.runtime.compiled import WHOLE
 from graphpar.text import listed
 
 OF_THE_MODEL = "of the model"
@@ -27,9 +28,10 @@ KINDS = ("none", GATHERS, "selective", "full")
 _LEAST_FIRST = ("none", GATHERS, "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
 
 
-def least_first(program: Program) -> tuple[str, ...]:
-    """Return the kinds that :data:`AUTO` tries, in order."""
-    return _LEAST_FIRST if program.mode == "train" and program.blocks else _LEAST_FIRST[:1]
+def least_first(program: Program, compile: bool = False) -> tuple[str, ...]:
+    """Return the kinds that :data:`AUTO` tries, in order; ``compile``: those of blocks that ``torch.compile`` compiles."""
+    kinds = _LEAST_FIRST if program.mode == "train" and program.blocks else _LEAST_FIRST[:1]
+    return tuple(kind for kind in kinds if not compile or kind in WHOLE)
 
 
 def of_the_model(program: Program) -> tuple[Recompute, list[str]]:

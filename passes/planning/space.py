@@ -193,6 +193,8 @@ class Space:
         for row in SCHEDULES.values():
             if (wished is None and row.torch_class is None) or wished not in (None, row.name):
                 continue
+            if row.splits_backward and self.wishes.whole_backwards:
+                continue
             if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
                 continue
             if row.splits_backward and zero >= 2 and reshard not in ("default", "never"):

@@ -32,6 +32,7 @@ from graphpar.passes.sharding.problem import Operator, Problem, Value
 from graphpar.passes.sharding.shard import Sharded, problem_of, sharded
 from graphpar.passes.split import split
 from graphpar.runtime.axes import AXIS, ZERO1_BY
+from graphpar.runtime.compiled import obstacle
 from graphpar.runtime.layout import Type
 from graphpar.schedules.registry import get_schedule
 from graphpar.text import compressed, listed
@@ -97,6 +98,17 @@ def _first_difference(found: Any, follows: Any, place: str = "") -> tuple[str, A
         return place.removeprefix("."), found, follows
     where, one, other = next(each for each in pairs if each[1] != each[2])
     return _first_difference(one, other, where)
+
+
+def check_compiled(plan: Plan) -> None:
+    """Check that ``torch.compile`` can compile the blocks of ``plan``'s program.
+
+    Raises:
+        GraphparError: its schedule, or what blocks recompute, does not go with compiled blocks.
+    """
+    reason = obstacle(plan.schedule, (cell for row in plan.actions or () for cell in row), plan.recompute)
+    if reason is not None:
+        raise GraphparError(f"compile: {reason}.")
 
 
 def check_alone(plan: Plan) -> None:

@@ -202,6 +202,25 @@ def test_torch_compile_takes_each_block_whole_and_once(name: str, package) -> No
         assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("name", ["gpt2_tiny", "llama"])
+def test_compiled_blocks_take_any_number_of_examples(name: str, package) -> None:  # type: ignore[no-untyped-def]
+    parts = _parts(name, 1)
+    blocks = importlib.import_module(f"{package(parts).__name__}.blocks")
+    for block_name, block in parts.program.blocks.items():
+        torch._dynamo.reset()
+        module = _filled(getattr(blocks, block_name)())
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(module.forward, fullgraph=True, backend=counter)
+        values = [node.meta["val"] for node in block.graph.nodes if node.op == "placeholder"]
+        for batch in (2, 3, 5):
+            inputs = [_like(value, batch) for value in values]
+            for value, given in zip(values, inputs):
+                for dim in (dim for dim, size in enumerate(value.shape) if not isinstance(size, int)):
+                    torch._dynamo.mark_dynamic(given, dim)
+            torch.testing.assert_close(compiled(*inputs), module(*inputs))
+        assert counter.frame_count == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama"])
 def test_inductor_compiles_each_block_whole(name: str, package) -> None:  # type: ignore[no-untyped-def]
