@@ -4,6 +4,7 @@
     x * 0.5 * (1 + erf(x / 2 ** 0.5))                            F.gelu(x)
     softmax(q @ k.mT * scale + mask) @ v                         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     attention with a mask made of arange, triu, <=, where        is_causal=True, where the mask's values prove it
+    x * cos + rotate_half(x) * sin                               apply_rotary(x, cos, sin)
     keys.unsqueeze(2).expand(.., 4, ..).flatten(1, 2)            enable_gqa=True, where no mask is left
 
 Fewer kernels run, and autograd keeps fewer tensors. Each is the same function of the same tensors; in 16 bits a norm is rounded once
@@ -29,6 +30,7 @@ from graphpar.passes.normalize.causal_masks import Masks
 from graphpar.passes.normalize.functional import copied
 from graphpar.passes.normalize.graph_matching import cast_from, insert_call, is_call, number, sizes
 from graphpar.passes.normalize.pointwise_idioms import activation
+from graphpar.passes.normalize.rotary_idioms import rotary
 from graphpar.passes.normalize.simplify import remove_dead_code
 
 _aten = torch.ops.aten
@@ -141,6 +143,9 @@ IDIOMS = (
     Idiom("is_causal", "causal masks", "is_causal=True", ("scaled_dot_product_attention",), causal_attention),
     Idiom(
         "enable_gqa", "repeated keys and values", "enable_gqa=True", ("scaled_dot_product_attention",), grouped_heads
+    ),
+    Idiom(
+        "rotary", "rotary position embeddings", "apply_rotary", ("add", "sub", "cat", "view", "reshape", "flatten"), rotary
     ),
 )
 """What is looked for, in this order."""
