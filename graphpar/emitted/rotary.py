@@ -42,7 +42,8 @@ class _Rotary(torch.autograd.Function):
 def _pairs(x: Tensor, width: int, interleaved: bool) -> Tensor:
     """[..., n] -> [..., 2, n / 2], or [..., n / 2, 2] with ``interleaved``; of one number a pair, 1 instead of 2."""
     pair = min(2, 2 * x.size(-1) // width)
-    return x.unflatten(-1, (-1, pair) if interleaved else (pair, -1))
+    made: Tensor = x.unflatten(-1, (-1, pair) if interleaved else (pair, -1))
+    return made
 
 
 def _turned(x: Tensor, cos: Tensor, first: Tensor, second: Tensor, dim: int, sign: int) -> Tensor:
@@ -50,4 +51,5 @@ def _turned(x: Tensor, cos: Tensor, first: Tensor, second: Tensor, dim: int, sig
     made, (a, b) = x * cos, x.unbind(dim)
     made.select(dim, 0).addcmul_(b, first, value=-sign)
     made.select(dim, 1).addcmul_(a, second, value=sign)
-    return made.flatten(-2)
+    result: Tensor = made.flatten(-2)
+    return result

@@ -216,7 +216,7 @@ RECORDS: dict[str, Record] = {
     # random numbers
     "dropout": Record(Kind.RANDOM, _dropout, linear=FIRST, tame=True, spelling=(write.stream_function("dropout"),)),
     "channel_dropout": Record(Kind.RANDOM, _dropout, spelling=(write.stream_function("channel_dropout"),)),
-    "apply_rotary": Record(Kind.POINTWISE, _rotary, linear=FIRST, saves=Reads.NOTHING),
+    "apply_rotary": Record(Kind.POINTWISE, _rotary, linear=FIRST),
     "feature_dropout": Record(Kind.RANDOM, _dropout),
     "stream": Record(Kind.RANDOM, elementwise),
     # losses, element by element

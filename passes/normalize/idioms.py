@@ -38,7 +38,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Idiom:
-    """``rewrite`` replaces what ends in a node named ``at``, if it is the idiom, and says whether it was.
+    """``rewrite`` replaces what ends in an operator ``at``, by its name or kind, if it is the idiom, and says whether it was.
 
     Attributes:
         written: for people, what the model has; ``now``: what the program calls.
@@ -47,7 +47,7 @@ class Idiom:
     name: str
     written: str
     now: str
-    at: tuple[str, ...]
+    at: tuple[str | Kind, ...]
     rewrite: Callable[[fx.Node, Masks], bool]
 
 
@@ -145,7 +145,11 @@ IDIOMS = (
         "enable_gqa", "repeated keys and values", "enable_gqa=True", ("scaled_dot_product_attention",), grouped_heads
     ),
     Idiom(
-        "rotary", "rotary position embeddings", "apply_rotary", ("add", "sub", "cat", "view", "reshape", "flatten"), rotary
+        "rotary",
+        "rotary position embeddings",
+        "apply_rotary",
+        (Kind.POINTWISE, Kind.MOVE, Kind.RESHAPE),
+        rotary,
     ),
 )
 """What is looked for, in this order."""
@@ -163,7 +167,7 @@ def use_idioms(program: Program) -> Program:
     masks = Masks(program.with_graph(graph))
     for idiom in IDIOMS:
         for node in list(graph.nodes):
-            if operator_name(node) in idiom.at and (node.users or node.op == "output"):
+            if {operator_name(node), record_of(node).kind} & {*idiom.at} and (node.users or node.op == "output"):
                 found[idiom.name] += idiom.rewrite(node, masks)
     remove_dead_code(graph)
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}

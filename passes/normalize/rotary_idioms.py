@@ -33,6 +33,8 @@ _OFF = 1e-12
 def rotary(node: fx.Node, masks: Masks) -> bool:
     """What turns pairs of features by two tables: one call."""
     for x, tables, region in _regions(node, masks):
+        if not all(isinstance(value_of(each), Tensor) for each in (x, *tables)):
+            continue
         alike = sizes(x) == sizes(node) and all(_broadcast(table, x) for table in tables)
         tensors = [each for each in (x, *tables, *region) if isinstance(value_of(each), Tensor)]
         same = len({value_of(each).dtype for each in tensors}) == 1 and value_of(x).is_floating_point()
@@ -77,12 +79,12 @@ def _is_of_last_dim(node: fx.Node, lead: int) -> bool:
     if not is_call(node, "slice", "split", "split_with_sizes", "chunk", "unbind", "select", "cat", "stack"):
         return False
     rank = value_of(sources[0]).ndim + is_call(node, "stack")
-    return int(literal(node, "dim", default=0)) % rank >= lead
+    return bool(int(literal(node, "dim", default=0)) % rank >= lead)
 
 
 def _broadcast(table: fx.Node, x: fx.Node) -> bool:
     """Whether a table has a number for each feature of x, or for each pair, and is repeated in other dims at most."""
-    if not isinstance(value_of(table), Tensor) or not 1 <= value_of(table).ndim <= value_of(x).ndim:
+    if not 1 <= value_of(table).ndim <= value_of(x).ndim:
         return False
     (*others, width), whole = sizes(table), sizes(x)
     features = whole[-1]
@@ -101,7 +103,7 @@ def _agrees(region: list[fx.Node], x: fx.Node, cos: fx.Node, sin: fx.Node, inter
     generator = torch.Generator().manual_seed(0)
     lead = value_of(x).ndim - 1
     given = {
-        each: torch.randn(_ROWS, *[1] * (lead - 1), sizes(each)[-1], generator=generator, dtype=torch.float64)
+        each: torch.randn(_ROWS, *[1] * (lead - 1), int(sizes(each)[-1]), generator=generator, dtype=torch.float64)
         for each in (x, cos, sin)
     }
     expected = apply_rotary(given[x], given[cos], given[sin], interleaved)
