@@ -291,6 +291,8 @@ class _Walk:
                 yield from self._products(node, products)
             elif record.kind is Kind.LOOKUP:
                 yield from self._lookup(node)
+            elif name == "apply_rotary" and not self.works.fused:
+                yield from self._rotary(node)
             elif self.works.casts_once(node, self.scope):
                 yield from self._cast_back(node)
             elif not record.free:
@@ -338,6 +340,11 @@ class _Walk:
         for table in filter(self._grad, node.all_input_nodes):
             yield Traffic(Phase.WEIGHT, _nbytes(table))
             yield Traffic(Phase.WEIGHT, 3 * out)
+
+    def _rotary(self, node: fx.Node) -> Iterator[Row]:
+        """Yield the kernels of ``rotary.apply_rotary``: a product, and two that each read three halves and write one."""
+        for phase in (Phase.FORWARD, Phase.INPUT)[: 1 + self._grad(node)]:
+            yield from (Traffic(phase, times * _nbytes(node)) for times in (2, 1.5, 1.5))
 
     def _cast_back(self, node: fx.Node) -> Iterator[Row]:
         """Yield casting the gradient of a parameter that a step casts once."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphpar.emitted import random_streams
+from graphpar.emitted.rotary import apply_rotary
 from graphpar.operators.prove import Call
 from tests.rule_calls import calls_of
 
@@ -406,7 +407,7 @@ def _keys(rows: int) -> Tensor:
 
 
 def streams() -> list[Call]:
-    """graphpar's own random functions: an element's number is that of its place in the whole tensor."""
+    """graphpar's own functions. In random ones an element's number is that of its place in the whole tensor."""
     query = real(4, 4, 6, 8)
     return [
         Call(random_streams.dropout, (real(4, 6, 8), 0.5, _keys(4))),
@@ -414,6 +415,8 @@ def streams() -> list[Call]:
         Call(random_streams.dropout, (real(4, 4), 0.5, _keys(4))),
         Call(random_streams.channel_dropout, (real(4, 6, 8), 0.5, _keys(4))),
         Call(random_streams.stream, (_keys(4), 3)),
+        Call(apply_rotary, (real(4, 2, 6, 8), real(1, 1, 6, 8), real(1, 1, 6, 8))),
+        Call(apply_rotary, (real(4, 6, 2, 8), real(4, 6, 1, 4), real(4, 6, 1, 4), True)),
         Call(random_streams.dropout_attention, (query, query, query, _keys(4), None, 0.5)),
         Call(random_streams.dropout_attention, (query, query, query, _keys(4), None, 0.5, True)),
         Call(random_streams.dropout_attention, (query, query, query, _keys(4), real(4, 1, 6, 6), 0.5)),

@@ -32,12 +32,12 @@ from graphpar.codegen.fully_sharded import optimizer_units_function, order_of, u
 from graphpar.codegen.launch_files import launch_files
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
-from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS, RINGS
+from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS, RINGS, ROTARY
 from graphpar.codegen.recomputation import FUNCTIONS as RECOMPUTING
 from graphpar.codegen.recomputation import GATHERING, recomputation_function, recomputed_in
 from graphpar.codegen.token_inputs import vocabularies
 from graphpar.codegen.train_script import EXAMPLES, train_script
-from graphpar.emitted import collectives, gathering, layers, random_streams, recomputation, ring_attention
+from graphpar.emitted import collectives, gathering, layers, random_streams, recomputation, ring_attention, rotary
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
@@ -105,6 +105,8 @@ def emit_package(
         files["layers.py"] = inspect.getsource(layers)
     if any(node.target is ring_attention.ring_attention for graph in _graphs(program, stages) for node in graph.nodes):
         files["ring_attention.py"] = _of_package(ring_attention)
+    if any(node.target is rotary.apply_rotary for graph in _graphs(program, stages) for node in graph.nodes):
+        files["rotary.py"] = inspect.getsource(rotary)
     kinds = {how.kind for how in recomputed.values()}
     if kinds - {GATHERS}:
         files["recomputation.py"] = inspect.getsource(recomputation)
@@ -270,6 +272,7 @@ def _assembled(
     for module, functions in (
         ("collectives", COLLECTIVES),
         ("ring_attention", RINGS),
+        ("rotary", ROTARY),
         ("random_streams", FUNCTIONS),
         ("recomputation", RECOMPUTING),
         ("gathering", GATHERING),

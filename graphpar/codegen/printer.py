@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from graphpar.codegen.describe import describe_shape, note_of
 from graphpar.codegen.layers import given
 from graphpar.codegen.spelling import spell
-from graphpar.emitted import collectives, ring_attention
+from graphpar.emitted import collectives, ring_attention, rotary
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, Program, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
@@ -43,9 +43,9 @@ def functions_of(module: ModuleType) -> tuple[str, ...]:
 
 # Functions of the emitted package, which no variable may hide.
 FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
-COLLECTIVES, RINGS = functions_of(collectives), functions_of(ring_attention)
+COLLECTIVES, RINGS, ROTARY = (functions_of(module) for module in (collectives, ring_attention, rotary))
 # Names that mean something in every emitted file.
-RESERVED = ("Any", "F", "Tensor", "layers", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES, *RINGS)
+RESERVED = ("Any", "F", "Tensor", "layers", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES, *RINGS, *ROTARY)
 
 
 @dataclass

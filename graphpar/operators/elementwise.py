@@ -81,6 +81,14 @@ def _dropout(node: fx.Node) -> Rule | None:
     return Rule((labels, (labels[batch_dim],)), (labels,), padded=frozenset(labels))
 
 
+def _rotary(node: fx.Node) -> Rule:
+    """``rotary.apply_rotary(x, cos, sin)``: the features of a row stay together; tables are broadcast to other dims."""
+    sizes = sizes_of(node)
+    labels = labelled(len(sizes))
+    operands = tuple(aligned(sizes_of(operand), sizes, labels) for operand in operands_of(node))
+    return Rule(operands, (labels,), frozenset(labels[-1:]), frozenset(labels[:-1]), FIRST)
+
+
 def pointwise_loss(node: fx.Node, free: bool = False) -> Rule:
     """Element by element; a sum is partial where a dim is sharded, a mean is over whole dims, unless ``free``."""
     operands = [sizes_of(operand) for operand in operands_of(node)]
@@ -208,6 +216,7 @@ RECORDS: dict[str, Record] = {
     # random numbers
     "dropout": Record(Kind.RANDOM, _dropout, linear=FIRST, tame=True, spelling=(write.stream_function("dropout"),)),
     "channel_dropout": Record(Kind.RANDOM, _dropout, spelling=(write.stream_function("channel_dropout"),)),
+    "apply_rotary": Record(Kind.POINTWISE, _rotary, linear=FIRST),
     "feature_dropout": Record(Kind.RANDOM, _dropout),
     "stream": Record(Kind.RANDOM, elementwise),
     # losses, element by element

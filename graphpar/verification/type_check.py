@@ -6,8 +6,8 @@
 ``spmd_types`` knows four types on an axis: R, I, P, and V ("varying", any shard). A program that it accepts has complete gradients
 where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its rules, not ours.
 
-Assumed: the functions of ``collectives.py`` and ``ring_attention.py`` do what their docstrings say (tests compare them with whole
-tensors); the runtime reduces the gradients of R parameters; a loss that varies over replicas is a share of a sum.
+Assumed: the functions of ``collectives.py``, ``ring_attention.py`` and ``rotary.py`` do what their docstrings say (tests compare them
+with whole tensors); the runtime reduces the gradients of R parameters; a loss that varies over replicas is a share of a sum.
 
 Not seen: V has no dim. A shard of the wrong dim shows only as a wrong shape, so a wrong shard of the batch, or of other ``parts``,
 passes; and so does a partial sum that is taken for a shard, except after a linear operator, a product with a matrix or a convolution:
@@ -52,6 +52,7 @@ from graphpar.verification.typed_collectives import (
     Kinds,
     declare_collectives,
     declare_ring,
+    declare_rotary,
     give,
     kinds_of,
     untyped,
@@ -72,6 +73,7 @@ _SUMS = (
     torch.sub,
     *(getattr(torch.Tensor, name) for name in ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__")),
 )
+_EMITTED_AS_THEY_ARE = ("collectives.py", "random_streams.py", "ring_attention.py", "rotary.py")
 _CASTS = {
     torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.half: torch.float16,
@@ -130,6 +132,8 @@ def check_folder(folder: str | Path) -> CheckResult:
             declare_collectives(importlib.import_module(f"{package}.collectives"), axes)
         if (program.folder / "ring_attention.py").is_file():
             declare_ring(importlib.import_module(f"{package}.ring_attention"), axes)
+        if (program.folder / "rotary.py").is_file():
+            declare_rotary(importlib.import_module(f"{package}.rotary"), axes)
         received: list[Kinds] = []
         for stage in program.stages:
             received = _Stage(program, package, stage, axes, result).check(received)
@@ -460,7 +464,7 @@ class _Stage:
             for frame in traceback.extract_tb(error.__traceback__)
             if Path(frame.filename).parent == self.program.folder
         ]
-        models = [line for line in lines if line[0] not in ("collectives.py", "random_streams.py", "ring_attention.py")]
+        models = [line for line in lines if line[0] not in _EMITTED_AS_THEY_ARE]
         if not lines:
             return f"{self.stage.file}: "
         file, number = (models or lines)[-1]

@@ -1,4 +1,4 @@
-"""The functions of emitted ``collectives.py`` and ``ring_attention.py`` in the types of ``spmd_types``.
+"""The functions of emitted ``collectives.py``, ``ring_attention.py`` and ``rotary.py`` in the types of ``spmd_types``.
 
 For :mod:`graphpar.verification.type_check`.
 """
@@ -188,6 +188,22 @@ def declare_ring(module: ModuleType, axes: Axes) -> None:
 
     for name, function in {"ring_attention": ring_attention, "rank": plain_rank}.items():
         setattr(module, name, function)
+
+
+def declare_rotary(module: ModuleType, axes: Axes) -> None:
+    """Type the function of an emitted ``rotary.py``, whose backward is written out, as the products that it consists of."""
+    rotary, pairs = module.apply_rotary, module._pairs
+
+    def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+        operands = (x, cos, sin)
+        kinds = [kinds_of(operand, axes) for operand in operands]
+        with untyped():
+            result: Tensor = rotary(*operands, interleaved)
+            copies = [pairs(operand.detach(), x.size(-1), interleaved).clone() for operand in operands]
+        x, cos, sin = (give(operand, own, axes) for operand, own in zip(copies, kinds))
+        return give(result, kinds_of(x * cos + x * sin, axes), axes)
+
+    setattr(module, "apply_rotary", apply_rotary)  # noqa: B010  a module's type has no such name
 
 
 def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes: Axes) -> Callable[..., Tensor]:

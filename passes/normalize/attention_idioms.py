@@ -13,7 +13,14 @@ from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.causal_masks import HIDES, Masks
-from graphpar.passes.normalize.graph_matching import insert_call, insert_helper, is_call, number, sizes
+from graphpar.passes.normalize.graph_matching import (
+    follows_parameters,
+    insert_call,
+    insert_helper,
+    is_call,
+    number,
+    sizes,
+)
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
@@ -125,14 +132,7 @@ def _masked(node: fx.Node, masks: Masks) -> tuple[fx.Node, fx.Node] | None:
 def _is_mask(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
     """Whether ``mask`` has a number for each row and column, and no gradient; booleans are added as 0 and 1, and hide nothing."""
     value = value_of(mask)
-    below, seen = [mask], set()
-    while below:
-        current = below.pop()
-        if current.op == "get_attr" and str(current.target) in masks.program.parameters:
-            return False
-        below += [each for each in current.all_input_nodes if each not in seen]
-        seen.update(current.all_input_nodes)
-    if not isinstance(value, Tensor) or value.dtype == torch.bool:
+    if follows_parameters(mask, masks.program) or not isinstance(value, Tensor) or value.dtype == torch.bool:
         return False
     return value.ndim >= 2 and sizes(mask)[-2:] == sizes(node)[-2:]
 

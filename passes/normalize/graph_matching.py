@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpar.ir.program import operator_name, value_of
+from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 
@@ -43,6 +43,18 @@ def _wider(made: Any, source: Any) -> bool:
     if not (isinstance(made, Tensor) and isinstance(source, Tensor) and source.is_floating_point()):
         return False
     return torch.promote_types(made.dtype, source.dtype) == made.dtype
+
+
+def follows_parameters(node: fx.Node, program: Program) -> bool:
+    """Whether ``node`` is computed from a parameter, so that it may have a gradient."""
+    below, seen = [node], {node}
+    while below:
+        current = below.pop()
+        if current.op == "get_attr" and str(current.target) in program.parameters:
+            return True
+        below += [each for each in current.all_input_nodes if each not in seen]
+        seen.update(current.all_input_nodes)
+    return False
 
 
 def insert_call(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:

@@ -20,9 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from graphpar.codegen.printer import FUNCTIONS, ROTARY
 from graphpar.codegen.spelling import spell
 from graphpar.cost_models.flops import operator_flops
-from graphpar.emitted import random_streams
+from graphpar.emitted import random_streams, rotary
 from graphpar.ir.program import operator_name
 from graphpar.operators.prove import Call, node_of
 from graphpar.operators.record import Kind, Reads, Record
@@ -258,14 +259,12 @@ def _shown(item: Any) -> Expression:
 
 @pytest.mark.parametrize("name", _with_records(lambda record: True))
 def test_what_is_printed_computes_the_same(name: str) -> None:
-    streams = {
-        key: getattr(random_streams, key) for key in ("stream", "dropout", "channel_dropout", "dropout_attention")
-    }
+    own = {key: getattr(random_streams, key) for key in FUNCTIONS} | {key: getattr(rotary, key) for key in ROTARY}
     for call in calls()[name]:
         node, values = node_of(call)
         names = [argument.name for argument in node.all_input_nodes]
         given = {argument.name: argument.meta["real"] for argument in node.all_input_nodes}
-        known = {"torch": torch, "F": F, "anchor": torch.empty(()), "self": SimpleNamespace(training=True), **streams}
+        known = {"torch": torch, "F": F, "anchor": torch.empty(()), "self": SimpleNamespace(training=True), **own}
         text = spell(node, _shown, "anchor").text
 
         printed = eval(text, known | given)
@@ -334,7 +333,10 @@ def _of_python() -> set[str]:
 
 
 def _emitted() -> set[str]:
-    texts = [(ROOT / "graphpar" / "emitted" / f"{name}.py").read_text() for name in ("collectives", "ring_attention")]
+    texts = [
+        (ROOT / "graphpar" / "emitted" / f"{name}.py").read_text()
+        for name in ("collectives", "ring_attention", "rotary")
+    ]
     return {node.name for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphpar as gp
+from graphpar.emitted.rotary import apply_rotary
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program
 from graphpar.passes.normalize.causal_masks import Masks
@@ -36,12 +37,16 @@ class Model(nn.Module):
         return self.function(x, self)
 
 
+def _squares(y: Tensor) -> Tensor:
+    return y.to(torch.promote_types(y.dtype, torch.float32)).square().sum()
+
+
 def _exported(
     function: Callable[..., Tensor], dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[Model, Program]:
     model = Model(function, dtype)
     x = torch.randn(2, LENGTH, WIDTH, dtype=dtype)
-    return model, gp.export(model, (x,), loss_fn=lambda y: y.float().square().sum(), **options)
+    return model, gp.export(model, (x,), loss_fn=_squares, **options)
 
 
 def _check(function: Callable[..., Tensor], found: dict[str, int], dtype: torch.dtype = torch.float32) -> None:
@@ -52,13 +57,13 @@ def _check(function: Callable[..., Tensor], found: dict[str, int], dtype: torch.
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     made = program.run(state, {"x": x})
     loss = (made[0] if isinstance(made, tuple | list) else made).sum()
-    expected = model(x).float().square().sum()
+    expected = _squares(model(x))
     used = [
         each
         for each in model.parameters()
         if torch.autograd.grad(expected, each, retain_graph=True, allow_unused=True)[0] is not None
     ]
-    tolerance = {torch.float32: 2e-6, torch.bfloat16: 3e-2}[dtype]
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(torch.autograd.grad(loss, used), torch.autograd.grad(expected, used)):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
@@ -121,6 +126,78 @@ NO_NORMS: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", NO_NORMS)
 def test_what_is_no_norm_stays(name: str) -> None:
     _check(NO_NORMS[name], {})
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True)
+
+
+LAYER_NORMS: dict[str, Callable[..., Tensor]] = {
+    "squares": lambda x, m: (
+        (x - _mean(x)) * torch.rsqrt(_mean((x - _mean(x)).pow(2)) + 1e-5) * m.weight + m.bias[0, :1]
+    ),
+    "over sqrt": lambda x, m: m.weight + m.weight * ((x - _mean(x)) / torch.sqrt(_mean((x - _mean(x)) ** 2) + 1e-5)),
+    "var": lambda x, m: (x - _mean(x)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * m.weight,
+    "unbiased=False": lambda x, m: (x - _mean(x)) * (x.var(-1, unbiased=False, keepdim=True) + 1e-5) ** -0.5,
+    "two dims": lambda x, m: (
+        (x - x.mean((1, 2), True)) / ((x - x.mean((1, 2), True)).square().mean((1, 2), True) + 1e-5).sqrt() * m.weight
+    ),
+}
+NO_LAYER_NORMS: dict[str, Callable[..., Tensor]] = {
+    "Bessel": lambda x, m: m.weight * ((x - _mean(x)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5)),
+    "another mean": lambda x, m: (
+        m.weight * ((x - _mean(x + 1)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt())
+    ),
+    "another dim": lambda x, m: m.weight * ((x - _mean(x)) / (x.var(1, keepdim=True, correction=0) + 1e-5).sqrt()),
+    "of another": lambda x, m: (
+        m.weight * ((x - _mean(x)) / (x.sin().var(-1, keepdim=True, correction=0) + 1e-5).sqrt())
+    ),
+    "twice the mean": lambda x, m: (
+        (x.sub(_mean(x), alpha=2)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * m.weight
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*LAYER_NORMS, *NO_LAYER_NORMS])
+def test_layer_norms_that_are_written_out(name: str) -> None:
+    function = (LAYER_NORMS | NO_LAYER_NORMS)[name]
+    _check(
+        lambda x, m: function(x + m.weight, m).sin(), {"layer_norm": 1} if name in LAYER_NORMS else {}, torch.float64
+    )
+
+
+def _exponentials(x: Tensor, dim: int, most: Tensor) -> Tensor:
+    e = (x - most).exp()
+    return e / e.sum(dim, keepdim=True)
+
+
+SOFTMAX: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda x: _exponentials(x, -1, x.max(-1, keepdim=True).values),
+    "amax, another dim": lambda x: _exponentials(x, 1, x.amax(1, keepdim=True)),
+    "detached": lambda x: _exponentials(x, -1, x.detach().amax(-1, keepdim=True).detach()),
+}
+NO_SOFTMAX: dict[str, Callable[[Tensor], Tensor]] = {
+    "may overflow": lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
+    "another sum": lambda x: (x - x.amax(-1, True)).exp() / (x - x.amax(-1, True)).exp().sum(1, keepdim=True),
+    "without its dim": lambda x: _exponentials(x, -1, x[:, :, :1]),
+    "two dims": lambda x: (x - x.amax((1, 2), True)).exp() / (x - x.amax((1, 2), True)).exp().sum((1, 2), True),
+    "used elsewhere": lambda x: (e := (x - x.amax(-1, True)).exp()) / e.sum(-1, True) + e,
+}
+
+
+@pytest.mark.parametrize("name", [*SOFTMAX, *NO_SOFTMAX])
+def test_softmax_that_is_written_out(name: str) -> None:
+    function = (SOFTMAX | NO_SOFTMAX)[name]
+    _check(lambda x, m: function(x * m.weight).sin(), {"softmax": 1} if name in SOFTMAX else {}, torch.float64)
+
+
+def test_attention_with_its_own_softmax() -> None:
+    def attention(x: Tensor, m: Model) -> Tensor:
+        q, k, v = _heads(x, m)
+        scores = (q @ k.mT / 2).masked_fill(~_arange_mask(), float("-inf"))
+        return (_exponentials(scores, -1, scores.amax(-1, True)) @ v).transpose(1, 2).flatten(2)
+
+    _check(attention, {"softmax": 1, "attention": 1, "is_causal": 1})
 
 
 # ---- activations -----------------------------------------------------------------------------------------------
@@ -473,3 +550,93 @@ def test_the_pass_can_be_skipped() -> None:
     assert "F.rms_norm" in str(_exported(_hf)[1])
     with pytest.raises(GraphparError, match="idioms"):
         _exported(_hf, skip=["simplify"])
+
+
+# ---- rotary embeddings -----------------------------------------------------------------------------------------
+
+
+def _half(x: Tensor) -> Tensor:
+    return torch.cat([-x[..., x.size(-1) // 2 :], x[..., : x.size(-1) // 2]], -1)
+
+
+def _every_two(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def _angles(x: Tensor) -> Tensor:
+    return torch.arange(LENGTH).to(x)[:, None] * 0.3 + torch.arange(WIDTH // 2).to(x)
+
+
+def _tables(x: Tensor, twice: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    angles = twice(_angles(x))
+    return angles.cos(), angles.sin()
+
+
+def _joined(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+
+
+def _each(x: Tensor) -> Tensor:
+    return x
+
+
+def _rotated(x: Tensor, half: Callable[[Tensor], Tensor], twice: Callable[[Tensor], Tensor]) -> Tensor:
+    cos, sin = _tables(x, twice)
+    return x * cos + half(x) * sin
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return torch.cat([x, x], -1)
+
+
+def _interleaved(x: Tensor) -> Tensor:
+    return x.repeat_interleave(2, -1)
+
+
+ROTARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "halves": lambda x: _rotated(x, _half, _doubled),
+    "interleaved": lambda x: _rotated(x, _every_two, _interleaved),
+    "a number a pair": lambda x: _joined(x, *_tables(x, _each)),
+    "a number a pair, interleaved": lambda x: _joined(x, *_tables(x, _each), interleaved=True),
+    "a part of the features": lambda x: torch.cat(
+        [_joined(x[..., :4], *(each[:, :2] for each in _tables(x, _each))), x[..., 4:]], -1
+    ),
+    "heads": lambda x: _rotated(x[:, None] * x[:, :2, None], _half, _doubled).sum(1),
+}
+NO_ROTARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "the other way": lambda x: x * _tables(x, _doubled)[0] - _half(x) * _tables(x, _doubled)[1],
+    "other pairs": lambda x: _rotated(x, lambda each: each.flip(-1), _doubled),
+    "of two tensors": lambda x: x * _tables(x, _doubled)[0] + _half(x * x) * _tables(x, _doubled)[1],
+    "other positions": lambda x: _rotated(x, lambda each: _half(each).roll(1, 1), _doubled),
+    "almost": lambda x: _rotated(x, lambda each: _half(each) * 1.0001, _doubled),
+    "angles with a gradient": lambda x: x * x.mean(1, True).cos() + _half(x) * x.mean(1, True).sin(),
+}
+
+
+@pytest.mark.parametrize("name", [*ROTARY, *NO_ROTARY])
+def test_rotary_embeddings_that_are_written_out(name: str) -> None:
+    function = (ROTARY | NO_ROTARY)[name]
+    _check(lambda x, m: function(m.weight * x).sin(), {"rotary": 1} if name in ROTARY else {}, torch.float64)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.lists(st.integers(1, 3), min_size=0, max_size=3),
+    pairs=st.integers(1, 5),
+    interleaved=st.booleans(),
+    whole=st.booleans(),
+)
+def test_apply_rotary(rows: list[int], pairs: int, interleaved: bool, whole: bool) -> None:
+    """Any tables, also those in which the features of a pair have different numbers, forward and backward."""
+    x = torch.randn(*rows, 2 * pairs, dtype=torch.float64, requires_grad=True)
+    cos, sin = (torch.randn(*rows[-1:], (1 + whole) * pairs, dtype=torch.float64) for _ in range(2))
+    twice, half = (_interleaved, _every_two) if interleaved else (_doubled, _half)
+    expected = x * (cos if whole else twice(cos)) + half(x) * (sin if whole else twice(sin))
+    found = apply_rotary(x, cos, sin, interleaved)
+
+    torch.testing.assert_close(found, expected)
+    gradient = torch.randn_like(x)
+    ours, theirs = (torch.autograd.grad(each, x, gradient)[0] for each in (found, expected))
+    torch.testing.assert_close(ours, theirs)

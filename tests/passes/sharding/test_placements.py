@@ -18,7 +18,9 @@ from graphpar.cost_models.sharding import ShardingCosts
 from graphpar.errors import GraphparError
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program, operator_name, value_of
+from graphpar.operators.table import record_of
 from graphpar.operators.transitions import TABLE
+from graphpar.passes.normalize.graph_matching import sizes
 from graphpar.passes.sharding.costs import Workload
 from graphpar.passes.sharding.linear_bias import separate_biases
 from graphpar.passes.sharding.pins import prepared
@@ -75,6 +77,22 @@ def test_llama_3_8b(degree: int) -> None:
     assert moved["LlamaDecoderLayer"] == {"all_gather": 2, "reduce_scatter": 2}
     assert moved[""] == {"all_gather": 1, "reduce_scatter": 1}  # and the vocabulary-parallel loss
     assert plan.sharding.gap <= 1e-6
+
+
+def test_no_value_of_llama_3_8b_is_the_sequence_squared() -> None:
+    """Causal masks of 8,192 rows and columns, and scores, are never made; a layer runs 20 operators besides views."""
+    program = example("llama3_8b")
+    plan = gp.plan(program, mesh={"tp": 4})
+    local = shard(program, plan.sharding)
+    block = next(iter(local.blocks.values()))
+    nodes = [node for graph in (local.graph, *(each.graph for each in local.blocks.values())) for node in graph.nodes]
+    rows = [
+        [size for size in sizes(node) if size in (8192, 2048)] for node in nodes if isinstance(value_of(node), Tensor)
+    ]
+
+    assert max(map(len, rows)) == 1
+    calls = [node for node in block.graph.nodes if node.op == "call_function"]
+    assert len([node for node in calls if not record_of(node).free]) == 20
 
 
 def test_without_sequence_parallelism_a_block_has_two_all_reduces() -> None:
