@@ -18,12 +18,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from graphpar.runtime.axes import SHARDING_ORDER
 from graphpar.runtime.distributed import agreed
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.fully_sharded import local, padded
 from graphpar.runtime.groups import Groups
-from graphpar.runtime.layout import Shard, joined_all, local_shard
+from graphpar.runtime.layout import joined_all, local_shard, shard_places
 from graphpar.runtime.manifest import Manifest
 from graphpar.runtime.plan_record import Adapter
 from graphpar.runtime.weights import WeightFile, base_name, collected, fill, listed, whole_shape, write_whole
@@ -304,9 +303,9 @@ def gathered(tensor: Tensor, name: str, program: Manifest, groups: Groups) -> Te
     """Join the shards of a tensor on every rank that has one; a collective call of the axes that shard it."""
     spec = program.stored(name)
     pieces = padded(tensor.detach()).contiguous().unsqueeze(0)
-    for axis in reversed(SHARDING_ORDER):
+    for axis in reversed(list(shard_places(spec, groups.degrees)[0])):  # the last axis varies fastest
         group = groups[axis]
-        if isinstance(spec.get(axis), Shard) and group is not None:
+        if group is not None:
             received = [torch.empty_like(pieces) for _ in range(groups.degrees[axis])]
             dist.all_gather(received, pieces, group=group)
             pieces = torch.cat(received)
