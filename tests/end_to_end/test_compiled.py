@@ -43,7 +43,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 ALLOWED = PRECISIONS[torch.float32].allowed
 FUSED = [name for name in SMALL if name != "resnet_batchnorm"]
-"""Rounding of fused kernels moves one of its normalised values over a ReLU's kink, from which its steps drift apart; its block alone is exact."""
+"""Rounding of fused kernels moves one of its normalised values over a ReLU's kink, and its steps drift apart; its block alone is exact."""
 PAIRS = [
     *(("gpt_dropout", mesh) for mesh in ("tp", "zero 3", "interleaved", "recomputed")),
     *(("llama", mesh) for mesh in ("tp", "cp", "zero 1", "zero 2", "recomputed", "1F1B")),
