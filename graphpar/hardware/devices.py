@@ -209,10 +209,8 @@ _LATENCIES = (
 
 _GPU_LAUNCH = 5e-6  # assumed: a small kernel with the gap before it
 _GPU_DISPATCH = 1e-5  # assumed: what eager PyTorch does on the host for an operator, forward or backward
-_HOOKS, _POLICY = (
-    1.65e-5,
-    1.55e-5,
-)  # processor time on the CPU of the table, cases of cost_models/measure.py; assumed for hosts of GPUs
+# Processor time on the CPU of the table, by the cases of cost_models/measure.py; assumed for the hosts of GPUs.
+_HOOKS, _POLICY = 1.65e-5, 1.55e-5
 _COMPUTE_UNITS = {"V100": 80, "A100": 108, "A800": 108, "H": 132, "B": 148, "GB": 152, "MI300X": 304, "L40S": 142}
 
 
