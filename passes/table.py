@@ -278,7 +278,7 @@ PASSES = PassList(
         ),
         Pass(
             "idioms", "graphpar.passes.normalize.idioms", ("simplify",),
-            "what torch has as one operator is one: norms, attention, causal masks, groups of heads",
+            "what is written out is one operator: norms, attention, causal masks, groups of heads, rotary embeddings",
             "every value is used", optional=True,
             run=use_idioms, check=_no_dead_code,
         ),

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoFormer, arXiv:2104.09864): each pair of features is turned by the angle of its position.
+"""Rotary position embeddings (RoFormer, arXiv:2104.09864): pairs of features are turned by the angle of their position.
 
     (a, b)  ->  (a cos - b sin, b cos + a sin)
 
@@ -40,14 +40,14 @@ class _Rotary(torch.autograd.Function):
 
 
 def _pairs(x: Tensor, width: int, interleaved: bool) -> Tensor:
-    """[..., n] -> [..., 2, n / 2], or [..., n / 2, 2] with ``interleaved``; of one number a pair, 1 instead of 2."""
+    """[..., n] -> [..., 2, n / 2], or [..., n / 2, 2] with ``interleaved``; 1 instead of 2 for one number a pair."""
     pair = min(2, 2 * x.size(-1) // width)
     made: Tensor = x.unflatten(-1, (-1, pair) if interleaved else (pair, -1))
     return made
 
 
 def _turned(x: Tensor, cos: Tensor, first: Tensor, second: Tensor, dim: int, sign: int) -> Tensor:
-    """Return (a cos - b first, b cos + a second) of the pairs of ``x`` in ``dim``; ``sign`` is that of both sines."""
+    """Return (a cos - b first, b cos + a second) of the pairs of ``x`` in ``dim``, both sines times ``sign``."""
     made, (a, b) = x * cos, x.unbind(dim)
     made.select(dim, 0).addcmul_(b, first, value=-sign)
     made.select(dim, 1).addcmul_(a, second, value=sign)
