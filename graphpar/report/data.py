@@ -187,7 +187,8 @@ def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[st
     names = {
         f"{base}{parameter.target}"
         for base, graph in scopes
-        for parameter in find_experts(node.meta.get("origin", node) for node in graph.nodes).counts
+        for found in (find_experts(node.meta.get("origin", node) for node in graph.nodes),)
+        for parameter in (*found.counts, *found.modules)
     }
     if not names:
         return None
