@@ -33,20 +33,20 @@ def parameters_of(graph: fx.Graph, paths: Iterable[str]) -> list[fx.Node]:
     """Return the parameters and buffers of the modules in the lists ``paths``."""
     begins = tuple(f"{path}." for path in paths)
     found = [node for node in graph.nodes if node.op == "get_attr" and str(node.target).startswith(begins)]
-    return [
-        node for node in found if any(str(node.target).removeprefix(begin)[0].isdigit() for begin in begins)
-    ]
+    return [node for node in found if any(str(node.target).removeprefix(begin)[0].isdigit() for begin in begins)]
 
 
 def _numbered_products(graph: fx.Graph) -> dict[str, dict[str, list[fx.Node]]]:
-    """Return the products of weights whose names have a number: by what stands before it, and by the number."""
+    """Return the products of weights, and calls of blocks, whose names have a number: by what stands before it, and by the number."""
     found: dict[str, dict[str, list[fx.Node]]] = {}
     for node in graph.nodes:
-        if not record_of(node).multiplies:
+        if node.op == "call_module":
+            names = [str(node.target)]
+        elif record_of(node).multiplies:
+            names = [name for operand in operands_of(node) if (name := _parameter_name(operand)) is not None]
+        else:
             continue
-        for operand in operands_of(node):
-            name = _parameter_name(operand)
-            words = name.split(".") if name is not None else []
+        for words in (name.split(".") for name in names):
             for place, word in enumerate(words):
                 if word.isdigit():
                     found.setdefault(".".join(words[:place]), {}).setdefault(word, []).append(node)
@@ -81,7 +81,8 @@ def _are_experts(graph: fx.Graph, branches: Mapping[str, list[fx.Node]], fed: se
     stacked: set[fx.Node] = set()
     weighed = 0
     for node in graph.nodes:
-        sources = [reached.get(source, 0) for source in node.all_input_nodes]
+        taken = node.all_input_nodes[:1] if record_of(node).kind is Kind.RESHAPE else node.all_input_nodes  # not view_as's shape
+        sources = [reached.get(source, 0) for source in taken]
         bits = 0
         for source in sources:
             bits |= source

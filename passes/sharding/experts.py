@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from graphpar.errors import GraphparError
-from graphpar.ir.program import value_of
+from graphpar.ir.program import Block, value_of
 from graphpar.operators.notation import Rule
 from graphpar.operators.placement import operands_of
 from graphpar.operators.record import Kind
@@ -38,8 +38,8 @@ class Experts:
     lists: Mapping[str, int] = field(default_factory=dict)
 
 
-def find_experts(nodes: Iterable[fx.Node]) -> Experts:
-    """Return the expert weights that ``nodes`` take."""
+def find_experts(nodes: Iterable[fx.Node], blocks: Mapping[str, Block]) -> Experts:
+    """Return the expert weights that ``nodes`` take; ``blocks``: those that they call."""
     weights, graphs = {}, dict[fx.Graph, None]()
     for node in nodes:
         graphs[node.graph] = None
@@ -53,8 +53,12 @@ def find_experts(nodes: Iterable[fx.Node]) -> Experts:
                 weights[node] = parameter
     counts = {parameter: int(value_of(parameter).shape[0]) for parameter in weights.values()}
     lists = {graph: expert_modules(graph) for graph in graphs}
-    modules = frozenset(node for graph, paths in lists.items() for node in parameters_of(graph, paths))
-    return Experts(weights, counts, modules, {path: count for paths in lists.values() for path, count in paths.items()})
+    modules = {node for graph, paths in lists.items() for node in parameters_of(graph, paths)}
+    found = {path: count for paths in lists.values() for path, count in paths.items()}
+    for block in blocks.values():
+        if all(any(instance.startswith(f"{path}.") for path in found) for instance in block.instances):
+            modules |= {node for node in block.graph.nodes if node.op == "get_attr"}
+    return Experts(weights, counts, frozenset(modules), found)
 
 
 def check_degree(experts: Experts, degree: int, program: str) -> None:

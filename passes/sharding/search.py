@@ -96,7 +96,7 @@ class _Search:
         self._taken: dict[Edge, list[int]] = {}
         self.weights = _views_of_weights(problem)
         self.parameters = max(1, problem.program.parameter_count())
-        self.experts = find_experts(operator.node for operator in problem.operators)
+        self.experts = find_experts((operator.node for operator in problem.operators), problem.program.blocks)
         self.homes = {self._home(node): count for node, count in self.experts.counts.items()}
         for axis in problem.axes:
             if AXIS[axis].divides is Divides.EXPERTS:
