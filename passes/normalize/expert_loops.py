@@ -77,7 +77,7 @@ def _loop(node: fx.Node) -> _Loop | None:
 
 
 def _plain_sum(node: fx.Node) -> bool:
-    return node.args[1] == 0 and len(node.args) == 4 and node.kwargs.get("alpha", 1) == 1 and node.args[2] is not node.args[3]
+    return len(node.args) == 4 and bool(node.args[1] == 0) and not node.kwargs and node.args[2] is not node.args[3]
 
 
 def _leading_one(node: Any) -> fx.Node | None:

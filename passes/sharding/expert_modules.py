@@ -81,7 +81,9 @@ def _are_experts(graph: fx.Graph, branches: Mapping[str, list[fx.Node]], fed: se
     stacked: set[fx.Node] = set()
     weighed = 0
     for node in graph.nodes:
-        taken = node.all_input_nodes[:1] if record_of(node).kind is Kind.RESHAPE else node.all_input_nodes  # not view_as's shape
+        taken = (
+            node.all_input_nodes[:1] if record_of(node).kind is Kind.RESHAPE else node.all_input_nodes
+        )  # not view_as's shape
         sources = [reached.get(source, 0) for source in taken]
         bits = 0
         for source in sources:
