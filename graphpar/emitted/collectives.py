@@ -30,6 +30,10 @@ _axes: dict[str, tuple[str, int, int]] = {}
 watchers: list[Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], None]] = []
 """Called with the shard and the result of each all-gather, and the function between them."""
 
+counters: list[Callable[[str, Tensor], None]] = []
+"""Called where rows are divided by expert, with the axis and the number of rows of each expert: of all of them, or where rows are
+sent, of this rank's, from all ranks."""
+
 
 def bind(groups: Mapping[str, ProcessGroup | None]) -> None:
     """Give every axis its process group (``None``: one rank), in place of what was bound before."""
@@ -219,6 +223,8 @@ def rank_ends(offs: Tensor, axis: str) -> list[int]:
     Waits for the device, so it is called once for all tensors with these rows.
     """
     own = offs.size(0) // size(axis)
+    for count_rows in counters:
+        count_rows(axis, offs.diff(prepend=offs.new_zeros(1)))
     ends: list[int] = offs[own - 1 :: own].tolist()
     return ends
 
@@ -276,7 +282,10 @@ def exchange_of(offs: Tensor, axis: str) -> Exchange:
     to_ranks, from_ranks = torch.stack([sent.sum(1), received.sum(1)]).tolist()
     expert = torch.arange(own, device=offs.device).repeat(count)
     order = expert.repeat_interleave(received.flatten(), output_size=sum(from_ranks)).argsort(stable=True)
-    return Exchange(to_ranks, from_ranks, order, received.sum(0).cumsum(0, dtype=offs.dtype))
+    rows = received.sum(0)
+    for count_rows in counters:
+        count_rows(axis, rows)
+    return Exchange(to_ranks, from_ranks, order, rows.cumsum(0, dtype=offs.dtype))
 
 
 def send_rows(x: Tensor, axis: str, exchange: Exchange) -> Tensor:

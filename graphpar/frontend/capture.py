@@ -452,7 +452,8 @@ def _explained(error: Exception, request: Request) -> GraphparError:
     if "GuardOnDataDependent" in kind or "data-dependent" in text.lower() or "DynamicOutputShape" in kind:
         what = (
             "The model's control flow or a tensor's size depends on values of tensors, which a trace can't follow. "
-            "Use torch.where, torch.cond or a fixed size there"
+            "Use torch.where, torch.cond or a fixed size there; in a loop over experts leave out the condition, since an expert without "
+            "tokens adds nothing, and loop over all of them"
         )
         place = user_line(error)
         return GraphparError(f"{what}{f': {place}' if place else ''}. ({kind}: {_first_line(error)})")

@@ -195,11 +195,12 @@ def _expert_data(program: Program, rows: Sequence[Mapping[str, Any]]) -> dict[st
     from graphpar.passes.sharding.experts import find_experts
 
     scopes = [("", program.graph), *((f"{path}.", b.graph) for b in program.blocks.values() for path in b.instances)]
-    names = {
-        f"{base}{parameter.target}"
-        for base, graph in scopes
-        for parameter in find_experts(node.meta.get("origin", node) for node in graph.nodes).counts
-    }
+    names: set[str] = set()
+    for base, graph in scopes:
+        found = find_experts((node.meta.get("origin", node) for node in graph.nodes), {})
+        lists = tuple(f"{base}{path}." for path in found.lists)
+        names |= {f"{base}{parameter.target}" for parameter in found.counts}
+        names |= {name for name in program.parameters if name.startswith(lists)}
     if not names:
         return None
     whole = sum(math.prod(info.whole or info.shape) for name, info in program.parameters.items() if name in names)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from graphpar.runtime.balance import Counted
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest
 
@@ -117,6 +118,7 @@ class Log:
         self._history_file = history if self._reports else None
         self._history: list[dict[str, float]] = []
         self._pending: list[tuple[int, Tensor, Tensor, float]] = []
+        self._balance, self._counted = pipeline.balance(), dict[int, Counted]()
         self._spent = 0.0
         self._file = file.open("a", encoding="utf-8") if file is not None and self._reports else None
         self._board = _board(tensorboard) if tensorboard is not None and self._reports else None
@@ -127,6 +129,7 @@ class Log:
 
     def restart(self) -> None:
         """Let the time of the next step begin now: after an evaluation, or a checkpoint."""
+        self._balance.begin_step()
         self._began = time.perf_counter()
 
     def _pass(self) -> None:
@@ -141,8 +144,11 @@ class Log:
             norm: of the gradient, over the whole model.
             optimizer: whose first group's learning rate is noted.
         """
+        counted = self._balance.end_step()  # on all ranks
         if not self._reports or loss is None:
             return
+        if counted is not None:
+            self._counted[step] = counted
         self._pending.append((step, loss.detach(), norm, float(optimizer.param_groups[0]["lr"])))
         self._pass()
         if (step + 1) % self._every == 0 or step == self._last:
@@ -189,6 +195,8 @@ class Log:
             else None
         )
         record["peak_memory_bytes"] = _peak_memory(self._device)
+        if step in self._counted:
+            record["experts"] = self._counted.pop(step).to_json()
         record["predicted"] = meant and {
             "seconds": self._batches * meant.seconds,
             "mfu": meant.mfu,
@@ -208,6 +216,9 @@ class Log:
         if record["mfu"] is not None:
             line += f"   MFU {record['mfu']:.1%}, predicted {meant['mfu']:.1%}"
         line += f"   memory {record['peak_memory_bytes'] / _GIB:.2f} GiB"
+        if "experts" in record:
+            of = record["experts"]
+            line += f"   rows: most of an expert {of['max_over_mean']:.2f}, of a rank {of['rank_max_over_mean']:.2f} of the mean"
         if meant and self._device.type == "cuda":
             line += f", predicted {meant['peak_memory_bytes'] / _GIB:.2f} GiB"
         return line
@@ -236,6 +247,7 @@ class Log:
     def close(self) -> None:
         """Tell of the last steps, and write the history."""
         self._read()
+        self._balance.close()
         if self._bar is not None:
             self._bar.stop()
         if self._history_file is not None:
@@ -252,7 +264,9 @@ class Log:
     ) -> None:
         if error is None:
             self.close()
-        elif self._bar is not None:
+            return
+        self._balance.close()
+        if self._bar is not None:
             self._bar.stop()
 
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from graphpar.runtime import checkpoint
 from graphpar.runtime.adapters import Adapters
+from graphpar.runtime.balance import Balance
 from graphpar.runtime.batches import Feed, Part, together
 from graphpar.runtime.checkpoint_folders import is_in
 from graphpar.runtime.compiled import backend_of, check_compiles
@@ -440,6 +441,10 @@ class Pipeline:
             dist.all_reduce(loss, group=replicas)
         self.steps_done += 1
         return self._broadcast(loss) if broadcast_loss else loss
+
+    def balance(self) -> Balance:
+        """Count from now on how rows spread over experts. Compiled blocks are whole graphs, in which nothing is counted."""
+        return Balance(self.groups, self._package if self._backend is None else "")
 
     def _run(self, values: Mapping[str, Tensor], accumulate: bool) -> Tensor | None:
         """Forward and backward of a batch, and unless it accumulates the reduction of gradients; returns this replica's loss."""

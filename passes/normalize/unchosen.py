@@ -5,6 +5,7 @@
     x[mask].mean()                      ->  where(mask, x, 0).sum() / mask.sum()
     cross_entropy(o[mask], y[mask])     ->  cross_entropy(o, where(mask, y, ignore_index))
     h[mask] = f(h[mask])                ->  h = where(mask, f(h), h)
+    h[mask] += f(h[mask])               ->  h = h + where(mask, f(h), 0)
 
 How many rows a mask chooses is known only when the program runs, and a microbatch may have none. Sums over all rows with
 weights of 0 and 1 have fixed sizes: they can be priced, sharded over any axis, and added up over microbatches, and their
@@ -29,6 +30,7 @@ from graphpar.operators.batch import Additive, Analysis, Fixed, Rows
 from graphpar.operators.batch_states import choice_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
+from graphpar.passes.normalize.expert_loops import keep_tokens
 from graphpar.passes.normalize.functional import copied, infer
 from graphpar.passes.normalize.reductions import (
     ARITHMETIC,
@@ -59,7 +61,10 @@ def fill_unchosen(program: Program) -> Program:
     for node in list(graph.nodes):
         if record_of(node).kind is Kind.CHECK:
             graph.erase_node(node)
-        elif record_of(node).kind is Kind.INDEX:
+    remove_dead_code(graph)
+    keep_tokens(graph)
+    for node in list(graph.nodes):
+        if record_of(node).kind is Kind.INDEX:
             _spell_as_mask(graph, node)
         elif operator_name(node) == "slice":
             full_slice(node)
@@ -335,13 +340,13 @@ class _Filler:
     # ---- writing back ----
 
     def _written(self, node: fx.Node) -> fx.Node | None:
-        """Replace ``x[mask] = values`` where the same mask chose the rows of ``values``."""
+        """Replace ``x[mask] = values`` and ``x[mask] += values`` where the same mask chose the rows of ``values``."""
         if operator_name(node) not in ("index_put", "masked_scatter"):
             return None
         target, by, values, *accumulate = node.args
         mask = by[0] if isinstance(by, list | tuple) and len(by) == 1 else by
         assert isinstance(target, fx.Node) and isinstance(values, fx.Node)
-        if not isinstance(mask, fx.Node) or not self._is_chosen(values) or any(accumulate) or self._is_chosen(target):
+        if not isinstance(mask, fx.Node) or not self._is_chosen(values) or self._is_chosen(target):
             return None
         state = self.analysis.states[values]
         whole = operator_name(node) == "index_put" or _shape(mask) == _shape(target)
@@ -351,6 +356,8 @@ class _Filler:
             return None
         new = self._new(node, _aten.view_as.default, self.env[values], self.env[target])
         where = self._aligned(node, self.env[mask], value_of(mask).ndim - 1, rank)
+        if any(accumulate):
+            return self._new(node, _aten.add.Tensor, self.env[target], self._where(node, where, new, 0))
         return self._new(node, _aten.where.self, where, new, self.env[target])
 
     # ---- sizes ----

@@ -44,9 +44,9 @@ def free_axes(pinned: Collection[str], zero: int | None, mode: str = "train") ->
 
 
 def experts_of(program: Program) -> frozenset[int]:
-    """Return the numbers of experts of the program's layers."""
+    """Return the numbers of experts of the program's layers that are stacked; others tp divides as ep would."""
     graphs = (program.graph, *(block.graph for block in program.blocks.values()))
-    return frozenset(number for graph in graphs for number in find_experts(graph.nodes).counts.values())
+    return frozenset(number for graph in graphs for number in find_experts(graph.nodes, {}).counts.values())
 
 
 class Space:

@@ -26,6 +26,7 @@ from graphpar.operators.placement import Context, operands_of, results_of
 from graphpar.operators.record import Kind
 from graphpar.operators.rules import placements
 from graphpar.operators.table import record_of
+from graphpar.passes.sharding.expert_modules import expert_modules
 from graphpar.passes.sharding.experts import first_dim
 from graphpar.runtime.layout import ExpertRows, Shard, Type, local_size
 
@@ -76,6 +77,13 @@ def check_experts(program: Program, degree: int) -> None:
         GraphparError: there are none, they can't be shared evenly, or examples depend on each other.
     """
     found = exchangeable(program)
+    lists = [f"{prefixes[0]}{path}" for prefixes, graph in _scopes(program) for path in expert_modules(graph)]
+    if not found and lists:
+        raise GraphparError(
+            f"Mesh {AXIS}={degree}: the experts {lists[0]} of {program.name} are modules of their own, so their weights are not parts of "
+            "one parameter that ranks could share, and each computes all tokens, so that no rows could be sent; use ep or tp, which divide "
+            "each expert by its features, dp_shard, which stores them in shards, or stacked weights and grouped_mm."
+        )
     if not found:
         raise GraphparError(
             f"Mesh {AXIS}={degree}: {program.name} has no experts that rows can be sent to: no grouped_mm applies a weight to "

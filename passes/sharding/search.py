@@ -96,7 +96,7 @@ class _Search:
         self._taken: dict[Edge, list[int]] = {}
         self.weights = _views_of_weights(problem)
         self.parameters = max(1, problem.program.parameter_count())
-        self.experts = find_experts(operator.node for operator in problem.operators)
+        self.experts = find_experts((operator.node for operator in problem.operators), problem.program.blocks)
         self.homes = {self._home(node): count for node, count in self.experts.counts.items()}
         for axis in problem.axes:
             if AXIS[axis].divides is Divides.EXPERTS:
@@ -249,7 +249,12 @@ class _Search:
         return not self._wide_table(operator, choice)
 
     def _of_experts(self, parameter: Operator, kind: Type) -> bool:
-        """Return whether a shard holds whole experts, of their weights or of another parameter of their module with one row each."""
+        """Return whether a shard holds whole experts, of their weights or of another parameter of their module with one row each.
+
+        Of experts that are modules of their own it holds features, since each rank's program names all of them.
+        """
+        if parameter.node in self.experts.modules:
+            return True
         own = self.homes.get(self._home(parameter.node))
         return kind == Shard(0) and own is not None and value_of(parameter.node).shape[0] == own
 
@@ -312,7 +317,8 @@ class _Search:
         missed = 0.0
         for place, axis in enumerate(self.problem.axes):
             divides = AXIS[axis].divides
-            shards = divides is Divides.WEIGHTS or (divides is Divides.EXPERTS and operator.node in self.experts.counts)
+            of_experts = operator.node in self.experts.counts or operator.node in self.experts.modules
+            shards = divides is Divides.WEIGHTS or (divides is Divides.EXPERTS and of_experts)
             if shards and operator.kind == "parameter":
                 whole = not isinstance(choice.results[0][place], Shard) and value_of(operator.node).ndim > 1
                 own = self.prices.elements(operator.node) * operator.count / self.parameters
