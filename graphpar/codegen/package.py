@@ -32,12 +32,20 @@ from graphpar.codegen.fully_sharded import optimizer_units_function, order_of, u
 from graphpar.codegen.launch_files import launch_files
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
-from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS, RINGS
+from graphpar.codegen.printer import FUNCTIONS, SENDING
 from graphpar.codegen.recomputation import FUNCTIONS as RECOMPUTING
 from graphpar.codegen.recomputation import GATHERING, recomputation_function, recomputed_in
 from graphpar.codegen.token_inputs import vocabularies
 from graphpar.codegen.train_script import EXAMPLES, train_script
-from graphpar.emitted import collectives, gathering, layers, random_streams, recomputation, ring_attention
+from graphpar.emitted import (
+    collectives,
+    gathering,
+    layers,
+    random_streams,
+    recomputation,
+    ring_attention,
+    ring_products,
+)
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
@@ -103,8 +111,10 @@ def emit_package(
         files["collectives.py"] = inspect.getsource(collectives)
     if any("from . import layers\n" in text for text in files.values()):
         files["layers.py"] = inspect.getsource(layers)
-    if any(node.target is ring_attention.ring_attention for graph in _graphs(program, stages) for node in graph.nodes):
-        files["ring_attention.py"] = _of_package(ring_attention)
+    called = {getattr(node.target, "__module__", "") for graph in _graphs(program, stages) for node in graph.nodes}
+    for name, module in (("ring_attention.py", ring_attention), ("ring_products.py", ring_products)):
+        if module.__name__ in called:
+            files[name] = _of_package(module)
     kinds = {how.kind for how in recomputed.values()}
     if kinds - {GATHERS}:
         files["recomputation.py"] = inspect.getsource(recomputation)
@@ -268,8 +278,7 @@ def _assembled(
     if shared:
         local.append(_import("blocks", shared))
     for module, functions in (
-        ("collectives", COLLECTIVES),
-        ("ring_attention", RINGS),
+        *SENDING.items(),
         ("random_streams", FUNCTIONS),
         ("recomputation", RECOMPUTING),
         ("gathering", GATHERING),

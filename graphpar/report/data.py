@@ -67,6 +67,8 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
     state = state_data(program, plan, stages)
     if state is not None:
         data["state"] = state
+    if compilation.overlapped is not None:
+        data["overlapped"] = compilation.overlapped.to_json()
     if compilation.recomputed:
         data["recomputation"] = recomputation_data(compilation)
     experts = _expert_data(program, rows)
@@ -217,6 +219,7 @@ def decisions(plan: Plan) -> dict[str, Any]:
         "microbatch_size": plan.microbatch_size,
         "global_batch": plan.global_batch,
         "dp_mean": plan.dp_mean,
+        "overlap_tp": plan.overlap_tp,
         "zero": plan.zero,
         "reshard": plan.reshard,
         "prefetch": plan.prefetch,

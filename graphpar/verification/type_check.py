@@ -51,12 +51,15 @@ from graphpar.verification.typed_collectives import (
     Axes,
     Kinds,
     declare_collectives,
+    declare_products,
     declare_ring,
     give,
     kinds_of,
     untyped,
 )
 
+_LIBRARY = ("collectives.py", "random_streams.py", "ring_attention.py", "ring_products.py")
+"""Files of a program that hold no model code."""
 SMALL = 1 << 26
 """The most parameters of a stage that may be run on numbers."""
 
@@ -130,6 +133,9 @@ def check_folder(folder: str | Path) -> CheckResult:
             declare_collectives(importlib.import_module(f"{package}.collectives"), axes)
         if (program.folder / "ring_attention.py").is_file():
             declare_ring(importlib.import_module(f"{package}.ring_attention"), axes)
+        if (program.folder / "ring_products.py").is_file():
+            modules = [importlib.import_module(f"{package}.{name}") for name in ("ring_products", "collectives")]
+            declare_products(*modules)
         received: list[Kinds] = []
         for stage in program.stages:
             received = _Stage(program, package, stage, axes, result).check(received)
@@ -460,7 +466,7 @@ class _Stage:
             for frame in traceback.extract_tb(error.__traceback__)
             if Path(frame.filename).parent == self.program.folder
         ]
-        models = [line for line in lines if line[0] not in ("collectives.py", "random_streams.py", "ring_attention.py")]
+        models = [line for line in lines if line[0] not in _LIBRARY]
         if not lines:
             return f"{self.stage.file}: "
         file, number = (models or lines)[-1]

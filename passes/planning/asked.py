@@ -27,6 +27,7 @@ from graphpar.passes.planning.constraints import (
     check_degrees,
     check_dp_mean,
     check_microbatch_size,
+    check_overlap,
     check_pipelined,
 )
 from graphpar.passes.planning.planning import estimate_plan, search_plan
@@ -107,6 +108,7 @@ def ask(
     prefetch: str | None = None,
     prefetch_distance: int | None = None,
     recompute: Recompute | None = None,
+    overlap_tp: bool = False,
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -156,6 +158,7 @@ def ask(
         prefetch=prefetch,
         prefetch_distance=prefetch_distance,
         recompute=OF_THE_MODEL if recompute is None else recompute,
+        overlap_tp=overlap_tp,
         dtype=dtype or "",
         reduce_dtype=reduce_dtype,
         layers_per_stage=layers_per_stage,
@@ -263,6 +266,8 @@ def _check(asked: Asked) -> None:
     if pins.reshard is not None:
         check_reshard(mesh, level, pins.reshard)
     check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
+    if asked.complete or "tp" in asked.mesh:
+        check_overlap(mesh, pins)
     if asked.complete or not {"dp_replicate", "dp_shard"} & set(free_axes(asked.mesh, pins.zero)):
         check_dp_mean(mesh, pins)
     if asked.complete:
