@@ -70,7 +70,8 @@ class _GatheredProducts(torch.autograd.Function):
 
         def of_piece(place: int) -> Tensor:
             terms = [_part(g, axis, dim, place) @ weight for g, weight in zip(gradients, weights)]
-            return functools.reduce(torch.add, terms)
+            total: Tensor = functools.reduce(torch.add, terms)
+            return total
 
         def of_parameters() -> list[Tensor | None]:
             of_weights = [_of_weight(g, whole) if needs else None for g, needs in zip(gradients, needed)]

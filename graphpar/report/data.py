@@ -162,7 +162,8 @@ def _collectives(plan: Plan, predicted: Estimate) -> list[str]:
     if mesh.dp_shard > 1 and plan.zero == 3:
         said.append("parameters gathered when needed" if plan.prefetch == "none" else "parameters gathered ahead")
     if any(degree > 1 for axis, degree in mesh.degrees().items() if axis in ("tp", "cp", "ep")):
-        said.append("collectives in operators waited for")
+        hidden = plan.overlap_tp and not cpu
+        said.append(f"{'other ' if hidden else ''}collectives in operators waited for")
     return said
 
 

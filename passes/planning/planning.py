@@ -126,7 +126,7 @@ def planner_for(
         recompute=_able(program) if pins.recompute == AUTO else (pins.recompute,),
         check=lambda mesh, zero, reshard: check_data_axes(mesh, replace(pins, zero=zero, reshard=reshard), program),
     )
-    execution = _execution(program, reduce_dtype=pins.reduce_dtype)
+    execution = replace(_execution(program, reduce_dtype=pins.reduce_dtype), rings=pins.overlap_tp)
     dtype = dominant_dtype(program)
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype, top, like, limit_s, show)
 
@@ -170,7 +170,7 @@ def pricing_of(
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
     if execution is None:
         shared = plan.zero, plan.reshard, plan.prefetch, plan.prefetch_distance, plan.reduce_dtype
-        execution = _execution(program, *shared)
+        execution = replace(_execution(program, *shared), rings=plan.overlap_tp)
     run = replace(execution, blocks=tuple(recomputed_blocks(program, plan.recompute).items()))
     sharded = sharded_as(program, plan)
     local = sharded.local
