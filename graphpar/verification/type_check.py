@@ -7,7 +7,8 @@
 where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its rules, not ours.
 
 Assumed: the functions of ``collectives.py`` and ``ring_attention.py`` do what their docstrings say (tests compare them with whole
-tensors); the runtime reduces the gradients of R parameters; a loss that varies over replicas is a share of a sum.
+tensors), which is tried of ``ring_products.py`` (:mod:`graphpar.verification.ring_proof`); the runtime reduces the gradients of R
+parameters; a loss that varies over replicas is a share of a sum.
 
 Not seen: V has no dim. A shard of the wrong dim shows only as a wrong shape, so a wrong shard of the batch, or of other ``parts``,
 passes; and so does a partial sum that is taken for a shard, except after a linear operator, a product with a matrix or a convolution:
@@ -47,6 +48,7 @@ from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, 
 from graphpar.runtime.schedules import check_actions
 from graphpar.runtime.stages import build_stage, emitted_package
 from graphpar.verification.recomputed import check_recomputed
+from graphpar.verification.ring_proof import ring_problems
 from graphpar.verification.typed_collectives import (
     Axes,
     Kinds,
@@ -135,6 +137,7 @@ def check_folder(folder: str | Path) -> CheckResult:
             declare_ring(importlib.import_module(f"{package}.ring_attention"), axes)
         if (program.folder / "ring_products.py").is_file():
             modules = [importlib.import_module(f"{package}.{name}") for name in ("ring_products", "collectives")]
+            result.problems += ring_problems(modules[0], program.mesh["tp"])
             declare_products(*modules)
         received: list[Kinds] = []
         for stage in program.stages:
