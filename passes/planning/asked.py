@@ -205,14 +205,14 @@ def _planned(program: Program, asked: Asked, pins: PlanConstraints, show: Callab
     try:
         return search_plan(program, cluster, mesh.degrees(), pins, asked.top, asked.limit_s, show)
     except NothingFits:
-        most = least_first(program)[-1] if pins.recompute == AUTO else pins.recompute
+        most = least_first(program, pins.overlap_tp)[-1] if pins.recompute == AUTO else pins.recompute
         chosen = choose(program, mesh, replace(pins, recompute=most))
         return replace(chosen, predicted=estimate_plan(program, chosen, cluster))
 
 
 def _least_recomputation(program: Program, asked: Asked, pins: PlanConstraints) -> Plan:
     """Return the plan with the least recomputation that fits in the devices' memory; where none fits, as with the most."""
-    *less, most = least_first(program)
+    *less, most = least_first(program, pins.overlap_tp)
     cluster = pins.cluster or Cluster.of_this_machine(asked.size)
     for kind in less:
         try:

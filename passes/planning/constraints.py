@@ -13,6 +13,7 @@ from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.normalize.coupled import coupled_text
+from graphpar.passes.planning.recomputation import check_beside_rings
 from graphpar.passes.planning.sharded_state import (
     check_prefetch,
     check_reduced,
@@ -130,9 +131,12 @@ def check_overlap(mesh: Mesh, pins: PlanConstraints) -> None:
     """Check that there is tensor parallelism whose collectives can run beside products, if that is asked for.
 
     Raises:
-        GraphparError: there is none.
+        GraphparError: there is none, or budgets say what is recomputed.
     """
-    if pins.overlap_tp and mesh.tp == 1:
+    if not pins.overlap_tp:
+        return
+    check_beside_rings(pins.recompute)
+    if mesh.tp == 1:
         raise GraphparError(
             "overlap_tp runs collectives of tensor parallelism beside products, but the mesh has tp=1; give mesh tp=2 or more, or leave "
             "it out."

@@ -123,7 +123,7 @@ def planner_for(
         reshard=pins.reshard,
         prefetch=pins.prefetch,
         prefetch_distance=pins.prefetch_distance,
-        recompute=_able(program) if pins.recompute == AUTO else (pins.recompute,),
+        recompute=_able(program, pins.overlap_tp) if pins.recompute == AUTO else (pins.recompute,),
         check=lambda mesh, zero, reshard: check_data_axes(mesh, replace(pins, zero=zero, reshard=reshard), program),
     )
     execution = replace(_execution(program, reduce_dtype=pins.reduce_dtype), rings=pins.overlap_tp)
@@ -131,13 +131,13 @@ def planner_for(
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype, top, like, limit_s, show)
 
 
-def _able(program: Program) -> tuple[Recompute, ...]:
+def _able(program: Program, overlap_tp: bool) -> tuple[Recompute, ...]:
     """Return the kinds of recomputation that all blocks of ``program`` can do, the least first."""
     try:
-        recomputed_blocks(program, least_first(program)[-1])
+        recomputed_blocks(program, least_first(program, overlap_tp)[-1])
     except GraphparError:
         return ("none",)
-    return least_first(program)
+    return least_first(program, overlap_tp)
 
 
 def _has_split_points(program: Program, pins: PlanConstraints) -> bool:

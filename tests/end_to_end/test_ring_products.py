@@ -126,7 +126,7 @@ def test_a_whole_operand_is_found_by_its_type(tmp_path: Path) -> None:
     assert not gp.check(folder).ok
 
 
-KINDS: tuple[Recompute, ...] = ("gathers", "full", "selective", "budget:0.5")
+KINDS: tuple[Recompute, ...] = ("gathers", "full", "selective")
 
 
 def test_one_gather_serves_all_products_that_read_it(pool: RankPool, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_rings_send_once_for_all_products_and_recompute(pool: RankPool, tmp_path
     folders = run(pool, tmp_path, "llama", {"tp": 2}, KINDS, shard_plan=pinned, overlap_tp=True)
     same_bits(folders)
     microbatches = gp.Plan.load(folders[0]).microbatches * STEPS
-    plain, gathers, full, selective, _ = (
+    plain, gathers, full, selective = (
         {name: count / microbatches for name, count in sent(folder).items()} for folder in folders
     )
     # One message for each collective of a layer and for what the head reads, forward and backward.
@@ -163,6 +163,8 @@ def test_the_report_counts_and_an_option_without_effect_is_an_error() -> None:
     assert found == {"gathers": 5, "reduce_scatters": 4, "products": 11}
     with pytest.raises(GraphparError, match=r"overlap_tp runs collectives .* but the mesh has tp=1; give mesh tp=2"):
         gp.plan(program(), mesh={"dp_replicate": 2}, overlap_tp=True)
+    with pytest.raises(GraphparError, match=r"recompute budget:0.5 numbers .* take gathers, selective or full"):
+        gp.plan(program(), mesh={"tp": 2}, overlap_tp=True, recompute={"blocks.*": "budget:0.5"})
     whole = gp.plan(program(), mesh={"tp": 2}, shard_plan={"**": "replicate"}, overlap_tp=True)
     with pytest.raises(GraphparError, match="overlap_tp: Model has no all-gather before a product"):
         gp.partition(program(), whole)
