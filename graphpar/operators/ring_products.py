@@ -2,7 +2,8 @@
 
     all_gather(x) ──► linear, linear, linear       linear ──► reduce_scatter
 
-The dim of the collective must be one of the rows, and divide evenly. Nothing else may read what is gathered, or what is scattered.
+The dim of the collective must be one of the rows, and divide evenly. Nothing else may read what is gathered, or what is scattered. A
+product between two collectives is beside the gather.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from graphpar.emitted import collectives
 from graphpar.ir.program import operator_name, value_of
 from graphpar.operators.parameter_casts import casts_parameter
 
+AXIS = "tp"
+
 
 def products_of(node: fx.Node) -> list[fx.Node]:
     """Return the products that can run beside a collective, in order; none where ``node`` is no such collective."""
-    if node.op != "call_function" or node.kwargs.keys() - {"dim"}:
+    if node.op != "call_function" or node.kwargs.keys() - {"dim"} or node.args[1:] != (AXIS,):
         return []
     if node.target is collectives.all_gather:
         return _beside_gather(node)
@@ -36,6 +39,8 @@ def _beside_scatter(scatter: fx.Node) -> list[fx.Node]:
     product = scatter.args[0]
     assert isinstance(product, fx.Node)
     if not _is_product(product) or len(product.users) != 1 or len(product.args) > 2:
+        return []
+    if product in products_of(product.all_input_nodes[0]):  # beside the gather
         return []
     whole, piece = (value_of(node).shape[int(scatter.kwargs["dim"])] for node in (product, scatter))  # type: ignore[arg-type]
     return [product] if _is_of_rows(scatter, product) and whole % piece == 0 else []
