@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from graphpar.passes.normalize.idioms import idiom_texts
 from graphpar.report.data import compile_json, decisions, predicted_data, report_data, timeline_of, with_alone
 from graphpar.report.layout import layout_text, sharding_lines, sharding_sections
+from graphpar.report.overlap import overlap_text
 from graphpar.report.page import html
 from graphpar.report.predicted import (
     assumed_lines,
@@ -162,7 +163,7 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "recomputation" in data:
         lines.append(("Recompute", recomputation_text(data["recomputation"])))
     if "overlapped" in data:
-        lines.append(("Overlap", _overlap(data)))
+        lines.append(("Overlap", overlap_text(data)))
     if data.get("zero"):
         lines += [("Gathers", text) for text in _gathers(data)]
     if "experts" in data:
@@ -193,19 +194,6 @@ def _gathers(data: Mapping[str, Any]) -> list[str]:
         beside = f"{bytes_text(data['ahead_bytes'])} beside its own"
         parts = [*parts, f"in the backward the next {blocks} gathered {point}, {beside}"]
     return [" · ".join(parts)] if parts else []
-
-
-def _overlap(data: Mapping[str, Any]) -> str:
-    """Say how many collectives run beside products, and whether that hides anything."""
-    found = data["overlapped"]
-    pairs = [
-        plural(found[key], name)
-        for key, name in (("gathers", "gather"), ("reduce_scatters", "reduce-scatter"))
-        if found[key]
-    ]
-    beside = f"{' and '.join(pairs)} of tp beside {plural(found['products'], 'product')}, in {data['mesh']['tp']} pieces each"
-    cpu = str(data.get("assumed", {}).get("device", "")).startswith("CPU")
-    return beside + ("; a CPU, whose cores send and multiply, hides nothing" if cpu else "")
 
 
 def _experts(experts: Mapping[str, int]) -> str:
