@@ -161,7 +161,10 @@ def test_rings_send_once_for_all_products_and_recompute(pool: RankPool, tmp_path
 def test_the_report_counts_and_an_option_without_effect_is_an_error() -> None:
     found = parts("tp 2").report["overlapped"]
     assert found == {"gathers": 5, "reduce_scatters": 4, "products": 11}
-    assert "5 gathers and 4 reduce-scatters of tp beside 11 products, in 2 pieces each" in parts("tp 2").files["report.html"]
+    assert (
+        "5 gathers and 4 reduce-scatters of tp beside 11 products, in 2 pieces each"
+        in parts("tp 2").files["report.html"]
+    )
     with pytest.raises(GraphparError, match=r"overlap_tp runs collectives .* but the mesh has tp=1; give mesh tp=2"):
         gp.plan(program(), mesh={"dp_replicate": 2}, overlap_tp=True)
     with pytest.raises(GraphparError, match=r"recompute budget:0.5 numbers .* take gathers, selective or full"):
