@@ -88,6 +88,29 @@ class _ReduceScatter(torch.autograd.Function):
         return _gathered(gradient, ctx.group), None
 
 
+class _KeptShard(torch.autograd.Function):
+    """A gather and a linear that keeps the shard: in the backward it is gathered again, and the gradient scattered, beside products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x, weight)
+        return F.linear(_gathered(x, group), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        whole, part = x.new_empty(x.size(0) * ctx.group.size(), *x.shape[1:]), torch.empty_like(x)
+        gathering = _all_gather(whole, x, group=ctx.group, async_op=True)
+        of_whole = gradient @ weight
+        gathering.wait()
+        scattering = _reduce_scatter(part, of_whole, group=ctx.group, async_op=True)
+        rows = gradient.flatten(0, 1)
+        of_weight, of_bias = rows.mT @ whole.flatten(0, 1), rows.sum(0)
+        scattering.wait()
+        return part, of_weight, of_bias, None
+
+
 class _VocabularyLoss(torch.autograd.Function):
     """Losses [n] of logits [n, vocabulary / ranks] and labels [n]; an ignored label gives 0."""
 
@@ -136,36 +159,45 @@ class _Parallel(nn.Module):
 
 
 class Block(_Parallel):
-    """One rank's share of a transformer layer."""
+    """One rank's share of a transformer layer; ``keeps`` shards of what is gathered."""
 
-    def __init__(self, group: Group, sequence: bool) -> None:
+    def __init__(self, group: Group, sequence: bool, keeps: bool = False) -> None:
         super().__init__(group, sequence)
+        self.keeps = keeps
         width, local = gpt.WIDTH, gpt.WIDTH // self.ranks
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * local), nn.Linear(local, width)
         self.up, self.down = nn.Linear(width, 4 * local), nn.Linear(4 * local, width)
 
+    def entered(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """A column-parallel linear of what enters it."""
+        result: Tensor = (
+            _KeptShard.apply(x, linear.weight, linear.bias, self.group) if self.keeps else linear(self.enter(x))
+        )
+        return result
+
     def attention(self, x: Tensor) -> Tensor:
         """[s, b, width] -> [s, b, width / ranks]: this rank's heads"""
-        q, k, v = (part.unflatten(-1, (-1, gpt.HEAD)).permute(1, 2, 0, 3) for part in self.qkv(x).chunk(3, dim=-1))
+        qkv = self.entered(x, self.qkv).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, gpt.HEAD)).permute(1, 2, 0, 3) for part in qkv)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, width] -> [s, b, width], where s is this rank's part of the sequence with ``sequence``."""
-        mixed = self.attention(self.enter(self.norm1(x)))
+        mixed = self.attention(self.norm1(x))
         x = x + (self.leave(F.linear(mixed, self.proj.weight)) + self.proj.bias)
-        hidden = F.gelu(self.up(self.enter(self.norm2(x))))
+        hidden = F.gelu(self.entered(self.norm2(x), self.up))
         return x + (self.leave(F.linear(hidden, self.down.weight)) + self.down.bias)
 
 
 class MegatronGPT(_Parallel):
     """One rank's share of :class:`benchmarks.gpt.GPT` with its loss, under the same names."""
 
-    def __init__(self, group: Group, sequence: bool) -> None:
+    def __init__(self, group: Group, sequence: bool, keeps: bool = False) -> None:
         super().__init__(group, sequence)
         self.rows, self.length = gpt.VOCAB // self.ranks, gpt.LENGTH // self.ranks if sequence else gpt.LENGTH
         self.tokens, self.positions = nn.Embedding(self.rows, gpt.WIDTH), nn.Embedding(self.length, gpt.WIDTH)
-        self.blocks = nn.ModuleList(Block(group, sequence) for _ in range(gpt.LAYERS))
+        self.blocks = nn.ModuleList(Block(group, sequence, keeps) for _ in range(gpt.LAYERS))
         self.norm, self.head = nn.LayerNorm(gpt.WIDTH), nn.Linear(gpt.WIDTH, self.rows, bias=False)
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -4,6 +4,8 @@
 
     pipeline 1F1B, GPipe     against torch's PipelineStage: the same split points, schedule and microbatches
     tensor                   against Megatron-style layers with the sequence sharded between them (benchmarks.megatron)
+    tensor, gathers          against the same that keep shards of what is gathered, and gather again in the backward
+    tensor, overlap          against Megatron-style layers: with collectives in pieces beside products
     tensor, whole sequence   against the same with all-reduces
     tensor                   against torch's DTensor and parallelize_module (benchmarks.dtensor)
     cp ring                  against torch's ring attention (benchmarks.context), on one long row
@@ -109,6 +111,8 @@ _TENSOR = {"mesh": {"tp": DEVICES}, "shard_plan": CUT_SEQUENCE}
 CASES = (
     *map(_pipeline, SCHEDULES),
     Case("tensor", "Megatron", "tensor", _TENSOR),
+    Case("tensor, gathers", "Megatron, shards kept", "tensor", {**_TENSOR, "recompute": "gathers"}),
+    Case("tensor, overlap", "Megatron", "tensor", {**_TENSOR, "overlap_tp": True}),
     Case("tensor, whole sequence", "Megatron all-reduce", "tensor", {**_TENSOR, "shard_plan": WHOLE_SEQUENCE}),
     Case("tensor", "DTensor", "tensor", _TENSOR),
     Case("cp ring", "torch's ring", "context", {"mesh": {"cp": DEVICES}, "shard_plan": RING}, LONG),
@@ -202,7 +206,7 @@ def _compare(cases: Sequence[Case], rounds: int) -> list[Comparison]:
         for name, pins in {case.name: case.program for case in cases}.items():
             gp.partition(program, gp.plan(program, **pins)).save(folder / name)
             contestants.append(name)
-        contestants += [case.against for case in cases]
+        contestants += dict.fromkeys(case.against for case in cases)
         (folder / "contestants.json").write_text(json.dumps(contestants))
         arguments = ["--rank", str(folder), "--rounds", str(rounds)]
         torchrun("benchmarks.runtime", arguments, nproc=DEVICES, timeout_s=TIMEOUT_S, module=True)
@@ -299,7 +303,7 @@ def _measure(folder: Path, rounds: int, ranks: Ranks) -> None:
         elif name == "DTensor":
             step = _dtensor_step(weights, batch, ranks)
         elif name.startswith("Megatron"):
-            step = _megatron_step(name == "Megatron", weights, batch)
+            step = _megatron_step(name, weights, batch)
         elif name in _BY_TORCH:
             step = partial(_BY_TORCH[name](weights, ranks.device, LEARNING_RATE), batch)
         elif name == SAVE.name:
@@ -394,10 +398,10 @@ def _late(gather: Callable[[Tensor], list[dist.Work]], late_s: float, flat: Tens
     return [_Late(work, late_s) for work in gather(flat)]
 
 
-def _megatron_step(sequence: bool, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> Step:
+def _megatron_step(name: str, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> Step:
     group = dist.group.WORLD
     assert group is not None
-    model = megatron.MegatronGPT(group, sequence)
+    model = megatron.MegatronGPT(group, name != "Megatron all-reduce", keeps=name == "Megatron, shards kept")
     megatron.load(model, weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 

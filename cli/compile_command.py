@@ -111,6 +111,12 @@ def _add_pins(parser: Parser) -> None:
         help="what blocks run again in the backward: none, gathers, selective, full, budget:0.6, auto, or by pattern: "
         "'layers.*=full,layers.0=none' (default: searched with the mesh; none where the whole mesh is given and no cluster)",
     )
+    group.add_argument(
+        "--overlap-tp",
+        action="store_true",
+        default=None,
+        help="send what tp gathers and scatters in pieces, while other pieces are multiplied (where the sequence is sharded between)",
+    )
 
 
 def _reshard(text: str) -> str | int:

@@ -31,7 +31,7 @@ from graphpar.cost_models.step_costs import StageSeconds, StepCosts, UnitSeconds
 from graphpar.cost_models.step_ends import StepEnds
 from graphpar.cost_models.timelines import Conditions, StageEstimate
 from graphpar.cost_models.unit_bytes import UnitBytes
-from graphpar.cost_models.workload import Collective, Phase, Work
+from graphpar.cost_models.workload import Collective, Phase, Product, Work
 from graphpar.errors import GraphparError
 from graphpar.hardware.cluster import Cluster
 from graphpar.hardware.devices import figures_of
@@ -145,9 +145,9 @@ class Pricing:
     def collective_s(self, row: Collective, rows: int) -> float:
         """Return the seconds of one collective inside a microbatch of ``rows`` that what runs beside it does not hide."""
         seconds = self.network.seconds(row.kind, row.nbytes.at(rows), self._groups[row.axis])
-        if row.beside is None:
-            return seconds
-        return max(0.0, seconds - self.compute.seconds(Work({row.beside: 1}), rows)[row.phase].attention)
+        if row.beside is None or (isinstance(row.beside, Product) and self.cluster.device.kind == "cpu"):
+            return seconds  # the cores of a CPU multiply or send
+        return max(0.0, seconds - self.compute.seconds(Work({row.beside: 1}), rows)[row.phase].busy)
 
     def stage_seconds(self, first: int, after: int, rows: int) -> StageSeconds:
         """Return the seconds of a stage of the units from ``first`` up to ``after``, exclusive."""

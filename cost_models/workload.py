@@ -26,6 +26,7 @@ from graphpar.operators.contractions import Size as Size  # sizes of rows
 from graphpar.operators.gradients import differentiable_nodes
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.operators.record import Kind, Reads
+from graphpar.operators.ring_products import products_of
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import FUNCTIONS, ring_messages
 
@@ -72,14 +73,14 @@ class Traffic(NamedTuple):
 class Collective(NamedTuple):
     """A collective over ``axis``; ``nbytes`` is the size of the tensor unsharded on that axis, or of the message of a send.
 
-    ``beside``: the rank computes this at the same time.
+    ``beside``: the rank computes this at the same time, if its device can.
     """
 
     phase: Phase
     axis: str
     kind: str
     nbytes: Size
-    beside: Attention | None = None
+    beside: Attention | Product | None = None
 
 
 Row = Product | Attention | Traffic | Collective
@@ -146,13 +147,20 @@ class Works:
         degrees: ranks by axis.
         fused: chains of elementwise operators are one kernel (:class:`graphpar.cost_models.execution.Execution`).
         gradient_bytes: of an element of accumulated gradients; None: as the parameter.
+        rings: collectives are sent in pieces beside products (:class:`graphpar.cost_models.execution.Execution`).
     """
 
     def __init__(
-        self, program: Program, degrees: Mapping[str, int], *, fused: bool = False, gradient_bytes: int | None = None
+        self,
+        program: Program,
+        degrees: Mapping[str, int],
+        *,
+        fused: bool = False,
+        gradient_bytes: int | None = None,
+        rings: bool = False,
     ) -> None:
         self.program, self.degrees, self.fused, self.gradient_bytes = program, degrees, fused, gradient_bytes
-        self.train = program.mode == "train"
+        self.rings, self.train = rings, program.mode == "train"
         self.differentiable = differentiable_nodes(program) if self.train else set()
         self.casts = cast_parameters(program) if self.train else {}
         self._names = {(name, node.name) for node, name in _scoped(program) if node in self.differentiable}
@@ -197,10 +205,31 @@ class Works:
         nbytes = max(_nbytes(node), _nbytes(source), key=lambda size: size.at(1024))
         if row.forward_collective == "all-to-all":
             nbytes = nbytes * self.degrees[axis]
+        beside = self._beside(node) if self.rings else (None, None)
         if row.forward_collective:
-            yield Collective(Phase.FORWARD, axis, row.forward_collective, nbytes)
+            yield Collective(Phase.FORWARD, axis, row.forward_collective, nbytes, beside[0])
         if row.backward_collective and self.has_gradient(source, scope):
-            yield Collective(Phase.INPUT, axis, row.backward_collective, nbytes)
+            yield Collective(Phase.INPUT, axis, row.backward_collective, nbytes, beside[1])
+
+    def _beside(self, node: fx.Node) -> tuple[Product | None, Product | None]:
+        """Return the products beside all pieces of a ring but a rank's own, forward and backward; of several, with all their columns."""
+        products = products_of(node)
+        if not products:
+            return None, None
+        found, itemsize = [matrices(product, _sizes)[0] for product in products], value_of(products[0]).dtype.itemsize
+        degree, first, columns = self.degrees[str(node.args[1])], found[0], Size(sum(each.n.number for each in found))
+        rows, count = first.m * (1 / degree), first.count * (degree - 1)
+        return (
+            Product(Phase.FORWARD, count, rows, columns, first.k, itemsize),
+            Product(Phase.INPUT, count, rows, first.k, columns, itemsize),
+        )
+
+    def ring_of(self, node: fx.Node) -> int:
+        """Return into how many pieces the rows of a product are divided: the ranks of the ring that it is part of."""
+        if not self.rings or operator_name(node) != "linear":
+            return 1
+        around = [each for each in (*node.all_input_nodes, *node.users) if node in products_of(each)]
+        return self.degrees[str(around[0].args[1])] if around else 1
 
     def _vocab_loss(self, node: fx.Node) -> Iterator[Collective]:
         """Yield two all-reduces, of one and of two numbers a row (see ``emitted.collectives``)."""
@@ -321,12 +350,13 @@ class _Walk:
             yield row._replace(phase=Phase.INPUT)
 
     def _products(self, node: fx.Node, products: Iterable[Matrices]) -> Iterator[Row]:
-        itemsize = value_of(node).dtype.itemsize
+        itemsize, pieces = value_of(node).dtype.itemsize, self.works.ring_of(node)
         for product in products:
             count, m, n, k = product.count, product.m, product.n, product.k
-            yield Product(Phase.FORWARD, count, m, n, k, itemsize)
+            rows = m * (1 / pieces)
+            yield from [Product(Phase.FORWARD, count, rows, n, k, itemsize)] * pieces
             if any(map(self._grad, product.left)):
-                yield Product(Phase.INPUT, count, m, k, n, itemsize)
+                yield from [Product(Phase.INPUT, count, rows, k, n, itemsize)] * pieces
             if self._grad(product.right):
                 yield Product(Phase.WEIGHT if product.shared else Phase.INPUT, count, n, k, m, itemsize)
 

@@ -37,6 +37,7 @@ from graphpar.passes.planning.asked import Splits, ask, planned
 from graphpar.passes.planning.candidates import SHOWN
 from graphpar.passes.planning.planning import estimate_plan
 from graphpar.passes.planning.validate_plan import validate_plan
+from graphpar.passes.ring_products import with_rings
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, Step, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import plan_text, report_data, report_files
@@ -167,6 +168,7 @@ def plan(
     prefetch: str | None = None,
     prefetch_distance: int | None = None,
     recompute: Recompute | None = None,
+    overlap_tp: bool = False,
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -210,6 +212,8 @@ def plan(
             for its bytes, until a block keeps this share of them); or one of these by pattern over the paths of blocks, the last that
             matches: ``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices' memory, for each block
             where the mesh is searched; that is also the default then, unless the model itself uses ``torch.utils.checkpoint``.
+        overlap_tp: gathers before products and reduce-scatters after them, where tp shards the sequence between, are done in pieces: one
+            is multiplied while the next is sent. Prices follow; a CPU hides nothing.
         dtype: that of ``export``, to be checked.
         reduce_dtype: the dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp; by default that of the
             parameters.
@@ -243,6 +247,7 @@ def plan(
         prefetch=prefetch,
         prefetch_distance=prefetch_distance,
         recompute=recompute,
+        overlap_tp=overlap_tp,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
         top=top,
@@ -312,10 +317,10 @@ def printed(
     compilation: Compilation, report: dict[str, Any], model_file: str | None = None, optimizer: str | None = None
 ) -> Parts:
     """Print the stage modules of ``compilation``, with the files of its ``report`` and the text of its ``optimizer.py``."""
-    plan = compilation.plan
-    package = emit_package(
-        compilation.sharded.local, plan, compilation.stages, report, model_file, optimizer, compilation.recomputed
-    )
+    plan, local, stages = compilation.plan, compilation.sharded.local, compilation.stages
+    if plan.overlap_tp:
+        local, stages = with_rings(local, stages)
+    package = emit_package(local, plan, stages, report, model_file, optimizer, compilation.recomputed)
     done = replace(compilation, package=package)
     return Parts(done, package.files | report_files(report, plan), report, model_file)
 

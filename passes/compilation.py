@@ -21,6 +21,7 @@ from graphpar.ir.stage import Stage
 from graphpar.passes.own_units import with_own_units
 from graphpar.passes.planning.planning import estimate_plan, in_bf16_s
 from graphpar.passes.planning.recomputation import recomputed_blocks, with_writes
+from graphpar.passes.ring_products import Overlapped, overlapped_in
 from graphpar.passes.sharding.planned import sharded_as
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import copy_written, positions_of, split
@@ -36,6 +37,7 @@ class Compilation:
         cluster: the hardware of ``estimate``, which is None where the plan can't be priced; ``unpriced`` says why.
         in_bf16_s: estimated seconds of a step in bf16, for an fp32 plan on devices that are faster in bf16.
         recomputed: the blocks that run their forward again in the backward, by path.
+        overlapped: the collectives that run beside products, where the plan says so.
         seconds: wall-clock time of each step from ``split`` on.
     """
 
@@ -49,6 +51,7 @@ class Compilation:
     in_bf16_s: float | None = None
     package: Package | None = None
     recomputed: Mapping[str, Recomputation] = field(default_factory=dict)
+    overlapped: Overlapped | None = None
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
@@ -67,13 +70,13 @@ def compiled(program: Program, plan: Plan, cluster: Cluster | None = None) -> Co
     if plan.fully_sharded:
         local, stages = with_own_units(sharded.local, stages)
         sharded = replace(sharded, local=local)
+    overlapped = overlapped_in(sharded.local, stages) if plan.overlap_tp else None
     seconds = {"split": perf_counter() - started}
     hardware = cluster or plan.cluster or Cluster.of_this_machine(plan.mesh.size)
     recomputed = Recomputations(sharded.local, plan.mesh.degrees(), hardware.device.kind).of(kinds) if kinds else {}
     recomputed = with_writes(sharded.local, recomputed)
-    return priced(
-        Compilation(program, plan, sharded, stages, hardware, recomputed=recomputed, seconds=seconds), hardware
-    )
+    done = Compilation(program, plan, sharded, stages, hardware, recomputed=recomputed, overlapped=overlapped)
+    return priced(replace(done, seconds=seconds), hardware)
 
 
 def priced(compilation: Compilation, cluster: Cluster) -> Compilation:

@@ -30,4 +30,4 @@ def describe_types(node: fx.Node) -> str:
 def note_of(node: fx.Node) -> tuple[str, str]:
     """Return the call of a redistribution and the comment on it: ``all_gather(`` and ``S(1) -> R  [b, 16, 64]``."""
     source, target = node.meta["transition"]
-    return f"{operator_name(node)}(", f"{source} -> {target}  {describe_shape(node)}"
+    return f"{operator_name(node)}(", f"{source} -> {target}  {describe_shape(node)}".rstrip()

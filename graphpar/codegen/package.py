@@ -32,12 +32,21 @@ from graphpar.codegen.fully_sharded import optimizer_units_function, order_of, u
 from graphpar.codegen.launch_files import launch_files
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
-from graphpar.codegen.printer import COLLECTIVES, FUNCTIONS, RINGS, ROTARY
+from graphpar.codegen.printer import FUNCTIONS, OF_FILES
 from graphpar.codegen.recomputation import FUNCTIONS as RECOMPUTING
 from graphpar.codegen.recomputation import GATHERING, recomputation_function, recomputed_in
 from graphpar.codegen.token_inputs import vocabularies
 from graphpar.codegen.train_script import EXAMPLES, train_script
-from graphpar.emitted import collectives, gathering, layers, random_streams, recomputation, ring_attention, rotary
+from graphpar.emitted import (
+    collectives,
+    gathering,
+    layers,
+    random_streams,
+    recomputation,
+    ring_attention,
+    ring_products,
+    rotary,
+)
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
@@ -103,10 +112,10 @@ def emit_package(
         files["collectives.py"] = inspect.getsource(collectives)
     if any("from . import layers\n" in text for text in files.values()):
         files["layers.py"] = inspect.getsource(layers)
-    if any(node.target is ring_attention.ring_attention for graph in _graphs(program, stages) for node in graph.nodes):
-        files["ring_attention.py"] = _of_package(ring_attention)
-    if any(node.target is rotary.apply_rotary for graph in _graphs(program, stages) for node in graph.nodes):
-        files["rotary.py"] = inspect.getsource(rotary)
+    called = {getattr(node.target, "__module__", "") for graph in _graphs(program, stages) for node in graph.nodes}
+    for module in (ring_attention, ring_products, rotary):
+        if module.__name__ in called:
+            files[f"{module.__name__.rpartition('.')[2]}.py"] = _of_package(module)
     kinds = {how.kind for how in recomputed.values()}
     if kinds - {GATHERS}:
         files["recomputation.py"] = inspect.getsource(recomputation)
@@ -270,9 +279,7 @@ def _assembled(
     if shared:
         local.append(_import("blocks", shared))
     for module, functions in (
-        ("collectives", COLLECTIVES),
-        ("ring_attention", RINGS),
-        ("rotary", ROTARY),
+        *OF_FILES.items(),
         ("random_streams", FUNCTIONS),
         ("recomputation", RECOMPUTING),
         ("gathering", GATHERING),

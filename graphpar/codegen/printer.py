@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from graphpar.codegen.describe import describe_shape, note_of
 from graphpar.codegen.layers import given
 from graphpar.codegen.spelling import spell
-from graphpar.emitted import collectives, ring_attention, rotary
+from graphpar.emitted import collectives, ring_attention, ring_products, rotary
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Helper, Program, operator_name, value_of
 from graphpar.operators.functions import OPERATORS
@@ -43,9 +43,14 @@ def functions_of(module: ModuleType) -> tuple[str, ...]:
 
 # Functions of the emitted package, which no variable may hide.
 FUNCTIONS = ("stream", "dropout", "channel_dropout", "dropout_attention")
-COLLECTIVES, RINGS, ROTARY = (functions_of(module) for module in (collectives, ring_attention, rotary))
+OF_FILES = {
+    module.__name__.rpartition(".")[2]: functions_of(module)
+    for module in (collectives, ring_attention, ring_products, rotary)
+}
+"""Those of files that stand in the emitted folder as they stand here, by their file."""
+_OF_FILES = tuple(name for names in OF_FILES.values() for name in names)
 # Names that mean something in every emitted file.
-RESERVED = ("Any", "F", "Tensor", "layers", "nn", "parameters", "torch", *FUNCTIONS, *COLLECTIVES, *RINGS, *ROTARY)
+RESERVED = ("Any", "F", "Tensor", "layers", "nn", "parameters", "torch", *FUNCTIONS, *_OF_FILES)
 
 
 @dataclass
@@ -76,7 +81,7 @@ class Printed:
 
 
 def _is_sharded(node: fx.Node) -> bool:
-    emitted = (collectives.__name__, ring_attention.__name__)
+    emitted = (collectives.__name__, ring_attention.__name__, ring_products.__name__)
     return "sharded" in node.kwargs or getattr(node.target, "__module__", None) in emitted
 
 
@@ -122,7 +127,7 @@ class GraphPrinter:
         self.reserved |= {
             OPERATORS[n.target].function.__qualname__.split(".")[0] for n in graph.nodes if n.target in OPERATORS
         }
-        self.reserved |= {*COLLECTIVES, *RINGS} if any(_is_sharded(node) for node in graph.nodes) else set()
+        self.reserved |= set(_OF_FILES) if any(_is_sharded(node) for node in graph.nodes) else set()
         self.reserved |= {node.target.name for node in graph.nodes if isinstance(node.target, Helper)}
         self.keywords = set(keywords)
         self.nodes = [node for node in graph.nodes if node.op not in ("get_attr", "output")]

@@ -68,6 +68,8 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
     state = state_data(program, plan, stages)
     if state is not None:
         data["state"] = state
+    if compilation.overlapped is not None:
+        data["overlapped"] = compilation.overlapped.to_json()
     if compilation.recomputed:
         data["recomputation"] = recomputation_data(compilation)
     experts = _expert_data(program, rows)
@@ -161,7 +163,8 @@ def _collectives(plan: Plan, predicted: Estimate) -> list[str]:
     if plan.zero == 3:
         said.append("parameters gathered when needed" if plan.prefetch == "none" else "parameters gathered ahead")
     if any(degree > 1 for axis, degree in mesh.degrees().items() if axis in ("tp", "cp", "ep")):
-        said.append("collectives in operators waited for")
+        hidden = plan.overlap_tp and not cpu
+        said.append(f"{'other ' if hidden else ''}collectives in operators waited for")
     return said
 
 
@@ -229,6 +232,7 @@ def decisions(plan: Plan) -> dict[str, Any]:
         "microbatch_size": plan.microbatch_size,
         "global_batch": plan.global_batch,
         "dp_mean": plan.dp_mean,
+        "overlap_tp": plan.overlap_tp,
         "zero": plan.zero,
         "reshard": plan.reshard,
         "prefetch": plan.prefetch,

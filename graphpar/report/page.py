@@ -14,6 +14,7 @@ from graphpar.report.data import timeline_of
 from graphpar.report.explored import search_sections
 from graphpar.report.layout import TYPES, gap_text, redistribution_text, sent_text, sharding_legend, transitions_text
 from graphpar.report.memory_time import line_key, memory_over_time, memory_time_svg
+from graphpar.report.overlap import overlap_text
 from graphpar.report.predicted import (
     alone_text,
     assumed_lines,
@@ -69,6 +70,7 @@ def html(data: Mapping[str, Any]) -> str:
             if "recomputation" in data
             else []
         ),
+        *([f'<p class="soft">Overlapped: {escape(overlap_text(data))}.</p>'] if "overlapped" in data else []),
         '<h2 id="timeline">Timeline of a step</h2>',
         _schedule(data, timeline),
         *_memory(data, timeline),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from graphpar.passes.normalize.idioms import idiom_texts
 from graphpar.report.data import compile_json, decisions, predicted_data, report_data, timeline_of, with_alone
 from graphpar.report.layout import layout_text, sharding_lines, sharding_sections
+from graphpar.report.overlap import overlap_text
 from graphpar.report.page import html
 from graphpar.report.predicted import (
     assumed_lines,
@@ -163,6 +164,8 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("State", state_text(data["state"])))
     if "recomputation" in data:
         lines.append(("Recompute", recomputation_text(data["recomputation"])))
+    if "overlapped" in data:
+        lines.append(("Overlap", overlap_text(data)))
     if data.get("zero"):
         lines += [("Gathers", text) for text in _gathers(data)]
     if "experts" in data:

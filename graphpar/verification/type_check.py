@@ -7,7 +7,8 @@
 where the plan says so: a gradient of R is P, of I is I, of V is V, of P is R, by its rules, not ours.
 
 Assumed: the functions of ``collectives.py``, ``ring_attention.py`` and ``rotary.py`` do what their docstrings say (tests compare them
-with whole tensors); the runtime reduces the gradients of R parameters; a loss that varies over replicas is a share of a sum.
+with whole tensors), which is tried of ``ring_products.py`` (:mod:`graphpar.verification.ring_proof`); the runtime reduces the gradients
+of R parameters; a loss that varies over replicas is a share of a sum.
 
 Not seen: V has no dim. A shard of the wrong dim shows only as a wrong shape, so a wrong shard of the batch, or of other ``parts``,
 passes; and so does a partial sum that is taken for a shard, except after a linear operator, a product with a matrix or a convolution:
@@ -47,10 +48,12 @@ from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, 
 from graphpar.runtime.schedules import check_actions
 from graphpar.runtime.stages import build_stage, emitted_package
 from graphpar.verification.recomputed import check_recomputed
+from graphpar.verification.ring_proof import ring_problems
 from graphpar.verification.typed_collectives import (
     Axes,
     Kinds,
     declare_collectives,
+    declare_products,
     declare_ring,
     declare_rotary,
     give,
@@ -58,6 +61,8 @@ from graphpar.verification.typed_collectives import (
     untyped,
 )
 
+_LIBRARY = ("collectives.py", "random_streams.py", "ring_attention.py", "ring_products.py", "rotary.py")
+"""Files of a program that hold no model code."""
 SMALL = 1 << 26
 """The most parameters of a stage that may be run on numbers."""
 
@@ -73,7 +78,6 @@ _SUMS = (
     torch.sub,
     *(getattr(torch.Tensor, name) for name in ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__")),
 )
-_EMITTED_AS_THEY_ARE = ("collectives.py", "random_streams.py", "ring_attention.py", "rotary.py")
 _CASTS = {
     torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.half: torch.float16,
@@ -134,6 +138,10 @@ def check_folder(folder: str | Path) -> CheckResult:
             declare_ring(importlib.import_module(f"{package}.ring_attention"), axes)
         if (program.folder / "rotary.py").is_file():
             declare_rotary(importlib.import_module(f"{package}.rotary"), axes)
+        if (program.folder / "ring_products.py").is_file():
+            modules = [importlib.import_module(f"{package}.{name}") for name in ("ring_products", "collectives")]
+            result.problems += ring_problems(modules[0], program.mesh["tp"])
+            declare_products(*modules)
         received: list[Kinds] = []
         for stage in program.stages:
             received = _Stage(program, package, stage, axes, result).check(received)
@@ -464,7 +472,7 @@ class _Stage:
             for frame in traceback.extract_tb(error.__traceback__)
             if Path(frame.filename).parent == self.program.folder
         ]
-        models = [line for line in lines if line[0] not in _EMITTED_AS_THEY_ARE]
+        models = [line for line in lines if line[0] not in _LIBRARY]
         if not lines:
             return f"{self.stage.file}: "
         file, number = (models or lines)[-1]

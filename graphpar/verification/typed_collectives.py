@@ -1,4 +1,4 @@
-"""The functions of emitted ``collectives.py``, ``ring_attention.py`` and ``rotary.py`` in the types of ``spmd_types``.
+"""The functions of emitted ``collectives.py``, ``ring_attention.py``, ``ring_products.py`` and ``rotary.py`` in the types of ``spmd_types``.
 
 For :mod:`graphpar.verification.type_check`.
 """
@@ -6,7 +6,7 @@ For :mod:`graphpar.verification.type_check`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -204,6 +204,27 @@ def declare_rotary(module: ModuleType, axes: Axes) -> None:
         return give(result, kinds_of(x * cos + x * sin, axes), axes)
 
     setattr(module, "apply_rotary", apply_rotary)  # noqa: B010  a module's type has no such name
+
+
+def declare_products(module: ModuleType, collectives: ModuleType) -> None:
+    """Type the functions of an emitted ``ring_products.py`` as the collective and the products that they are."""
+    gather, scatter = collectives.all_gather, collectives.reduce_scatter
+
+    def gathered_products(
+        x: Tensor, weights: Sequence[Tensor], axis: str, dim: int, biases: Sequence[Tensor | None] | None = None
+    ) -> tuple[Tensor, ...]:
+        whole = gather(x, axis, dim=dim)
+        return tuple(F.linear(whole, *pair) for pair in zip(weights, biases or [None] * len(weights)))
+
+    def gathered_product(x: Tensor, weight: Tensor, axis: str, dim: int, bias: Tensor | None = None) -> Tensor:
+        return F.linear(gather(x, axis, dim=dim), weight, bias)
+
+    def scattered_product(x: Tensor, weight: Tensor, axis: str, dim: int) -> Tensor:
+        result: Tensor = scatter(F.linear(x, weight), axis, dim=dim)
+        return result
+
+    for function in (gathered_products, gathered_product, scattered_product):
+        setattr(module, function.__name__, function)
 
 
 def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes: Axes) -> Callable[..., Tensor]:

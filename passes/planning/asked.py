@@ -27,6 +27,7 @@ from graphpar.passes.planning.constraints import (
     check_degrees,
     check_dp_mean,
     check_microbatch_size,
+    check_overlap,
     check_pipelined,
 )
 from graphpar.passes.planning.planning import estimate_plan, search_plan
@@ -108,6 +109,7 @@ def ask(
     prefetch: str | None = None,
     prefetch_distance: int | None = None,
     recompute: Recompute | None = None,
+    overlap_tp: bool = False,
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -158,6 +160,7 @@ def ask(
         prefetch=prefetch,
         prefetch_distance=prefetch_distance,
         recompute=OF_THE_MODEL if recompute is None else recompute,
+        overlap_tp=overlap_tp,
         dtype=dtype or "",
         reduce_dtype=reduce_dtype,
         layers_per_stage=layers_per_stage,
@@ -205,14 +208,14 @@ def _planned(program: Program, asked: Asked, pins: PlanConstraints, show: Callab
     try:
         return search_plan(program, cluster, mesh.degrees(), pins, asked.top, asked.limit_s, show)
     except NothingFits:
-        most = least_first(program, pins.compile)[-1] if pins.recompute == AUTO else pins.recompute
+        most = least_first(program, pins.compile, pins.overlap_tp)[-1] if pins.recompute == AUTO else pins.recompute
         chosen = choose(program, mesh, replace(pins, recompute=most))
         return replace(chosen, predicted=estimate_plan(program, chosen, cluster))
 
 
 def _least_recomputation(program: Program, asked: Asked, pins: PlanConstraints) -> Plan:
     """Return the plan with the least recomputation that fits in the devices' memory; where none fits, as with the most."""
-    *less, most = least_first(program, pins.compile)
+    *less, most = least_first(program, pins.compile, pins.overlap_tp)
     cluster = pins.cluster or Cluster.of_this_machine(asked.size)
     for kind in less:
         try:
@@ -266,6 +269,8 @@ def _check(asked: Asked) -> None:
     if pins.reshard is not None:
         check_reshard(mesh, level, pins.reshard)
     check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
+    if asked.complete or "tp" in asked.mesh:
+        check_overlap(mesh, pins)
     if asked.complete or not {"dp_replicate", "dp_shard"} & set(free_axes(asked.mesh, pins.zero)):
         check_dp_mean(mesh, pins)
     if asked.complete:

@@ -32,6 +32,7 @@ from graphpar.passes.planning.constraints import (
     check_degrees,
     check_dp_mean,
     check_microbatch_size,
+    check_overlap,
     check_pipelined,
 )
 from graphpar.passes.planning.recomputation import recomputed_blocks
@@ -209,6 +210,7 @@ def _plan(
     found = pins.sharded or solve(program, mesh, size, microbatches, pins.shard_plan, pins.cluster)
     check_whole(mesh, zero, found.sharding.parameters)
     check_dp_mean(mesh, pins, program)
+    check_overlap(mesh, pins)
     again = gathers_again(mesh.pp, zero, pins.reshard)
     prefetch, distance = prefetching(again, pins.prefetch, pins.prefetch_distance)
     check_reach(distance, max(map(len, (gathered_in_turn(program, stage) for stage in stages))))
@@ -231,6 +233,7 @@ def _plan(
         zero1_by=pins.zero1_by or ZERO1_BY[0],
         reshard=pins.reshard or "default",
         recompute=pins.recompute,
+        overlap_tp=pins.overlap_tp,
         fully_sharded=stored_in_shards(program, stages) if zero >= 2 else frozenset(),
         allow_batch_coupling=pins.allow_batch_coupling,
         dp_mean=pins.dp_mean,

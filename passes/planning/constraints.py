@@ -13,6 +13,7 @@ from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
 from graphpar.passes.normalize.coupled import coupled_text
+from graphpar.passes.planning.recomputation import check_beside_rings
 from graphpar.passes.planning.sharded_state import (
     check_prefetch,
     check_reduced,
@@ -43,6 +44,7 @@ class PlanConstraints:
     prefetch: str | None = None
     prefetch_distance: int | None = None
     recompute: Recompute = "none"
+    overlap_tp: bool = False
     dtype: str = "fp32"
     param_dtype: str = "fp32"
     reduce_dtype: str | None = None
@@ -97,6 +99,7 @@ def check_data_axes(mesh: Mesh, pins: PlanConstraints, program: Program) -> None
     level = level_of(mesh, pins.zero)
     check_reduced(mesh, level, pins.reduce_dtype, program.mode)
     check_dp_mean(mesh, pins, program)
+    check_overlap(mesh, pins)
     check_reshard(mesh, level, pins.reshard or "default")
     check_prefetch(gathers_again(mesh.pp, level, pins.reshard), pins.prefetch, pins.prefetch_distance)
 
@@ -122,6 +125,22 @@ def check_dp_mean(mesh: Mesh, pins: PlanConstraints, program: Program | None = N
         raise GraphparError(
             f"dp_mean takes the mean of the replicas' own losses, but {program.unsplittable or coupled_text(program.couplings)}, over the "
             "rows of all replicas; leave it out."
+        )
+
+
+def check_overlap(mesh: Mesh, pins: PlanConstraints) -> None:
+    """Check that there is tensor parallelism whose collectives can run beside products, if that is asked for.
+
+    Raises:
+        GraphparError: there is none, or budgets say what is recomputed.
+    """
+    if not pins.overlap_tp:
+        return
+    check_beside_rings(pins.recompute)
+    if mesh.tp == 1:
+        raise GraphparError(
+            "overlap_tp runs collectives of tensor parallelism beside products, but the mesh has tp=1; give mesh tp=2 or more, or leave "
+            "it out."
         )
 
 

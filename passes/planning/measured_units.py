@@ -79,7 +79,7 @@ def units_of_ranks(
 ) -> list[Unit]:
     """Return :func:`units_of` the program that a rank runs, cached on ``sharded`` with what was measured of them."""
     run = execution or Execution()
-    measured = device, run.fused, run.gradient_bytes
+    measured = device, run.fused, run.gradient_bytes, run.rings
     asked = *measured, run.blocks, tuple(wanted)
     if asked not in sharded.units:
         if ("split points", *wanted) not in sharded.units:
@@ -129,7 +129,9 @@ class _Measured:
         self.program, self.degrees, self.device = program, degrees, device
         self.stages = split(program, positions)
         self.begins = list(zip([0, *positions], [None, *(point for _, point in split_points)]))
-        self.works = Works(program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes)
+        self.works = Works(
+            program, degrees, fused=execution.fused, gradient_bytes=execution.gradient_bytes, rings=execution.rings
+        )
         self.recomputations = Recomputations(program, degrees, device)
         self.kinds: dict[Any, UnitClass] = {}
         self.memories: dict[Any, Callable[[], UnitMemory]] = {}

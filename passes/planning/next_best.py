@@ -179,7 +179,7 @@ class Decisions:
         taken = self.plan.recompute
         value = taken if isinstance(taken, str) else "by block"
         pinned = self.pins.recompute not in (OF_THE_MODEL, AUTO)
-        others: list[tuple[str, Recompute]] = [(kind, kind) for kind in least_first(self.program)]
+        others: list[tuple[str, Recompute]] = [(kind, kind) for kind in least_first(self.program, self.plan.overlap_tp)]
         return self._best_of(self._about("recompute", value, pinned), others)
 
     def block(self, path: str) -> NextBest | None:
@@ -189,7 +189,9 @@ class Decisions:
             return None
         kinds = recomputed_blocks(self.program, self.plan.recompute)
         now = kinds.get(path, "none")
-        others = [(kind, kinds | {path: kind}) for kind in least_first(self.program) if kind != now]
+        others = [
+            (kind, kinds | {path: kind}) for kind in least_first(self.program, self.plan.overlap_tp) if kind != now
+        ]
         return self._best_of(NextBest(path, f"recompute {now}"), others)
 
     def _best_of(self, about: NextBest, others: Sequence[tuple[str, Recompute]]) -> NextBest:

@@ -123,22 +123,23 @@ def planner_for(
         reshard=pins.reshard,
         prefetch=pins.prefetch,
         prefetch_distance=pins.prefetch_distance,
-        recompute=_able(program, pins.compile) if pins.recompute == AUTO else (pins.recompute,),
+        recompute=_able(program, pins) if pins.recompute == AUTO else (pins.recompute,),
         whole_backwards=pins.compile,
         check=lambda mesh, zero, reshard: check_data_axes(mesh, replace(pins, zero=zero, reshard=reshard), program),
     )
-    execution = _execution(program, reduce_dtype=pins.reduce_dtype)
+    execution = replace(_execution(program, reduce_dtype=pins.reduce_dtype), rings=pins.overlap_tp)
     dtype = dominant_dtype(program)
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype, top, like, limit_s, show)
 
 
-def _able(program: Program, compile: bool) -> tuple[Recompute, ...]:
+def _able(program: Program, pins: PlanConstraints) -> tuple[Recompute, ...]:
     """Return the kinds of recomputation that all blocks of ``program`` can do, the least first."""
+    kinds = least_first(program, pins.compile, pins.overlap_tp)
     try:
-        recomputed_blocks(program, least_first(program)[-1])
+        recomputed_blocks(program, kinds[-1])
     except GraphparError:
         return ("none",)
-    return least_first(program, compile)
+    return kinds
 
 
 def _has_split_points(program: Program, pins: PlanConstraints) -> bool:
@@ -171,7 +172,7 @@ def pricing_of(
         raise GraphparError(f"The plan is for {plan.mesh.size} devices, but the cluster {cluster} has {cluster.size}.")
     if execution is None:
         shared = plan.zero, plan.reshard, plan.prefetch, plan.prefetch_distance, plan.reduce_dtype
-        execution = _execution(program, *shared)
+        execution = replace(_execution(program, *shared), rings=plan.overlap_tp)
     run = replace(execution, blocks=tuple(recomputed_blocks(program, plan.recompute).items()))
     sharded = sharded_as(program, plan)
     local = sharded.local

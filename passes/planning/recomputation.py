@@ -28,10 +28,31 @@ KINDS = ("none", GATHERS, "selective", "full")
 _LEAST_FIRST = ("none", GATHERS, "budget:0.8", "budget:0.6", "budget:0.4", "budget:0.2", "full")
 
 
-def least_first(program: Program, compile: bool = False) -> tuple[str, ...]:
-    """Return the kinds that :data:`AUTO` tries, in order; ``compile``: those of blocks that ``torch.compile`` compiles."""
+def least_first(program: Program, compile: bool = False, overlap_tp: bool = False) -> tuple[str, ...]:
+    """Return the kinds that :data:`AUTO` tries, in order.
+
+    Args:
+        compile: those of blocks that ``torch.compile`` compiles.
+        overlap_tp: no budgets, see :func:`check_beside_rings`.
+    """
     kinds = _LEAST_FIRST if program.mode == "train" and program.blocks else _LEAST_FIRST[:1]
-    return tuple(kind for kind in kinds if not compile or kind in WHOLE)
+    return tuple(
+        kind for kind in kinds if (not compile or kind in WHOLE) and (not overlap_tp or share_of(kind) is None)
+    )
+
+
+def check_beside_rings(value: Recompute) -> None:
+    """Check that what is recomputed is not said by numbers of operators, which products in pieces have others of.
+
+    Raises:
+        GraphparError: it is.
+    """
+    for kind in value.values() if isinstance(value, Mapping) else (value,):
+        if isinstance(kind, str) and share_of(kind) is not None:
+            raise GraphparError(
+                f"recompute {kind} numbers the operators of a block, which overlap_tp does in pieces; take gathers, selective or full, or "
+                "leave overlap_tp out."
+            )
 
 
 def of_the_model(program: Program) -> tuple[Recompute, list[str]]:

@@ -67,6 +67,7 @@ def validate_plan(program: Program, given: Plan) -> Plan:
         prefetch=given.prefetch,
         prefetch_distance=given.prefetch_distance or None,
         recompute=given.recompute,
+        overlap_tp=given.overlap_tp,
         dtype=given.dtype,
         param_dtype=given.param_dtype,
         reduce_dtype=given.reduce_dtype,

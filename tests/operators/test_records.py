@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphpar.codegen.printer import FUNCTIONS, ROTARY
+from graphpar.codegen.printer import FUNCTIONS, OF_FILES
 from graphpar.codegen.spelling import spell
 from graphpar.cost_models.flops import operator_flops
 from graphpar.emitted import random_streams, rotary
@@ -259,7 +259,9 @@ def _shown(item: Any) -> Expression:
 
 @pytest.mark.parametrize("name", _with_records(lambda record: True))
 def test_what_is_printed_computes_the_same(name: str) -> None:
-    own = {key: getattr(random_streams, key) for key in FUNCTIONS} | {key: getattr(rotary, key) for key in ROTARY}
+    own = {key: getattr(random_streams, key) for key in FUNCTIONS} | {
+        key: getattr(rotary, key) for key in OF_FILES["rotary"]
+    }
     for call in calls()[name]:
         node, values = node_of(call)
         names = [argument.name for argument in node.all_input_nodes]
