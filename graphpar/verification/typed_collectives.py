@@ -1,4 +1,4 @@
-"""The functions of emitted ``collectives.py``, ``ring_attention.py``, ``ring_products.py`` and ``rotary.py`` in the types of ``spmd_types``.
+"""The functions of the emitted files that send, and of ``rotary.py``, in the types of ``spmd_types``.
 
 For :mod:`graphpar.verification.type_check`.
 """
