@@ -119,7 +119,12 @@ def test_a_level_makes_dp_shard_the_axis_of_the_data(asked: dict[str, Any], expe
 
 def test_a_level_that_no_mesh_can_have() -> None:
     with pytest.raises(gp.GraphparError, match="does not divide over dp_shard=3"):
-        gp.plan(example("head_first"), devices=3, zero=3)
+        gp.plan(example("head_first"), devices=3, zero=3, mesh={"cp": 1})
+
+
+def test_a_level_is_met_by_ranks_that_divide_sequences_where_rows_do_not_divide() -> None:
+    plan = gp.plan(example("head_first"), devices=3, zero=3)
+    assert (plan.mesh.shards, plan.mesh.cp, plan.zero) == (3, 3, 3)
 
 
 def test_a_schedule_of_one_stage_a_rank_runs_without_a_pipeline() -> None:
