@@ -245,7 +245,7 @@ def _setting() -> dict[str, Any]:
 
 def _show(comparisons: Sequence[Comparison]) -> None:
     setting = _setting()
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 135)
     console.print(f"{setting['model']}, batch {setting['batch']}")
     console.print(f"{DEVICES} gloo processes, torch {setting['torch']}, {comparisons[0].rounds} rounds\n")
     table = Table(box=None, padding=(0, 2, 0, 0))

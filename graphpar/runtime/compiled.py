@@ -93,7 +93,7 @@ def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except torch._dynamo.exc.Unsupported as error:
             raise RuntimeProgramError(
                 f"torch.compile can't compile {type(module).__name__} as one graph; leave compile out, or change what it can't follow "
                 f"(an operator of your own needs torch.library.register_fake): {error}"

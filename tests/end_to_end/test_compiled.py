@@ -127,14 +127,17 @@ def test_blocks_of_large_examples_are_taken_whole(name: str, tmp_path: Path, mon
     for kind, block in program.blocks.items():
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+        values = [node.meta["val"] for node in block.graph.nodes if node.op == "placeholder"]
+        inputs = [
+            torch.empty(
+                [2 if not isinstance(size, int) else size for size in value.shape], dtype=value.dtype, device="meta"
+            )
+            for value in values
+        ]
         with torch.device("meta"):
-            inputs = [
-                torch.empty_like(node.meta["val"], device="meta")
-                for node in block.graph.nodes
-                if node.op == "placeholder"
-            ]
-            for instance in (getattr(emitted, kind)(), getattr(emitted, kind)()):
-                torch.compile(instance.forward, fullgraph=True, backend=counter)(*inputs)
+            instances = [getattr(emitted, kind)() for _ in range(2)]
+        for instance in instances:
+            torch.compile(instance.forward, fullgraph=True, backend=counter)(*inputs)
         assert counter.frame_count == 1
     sys.modules.pop(f"emitted_{name}.blocks")
 
