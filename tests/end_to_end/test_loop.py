@@ -15,6 +15,7 @@ import graphpar as gp
 from graphpar.cli.main import main
 from graphpar.runtime import LaunchError, Log, RuntimeProgramError, count, load_manifest
 from graphpar.runtime import log as log_module
+from graphpar.runtime.balance import Balance
 from graphpar.runtime.optimizers import build_lr_schedule
 from tests.programs import example, example_file
 from tests.rank_pool import RankPool
@@ -104,10 +105,12 @@ def test_what_cannot_be_done_is_refused_at_once(pool: RankPool, tmp_path: Path) 
 
 
 def _pipeline(program: Path) -> Any:
+    groups: Any = SimpleNamespace(place={"pp": 0})
     return SimpleNamespace(
         reports=True,
         device=torch.device("cpu"),
-        groups=SimpleNamespace(place={"pp": 0}),
+        groups=groups,
+        balance=lambda: Balance(groups, ""),
         program=load_manifest(program),
     )
 

@@ -97,6 +97,23 @@ def test_products_of_own_rows_are_the_rows_of_the_product(ranks: list[int], ends
     torch.testing.assert_close(torch.cat(found), F.grouped_mm(x, weight, offs=offs))
 
 
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+def test_experts_without_rows_have_gradients_of_zeros(ranks: list[int]) -> None:
+    offs = torch.tensor(ENDS["a rank without rows"], dtype=torch.int32)
+    for rank in ranks[: len(ranks) // 2]:  # those that have no rows
+        _be(rank, len(ranks))
+        x = torch.randn(10, 8, requires_grad=True)
+        own = torch.randn(4 // len(ranks), 8, 4, requires_grad=True)
+        ends = collectives.rank_ends(offs, "ep")
+        rows = collectives.expert_rows(x, "ep", ends)
+        y = F.grouped_mm(rows, own, offs=collectives.own_offsets(offs, "ep"))
+        collectives.expert_sums(y, "ep", ends).backward(torch.randn(10, 4))
+
+        assert len(rows) == 0
+        assert own.grad is not None and not own.grad.any()
+        assert x.grad is not None and not x.grad.any()
+
+
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_a_row_without_an_expert_is_an_error(ranks: list[int]) -> None:
     _be(0, 2)
