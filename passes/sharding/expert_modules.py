@@ -19,7 +19,7 @@ from graphpar.operators.placement import operands_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 
-_WEIGHS = ("mul", "where", "masked_fill")
+_WEIGHS = ("mul", "where")
 
 
 def expert_modules(graph: fx.Graph) -> dict[str, int]:
