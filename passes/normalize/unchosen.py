@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,7 @@ from graphpar.passes.normalize.reductions import (
     with_reduction,
 )
 from graphpar.passes.normalize.simplify import full_slice, remove_dead_code
+from graphpar.text import plural
 
 _aten = torch.ops.aten
 _HARMLESS = 0.5  # valid for logarithms, roots, quotients, probabilities
@@ -69,7 +71,19 @@ def fill_unchosen(program: Program) -> Program:
         elif operator_name(node) == "slice":
             full_slice(node)
     remove_dead_code(graph)
-    return program.with_graph(_Filler(program, graph).rewrite())
+    products = [node for node in program.graph.nodes if record_of(node).kind is Kind.PRODUCT and _is_unknown(node)]
+    return _warned(program.with_graph(_Filler(program, graph).rewrite()), products)
+
+
+def _warned(program: Program, products: Sequence[fx.Node]) -> Program:
+    """Warn of what fixed sizes cost, where products are of chosen rows, as those of experts in a loop."""
+    if not products:
+        return program
+    return program.warn(
+        f"{plural(len(products), 'product')} of rows that a mask chooses{where(products[0])} "
+        f"{'is' if len(products) == 1 else 'are'} computed for all rows, since sizes in a program are fixed. Stacked experts, multiplied "
+        "by torch's grouped_mm as in newer Hugging Face models, compute their own rows alone."
+    )
 
 
 def sizes_are_known(program: Program) -> bool:

@@ -159,6 +159,13 @@ def test_loops_over_experts_are_found_by_their_structure(mixture: type[Mixture])
     assert found(exported(mixture)) == {"experts": EXPERTS}
 
 
+@pytest.mark.parametrize(("mixture", "warned"), [(Positions, True), (Written, True), (Weighed, False)])
+def test_products_of_all_rows_are_warned_of(mixture: type[Mixture], warned: bool) -> None:
+    lines = [line for line in exported(mixture).warnings if "of rows that a mask chooses" in line]
+    assert len(lines) == warned
+    assert not warned or "are computed for all rows" in lines[0]
+
+
 def test_experts_of_one_layer_which_are_blocks_themselves_are_found() -> None:
     assert found(exported(Weighed, layers=1)) == {"layers.0.experts": EXPERTS}
 
