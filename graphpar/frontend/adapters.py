@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphpar.ir.program import Program
 from graphpar.runtime.plan_record import Adapter
+from graphpar.text import listed
 
 
 def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
@@ -20,6 +22,19 @@ def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
         for adapter in (*_of_layer(path, module, names), *_of_stacks(path, module, names)):
             found.append(adapter)
     return tuple(found)
+
+
+def with_adapters(program: Program, model: nn.Module) -> Program:
+    """Note the adapters of ``model`` in its trace, with a warning of those whose layers are never called."""
+    program.adapters = adapters_of(model)
+    read = {str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
+    same = {name: set(group) for group in program.ties for name in group}
+    idle = [each.layer for each in program.adapters if not read & same.get(each.a, {each.a})]
+    if idle and program.mode == "train":
+        program = program.warn(
+            f"The adapters of {listed(idle, 6)} are never used, so they won't be trained: the model doesn't call these layers."
+        )
+    return program
 
 
 def _of_layer(path: str, module: Any, names: Mapping[int, str]) -> Iterator[Adapter]:

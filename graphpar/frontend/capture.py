@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_unflatten
 
 from graphpar.codegen.operators import check_function
 from graphpar.errors import GraphparError
-from graphpar.frontend.adapters import adapters_of
+from graphpar.frontend.adapters import with_adapters
 from graphpar.frontend.build import Built, build
 from graphpar.frontend.calls import NotRepeatedError
 from graphpar.frontend.equal_masks import EqualMasks
@@ -83,7 +83,7 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
     if program.mode == "infer" and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
     program.source = replace(source, precision=source.precision.resolved(program.mode))
-    program.adapters = adapters_of(request.model)
+    program = with_adapters(program, request.model)
     if program.mode == "train":
         check_backward_hooks(request.model)
     if program.mode == "train" and may_differ(request.model):

@@ -153,3 +153,18 @@ def test_bad_adapters_are_refused() -> None:
     attention = nn.TransformerEncoderLayer(8, 2)
     with pytest.raises(GraphparError, match=r"reads its weight without calling it"):
         gp.lora(attention, {"self_attn.out_proj": 2})
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_adapters_that_nothing_calls_are_told() -> None:
+    program = gp.export(gp.lora(Skips(), {"*": 2}), (torch.ones(2, 4),), loss_fn=lambda o: o.sum())
+    assert [line for line in program.warnings if "The adapters of idle are never used" in line]
+    assert [adapter.layer for adapter in program.adapters] == ["used", "idle"]
