@@ -29,7 +29,7 @@ def main(folder: str, program: str) -> None:
         pipeline.adapters.save(root / f"{program}-drawn")
         pipeline.adapters.load(root / "start")
         before = {name: local(value).detach().clone() for name, value in pipeline.state_dict().items()}
-        optimizer = torch.optim.AdamW(pipeline.named_parameters(), lr=LR / 50)
+        optimizer = torch.optim.SGD(pipeline.named_parameters(), lr=LR, momentum=0.9)
         losses = []
         for _ in range(STEPS):
             loss = pipeline.step(batch, broadcast_loss=True)

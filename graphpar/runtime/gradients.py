@@ -212,6 +212,11 @@ class Gradients:
         self._kept: list[
             tuple[nn.Parameter, Tensor, bool]
         ] = []  # parameters, their gradients, whether those stand for others
+        named = [pair for stage in stages for pair in stage.named_parameters()]
+        copied = program.dtype != "fp32" and any(each.requires_grad and each.itemsize > 2 for _, each in named)
+        self._in_16_bits = [
+            (name, each) for name, each in named if copied and not each.requires_grad and each.itemsize == 2
+        ]
         self._trained: set[nn.Parameter] = set()  # while there are gradients that are not reduced
         self._alone: list[_Partial] = []
         self._of_units: list[_Bucket] = []
@@ -232,9 +237,15 @@ class Gradients:
         Those of steps before that were not finished, with ``accumulate``, are summed with this step's.
 
         Raises:
-            RuntimeProgramError: these were dropped in part, or other parameters are trained since.
+            RuntimeProgramError: these were dropped in part, or other parameters are trained since, or one that is stored in 16 bits.
         """
         self._check_kept()
+        thawed = next((name for name, parameter in self._in_16_bits if parameter.requires_grad), None)
+        if thawed is not None:
+            raise RuntimeProgramError(
+                f"{thawed} was frozen when the program was compiled, so it is stored in 16 bits, without a copy in fp32; compile the "
+                "model with it trained"
+            )
         self._alone, self._buckets, self._sent, self._to_come = [], [], 0, {}
         for total in self._sums:
             trained = [

@@ -9,6 +9,7 @@ bounds is the search's gap.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -92,15 +93,20 @@ class Fitting:
         return best
 
     def _other_choices(self, priced: Priced) -> list[tuple[int, ...]]:
-        """Return choices that may be faster and fit, in which a unit or two of one rank recompute otherwise: those that take the fewest
-        seconds of a microbatch first. They take fewer than ``priced``, but where stages that recompute nothing split their backward."""
+        """Return choices that may be faster and fit, those that take the fewest seconds of a microbatch first.
+
+        A unit or two of one rank, or all that are alike, recompute otherwise. They take fewer seconds than ``priced``, but where stages
+        that recompute nothing split their backward.
+        """
         candidate, layout = priced.candidate, priced.layout
         pricing, savings, now = self.prices.known(candidate), self.prices.savings(candidate), priced.choices
         most = math.inf if get_schedule(candidate.schedule).splits_backward else 0.0
         missing = self.prices.missing(self.prices.mixed(candidate, now), layout)
         found: dict[tuple[int, ...], float] = {}
         for own, spare in zip(self.prices.alive_by_rank(candidate, pricing, layout), missing):
-            for changed in _changes(now, self._different(savings, own, now), len(savings.more)):
+            kinds = len(savings.more)
+            mixes = (mix for units in self._alike(savings, own) for mix in _mixes(units, kinds))
+            for changed in itertools.chain(_changes(now, self._different(savings, own, now), kinds), mixes):
                 more = sum(savings.more[kind, unit] - savings.more[now[unit], unit] for unit, kind in changed.items())
                 less = sum(
                     own[unit] * (savings.saved[now[unit], unit] - savings.saved[kind, unit])
@@ -109,6 +115,15 @@ class Fitting:
                 if more < most and less + spare <= _NEARLY * self.prices.cluster.device.memory_bytes:
                     found[self._agreed(pricing, [changed.get(unit, kind) for unit, kind in enumerate(now)])] = more
         return sorted(found, key=lambda each: (found[each], each))
+
+    @staticmethod
+    def _alike(savings: UnitSavings, alive: Mapping[int, float]) -> list[list[int]]:
+        """Return the units of a rank that recompute, in runs of those that have the same choices."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for unit, number in alive.items():
+            key = number, savings.more[:, unit].tobytes(), savings.saved[:, unit].tobytes()
+            alike.setdefault(key, []).append(unit)
+        return [units for units in alike.values() if len(units) > 2 and savings.saved[:, units[0]].any()]
 
     @staticmethod
     def _different(savings: UnitSavings, alive: Mapping[int, float], choices: Sequence[int]) -> list[int]:
@@ -222,6 +237,13 @@ def _changes(choices: Sequence[int], units: Sequence[int], kinds: int) -> Iterat
         yield from ({unit: kind} for kind in range(kinds) if kind != choices[unit])
         for other in (other for other in units if choices[other] != choices[unit]):
             yield from ({unit: kind, other: second} for kind in range(kinds) for second in range(kinds))
+
+
+def _mixes(units: Sequence[int], kinds: int) -> Iterator[dict[int, int]]:
+    """Yield choices of all ``units``, which are alike: some recompute one kind, and the others another."""
+    counts = sorted({1, 2, len(units) // 2, len(units) - 2, len(units) - 1, len(units)} - {0})
+    for first, second in itertools.permutations(range(kinds), 2):
+        yield from ({unit: first if place < count else second for place, unit in enumerate(units)} for count in counts)
 
 
 def _neighbours(starts: tuple[int, ...], count: int) -> list[tuple[int, ...]]:

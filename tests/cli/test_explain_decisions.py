@@ -84,14 +84,14 @@ def test_blocks_and_cuts_by_path() -> None:
     explainer = DecisionExplainer(Decisions(program, plan, cluster, asked))
     cut, block = explainer.lines("blocks.3")
     assert cut.startswith("stage 1 begins there, pinned; next best it begins at ")
-    assert block.startswith("recompute none; next best recompute budget:0.8: ")
+    assert block.startswith("recompute none; next best recompute full: ")
     assert "compute +" in block and "gradients" in cut and "parameters" in cut
     assert explainer.lines("tokens") == []
     moved, changed = explainer.to_json()
     path = moved["next_best"]["value"].removeprefix("it begins at ")
     for row, pins in (
         (moved, {"split": [path]}),
-        (changed, {"split": ["blocks.3"], "recompute": {"blocks.3": "budget:0.8"}}),
+        (changed, {"split": ["blocks.3"], "recompute": {"blocks.3": "full"}}),
     ):
         pinned = gp.plan(program, cluster, mesh={"pp": 2}, **pins)  # type: ignore[arg-type]
         assert pinned.predicted is not None

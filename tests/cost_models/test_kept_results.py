@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -162,7 +163,9 @@ def test_shards_are_kept_of_what_is_gathered() -> None:
 
 
 def test_the_peak_grows_with_the_budget() -> None:
+    """Without the host, whose Python around operators of budgets makes these slower than full recomputation in a model this small."""
     program, cluster = example("llama"), Cluster.parse("2xH100")
+    cluster = replace(cluster, device=replace(cluster.device, dispatch_s=0.0, hooks_s=0.0, policy_s=0.0))
     peaks, seconds = [], []
     for kind in ("full", *(f"budget:{tenths / 10}" for tenths in range(1, 10)), "none"):
         predicted = gp.plan(

@@ -76,7 +76,8 @@ def in_turn(name: str, meshes: list[str], folder: Path, pool: RankPool) -> None:
     save_file(example.batch, folder / "batch.safetensors")
     reference = example.in_peft()
     reference.save_pretrained(folder / "start")
-    optimizer = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=lora_fixture.LR / 50)
+    trained = [p for p in reference.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=lora_fixture.LR, momentum=0.9)
     losses = []
     for _ in range(lora_fixture.STEPS):
         loss = reference(**example.batch).loss
@@ -89,8 +90,8 @@ def in_turn(name: str, meshes: list[str], folder: Path, pool: RankPool) -> None:
     merged = reference.merge_and_unload().state_dict()
 
     program = gp.export(gp.lora(example.base, LAYERS[name], alpha=8), kwargs=example.batch)
-    trained = {name for name, info in program.parameters.items() if info.requires_grad}
-    assert trained and all(".lora" in name for name in trained)
+    names = {name for name, info in program.parameters.items() if info.requires_grad}
+    assert names and all(".lora" in name for name in names)
     for mesh in meshes:
         gp.partition(program, gp.plan(program, **MESHES[mesh])).save(folder / mesh)
         pool.torchrun(Path(lora_fixture.__file__), [str(folder), mesh], nproc=2, timeout_s=300)

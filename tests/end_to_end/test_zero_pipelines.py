@@ -365,7 +365,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such policy": ({"mesh": {"dp_shard": 2}, "reshard": "sometimes"}, "one of default, always, never, or a number"),
     "a number that does not divide": ({"mesh": {"dp_shard": 4}, "reshard": 3}, "between 1 and 4: 2"),
     "a trivial number": ({"mesh": {"dp_shard": 2}, "reshard": 2}, "of which there is none"),
-    "a number and another axis": ({"mesh": {"dp_shard": 4, "tp": 2}, "reshard": 2}, "tp=2 beside dp_shard comes in a later version"),
+    "a number and another axis": ({"mesh": {"dp_shard": 4, "tp": 2}, "reshard": 2}, "tp=2 beside dp_shard=4 comes in a later version"),
     "state of no shards": ({"mesh": {"pp": 2}, "table": TABLE}, "gathers or reduces state, but the mesh shards none"),
     "gathers by whom": ({"mesh": PIPELINED, "table": TABLE.replace("1I1,1W1", "1B1"), "reshard": "always"}, "has UNSHARD actions"),
 }  # fmt: skip

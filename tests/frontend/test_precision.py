@@ -57,7 +57,10 @@ def _eager(model: Any, dtype: torch.dtype, *args: Tensor) -> tuple[Tensor, dict[
 
 
 def _run(program: gp.Program, model: nn.Module, *args: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
-    leaves = {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()}
+    leaves = {
+        name: value.detach().to(program.parameters[name].dtype, copy=True).requires_grad_(value.requires_grad)
+        for name, value in model.named_parameters()
+    }
     state = leaves | {name: value.clone() for name, value in model.named_buffers()} | program.constants
     state |= {name: leaves[group[0]] for group in program.ties for name in group}
     counts = {name: torch.tensor(float(len(args[0]))) for name in program.count_names}
@@ -75,7 +78,9 @@ def test_it_is_the_model_in_16_bits_over_weights_in_32(name: str) -> None:
     loss, gradients = _run(program, Asks(), X, LABELS)
     expected, by_hand = _eager(Asks(), dtype, X, LABELS)
 
-    assert loss.dtype == torch.float32 and {info.dtype for info in program.parameters.values()} == {torch.float32}
+    assert loss.dtype == torch.float32
+    assert {info.dtype for info in program.parameters.values() if info.requires_grad} == {torch.float32}
+    assert program.parameters["first.bias"].dtype == dtype  # frozen: it is never stepped
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     for key, gradient in by_hand.items():
         if gradient is not None:
@@ -91,7 +96,7 @@ def test_parameters_are_cast_and_those_of_batch_norm_are_not() -> None:
         if node.op == "get_attr"
     }
 
-    assert users["first.weight"] == users["tied.weight"] == users["first.bias"] == ["to"]
+    assert users["first.weight"] == users["tied.weight"] == ["to"] and users["first.bias"] == ["linear"]
     assert users["norm.weight"] == users["norm.bias"] == ["batch_norm"]
     (given,) = (node for node in program.graph.nodes if operator_name(node) == "batch_norm")
     assert value_of(given).dtype == torch.bfloat16
