@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from graphpar.runtime import Pipeline, start
+from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.fully_sharded import local
 
 STEPS, LR = 3, 0.5
@@ -45,6 +48,10 @@ def main(folder: str, program: str) -> None:
         names = dict(pipeline.named_parameters())
         held = {id(parameter) for parameter, state in optimizer.state.items() if state}
         seen["in optimizer"] = [name for name, parameter in names.items() if id(parameter) in held]
+        checkpoints = root / "checkpoints"
+        others = sorted(path for path in checkpoints.iterdir() if path.is_dir()) if checkpoints.is_dir() else []
+        dist.barrier()
+        pipeline.save_checkpoint(checkpoints / program, optimizer, step=STEPS)
         unmerged = pipeline.step(batch, broadcast_loss=True)
         pipeline.adapters.merge()
         merged = pipeline.step(batch, broadcast_loss=True)
@@ -53,6 +60,21 @@ def main(folder: str, program: str) -> None:
         pipeline.adapters.unmerge()
         again = {name: local(value) for name, value in pipeline.state_dict().items()}
         seen["restored"] = all(torch.equal(again[name], after[name]) for name in after)
+        pipeline.adapters.merge()
+        for written in (lambda: pipeline.load_weights(root / "base.safetensors"), lambda: pipeline.adapters.draw(0)):
+            with pytest.raises(RuntimeProgramError, match=r"the adapters are merged; call unmerge\(\) before"):
+                written()
+        optimizer.step()  # with the gradients of the step before
+        with pytest.raises(RuntimeProgramError, match=r"were written since merge\(\)"):
+            pipeline.adapters.unmerge()
+        pipeline.zero_grad()
+        seen["resumed"] = []
+        for other in others:
+            pipeline.load_checkpoint(other, optimizer)
+            resumed = pipeline.step(batch, broadcast_loss=True)
+            assert resumed is not None
+            seen["resumed"].append(float(resumed))
+            pipeline.zero_grad()
     (root / f"{program}-rank_{ranks.rank}.json").write_text(json.dumps(seen))
 
 

@@ -40,6 +40,8 @@ def lora(model: Model, ranks: Mapping[str, int], *, alpha: float = 16.0, dropout
         GraphparError: a pattern matches nothing, or something that is no product; two give one layer different ranks; a rank is not
             positive.
     """
+    _check_number("alpha", alpha, 0.0, math.inf)
+    _check_number("dropout", dropout, 0.0, 1.0)
     if not isinstance(model, nn.Module):
         make = cast(Callable[[], nn.Module], model)
 
@@ -53,6 +55,12 @@ def lora(model: Model, ranks: Mapping[str, int], *, alpha: float = 16.0, dropout
     for path, rank in found.items():
         _adapt(model, path, rank, alpha, dropout)
     return model
+
+
+def _check_number(name: str, value: object, least: float, limit: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < limit:
+        below = "" if limit == math.inf else f" and below {limit:g}"
+        raise GraphparError(f"{name} of adapters is {value!r}; it is a number of at least {least:g}{below}.")
 
 
 class LoRALinear(nn.Linear):
@@ -121,6 +129,10 @@ def _matched(model: nn.Module, ranks: Mapping[str, int]) -> dict[str, int]:
     found: dict[str, int] = {}
     by: dict[int, tuple[str, int]] = {}
     for pattern, rank in ranks.items():
+        if not isinstance(pattern, str):
+            raise GraphparError(
+                f"The adapters' pattern {pattern!r} is no text; a pattern is one such as 'layers.*.q_proj'."
+            )
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise GraphparError(
                 f"The adapters of {pattern!r} have rank {rank!r}; a rank is a whole number of at least 1."
@@ -161,7 +173,7 @@ def _check_adaptable(model: nn.Module, path: str, target: object, pattern: str) 
         ]
         inside = f" It has {listed(below, 6)}." if below else ""
         raise GraphparError(
-            f"The adapters' pattern {pattern!r} matches {path!r}, a {type(target).__name__}, which is no product: adapters are for "
+            f"The adapters' pattern {pattern!r} matches {path!r} ({type(target).__name__}), which is no product: adapters are for "
             f"nn.Linear, for transformers' Conv1D and for stacked weights of experts.{inside}"
         )
     if hasattr(target, "lora_A"):

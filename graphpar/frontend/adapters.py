@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,10 +28,14 @@ def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
 
 def with_adapters(program: Program, model: nn.Module) -> Program:
     """Note the adapters of ``model`` in its trace, with a warning of those whose layers are never called."""
-    program.adapters = adapters_of(model)
-    read = {str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
-    same = {name: set(group) for group in program.ties for name in group}
-    idle = [each.layer for each in program.adapters if not read & same.get(each.a, {each.a})]
+    uses = Counter[str]()
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            uses[program.tie_of(str(node.target))[0]] += len(node.users)
+    of = {name: uses[program.tie_of(name)[0]] for name in program.parameters}
+    found = adapters_of(model)
+    program.adapters = tuple(replace(each, shared=of[each.weight] > of[each.a]) for each in found)
+    idle = [each.layer for each in found if not of[each.a]]
     if idle and program.mode == "train":
         program = program.warn(
             f"The adapters of {listed(idle, 6)} are never used, so they won't be trained: the model doesn't call these layers."

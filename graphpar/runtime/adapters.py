@@ -62,13 +62,14 @@ class Adapters:
         self._stages, self._program, self._groups = stages, program, groups
         self._synchronize, self._written = synchronize, written
         self._before: dict[str, Tensor] = {}  # of merged tensors
+        self._versions: dict[str, int] = {}
 
     def save(self, folder: str | Path) -> None:
         """Write the adapters of all stages, and nothing else, into ``folder``, as ``peft`` writes them."""
         adapters = self._program.adapters
         wanted = {name for adapter in adapters for name in (adapter.a, adapter.b)}
         own = {name: value for name, value in self._held().items() if name in wanted}
-        self._check_apart("save")
+        self.check_apart("save")
         whole = collected(own, self._program, self._groups)
         if self._groups.rank == 0:
             out = Path(folder)
@@ -86,7 +87,7 @@ class Adapters:
         Raises:
             RuntimeProgramError: there are none, or those of other layers, ranks or scales, or of a base model of other sizes.
         """
-        self._check_apart("load")
+        self.check_apart("load")
         held = self._held()
         with agreed():
             for name, value in _read(Path(folder), self._program, held):
@@ -98,6 +99,7 @@ class Adapters:
 
         As ``nn.Linear`` and ``peft`` do it, uniform within ``1 / sqrt(in)``. Not a collective call.
         """
+        self.check_apart("draw")
         held = self._held()
         with torch.no_grad():
             for index, adapter in enumerate(self._program.adapters):
@@ -119,7 +121,8 @@ class Adapters:
 
         The values of before are kept in host memory.
         """
-        self._check_apart("merge")
+        self.check_apart("merge")
+        self._check_mergeable()
         held = self._held()
         with torch.no_grad():
             for name, value in merged(held, self._program, self._groups):
@@ -128,6 +131,7 @@ class Adapters:
                 if adapter.b in held:
                     self._replace(adapter.b, held[adapter.b], torch.zeros_like(local(held[adapter.b])))
         self._written()
+        self._versions = {name: local(held[name])._version for name in self._before}
 
     def _replace(self, name: str, tensor: Tensor, value: Tensor) -> None:
         if name not in self._before:
@@ -139,6 +143,12 @@ class Adapters:
         if not self._before:
             raise RuntimeProgramError("the adapters are not merged; call merge() first")
         held = self._held()
+        changed = [name for name, version in self._versions.items() if local(held[name])._version != version]
+        if changed:
+            self._before.clear()
+            raise RuntimeProgramError(
+                f"{listed(changed)} were written since merge(), by a step or by loading, and stay as they are; call unmerge() before such"
+            )
         with torch.no_grad():
             for name, value in self._before.items():
                 local(held[name]).copy_(value)
@@ -150,14 +160,18 @@ class Adapters:
 
         The names are those of the model without adapters, which loads them as its own.
         """
-        self._check_apart("save_merged")
+        self.check_apart("save_merged")
+        self._check_mergeable()
         whole = collected(self._held(), self._program, self._groups)
         if self._groups.rank == 0:
+            of_adapters = {name for adapter in self._program.adapters for name in (adapter.a, adapter.b)}
             for adapter in self._program.adapters:
-                a, b, weight = whole.pop(adapter.a), whole.pop(adapter.b), whole[adapter.weight]
-                whole[adapter.weight] = (weight + product(adapter, a, b)).to(weight.dtype)
-            ties = [tuple(map(base_name, group)) for group in self._program.ties]
-            write_whole({base_name(name): value for name, value in whole.items()}, path, ties)
+                weight = whole[adapter.weight]
+                whole[adapter.weight] = (weight + product(adapter, whole[adapter.a], whole[adapter.b])).to(weight.dtype)
+            ties = [group for group in self._program.ties if not of_adapters & set(group)]
+            of_adapters |= {name for group in self._program.ties if group not in ties for name in group}
+            found = {base_name(name): value for name, value in whole.items() if name not in of_adapters}
+            write_whole(found, path, [tuple(map(base_name, group)) for group in ties])
         if dist.get_world_size() > 1:
             dist.barrier()
 
@@ -166,9 +180,22 @@ class Adapters:
         self._synchronize()
         return {name: value for stage in self._stages for name, value in stage.state_dict(keep_vars=True).items()}
 
-    def _check_apart(self, what: str) -> None:
+    def check_apart(self, what: str) -> None:
+        """Check that the adapters are not merged.
+
+        Raises:
+            RuntimeProgramError: they are, and ``what`` would take merged weights for the model's, or be lost by :meth:`unmerge`.
+        """
         if self._before:
             raise RuntimeProgramError(f"the adapters are merged; call unmerge() before {what}()")
+
+    def _check_mergeable(self) -> None:
+        shared = [adapter.layer for adapter in self._program.adapters if adapter.shared]
+        if shared:
+            raise RuntimeProgramError(
+                f"the adapters of {listed(shared)} can't be merged: something else in the model reads the same weight, such as a tied "
+                "embedding, and would read the product with it"
+            )
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------

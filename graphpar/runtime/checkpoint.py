@@ -292,7 +292,10 @@ def _check_optimizer(folder: Path, saved: Mapping[str, Any] | None, own: Mapping
     if saved["kind"] != own["kind"]:
         raise RuntimeProgramError(f"{folder} has the state of {saved['kind']}, but the optimizer is {own['kind']}")
     has, wants = ({name for group in each["groups"] for name in group["names"]} for each in (saved, own))
-    problems = [f"no state for {listed(sorted(wants - has))}"] if wants - has else []
-    problems += [f"state for {listed(sorted(has - wants))}, which no optimizer steps"] if has - wants else []
+    # at ZeRO level 1 optimizers have no frozen parameters
+    was, now = ({name for group in each["groups"] for name in group.get("frozen", ())} for each in (saved, own))
+    missing, unexpected = sorted(wants - has - now), sorted(has - wants - was)
+    problems = [f"no state for {listed(missing)}"] if missing else []
+    problems += [f"state for {listed(unexpected)}, which no optimizer steps"] if unexpected else []
     if problems:
         raise RuntimeProgramError(f"{folder} does not fit the optimizer: it has {'; and '.join(problems)}")

@@ -199,6 +199,7 @@ class Pipeline:
             RuntimeProgramError: the program doesn't know its model file, or ``build`` depends on values of what it draws, or
                 makes another model.
         """
+        self._check_unmerged("initialise")
         self.synchronize()
         with agreed():
             values = initial_values(build or model_of(self.program), self.seed)
@@ -219,6 +220,7 @@ class Pipeline:
             RuntimeProgramError: the file is not there, names or shapes do not fit, or ranks that should hold the
                 same values loaded different ones.
         """
+        self._check_unmerged("load_weights")
         if path is None and self.program.model_file is not None:
             found = gather_objects((self.program.folder / WEIGHTS).exists())
             if not any(found):
@@ -248,6 +250,7 @@ class Pipeline:
 
         The keys are those of the user's model, so ``model.load_state_dict(load_file(path))`` works.
         """
+        self._check_unmerged("save_weights")
         save_weights(self.state_dict(), path, self.program, self.groups)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -287,6 +290,10 @@ class Pipeline:
         """The model's low-rank adapters: to save, load and merge them."""
         return Adapters(self.stages, self.program, self.groups, self.synchronize, self._written)
 
+    def _check_unmerged(self, what: str) -> None:
+        if self.program.adapters:
+            self.adapters.check_apart(what)
+
     def _written(self) -> None:
         """Note that parameters have been given other values."""
         if self._shards is not None:
@@ -320,6 +327,7 @@ class Pipeline:
         Raises:
             RuntimeProgramError: it can't be saved, or gradients are yet to be reduced.
         """
+        self._check_unmerged("save_checkpoint")
         self._saver.wait()
         with agreed():
             self._gradients.check_reduced("save_checkpoint")
@@ -341,6 +349,7 @@ class Pipeline:
             RuntimeProgramError: there is no checkpoint, it is damaged, or it does not fit the program or the optimizer: the message
                 lists tensors that are missing, unexpected or of other shapes. Then nothing is changed.
         """
+        self._check_unmerged("load_checkpoint")
         self._saver.wait()
         loaded, progress = checkpoint.load(self._state(optimizer), path)
         if self.program.scales_loss and progress.scale.value != 1.0:

@@ -51,6 +51,7 @@ class Adapter:
         weight, a, b: names of parameters: weight [out, in], a [rank, in], b [out, rank].
         transposed: the weight is [in, out].
         stacked: all three have the experts in front: [experts, ...].
+        shared: something else reads the weight, too, such as a tied embedding, so the product can't be merged into it.
     """
 
     layer: str
@@ -62,6 +63,7 @@ class Adapter:
     scale: float
     transposed: bool = False
     stacked: bool = False
+    shared: bool = False
 
     @staticmethod
     def read(record: Record) -> Adapter:
@@ -76,6 +78,7 @@ class Adapter:
             scale=float(record.get("scale", (int, float))),
             transposed=record.get("transposed", bool),
             stacked=record.get("stacked", bool),
+            shared=record.get("shared", bool),
         )
 
 

@@ -193,6 +193,11 @@ class State:
             {
                 "index": index,
                 "names": [self.names[parameter] for parameter in group["params"] if parameter in self.names],
+                "frozen": [
+                    self.names[parameter]
+                    for parameter in group["params"]
+                    if parameter in self.names and not parameter.requires_grad
+                ],
                 "values": {key: plain(value, key) for key, value in group.items() if key not in HOW},
             }
             for index, group in enumerate(self.optimizer.param_groups)
@@ -253,6 +258,7 @@ class State:
         of_name = {name: group["values"] for group in saved["groups"] for name in group["names"]}
         for index, group in enumerate(self._param_groups()):
             names = [self.names[parameter] for parameter in group["params"] if parameter in self.names]
+            names = [name for name in names if name in of_name]  # others are frozen, and not in every plan's optimizer
             values = [of_name[name] for name in names]
             for name, other in zip(names, values):
                 key = next((key for key in other if other[key] != values[0].get(key)), None)
@@ -288,9 +294,10 @@ def joined_descriptions(everyone: Sequence[dict[str, Any] | None]) -> dict[str, 
     for group in (group for each in given for group in each["groups"]):
         same = next((g for g in groups if (g["index"], g["values"]) == (group["index"], group["values"])), None)
         if same is None:
-            groups.append({**group, "names": list(dict.fromkeys(group["names"]))})
-        else:
-            same["names"] = list(dict.fromkeys([*same["names"], *group["names"]]))
+            same = {**group, "names": [], "frozen": []}
+            groups.append(same)
+        for key in ("names", "frozen"):
+            same[key] = list(dict.fromkeys([*same[key], *group[key]]))
     numbers = {name: values for each in given for name, values in each["numbers"].items()}
     return {"kind": given[0]["kind"], "groups": groups, "numbers": numbers}
 

@@ -96,7 +96,9 @@ def _centered(node: Any) -> fx.Node | None:
         return None
     x: Any = node.args[0]
     mean: Any = node.args[1]
-    return x if is_call(mean, "mean") and mean.args[0] is x and isinstance(x, fx.Node) else None
+    if not is_call(mean, "mean") or not literal(mean, "keepdim") or mean.args[0] is not x:
+        return None
+    return x if isinstance(x, fx.Node) else None
 
 
 def _is_variance(node: fx.Node, x: fx.Node) -> bool:
@@ -109,7 +111,8 @@ def _is_variance(node: fx.Node, x: fx.Node) -> bool:
     if not is_call(node, "var"):
         return False
     plain = literal(node, "correction", default=1) == 0 or literal(node, "unbiased", default=True) is False
-    return plain and (node.args[0] is x or _centered(node.args[0]) is x)
+    given: Any = node.args[0]
+    return plain and (given is x or (_centered(given) is x and _dims(given.args[1]) == _dims(node)))
 
 
 def rms_norm(node: fx.Node, masks: Masks) -> bool:

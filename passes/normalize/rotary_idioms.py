@@ -73,7 +73,7 @@ def _is_of_last_dim(node: fx.Node, lead: int) -> bool:
     if kind is Kind.POINTWISE:
         return bool(record_of(node).linear)
     if kind is Kind.ALIAS or operator_name(node) == "getitem":
-        return True
+        return operator_name(node) != "detach"  # whose gradient is none
     if kind is Kind.RESHAPE:
         return isinstance(result, Tensor) and result.ndim > lead and sizes(node)[:lead] == sizes(sources[0])[:lead]
     if not is_call(node, "slice", "split", "split_with_sizes", "chunk", "unbind", "select", "cat", "stack"):

@@ -101,6 +101,7 @@ def in_turn(name: str, meshes: list[str], folder: Path, pool: RankPool) -> None:
             assert seen["unmerged"] == pytest.approx(last, rel=1e-5), mesh
             assert seen["merged"] == pytest.approx(last, rel=1e-5), mesh
             assert seen["restored"], mesh
+            assert seen["resumed"] == [pytest.approx(last, rel=1e-5)] * meshes.index(mesh), mesh
             assert seen["changed"] and all(".lora" in changed for changed in seen["changed"]), mesh
             assert all(".lora" in held or not held for held in seen["in optimizer"]), mesh
         for part, expected in [("after", "expected"), ("drawn", f"{meshes[0]}-drawn")]:
@@ -141,13 +142,17 @@ def test_bad_adapters_are_refused() -> None:
         ({"model.layers.*.self_attn.q_proj": True}, r"have rank True"),
         (
             {"model.layers.*.self_attn": 4},
-            r"a LlamaAttention, which is no product.*It has model.layers.0.self_attn.q_proj",
+            r"\(LlamaAttention\), which is no product.*It has model.layers.0.self_attn.q_proj",
         ),
+        ({3: 4}, r"pattern 3 is no text"),
         ({"model.norm.weight": 4}, r"the parameter 'model.norm.weight' \[64\]; of parameters only stacked"),
         ({"**.q_proj": 4, "model.layers.0.self_attn.*_proj": 8}, r"rank 4 by '\*\*.q_proj' and of rank 8 by"),
     ]:
         with pytest.raises(GraphparError, match=message):
             gp.lora(base(), patterns)
+    for option, value in [("alpha", float("nan")), ("alpha", "x"), ("dropout", 1.5)]:
+        with pytest.raises(GraphparError, match=rf"{option} of adapters is {value!r}; it is a number of at least 0"):
+            gp.lora(base(), {"lm_head": 2}, **{option: value})  # type: ignore[arg-type]
     twice = gp.lora(base(), {"lm_head": 2})
     with pytest.raises(GraphparError, match=r"'lm_head' has an adapter already"):
         gp.lora(twice, {"lm_head": 2})
@@ -169,3 +174,20 @@ def test_adapters_that_nothing_calls_are_told() -> None:
     program = gp.export(gp.lora(Skips(), {"*": 2}), (torch.ones(2, 4),), loss_fn=lambda o: o.sum())
     assert [line for line in program.warnings if "The adapters of idle are never used" in line]
     assert [adapter.layer for adapter in program.adapters] == ["used", "idle"]
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.other = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False), nn.Linear(4, 4)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.other(self.other(self.embed(ids))))
+
+
+def test_weights_that_something_else_reads_are_not_merged() -> None:
+    program = gp.export(
+        gp.lora(TiedHead(), {"head": 2, "other": 2}), (torch.ones(2, 3).long(),), loss_fn=lambda o: o.sum()
+    )
+    assert {adapter.layer: adapter.shared for adapter in program.adapters} == {"head": True, "other": False}

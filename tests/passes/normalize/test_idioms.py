@@ -152,6 +152,11 @@ NO_LAYER_NORMS: dict[str, Callable[..., Tensor]] = {
     "of another": lambda x, m: (
         m.weight * ((x - _mean(x)) / (x.sin().var(-1, keepdim=True, correction=0) + 1e-5).sqrt())
     ),
+    "centered over another dim": lambda x, m: (
+        m.weight
+        * (x - _mean(x))
+        * torch.rsqrt((x - x.mean(1, keepdim=True)).var(-1, keepdim=True, correction=0) + 1e-3)
+    ),
     "twice the mean": lambda x, m: (
         (x.sub(_mean(x), alpha=2)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * m.weight
     ),
@@ -610,6 +615,9 @@ NO_ROTARY: dict[str, Callable[[Tensor], Tensor]] = {
     "other pairs": lambda x: _rotated(x, lambda each: each.flip(-1), _doubled),
     "of two tensors": lambda x: x * _tables(x, _doubled)[0] + _half(x * x) * _tables(x, _doubled)[1],
     "other positions": lambda x: _rotated(x, lambda each: _half(each).roll(1, 1), _doubled),
+    "without a part of the gradient": lambda x: (
+        x * _tables(x, _doubled)[0] + _half(x.detach()) * _tables(x, _doubled)[1]
+    ),
     "almost": lambda x: _rotated(x, lambda each: _half(each) * 1.0001, _doubled),
     "angles with a gradient": lambda x: x * x.mean(1, True).cos() + _half(x) * x.mean(1, True).sin(),
 }
