@@ -62,7 +62,7 @@ class Adapters:
         self._stages, self._program, self._groups = stages, program, groups
         self._synchronize, self._written = synchronize, written
         self._before: dict[str, Tensor] = {}  # of merged tensors
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
 
     def save(self, folder: str | Path) -> None:
         """Write the adapters of all stages, and nothing else, into ``folder``, as ``peft`` writes them."""
@@ -131,7 +131,7 @@ class Adapters:
                 if adapter.b in held:
                     self._replace(adapter.b, held[adapter.b], torch.zeros_like(local(held[adapter.b])))
         self._written()
-        self._versions = {name: local(held[name])._version for name in self._before}
+        self._versions = {name: _version(held[name]) for name in self._before}
 
     def _replace(self, name: str, tensor: Tensor, value: Tensor) -> None:
         if name not in self._before:
@@ -143,7 +143,7 @@ class Adapters:
         if not self._before:
             raise RuntimeProgramError("the adapters are not merged; call merge() first")
         held = self._held()
-        changed = [name for name, version in self._versions.items() if local(held[name])._version != version]
+        changed = [name for name, version in self._versions.items() if _version(held[name]) != version]
         if changed:
             self._before.clear()
             raise RuntimeProgramError(
@@ -313,6 +313,11 @@ def _given(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 # ---- merging ---------------------------------------------------------------------------------------------------
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """What changes whenever a tensor is written: an optimizer writes to a DTensor, and loading to the shard in it."""
+    return tensor._version, local(tensor)._version
 
 
 def merged(held: Mapping[str, Tensor], program: Manifest, groups: Groups) -> Iterator[tuple[str, Tensor]]:
