@@ -180,6 +180,10 @@ def optimizer_units_function(tree: Tree, units: Sequence[str], over: str) -> str
     return "\n".join([*lines, "        stage,", "    ]"]) + "\n"
 
 
+_TAKEN = ("stage", "options", "units", "unit", "backward", "i", "nn", "torch")
+"""Names in the functions that loop over modules."""
+
+
 def modules_of(tree: Tree, units: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Yield how a function refers to modules of a stage: one, or children of a container that follow each other, then with the
     variable of a loop over them.
@@ -194,7 +198,8 @@ def modules_of(tree: Tree, units: Sequence[str]) -> Iterator[tuple[str, str | No
             if names != children:
                 after = first + len(names)
                 text = f"list({text})[{first or ''}:{after if after < len(children) else ''}]"
-            yield text, loop_variable(parent)
+            name = loop_variable(parent)
+            yield text, "block" if name in _TAKEN else name
         else:
             for name in names:
                 yield _of_stage(reference(tree, f"{parent}.{name}" if parent else name)), None

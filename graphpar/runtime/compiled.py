@@ -105,7 +105,9 @@ def _whole(module: nn.Module, backend: str) -> Callable[..., Any]:
 def blocks(module: nn.Module, package: str) -> Iterator[nn.Module]:
     """Yield the outermost modules in ``module`` of classes that the emitted ``blocks.py`` has."""
     for child in module.children():
-        if type(child).__module__ == f"{package}.blocks":
+        if any(
+            kind.__module__ == f"{package}.blocks" for kind in type(child).__mro__
+        ):  # FSDP2 makes classes of its own
             yield child
         else:
             yield from blocks(child, package)

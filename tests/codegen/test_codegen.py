@@ -401,3 +401,10 @@ def test_a_definition_of_its_own_names_its_own_modules() -> None:
     assert shown[0] <= {"up", "down"} and shown[1] <= {"up", "down"} and shown[1]
     rows = report_data(parts.compilation)["sharding"]["scopes"]
     assert {row["label"] for row in rows[0]["rows"] + rows[1]["rows"]} <= {"up", "down", "up, down", "the block itself"}
+
+
+def test_loops_over_units_hide_no_name_of_their_function() -> None:
+    """The blocks of the resnet are in lists named ``stages``."""
+    program = example("resnet")
+    text = gp.partition(program, gp.plan(program, mesh={"dp_shard": 2}, zero=3)).files["stage_0.py"]
+    assert "in stage.stages" in text and "for stage in stage." not in text

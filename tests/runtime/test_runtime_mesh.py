@@ -330,6 +330,7 @@ def test_sums_over_replicas_start_in_the_last_backward(monkeypatch: pytest.Monke
         placed=(),
         zero=0,
         reduce_dtype=None,
+        dtype="fp32",
         scales_loss=False,
         fully_sharded=frozenset(),
         stored=lambda _: {"dp_replicate": R},
