@@ -66,6 +66,8 @@ def _check_number(name: str, value: object, least: float, limit: float) -> None:
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter. x [..., in] -> [..., out]"""
 
+    lora_of = nn.Linear
+
     def forward(self, input: Tensor) -> Tensor:
         """Add the adapter's product to the layer's own."""
         return super().forward(input) + _adapter(self, input)
@@ -85,7 +87,8 @@ def _with_adapter(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input: Tensor) -> Tensor:
         return cast(Tensor, kind.forward(self, input) + _adapter(self, input))
 
-    return type(f"LoRA{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
+    members = {"forward": forward, "lora_of": kind, "__module__": kind.__module__}
+    return type(f"LoRA{kind.__name__}", (kind,), members)
 
 
 @functools.cache

@@ -44,16 +44,19 @@ def with_adapters(program: Program, model: nn.Module) -> Program:
 
 
 def _of_layer(path: str, module: Any, names: Mapping[int, str]) -> Iterator[Adapter]:
-    """The adapter of a linear layer. ``peft`` has several by name, of which one is active, and the layer itself below."""
+    """The adapter of a linear layer. ``peft`` has several by name, of which one is active, and the layer itself below.
+
+    What a model of one's own calls ``lora_A`` may be used in any way, so it is no adapter here.
+    """
     a, b, base = getattr(module, "lora_A", None), getattr(module, "lora_B", None), module
-    if isinstance(a, nn.ModuleDict):
+    if isinstance(a, nn.ModuleDict) and type(module).__module__.startswith("peft."):
         active: Sequence[str] = getattr(module, "active_adapters", ())
         if len(active) != 1 or active[0] not in a or _adds_more(module, active[0]):
             return
         name, base = active[0], module.get_base_layer()
         a, b = a[name], module.lora_B[name]
         scale, alpha = module.scaling[name], module.lora_alpha[name]
-    elif isinstance(a, nn.Linear):
+    elif hasattr(type(module), "lora_of") and isinstance(a, nn.Linear):
         scale, alpha = module.scaling, module.lora_alpha
     else:
         return

@@ -32,7 +32,7 @@ from graphpar.runtime.checkpoint_folders import FORMAT, LATEST, PLAN, begin, bes
 from graphpar.runtime.distributed import agreed, gather_objects
 from graphpar.runtime.errors import RuntimeProgramError, near_match
 from graphpar.runtime.loss_scale import LossScale
-from graphpar.runtime.saved_state import MODEL, Entry, State, in_turns, joined_descriptions
+from graphpar.runtime.saved_state import MODEL, Entry, State, in_turns, joined_descriptions, may_become
 from graphpar.runtime.stored_boxes import SavePlanner, check_entries, read_entries, read_metadata, tensors_of
 from graphpar.runtime.weights import listed
 
@@ -277,7 +277,12 @@ def _check_sizes(
     wrong = [
         f"{key} (expected {list(entry.shape)} {entry.dtype}, found {list(sizes[entry.path][0])} {sizes[entry.path][1]})"
         for key, entry in entries.items()
-        if (entry.shape, entry.dtype) != sizes[entry.path]
+        if entry.shape != sizes[entry.path][0]
+        or not (
+            entry.dtype == sizes[entry.path][1]
+            if entry.path[:1] != MODEL
+            else may_become(sizes[entry.path][1], entry.dtype, entry.frozen)
+        )
     ]
     if wrong:
         raise RuntimeProgramError(

@@ -36,7 +36,7 @@ from graphpar.runtime.checkpoint_folders import (
 )
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.manifest import Manifest, load_manifest
-from graphpar.runtime.saved_state import MODEL
+from graphpar.runtime.saved_state import MODEL, is_frozen, may_become
 from graphpar.runtime.stages import emitted_package, empty_stage
 from graphpar.runtime.stored_boxes import (
     SavePlanner,
@@ -50,7 +50,7 @@ from graphpar.runtime.stored_boxes import (
 from graphpar.runtime.weights import WeightFile, listed, names_by_tie, whole_shape, write_tensors
 
 INDEX = "model.safetensors.index.json"
-Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Described = Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]
 
 
 def inspected(path: str | Path) -> list[dict[str, Any]]:
@@ -174,13 +174,14 @@ def convert(source: str | Path, out: Path, to: str | Path | None) -> dict[str, A
     return {"source": str(path), "out": str(out), "step": record["step"], "tensors": len(found)}
 
 
-def program_tensors(program: Manifest) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the whole shapes and dtypes of an emitted program's parameters and persistent buffers, by first name."""
+def program_tensors(program: Manifest) -> dict[str, tuple[tuple[int, ...], torch.dtype, bool]]:
+    """Return the whole shapes and dtypes of an emitted program's parameters and persistent buffers, by first name, and whether they are
+    frozen."""
     package, tied = emitted_package(program), names_by_tie(program.ties)
     return {
-        tied.get(name, (name,))[0]: (tuple(whole_shape(program, name, tensor)), tensor.dtype)
+        tied.get(name, (name,))[0]: (tuple(whole_shape(program, name, tensor)), tensor.dtype, is_frozen(tensor))
         for stage in program.stages
-        for name, tensor in empty_stage(package, stage, False).state_dict().items()
+        for name, tensor in empty_stage(package, stage, False).state_dict(keep_vars=True).items()
     }
 
 
@@ -204,8 +205,9 @@ def _check(path: Path, tensors: Mapping[str, Tensor], wanted: Described, ties: S
     check_names(path, wanted, set(tensors), ties, "the program")
     wrong = [
         f"{name} (expected {list(shape)} {dtype}, found {list(tensors[name].shape)} {tensors[name].dtype})"
-        for name, (shape, dtype) in wanted.items()
-        if name in tensors and (tuple(tensors[name].shape), tensors[name].dtype) != (shape, dtype)
+        for name, (shape, dtype, frozen) in wanted.items()
+        if name in tensors
+        and (tuple(tensors[name].shape) != shape or not may_become(tensors[name].dtype, dtype, frozen))
     ]
     if wrong:
         raise RuntimeProgramError(f"{path} has values of other shapes or dtypes: {listed(wrong)}".replace("torch.", ""))

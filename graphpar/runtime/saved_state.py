@@ -47,6 +47,7 @@ class Entry:
         tensors: what the boxes are views of.
         divided: the axes whose ranks hold other boxes.
         copies: how many ranks hold the same boxes, and which of them this one is.
+        frozen: it is a parameter that is not trained.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Entry:
     tensors: list[Tensor]
     divided: frozenset[str] = frozenset()
     copies: tuple[int, int] = (1, 0)
+    frozen: bool = False
 
     @property
     def key(self) -> str:
@@ -113,6 +115,7 @@ class State:
             for name, tensor in stage.state_dict(keep_vars=True).items():
                 entry = found.get(self.first(name))
                 made = self._entry((*MODEL, self.first(name)), name, tensor)
+                made.frozen = is_frozen(tensor)
                 if entry is None:
                     found[self.first(name)] = made
                 elif all(other.data_ptr() != made.tensors[0].data_ptr() for other in entry.tensors):
@@ -283,6 +286,18 @@ class State:
                     group[key].fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def is_frozen(tensor: Tensor) -> bool:
+    """Return whether this is a parameter that is not trained."""
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
+def may_become(saved: torch.dtype, wanted: torch.dtype, frozen: bool) -> bool:
+    """Return whether values of a model may be read in another dtype: where none is rounded, or the parameter is ``frozen``, which is
+    stored as it is computed with, so that a trained one is rounded alike."""
+    floating = saved.is_floating_point and wanted.is_floating_point
+    return saved == wanted or (floating and (frozen or torch.promote_types(saved, wanted) == wanted))
 
 
 def joined_descriptions(everyone: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

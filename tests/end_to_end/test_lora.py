@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.errors import GraphparError
+from graphpar.runtime.saved_state import may_become
 from tests import lora_fixture
 from tests.programs import EXAMPLES
 from tests.rank_pool import RankPool
@@ -174,6 +175,29 @@ def test_adapters_that_nothing_calls_are_told() -> None:
     program = gp.export(gp.lora(Skips(), {"*": 2}), (torch.ones(2, 4),), loss_fn=lambda o: o.sum())
     assert [line for line in program.warnings if "The adapters of idle are never used" in line]
     assert [adapter.layer for adapter in program.adapters] == ["used", "idle"]
+
+
+class ByHand(nn.Module):
+    """An adapter of one's own, which gates what it adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        self.lora_A, self.lora_B, self.gate = nn.Linear(4, 2), nn.Linear(2, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.gate(x).sigmoid() * self.lora_B(self.lora_A(x))
+
+
+def test_adapters_of_ones_own_are_ordinary_layers() -> None:
+    program = gp.export(ByHand(), (torch.ones(2, 4),), loss_fn=lambda o: o.sum())
+    assert program.adapters == () and not program.warnings
+
+
+def test_dtypes_that_values_of_a_checkpoint_may_be_read_in() -> None:
+    half, full = torch.bfloat16, torch.float32
+    assert may_become(full, full, False) and may_become(half, full, False) and may_become(full, half, True)
+    assert not may_become(full, half, False) and not may_become(torch.int64, half, True)
 
 
 class TiedHead(nn.Module):
