@@ -20,7 +20,8 @@ from typing import NamedTuple
 import sympy  # type: ignore[import-untyped]
 from torch import Tensor, fx
 
-from graphpar.ir.program import Block, Program, batch_coefficients, operator_name, value_of
+from graphpar.cost_models.node_sizes import elements_of, has_tensors, nbytes_of, sizes_of, total
+from graphpar.ir.program import Block, Program, operator_name, value_of
 from graphpar.operators.contractions import Matrices, matrices, product_of
 from graphpar.operators.contractions import Size as Size  # sizes of rows
 from graphpar.operators.gradients import differentiable_nodes
@@ -202,7 +203,7 @@ class Works:
         axis = str(node.args[1])
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        nbytes = max(_nbytes(node), _nbytes(source), key=lambda size: size.at(1024))
+        nbytes = max(nbytes_of(node), nbytes_of(source), key=lambda size: size.at(1024))
         if row.forward_collective == "all-to-all":
             nbytes = nbytes * self.degrees[axis]
         beside = self._beside(node) if self.rings else (None, None)
@@ -216,7 +217,7 @@ class Works:
         products = products_of(node)
         if not products:
             return None, None
-        found, itemsize = [matrices(product, _sizes)[0] for product in products], value_of(products[0]).dtype.itemsize
+        found, itemsize = [matrices(product, sizes_of)[0] for product in products], value_of(products[0]).dtype.itemsize
         degree, first, columns = self.degrees[str(node.args[1])], found[0], Size(sum(each.n.number for each in found))
         rows, count = first.m * (1 / degree), first.count * (degree - 1)
         return (
@@ -235,7 +236,7 @@ class Works:
         """Yield two all-reduces, of one and of two numbers a row (see ``emitted.collectives``)."""
         labels, axis = node.args[1], str(node.args[2])
         assert isinstance(labels, fx.Node)
-        rows = _elements(labels)
+        rows = elements_of(labels)
         yield Collective(Phase.FORWARD, axis, "all-reduce", 4 * rows)
         yield Collective(Phase.FORWARD, axis, "all-reduce", 8 * rows)
 
@@ -244,7 +245,7 @@ class Works:
         source, axes = node.args[0], node.args[5]
         assert isinstance(source, fx.Node) and isinstance(axes, tuple)
         for axis in map(str, axes):
-            nbytes = 8 * self.degrees[axis] * _sizes(source)[1]
+            nbytes = 8 * self.degrees[axis] * sizes_of(source)[1]
             yield Collective(Phase.FORWARD, axis, "all-gather", nbytes)
             if self.has_gradient(source, scope):
                 yield Collective(Phase.INPUT, axis, "reduce-scatter", nbytes)
@@ -254,8 +255,8 @@ class Works:
         query, key, value, axis = node.args
         assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
         step, degree = attention_of(node), self.degrees[str(axis)]
-        (keys,) = _total([_nbytes(key), _nbytes(value)])
-        own, made = _nbytes(query), _nbytes(node)
+        (keys,) = total([nbytes_of(key), nbytes_of(value)])
+        own, made = nbytes_of(query), nbytes_of(node)
         ways = ring_messages(own.number, keys.number, made.number, degree, step.causal)
         differentiable = any(self.has_gradient(operand, scope) for operand in node.all_input_nodes)
         for phase, messages in zip((Phase.FORWARD, Phase.INPUT)[: 1 + differentiable], ways):
@@ -289,8 +290,8 @@ def _scoped(program: Program) -> Iterator[tuple[fx.Node, str]]:
 def attention_of(node: fx.Node) -> Attention:
     """Return the forward of an attention over the keys that it is given."""
     query, key, value = (argument for argument in node.args[:3] if isinstance(argument, fx.Node))
-    shape, keys = _sizes(query), _sizes(key)
-    width = (shape[-1].number + _sizes(value)[-1].number) / 2
+    shape, keys = sizes_of(query), sizes_of(key)
+    width = (shape[-1].number + sizes_of(value)[-1].number) / 2
     causal = bool(node.kwargs.get("is_causal", False)) or any(argument is True for argument in node.args)
     itemsize = value_of(query).dtype.itemsize
     return Attention(Phase.FORWARD, product_of(shape[:-2]), shape[-2], keys[-2], width, causal, itemsize)
@@ -306,7 +307,7 @@ class _Walk:
         """Yield the rows of the graph, without those of the blocks it calls."""
         elementwise: list[fx.Node] = []
         for node in self.graph.nodes:
-            if node.op != "call_function" or not _tensors(node) or node.name in self.without:
+            if node.op != "call_function" or not has_tensors(node) or node.name in self.without:
                 continue
             name = operator_name(node)
             yield from self.works.collectives(node, self.scope)
@@ -320,8 +321,9 @@ class _Walk:
                 yield from self._products(node, products)
             elif record.kind is Kind.LOOKUP:
                 yield from self._lookup(node)
-            elif name == "apply_rotary" and not self.works.fused:
-                yield from self._rotary(node)
+            elif record.kernels and not self.works.fused:
+                for phase in (Phase.FORWARD, Phase.INPUT)[: 1 + self._grad(node)]:
+                    yield from (Traffic(phase, times * nbytes_of(node)) for times in record.kernels)
             elif self.works.casts_once(node, self.scope):
                 yield from self._cast_back(node)
             elif not record.free:
@@ -336,7 +338,7 @@ class _Walk:
         """Yield the memory traffic of a vocabulary-parallel loss: logits are read three times and written once."""
         logits = node.args[0]
         assert isinstance(logits, fx.Node)
-        nbytes = _nbytes(logits)
+        nbytes = nbytes_of(logits)
         yield Traffic(Phase.FORWARD, (2 if self.works.fused else 5) * nbytes, True)
         if self._grad(logits):
             yield Traffic(Phase.INPUT, 2 * nbytes, True)
@@ -361,26 +363,21 @@ class _Walk:
                 yield Product(Phase.WEIGHT if product.shared else Phase.INPUT, count, n, k, m, itemsize)
 
     def _sizes(self, node: fx.Node) -> list[Size]:
-        return _sizes(node)
+        return sizes_of(node)
 
     def _lookup(self, node: fx.Node) -> Iterator[Row]:
         """Yield reading and writing rows, and filling the table's gradient with zeros and adding to it."""
-        out = _nbytes(node)
+        out = nbytes_of(node)
         yield Traffic(Phase.FORWARD, 2 * out)
         for table in filter(self._grad, node.all_input_nodes):
-            yield Traffic(Phase.WEIGHT, _nbytes(table))
+            yield Traffic(Phase.WEIGHT, nbytes_of(table))
             yield Traffic(Phase.WEIGHT, 3 * out)
-
-    def _rotary(self, node: fx.Node) -> Iterator[Row]:
-        """Yield the kernels of ``rotary.apply_rotary``: a product, and two that each read three halves and write one."""
-        for phase in (Phase.FORWARD, Phase.INPUT)[: 1 + self._grad(node)]:
-            yield from (Traffic(phase, times * _nbytes(node)) for times in (2, 1.5, 1.5))
 
     def _cast_back(self, node: fx.Node) -> Iterator[Row]:
         """Yield casting the gradient of a parameter that a step casts once."""
         (parameter,) = node.all_input_nodes
         if self._grad(parameter):
-            yield Traffic(Phase.WEIGHT, _total([_nbytes(node), _nbytes(parameter)])[0])
+            yield Traffic(Phase.WEIGHT, total([nbytes_of(node), nbytes_of(parameter)])[0])
 
     def _elementwise(self, nodes: Sequence[fx.Node]) -> Iterator[Row]:
         """Yield the traffic of chains of operators where they are fused, else of each alone."""
@@ -403,26 +400,26 @@ class _Walk:
         read: dict[fx.Node, None] = {}
         for node in chain:
             read.update((source, None) for source in map(_through_views, node.all_input_nodes) if source not in inside)
-        inputs = [node for node in read if _tensors(node)]
+        inputs = [node for node in read if has_tensors(node)]
         outputs = [node for node in chain if any(user not in inside for user in _users_through_views(node))]
         if not inputs and not outputs:
             return
         records = [record_of(node) for node in chain]
         functions = any(record.slow for record in records)
-        given = _total(_nbytes(node) for node in inputs)
-        made = _total(_nbytes(node) for node in outputs)
+        given = total(nbytes_of(node) for node in inputs)
+        made = total(nbytes_of(node) for node in outputs)
         yield from _traffic(Phase.FORWARD, [*given, *made], functions)
         differentiable = [node for node in inputs if self._grad(node)]
         if not differentiable or not any(self._grad(node) for node in chain):
             return
         values = [node for node in differentiable if node.op != "get_attr"]
-        gradients = [_nbytes(node) for node in [*outputs, *values]]
+        gradients = [nbytes_of(node) for node in [*outputs, *values]]
         if all(record.reads is Reads.NOTHING for record in records):
             if self.works.fused or not all(record.passes for record in records):
                 yield from _traffic(Phase.INPUT, gradients)
             return
-        saved = [_nbytes(node) for node in values]
-        yield from _traffic(Phase.INPUT, _total([*gradients, *saved]), functions)
+        saved = [nbytes_of(node) for node in values]
+        yield from _traffic(Phase.INPUT, total([*gradients, *saved]), functions)
 
     def _gradient_sums(self) -> Iterator[Row]:
         """Yield adding up the gradients of values that are used several times, and accumulating those of parameters."""
@@ -434,11 +431,11 @@ class _Walk:
                 continue
             uses = sum(1 for user in node.users if user.op != "output" and self._grad(user))
             if uses > 1:
-                yield Traffic(Phase.INPUT, 3 * (uses - 1) * _nbytes(node))
+                yield Traffic(Phase.INPUT, 3 * (uses - 1) * nbytes_of(node))
 
     def _accumulation(self, node: fx.Node) -> Traffic:
         """Return the traffic of accumulating a gradient: a fused product also reads the sum; else another kernel reads both."""
-        elements = _elements(node)
+        elements = elements_of(node)
         itemsize = value_of(node).dtype.itemsize
         accumulated = 2 * (self.works.gradient_bytes or itemsize)
         return Traffic(
@@ -457,46 +454,9 @@ def _fusible(node: fx.Node) -> bool:
 # ---- sizes -----------------------------------------------------------------------------------------------------
 
 
-def _tensors(node: fx.Node) -> bool:
-    value = value_of(node)
-    if isinstance(value, tuple | list):
-        return any(isinstance(item, Tensor) for item in value)
-    return isinstance(value, Tensor)
-
-
-def _sizes(node: fx.Node) -> list[Size]:
-    """Return the size of each dim of a rank's shard; a rank's program has as many rows of experts as an even spread gives it."""
-    value = value_of(node)
-    assert isinstance(value, Tensor)
-    return [
-        Size(float(coefficient), 1) if coefficient is not None else Size(float(int(size)))
-        for size, coefficient in zip(value.shape, batch_coefficients(node))
-    ]
-
-
-def _elements(node: fx.Node) -> Size:
-    return product_of(_sizes(node))
-
-
-def _nbytes(node: fx.Node) -> Size:
-    value = value_of(node)
-    if isinstance(value, tuple | list):
-        users = [user for user in node.users if operator_name(user) == "getitem" and isinstance(value_of(user), Tensor)]
-        return max((_nbytes(user) for user in users), default=Size(0.0), key=lambda size: size.at(1024))
-    return _elements(node) * float(value.dtype.itemsize)
-
-
-def _total(sizes: Iterable[Size]) -> list[Size]:
-    """Return the sums of the sizes of each power."""
-    found: dict[int, float] = defaultdict(float)
-    for size in sizes:
-        found[size.power] += size.number
-    return [Size(number, power) for power, number in found.items()]
-
-
 def _traffic(phase: Phase, sizes: Iterable[Size], functions: bool = False) -> Iterator[Traffic]:
     """Yield the traffic of one kernel; constant sizes (weights of norms) are neglected beside those that grow with the batch."""
-    found = sorted(_total(sizes), key=lambda size: -size.power)
+    found = sorted(total(sizes), key=lambda size: -size.power)
     if found and found[0].number:
         yield Traffic(phase, found[0], functions)
 

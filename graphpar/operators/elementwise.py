@@ -216,7 +216,8 @@ RECORDS: dict[str, Record] = {
     # random numbers
     "dropout": Record(Kind.RANDOM, _dropout, linear=FIRST, tame=True, spelling=(write.stream_function("dropout"),)),
     "channel_dropout": Record(Kind.RANDOM, _dropout, spelling=(write.stream_function("channel_dropout"),)),
-    "apply_rotary": Record(Kind.POINTWISE, _rotary, linear=FIRST),
+    # a product, and two that each read three halves and write one
+    "apply_rotary": Record(Kind.POINTWISE, _rotary, linear=FIRST, kernels=(2, 1.5, 1.5)),
     "feature_dropout": Record(Kind.RANDOM, _dropout),
     "stream": Record(Kind.RANDOM, elementwise),
     # losses, element by element

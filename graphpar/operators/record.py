@@ -96,6 +96,7 @@ class Record:
         saves: what its backward reads, where that does not follow from the kind.
         passes: its backward returns the gradient itself for the first operand, and so runs no kernel.
         functions: slower than its memory traffic on a device with slow exponentials (a CPU). Norms, scans and sorts always are.
+        kernels: what each kernel of its forward moves, and of its backward, in bytes of its result; where it is more than one.
         sizes: the argument that gives the result's sizes.
         module: the class of ``torch.nn`` that calls it with its own parameters.
         spelling: how people write it, tried in turn; where none fits, :mod:`graphpar.codegen.spelling` looks in torch.
@@ -112,6 +113,7 @@ class Record:
     saves: Reads | None = None
     passes: bool = False
     functions: bool = False
+    kernels: tuple[float, ...] = ()
     sizes: str = ""
     module: str = ""
     spelling: tuple[Spelling, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +25,12 @@ def number(value: Any) -> float | None:
 
 def sizes(node: Any) -> list[int | str]:
     """Return the sizes of a tensor's dims, as text where they follow the batch: comparing symbols with numbers would fix the batch."""
-    texts = [str(size) for size in value_of(node).shape]
+    return comparable(value_of(node).shape)
+
+
+def comparable(shape: Iterable[Any]) -> list[int | str]:
+    """Return sizes such that comparing them fixes none."""
+    texts = [str(size) for size in shape]
     return [int(text) if text.isdecimal() else text for text in texts]
 
 

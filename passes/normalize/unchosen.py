@@ -33,6 +33,8 @@ from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.expert_loops import keep_tokens
 from graphpar.passes.normalize.functional import copied, infer
+from graphpar.passes.normalize.graph_matching import sizes
+from graphpar.passes.normalize.mask_indexing import spell_as_mask
 from graphpar.passes.normalize.reductions import (
     ARITHMETIC,
     NONE,
@@ -67,7 +69,7 @@ def fill_unchosen(program: Program) -> Program:
     keep_tokens(graph)
     for node in list(graph.nodes):
         if record_of(node).kind is Kind.INDEX:
-            _spell_as_mask(graph, node)
+            spell_as_mask(graph, node)
         elif operator_name(node) == "slice":
             full_slice(node)
     remove_dead_code(graph)
@@ -102,36 +104,6 @@ def _is_unknown(node: fx.Node) -> bool:
     return any(isinstance(part, Tensor) and any(is_unknown(size) for size in part.shape) for part in parts)
 
 
-# ---- one spelling of indexing by a mask ------------------------------------------------------------------------
-
-
-def _spell_as_mask(graph: fx.Graph, node: fx.Node) -> None:
-    """Spell ``x[mask.nonzero()[:, 0]]``, ``x[torch.where(mask)]`` and ``masked_select(x, mask)`` as ``x[mask]``."""
-    source, name = node.args[0], operator_name(node)
-    if not isinstance(source, fx.Node):
-        return
-    mask: fx.Node | None = None
-    with graph.inserting_before(node):
-        if name == "masked_select":
-            mask = node.args[1]  # type: ignore[assignment]
-            assert isinstance(mask, fx.Node)
-            both = [str(size) for size in torch.broadcast_shapes(value_of(source).shape, value_of(mask).shape)]
-            if both == _shape(source) != _shape(mask):
-                mask = infer(graph.call_function(_aten.expand_as.default, (mask, source)), node)
-            elif both != _shape(source):
-                source = infer(graph.call_function(_aten.expand_as.default, (source, mask)), node)
-        elif name == "index_select":
-            found = _column(node.args[2]) if node.args[1] == 0 else None
-            mask = found[0] if found is not None and value_of(found[0]).ndim == 1 else None
-        elif name == "index":
-            columns = [_column(index) for index in node.args[1]]  # type: ignore[union-attr]
-            first = columns[0]
-            if first is not None and columns == [(first[0], k) for k in range(value_of(first[0]).ndim)]:
-                mask = first[0]
-    if mask is not None:
-        node.target, node.args, node.kwargs = _aten.index.Tensor, (source, [mask]), {}
-
-
 def _sums(node: fx.Node) -> bool:
     """Return whether an operator sums over a factor of its rule, so that rows of zeros add nothing."""
     row = record_of(node).rule
@@ -140,34 +112,6 @@ def _sums(node: fx.Node) -> bool:
         return False
     kept = rule.fixed.union(*rule.results)
     return any(factor not in kept and factor != "1" for factors in rule.operands for factor in factors)
-
-
-def _column(index: Any) -> tuple[fx.Node, int] | None:
-    """Return the mask, and the column of its ``nonzero()``, that an index tensor was made of."""
-    if not isinstance(index, fx.Node) or value_of(index).ndim != 1:
-        return None
-    source = index.args[0] if index.args else None
-    name = operator_name(index)
-    if not isinstance(source, fx.Node):
-        return None
-    if name == "getitem":
-        inner = source.args[0]
-        if operator_name(source) in ("where", "nonzero_numpy") and len(source.args) == 1 and isinstance(inner, fx.Node):
-            return inner, int(index.args[1])  # type: ignore[arg-type]
-        if operator_name(source) == "unbind" and isinstance(inner, fx.Node) and operator_name(inner) == "nonzero":
-            return inner.args[0], int(index.args[1])  # type: ignore[arg-type, return-value]
-        return None
-    if operator_name(source) != "nonzero" or not isinstance(source.args[0], fx.Node):
-        return None
-    mask = source.args[0]
-    if name == "select" and index.args[1] in (1, -1):
-        return mask, int(index.args[2]) % value_of(mask).ndim  # type: ignore[arg-type]
-    flat = record_of(index).kind is Kind.RESHAPE and value_of(mask).ndim == 1
-    return (mask, 0) if flat else None
-
-
-def _shape(node: fx.Node) -> list[str]:
-    return [str(size) for size in value_of(node).shape]
 
 
 # ---- the rewriting ---------------------------------------------------------------------------------------------
@@ -363,7 +307,7 @@ class _Filler:
         if not isinstance(mask, fx.Node) or not self._is_chosen(values) or self._is_chosen(target):
             return None
         state = self.analysis.states[values]
-        whole = operator_name(node) == "index_put" or _shape(mask) == _shape(target)
+        whole = operator_name(node) == "index_put" or sizes(mask) == sizes(target)
         plain = isinstance(state, Rows) and state.order == choice_of(mask) and state.dim == 0 and state.inner == 1
         rank = value_of(target).ndim
         if not whole or not plain or value_of(values).ndim != rank - value_of(mask).ndim + 1:
