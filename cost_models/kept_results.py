@@ -190,12 +190,17 @@ def _gathered_again(activations: Activations, works: Works, block: Block) -> set
 
 
 class _Noted(Forward):
-    """Runs a block and notes of each node the operators that make results in new memory, with the numbers of their calls and bytes."""
+    """Runs a block and notes of each node the operators that make results in new memory, with the numbers of their calls and bytes.
+
+    A result that is written later is left out: if it were kept, the forward that runs again would write it a second time.
+    """
 
     def __init__(self, activations: Activations) -> None:
         super().__init__(activations)
         self.numbers = Counter[str]()
         self.calls: dict[str, list[tuple[str, int, int]]] = {}
+        self.makers: dict[int, tuple[str, tuple[str, int, int]]] = {}
+        """The node and its call that made a storage."""
         self.dispatched = Counter[str]()
 
     def call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,16 +220,34 @@ class _Dispatched(TorchDispatchMode):
         self.noted.numbers[name] += 1
         self.noted.dispatched[self.node] += func not in SAC_IGNORED_OPS
         given = {storage_of(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        for key in _written(func, args, kwargs or {}) & self.noted.makers.keys():
+            node, call = self.noted.makers[key]
+            self.noted.calls[node] = [other for other in self.noted.calls[node] if other != call]
         result = func(*args, **(kwargs or {}))
         made = {
             storage_of(item): item.untyped_storage().nbytes()
             for item in tree_leaves(result)
             if isinstance(item, Tensor)
         }
-        new = [nbytes for key, nbytes in made.items() if key not in given]
+        new = {key: nbytes for key, nbytes in made.items() if key not in given}
+        call = name, number, sum(new.values())
+        self.noted.makers.update(dict.fromkeys(new, (self.node, call)))
         if new and name != _WAIT:
-            self.noted.calls[self.node].append((name, number, sum(new)))
+            self.noted.calls[self.node].append(call)
         return result
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """Return the storages that an operator writes."""
+    arguments = func._schema.arguments
+    values = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    return {
+        storage_of(item)
+        for argument, value in values
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for item in tree_leaves(value)
+        if isinstance(item, Tensor)
+    }
 
 
 class Recomputations:

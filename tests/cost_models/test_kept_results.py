@@ -16,8 +16,9 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, _CachedTorchDispatchMode, _C
 
 import graphpar as gp
 from graphpar.cost_models.activation_memory import Activations
-from graphpar.cost_models.kept_results import Recomputations, Result, knapsack
+from graphpar.cost_models.kept_results import Recomputations, Result, knapsack, results_of
 from graphpar.cost_models.storage_tracker import Live
+from graphpar.cost_models.workload import Works
 from graphpar.hardware.cluster import Cluster
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.manifest import load_manifest
@@ -176,3 +177,11 @@ def test_the_peak_grows_with_the_budget() -> None:
         seconds.append(predicted.step_time_s)
     assert peaks == sorted(peaks)
     assert seconds[0] == max(seconds) and seconds[-1] == min(seconds)
+
+
+def test_results_that_are_written_later_are_not_kept() -> None:
+    parts = gp.partition(example("llama"), gp.plan(example("llama"), mesh={}, microbatch_size=ROWS, global_batch=8))
+    block = next(b for b in parts.program.blocks.values() if any("rotary" in str(n.target) for n in b.graph.nodes))
+    found = results_of(Activations(parts.program, {}), Works(parts.program, {}), block).results
+    turned = {node.name for node in block.graph.nodes if "rotary" in str(node.target)}
+    assert turned and not turned & {result.node for result in found}
