@@ -1,0 +1,171 @@
+"""Products with the collectives of tensor parallelism before or after them, and in the backward beside the gradients of weights.
+
+                         forward                         backward
+    gathered_products    all_gather, then products       all_gather again where shards are kept, beside the gradient of the whole;
+                                                         reduce_scatter of that beside the gradients of weights
+    scattered_product    a product, then reduce_scatter  all_gather
+    shared_products      products                        all_reduce beside the gradients of weights
+    summed_product       a product, then all_reduce      nothing
+
+Where a sequence is sharded, its dim is moved to the front, so that shards are joined and divided as they lie in memory: a shard is copied for
+that, and not the whole. Results have the dim where it was, and lie in memory as they were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from graphpar.emitted.collectives import _axes, _done, _gather, _operators, _pieces, _watched
+
+Parameters = Sequence[Tensor | None]
+
+
+def gathered_products(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    axis: str,
+    dim: int,
+    biases: Parameters | None = None,
+    in_order: bool = False,
+) -> tuple[Tensor, ...]:
+    """x S(dim) -> all_gather, then ``F.linear`` by each weight: whole on the axis in ``dim``.
+
+    x [.., n, .., d], each weight [e, d], each bias [e] -> each [.., n * k, .., e]; contiguous with ``in_order``, which copies the whole of x
+    """
+    results: tuple[Tensor, ...] = _Entering.apply(x, axis, dim, in_order, len(weights), *weights, *_all(biases, weights))
+    return results
+
+
+def gathered_product(
+    x: Tensor, weight: Tensor, axis: str, dim: int, bias: Tensor | None = None, in_order: bool = False
+) -> Tensor:
+    """x S(dim) -> all_gather, then ``F.linear``. x [.., n, .., d], weight [e, d], bias [e] -> [.., n * k, .., e]"""
+    return gathered_products(x, [weight], axis, dim, [bias], in_order)[0]
+
+
+def scattered_product(x: Tensor, weight: Tensor, axis: str, dim: int) -> Tensor:
+    """x, weight S(1) -> ``F.linear``, then reduce_scatter: S(dim). x [.., n * k, .., d], weight [e, d] -> [.., n, .., e]"""
+    result: Tensor = _Leaving.apply(x, weight, axis, dim)
+    return result
+
+
+def shared_products(
+    x: Tensor, weights: Sequence[Tensor], axis: str, biases: Parameters | None = None
+) -> tuple[Tensor, ...]:
+    """x I -> ``F.linear`` by each weight: R; backward sums the gradients of the ranks. x [.., d], each weight [e, d] -> each [.., e]"""
+    results: tuple[Tensor, ...] = _Entering.apply(x, axis, None, True, len(weights), *weights, *_all(biases, weights))
+    return results
+
+
+def shared_product(x: Tensor, weight: Tensor, axis: str, bias: Tensor | None = None) -> Tensor:
+    """x I -> ``F.linear``: R; backward sums the gradients of the ranks. x [.., d], weight [e, d], bias [e] -> [.., e]"""
+    return shared_products(x, [weight], axis, [bias])[0]
+
+
+def summed_product(x: Tensor, weight: Tensor, axis: str) -> Tensor:
+    """x, weight S(1) -> ``F.linear``, then all_reduce: I; backward nothing. x [.., d], weight [e, d] -> [.., e]"""
+    result: Tensor = _Leaving.apply(x, weight, axis, None)
+    return result
+
+
+class _Entering(torch.autograd.Function):
+    """Products of what is gathered in ``dim``, or without it of what all ranks have alike."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: str, dim: int | None, in_order: bool, count: int, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.dim, ctx.in_order = axis, dim, in_order
+        weights = [weight for weight in parameters[:count] if weight is not None]
+        whole = x
+        if dim is not None:
+            shard = x if in_order else x.movedim(dim, 0).contiguous()
+            join: Callable[[Tensor], Tensor] = (
+                (lambda shard: _gather(shard, axis, dim, (), None))
+                if in_order
+                else (lambda shard: _started_gather(shard, axis))
+            )
+            whole = _watched(shard, _done(join(shard)), join)
+        ctx.save_for_backward(whole, *weights)
+        results = [F.linear(whole, weight, bias) for weight, bias in zip(weights, parameters[count:])]
+        return tuple(results if dim is None or in_order else (result.movedim(0, dim) for result in results))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        whole, *weights = ctx.saved_tensors  # on its way, where it is gathered again
+        axis, dim, needed = ctx.axis, ctx.dim, ctx.needs_input_grad[5:]
+        if dim is not None and not ctx.in_order:
+            gradients = tuple(gradient.movedim(dim, 0) for gradient in gradients)
+        rows = [_rows(gradient) for gradient in gradients]
+        of_x, sent = None, None
+        if ctx.needs_input_grad[0]:
+            total = rows[0] @ weights[0]
+            for gradient, weight in zip(rows[1:], weights[1:]):
+                total.addmm_(gradient, weight)
+            sent = _started_sum(total.view(whole.shape), axis, dim, ctx.in_order)
+        entered = _rows(_done(whole))
+        of_weights = [gradient.mT @ entered if needs else None for gradient, needs in zip(rows, needed)]
+        of_biases = [gradient.sum(0) if needs else None for gradient, needs in zip(rows, needed[len(weights) :])]
+        if sent is not None:
+            of_x = _done(sent)
+            of_x = of_x if dim is None or ctx.in_order else of_x.movedim(0, dim)
+        return of_x, None, None, None, None, *of_weights, *of_biases
+
+
+class _Leaving(torch.autograd.Function):
+    """A product whose sum over the ranks is scattered in ``dim``, or without it is whole on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: str, dim: int | None) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        ctx.save_for_backward(x, weight)
+        if dim is None:
+            return _done(_operators.all_reduce(F.linear(x, weight), "sum", _axes[axis][0]))
+        made = F.linear(x.movedim(dim, 0).contiguous(), weight)
+        return _done(_started_sum(made, axis, 0, True)).movedim(0, dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        if ctx.dim is not None:
+            x, gradient = x.movedim(ctx.dim, 0), gradient.movedim(ctx.dim, 0)
+            gradient = _done(_started_gather(gradient.contiguous(), ctx.axis))
+        rows = _rows(gradient)
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = (rows @ weight).view(x.shape)
+            of_x = of_x if ctx.dim is None else of_x.movedim(0, ctx.dim)
+        return of_x, rows.mT @ _rows(x) if ctx.needs_input_grad[1] else None, None, None
+
+
+def _started_gather(shard: Tensor, axis: str) -> Tensor:
+    """Begin to join shards in dim 0: [n, ..] -> [n * k, ..]; :func:`_done` waits for it."""
+    group, count, _ = _axes[axis]
+    return shard if count == 1 else _operators.all_gather_into_tensor(shard, count, group)
+
+
+def _started_sum(x: Tensor, axis: str, dim: int | None, in_order: bool) -> Tensor:
+    """Begin to sum ``x``, of which nothing else is left, over the ranks, and to scatter it in ``dim``; :func:`_done` waits for it."""
+    group, count, _ = _axes[axis]
+    if count == 1:
+        return x
+    if dim is None:
+        return _operators.all_reduce_(x, "sum", group)
+    if in_order and dim:
+        return _operators.reduce_scatter_tensor(_pieces(x, dim, (), count).contiguous(), "sum", count, group).squeeze(0)
+    return _operators.reduce_scatter_tensor(x, "sum", count, group)
+
+
+def _all(biases: Parameters | None, weights: Sequence[Tensor]) -> Parameters:
+    return biases or [None] * len(weights)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.size(-1))
