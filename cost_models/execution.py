@@ -67,7 +67,7 @@ class Execution:
         dispatch_s: seconds of the host for an operator, where a framework adds to PyTorch's (the device's).
         overlap_tp: the share of collectives inside operators that is hidden behind the products next to them.
         rings: gathers before products and reduce-scatters after them are sent in pieces beside these, see
-            :mod:`graphpar.passes.ring_products`.
+            :mod:`graphpar.emitted.ring_products`.
     """
 
     optimizer: str = "adam"

@@ -25,9 +25,9 @@ from graphpar.ir.program import Block, Program, operator_name, value_of
 from graphpar.operators.contractions import Matrices, matrices, product_of
 from graphpar.operators.contractions import Size as Size  # sizes of rows
 from graphpar.operators.gradients import differentiable_nodes
+from graphpar.operators.parallel_products import ring_products_of
 from graphpar.operators.parameter_casts import cast_parameters, casts_parameter
 from graphpar.operators.record import Kind, Reads
-from graphpar.operators.ring_products import products_of
 from graphpar.operators.table import record_of
 from graphpar.operators.transitions import FUNCTIONS, ring_messages
 
@@ -214,7 +214,7 @@ class Works:
 
     def _beside(self, node: fx.Node) -> tuple[Product | None, Product | None]:
         """Return the products beside all pieces of a ring but a rank's own, forward and backward; of several, with all their columns."""
-        products = products_of(node)
+        products = ring_products_of(node)
         if not products:
             return None, None
         found, itemsize = [matrices(product, sizes_of)[0] for product in products], value_of(products[0]).dtype.itemsize
@@ -229,7 +229,7 @@ class Works:
         """Return into how many pieces the rows of a product are divided: the ranks of the ring that it is part of."""
         if not self.rings or operator_name(node) != "linear":
             return 1
-        around = [each for each in (*node.all_input_nodes, *node.users) if node in products_of(each)]
+        around = [each for each in (*node.all_input_nodes, *node.users) if node in ring_products_of(each)]
         return self.degrees[str(around[0].args[1])] if around else 1
 
     def _vocab_loss(self, node: fx.Node) -> Iterator[Collective]:

@@ -33,11 +33,11 @@ from graphpar.ir.program import ModelSource, Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.parts import Parts
 from graphpar.passes.compilation import Compilation, compiled
+from graphpar.passes.parallel_products import with_products
 from graphpar.passes.planning.asked import Splits, ask, planned
 from graphpar.passes.planning.candidates import SHOWN
 from graphpar.passes.planning.planning import estimate_plan
 from graphpar.passes.planning.validate_plan import validate_plan
-from graphpar.passes.ring_products import with_rings
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, Step, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import plan_text, report_data, report_files
@@ -318,8 +318,7 @@ def printed(
 ) -> Parts:
     """Print the stage modules of ``compilation``, with the files of its ``report`` and the text of its ``optimizer.py``."""
     plan, local, stages = compilation.plan, compilation.sharded.local, compilation.stages
-    if plan.overlap_tp:
-        local, stages = with_rings(local, stages)
+    local, stages = with_products(local, stages, rings=plan.overlap_tp)
     package = emit_package(local, plan, stages, report, model_file, optimizer, compilation.recomputed)
     done = replace(compilation, package=package)
     return Parts(done, package.files | report_files(report, plan), report, model_file)

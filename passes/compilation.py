@@ -19,9 +19,9 @@ from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recomputation
 from graphpar.ir.stage import Stage
 from graphpar.passes.own_units import with_own_units
+from graphpar.passes.parallel_products import Overlapped, overlapped_in
 from graphpar.passes.planning.planning import estimate_plan, in_bf16_s
 from graphpar.passes.planning.recomputation import recomputed_blocks, with_writes
-from graphpar.passes.ring_products import Overlapped, overlapped_in
 from graphpar.passes.sharding.planned import sharded_as
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import copy_written, positions_of, split

@@ -41,6 +41,7 @@ from graphpar.emitted import (
     collectives,
     gathering,
     layers,
+    parallel_products,
     random_streams,
     recomputation,
     ring_attention,
@@ -113,7 +114,7 @@ def emit_package(
     if any("from . import layers\n" in text for text in files.values()):
         files["layers.py"] = inspect.getsource(layers)
     called = {getattr(node.target, "__module__", "") for graph in _graphs(program, stages) for node in graph.nodes}
-    for module in (ring_attention, ring_products, rotary):
+    for module in (parallel_products, ring_attention, ring_products, rotary):
         if module.__name__ in called:
             files[f"{module.__name__.rpartition('.')[2]}.py"] = _of_package(module)
     kinds = {how.kind for how in recomputed.values()}

@@ -1,7 +1,7 @@
 """Products beside the collectives of a sequence that is sharded over the ranks of an axis: one piece is multiplied while the next is sent.
 
-    gathered_products    all_gather, then products            rank r, step i: multiplies the piece of rank r - i, on its way to rank r + 1
-    scattered_product    a product, then reduce_scatter       rank r, step i: makes the piece of rank r - 1 - i, and adds what came to it
+    ring_gathered_products    all_gather, then products         rank r, step i: multiplies the piece of rank r - i, on its way to rank r + 1
+    ring_scattered_product    a product, then reduce_scatter    rank r, step i: makes the piece of rank r - 1 - i, and adds what came to it
 
 Each is the backward of the other, as its two collectives are. k ranks send k - 1 pieces each way, as many bytes as the collectives
 send. The gradient of a weight takes whole operands: of these, what was gathered is kept.
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from graphpar.emitted.collectives import _axes, _done, _gather, _operators, _watched, rank, size
 
 
-def gathered_products(
+def ring_gathered_products(
     x: Tensor, weights: Sequence[Tensor], axis: str, dim: int, biases: Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, ...]:
     """x S(dim) -> all_gather, then ``F.linear`` by each weight: whole on the axis in ``dim``.
@@ -34,12 +34,12 @@ def gathered_products(
     return results
 
 
-def gathered_product(x: Tensor, weight: Tensor, axis: str, dim: int, bias: Tensor | None = None) -> Tensor:
+def ring_gathered_product(x: Tensor, weight: Tensor, axis: str, dim: int, bias: Tensor | None = None) -> Tensor:
     """x S(dim) -> all_gather, then ``F.linear``. x [.., n, .., d], weight [e, d], bias [e] -> [.., n * k, .., e]"""
-    return gathered_products(x, [weight], axis, dim, [bias])[0]
+    return ring_gathered_products(x, [weight], axis, dim, [bias])[0]
 
 
-def scattered_product(x: Tensor, weight: Tensor, axis: str, dim: int) -> Tensor:
+def ring_scattered_product(x: Tensor, weight: Tensor, axis: str, dim: int) -> Tensor:
     """x, weight S(1) -> ``F.linear``, then reduce_scatter: S(dim). x [.., n * k, .., d], weight [e, d] -> [.., n, .., e]"""
     if size(axis) == 1:
         return F.linear(x, weight)

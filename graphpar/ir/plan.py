@@ -42,7 +42,7 @@ class Plan:
         prefetch, prefetch_distance: when ZeRO-3 gathers parameters ahead of a backward (of :data:`PREFETCH`; None where it has no gather
             of its own), and of how many units.
         recompute: which blocks run their forward again in the backward, see :mod:`graphpar.passes.planning.recomputation`.
-        overlap_tp: whether collectives of tp run in pieces beside the products that need them, see :mod:`graphpar.passes.ring_products`.
+        overlap_tp: whether collectives of tp run in pieces beside the products that need them, see :mod:`graphpar.emitted.ring_products`.
         dp_mean: whether the loss is the mean of the replicas' own losses, as DDP has it, and not that of the global batch.
         sharding: how every operator is sharded.
         cluster: the hardware that it was decided for; None where only a mesh is known.

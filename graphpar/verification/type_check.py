@@ -47,8 +47,8 @@ from graphpar.runtime.layout import Shard, Type, local_shape, rank_at
 from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, TensorInterface, load_manifest
 from graphpar.runtime.schedules import check_actions
 from graphpar.runtime.stages import build_stage, emitted_package
+from graphpar.verification.products_proof import product_problems
 from graphpar.verification.recomputed import check_recomputed
-from graphpar.verification.ring_proof import ring_problems
 from graphpar.verification.typed_collectives import (
     Axes,
     Kinds,
@@ -61,7 +61,14 @@ from graphpar.verification.typed_collectives import (
     untyped,
 )
 
-_LIBRARY = ("collectives.py", "random_streams.py", "ring_attention.py", "ring_products.py", "rotary.py")
+_LIBRARY = (
+    "collectives.py",
+    "parallel_products.py",
+    "random_streams.py",
+    "ring_attention.py",
+    "ring_products.py",
+    "rotary.py",
+)
 """Files of a program that hold no model code."""
 SMALL = 1 << 26
 """The most parameters of a stage that may be run on numbers."""
@@ -138,10 +145,11 @@ def check_folder(folder: str | Path) -> CheckResult:
             declare_ring(importlib.import_module(f"{package}.ring_attention"), axes)
         if (program.folder / "rotary.py").is_file():
             declare_rotary(importlib.import_module(f"{package}.rotary"), axes)
-        if (program.folder / "ring_products.py").is_file():
-            modules = [importlib.import_module(f"{package}.{name}") for name in ("ring_products", "collectives")]
-            result.problems += ring_problems(modules[0], program.mesh["tp"])
-            declare_products(*modules)
+        for name in ("parallel_products", "ring_products"):
+            if (program.folder / f"{name}.py").is_file():
+                modules = [importlib.import_module(f"{package}.{each}") for each in (name, "collectives")]
+                result.problems += product_problems(modules[0], program.mesh["tp"])
+                declare_products(*modules)
         received: list[Kinds] = []
         for stage in program.stages:
             received = _Stage(program, package, stage, axes, result).check(received)

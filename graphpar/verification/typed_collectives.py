@@ -207,24 +207,48 @@ def declare_rotary(module: ModuleType, axes: Axes) -> None:
 
 
 def declare_products(module: ModuleType, collectives: ModuleType) -> None:
-    """Type the functions of an emitted ``ring_products.py`` as the collective and the products that they are."""
-    gather, scatter = collectives.all_gather, collectives.reduce_scatter
+    """Type the functions of an emitted ``parallel_products.py`` or ``ring_products.py`` as the collectives and products that they are."""
+    Biases = Sequence[Tensor | None] | None
 
-    def gathered_products(
-        x: Tensor, weights: Sequence[Tensor], axis: str, dim: int, biases: Sequence[Tensor | None] | None = None
-    ) -> tuple[Tensor, ...]:
-        whole = gather(x, axis, dim=dim)
+    def products(whole: Tensor, weights: Sequence[Tensor], biases: Biases) -> tuple[Tensor, ...]:
         return tuple(F.linear(whole, *pair) for pair in zip(weights, biases or [None] * len(weights)))
 
-    def gathered_product(x: Tensor, weight: Tensor, axis: str, dim: int, bias: Tensor | None = None) -> Tensor:
-        return F.linear(gather(x, axis, dim=dim), weight, bias)
+    def gathered_products(
+        x: Tensor, weights: Sequence[Tensor], axis: str, dim: int, biases: Biases = None, in_order: bool = False
+    ) -> tuple[Tensor, ...]:
+        return products(collectives.all_gather(x, axis, dim=dim), weights, biases)
+
+    def gathered_product(
+        x: Tensor, weight: Tensor, axis: str, dim: int, bias: Tensor | None = None, in_order: bool = False
+    ) -> Tensor:
+        return gathered_products(x, [weight], axis, dim, [bias])[0]
 
     def scattered_product(x: Tensor, weight: Tensor, axis: str, dim: int) -> Tensor:
-        result: Tensor = scatter(F.linear(x, weight), axis, dim=dim)
+        result: Tensor = collectives.reduce_scatter(F.linear(x, weight), axis, dim=dim)
         return result
 
-    for function in (gathered_products, gathered_product, scattered_product):
-        setattr(module, function.__name__, function)
+    def shared_products(x: Tensor, weights: Sequence[Tensor], axis: str, biases: Biases = None) -> tuple[Tensor, ...]:
+        return products(collectives.sum_gradient(x, axis), weights, biases)
+
+    def shared_product(x: Tensor, weight: Tensor, axis: str, bias: Tensor | None = None) -> Tensor:
+        return shared_products(x, [weight], axis, [bias])[0]
+
+    def summed_product(x: Tensor, weight: Tensor, axis: str) -> Tensor:
+        result: Tensor = collectives.all_reduce(F.linear(x, weight), axis)
+        return result
+
+    functions = (
+        gathered_products,
+        gathered_product,
+        scattered_product,
+        shared_products,
+        shared_product,
+        summed_product,
+    )
+    for function in functions:
+        for name in (function.__name__, f"ring_{function.__name__}"):
+            if hasattr(module, name):
+                setattr(module, name, function)
 
 
 def _transition(function: Callable[..., Tensor], rule: Callable[..., Any], axes: Axes) -> Callable[..., Tensor]:

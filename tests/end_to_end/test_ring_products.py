@@ -91,7 +91,9 @@ def test_it_trains_as_the_unpartitioned_model(name: str) -> None:
 def test_its_gradients_are_complete_by_their_types(name: str) -> None:
     text = parts(name).files["blocks.py"]
     assert (
-        "a, b = gathered_products(" in text and "gathered_product(" in text and text.count("= scattered_product(") == 2
+        "a, b = ring_gathered_products(" in text
+        and "ring_gathered_product(" in text
+        and text.count("= ring_scattered_product(") == 2
     )
     result = gp.check(parts(name))
     assert result.ok, result.problems
@@ -120,7 +122,9 @@ def test_faults_are_found(fault: str) -> None:
 def test_a_whole_operand_is_found_by_its_type(tmp_path: Path) -> None:
     folder = parts("tp 2").save(tmp_path / "out")
     text = (folder / "blocks.py").read_text()
-    wrong = text.replace("gathered_product(self.norm2(x)", 'gathered_product(all_gather(self.norm2(x), "tp", dim=1)')
+    wrong = text.replace(
+        "ring_gathered_product(self.norm2(x)", 'ring_gathered_product(all_gather(self.norm2(x), "tp", dim=1)'
+    )
     assert wrong != text
     (folder / "blocks.py").write_text(wrong.replace("from .ring", "from .collectives import all_gather\nfrom .ring"))
     assert not gp.check(folder).ok

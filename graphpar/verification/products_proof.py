@@ -1,4 +1,4 @@
-"""The functions of an emitted ``ring_products.py`` against the collectives and products that they stand for, on numbers.
+"""The functions of a program's ``parallel_products.py`` and ``ring_products.py`` against collectives and products, on numbers.
 
     each rank is a thread; what ranks send is exchanged between threads ──► results and gradients of all ranks ──► those of whole tensors
 
@@ -7,6 +7,7 @@ For ``check``, which takes the types of these functions from their docstrings.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
@@ -26,9 +27,9 @@ Made = list[Tensor]
 """The results of a rank, and the gradients of its operands."""
 
 
-def ring_problems(module: ModuleType, degree: int) -> list[str]:
+def product_problems(module: ModuleType, degree: int) -> list[str]:
     """Return what is wrong with the functions of ``module``; nothing where they do what they should."""
-    count = min(degree, _MOST)
+    count, rings = min(degree, _MOST), not hasattr(module, "summed_product")
     draw = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> list[Tensor]:
@@ -40,10 +41,14 @@ def ring_problems(module: ModuleType, degree: int) -> list[str]:
     xs, weights, others, biases = drawn(*rows), drawn(*columns), drawn(*columns), drawn(4)
     ups = [drawn(2, 2 * count, 4) for _ in range(2)]
     hidden, up = drawn(2, 2 * count, 3), drawn(2, 2, 4)
+    alike = [drawn(2, 2 * count, 3)[0]] * count
+
+    def named(name: str) -> Any:
+        return getattr(module, f"ring_{name}" if rings else name)
 
     def gathered(rank: int) -> Made:
         leaves = [xs[rank], weights[rank], others[rank], biases[rank]]
-        made = module.gathered_products(leaves[0], leaves[1:3], AXIS, dim=1, biases=[leaves[3], None])
+        made = named("gathered_products")(leaves[0], leaves[1:3], AXIS, dim=1, biases=[leaves[3], None])
         return [*made, *torch.autograd.grad(made, leaves, [each[rank] for each in ups])]
 
     def gathered_by_whole() -> list[Made]:
@@ -52,18 +57,48 @@ def ring_problems(module: ModuleType, degree: int) -> list[str]:
         return _all_gradients(made, [xs, weights, others, biases], list(zip(*ups)))
 
     def scattered(rank: int) -> Made:
-        made = module.scattered_product(hidden[rank], weights[rank], AXIS, dim=1)
+        made = named("scattered_product")(hidden[rank], weights[rank], AXIS, dim=1)
         return [made, *torch.autograd.grad(made, [hidden[rank], weights[rank]], up[rank])]
 
     def scattered_by_whole() -> list[Made]:
         pieces = sum(map(F.linear, hidden, weights), torch.zeros(())).chunk(count, 1)
         return _all_gradients([[piece] for piece in pieces], [hidden, weights], [[each] for each in up])
 
-    proofs = {"gathered_products": (gathered, gathered_by_whole), "scattered_product": (scattered, scattered_by_whole)}
+    def gathered_in_order(rank: int) -> Made:
+        leaves = [xs[rank], weights[rank], others[rank], biases[rank]]
+        made = module.gathered_products(leaves[0], leaves[1:3], AXIS, dim=1, biases=[leaves[3], None], in_order=True)
+        return [*made, *torch.autograd.grad(made, leaves, [each[rank] for each in ups])]
+
+    def shared(rank: int) -> Made:
+        leaves = [alike[rank], weights[rank], others[rank], biases[rank]]
+        made = module.shared_products(leaves[0], leaves[1:3], AXIS, biases=[leaves[3], None])
+        return [*made, *torch.autograd.grad(made, leaves, [each[rank] for each in ups])]
+
+    def shared_by_whole() -> list[Made]:
+        made = [[F.linear(alike[0], w, b), F.linear(alike[0], other)] for w, other, b in zip(weights, others, biases)]
+        return _all_gradients(made, [alike[:1] * count, weights, others, biases], list(zip(*ups)))
+
+    def summed(rank: int) -> Made:
+        made = module.summed_product(hidden[rank], weights[rank], AXIS)
+        return [made, *torch.autograd.grad(made, [hidden[rank], weights[rank]], ups[0][0])]
+
+    def summed_by_whole() -> list[Made]:
+        made = sum(map(F.linear, hidden, weights), torch.zeros(()))
+        (found,) = (torch.autograd.grad(made, [*hidden, *weights], ups[0][0]),)
+        return [[made, found[rank], found[count + rank]] for rank in range(count)]
+
+    proofs = {
+        "gathered_products": (gathered, gathered_by_whole),
+        "gathered_products in order": (gathered_in_order, gathered_by_whole),
+        "scattered_product": (scattered, scattered_by_whole),
+        "shared_products": (shared, shared_by_whole),
+        "summed_product": (summed, summed_by_whole),
+    }
     return [
-        f"ring_products.py: on {count} ranks {name} {problem}"
+        f"{module.__name__.rpartition('.')[2]}.py: on {count} ranks {name} {problem}"
         for name, (function, by_whole) in proofs.items()
-        if (problem := _difference(_on_ranks(module, function, count), by_whole()))
+        if not (rings and name in ("gathered_products in order", "shared_products", "summed_product"))
+        and (problem := _difference(_on_ranks(module, function, count), by_whole()))
     ]
 
 
@@ -90,17 +125,34 @@ def _difference(found: list[Made] | str, expected: list[Made]) -> str:
 def _on_ranks(module: ModuleType, function: Callable[[int], Made], count: int) -> list[Made] | str:
     """Run ``function`` for every rank, each in a thread; return what was made, or what went wrong."""
     own, barrier = threading.local(), threading.Barrier(count)
-    posted: list[tuple[Tensor, list[int]]] = [(torch.empty(0), [])] * count
+    posted: list[Any] = [None] * count
     made: list[Made] = [[] for _ in range(count)]
     wrong: list[str] = []
 
+    def exchanged(item: Any) -> list[Any]:
+        """What each rank gives, for all of them."""
+        posted[own.rank] = item
+        barrier.wait(_PATIENCE_S)
+        came = list(posted)
+        barrier.wait(_PATIENCE_S)
+        return came
+
     def all_to_all(x: Tensor, of: list[int], to: list[int], group: str) -> Tensor:
-        posted[own.rank] = x.detach(), to
-        barrier.wait(_PATIENCE_S)
-        came = [sent.split(sizes)[own.rank] for sent, sizes in posted]
-        barrier.wait(_PATIENCE_S)
+        came = [sent.split(sizes)[own.rank] for sent, sizes in exchanged((x.detach().clone(), to))]
         assert [piece.numel() for piece in came] == of, "a rank waits for other pieces than are sent"
         return torch.cat(came)
+
+    def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
+        return torch.cat(exchanged(x.detach().clone()))
+
+    def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
+        total: Tensor = functools.reduce(torch.add, exchanged(x.detach().clone()))
+        return total
+
+    def reduce_scatter(x: Tensor, operation: str, ranks: int, group: str) -> Tensor:
+        pieces = all_reduce(x, operation, group).chunk(ranks)
+        piece: Tensor = pieces[own.rank]
+        return piece
 
     def run(rank: int) -> None:
         own.rank = rank
@@ -112,14 +164,17 @@ def _on_ranks(module: ModuleType, function: Callable[[int], Made], count: int) -
             wrong.insert(0, f"fails: {type(error).__name__}: {error}")
             barrier.abort()
 
-    with mock.patch.multiple(
-        module,
-        rank=lambda axis: own.rank,
-        size=lambda axis: count,
-        _done=lambda x: x,
-        _operators=SimpleNamespace(all_to_all_single=all_to_all),
-        _axes={AXIS: ("", count, 0)},
-    ):
+    operators = SimpleNamespace(
+        all_to_all_single=all_to_all,
+        all_gather_into_tensor=all_gather,
+        all_reduce=all_reduce,
+        all_reduce_=lambda x, operation, group: x.copy_(all_reduce(x, operation, group)),
+        reduce_scatter_tensor=reduce_scatter,
+    )
+    replaced: dict[str, Any] = {"_done": lambda x: x, "_operators": operators, "_axes": {AXIS: ("", count, 0)}}
+    if hasattr(module, "rank"):
+        replaced |= {"rank": lambda axis: own.rank, "size": lambda axis: count}
+    with mock.patch.multiple(module, **replaced):
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
         for thread in threads:
             thread.start()

@@ -7,20 +7,21 @@
     shared_products      products                        all_reduce beside the gradients of weights
     summed_product       a product, then all_reduce      nothing
 
-Where a sequence is sharded, its dim is moved to the front, so that shards are joined and divided as they lie in memory: a shard is copied for
-that, and not the whole. Results have the dim where it was, and lie in memory as they were made.
+Where a sequence is sharded, its dim is moved to the front, so that shards are joined and divided as they lie in memory: for that a shard
+is copied, and not the whole. Results have the dim where it was, and lie in memory as they were made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphpar.emitted.collectives import _axes, _done, _gather, _operators, _pieces, _watched
+from graphpar.emitted.collectives import _axes, _done, _joined, _operators, _pieces, _watched
 
 Parameters = Sequence[Tensor | None]
 
@@ -35,9 +36,12 @@ def gathered_products(
 ) -> tuple[Tensor, ...]:
     """x S(dim) -> all_gather, then ``F.linear`` by each weight: whole on the axis in ``dim``.
 
-    x [.., n, .., d], each weight [e, d], each bias [e] -> each [.., n * k, .., e]; contiguous with ``in_order``, which copies the whole of x
+    x [.., n, .., d], each weight [e, d], each bias [e] -> each [.., n * k, .., e]; in memory in order with ``in_order``, which
+    copies the whole of x
     """
-    results: tuple[Tensor, ...] = _Entering.apply(x, axis, dim, in_order, len(weights), *weights, *_all(biases, weights))
+    results: tuple[Tensor, ...] = _Entering.apply(
+        x, axis, dim, in_order, len(weights), *weights, *_all(biases, weights)
+    )
     return results
 
 
@@ -85,11 +89,7 @@ class _Entering(torch.autograd.Function):
         whole = x
         if dim is not None:
             shard = x if in_order else x.movedim(dim, 0).contiguous()
-            join: Callable[[Tensor], Tensor] = (
-                (lambda shard: _gather(shard, axis, dim, (), None))
-                if in_order
-                else (lambda shard: _started_gather(shard, axis))
-            )
+            join = functools.partial(_gathered, axis=axis, dim=dim if in_order else 0)
             whole = _watched(shard, _done(join(shard)), join)
         ctx.save_for_backward(whole, *weights)
         results = [F.linear(whole, weight, bias) for weight, bias in zip(weights, parameters[count:])]
@@ -108,9 +108,9 @@ class _Entering(torch.autograd.Function):
             total = rows[0] @ weights[0]
             for gradient, weight in zip(rows[1:], weights[1:]):
                 total.addmm_(gradient, weight)
-            sent = _started_sum(total.view(whole.shape), axis, dim, ctx.in_order)
+            sent = _summed(total.view(whole.shape), axis, dim if ctx.in_order else 0)
         entered = _rows(_done(whole))
-        of_weights = [gradient.mT @ entered if needs else None for gradient, needs in zip(rows, needed)]
+        of_weights = [_of_weight(g, entered, w) if needs else None for g, w, needs in zip(rows, weights, needed)]
         of_biases = [gradient.sum(0) if needs else None for gradient, needs in zip(rows, needed[len(weights) :])]
         if sent is not None:
             of_x = _done(sent)
@@ -128,7 +128,7 @@ class _Leaving(torch.autograd.Function):
         if dim is None:
             return _done(_operators.all_reduce(F.linear(x, weight), "sum", _axes[axis][0]))
         made = F.linear(x.movedim(dim, 0).contiguous(), weight)
-        return _done(_started_sum(made, axis, 0, True)).movedim(0, dim)
+        return _done(_summed(made, axis, 0)).movedim(0, dim)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -136,35 +136,47 @@ class _Leaving(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.dim is not None:
             x, gradient = x.movedim(ctx.dim, 0), gradient.movedim(ctx.dim, 0)
-            gradient = _done(_started_gather(gradient.contiguous(), ctx.axis))
+            gradient = _done(_gathered(gradient.contiguous(), ctx.axis, 0))
         rows = _rows(gradient)
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = (rows @ weight).view(x.shape)
             of_x = of_x if ctx.dim is None else of_x.movedim(0, ctx.dim)
-        return of_x, rows.mT @ _rows(x) if ctx.needs_input_grad[1] else None, None, None
+        return of_x, _of_weight(rows, _rows(x), weight) if ctx.needs_input_grad[1] else None, None, None
 
 
-def _started_gather(shard: Tensor, axis: str) -> Tensor:
-    """Begin to join shards in dim 0: [n, ..] -> [n * k, ..]; :func:`_done` waits for it."""
+def _gathered(shard: Tensor, axis: str, dim: int) -> Tensor:
+    """Join shards: [.., n, ..] -> [.., n * k, ..]. In dim 0 that only begins, and :func:`_done` waits for it."""
     group, count, _ = _axes[axis]
-    return shard if count == 1 else _operators.all_gather_into_tensor(shard, count, group)
+    if count == 1:
+        return shard
+    if dim:
+        return _joined(
+            _done(_operators.all_gather_into_tensor(shard.contiguous().unsqueeze(0), count, group)), dim, (), None
+        )
+    joined: Tensor = _operators.all_gather_into_tensor(shard, count, group)
+    return joined
 
 
-def _started_sum(x: Tensor, axis: str, dim: int | None, in_order: bool) -> Tensor:
-    """Begin to sum ``x``, of which nothing else is left, over the ranks, and to scatter it in ``dim``; :func:`_done` waits for it."""
+def _summed(x: Tensor, axis: str, dim: int | None) -> Tensor:
+    """Begin to sum ``x``, which nothing else reads, over the ranks, and to scatter it in ``dim``; :func:`_done` waits for it."""
     group, count, _ = _axes[axis]
     if count == 1:
         return x
     if dim is None:
-        return _operators.all_reduce_(x, "sum", group)
-    if in_order and dim:
-        return _operators.reduce_scatter_tensor(_pieces(x, dim, (), count).contiguous(), "sum", count, group).squeeze(0)
-    return _operators.reduce_scatter_tensor(x, "sum", count, group)
+        return _operators.all_reduce_(x, "sum", group)  # type: ignore[no-any-return]
+    pieces = _pieces(x, dim, (), count).contiguous()
+    scattered: Tensor = _operators.reduce_scatter_tensor(pieces, "sum", count, group)
+    return scattered.squeeze(0)
 
 
 def _all(biases: Parameters | None, weights: Sequence[Tensor]) -> Parameters:
-    return biases or [None] * len(weights)
+    return biases if biases is not None else [None] * len(weights)
+
+
+def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of ``weight``, which lies in memory as the weight does, or may lie transposed."""
+    return gradient.mT @ x if weight.is_contiguous() else (x.mT @ gradient).mT
 
 
 def _rows(x: Tensor) -> Tensor:

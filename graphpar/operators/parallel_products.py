@@ -1,0 +1,80 @@
+"""Which products of a rank's graph stand beside a collective of tp: those that take what it gives, or make what it sums.
+
+    all_gather(x)   ──► linear, linear, linear       linear ──► reduce_scatter
+    sum_gradient(x) ──► linear, linear               linear ──► all_reduce
+
+Where the collective has a dim, it must be one of the rows, and divide evenly. Nothing else may read what a collective gives to products, or
+what is summed. A product between two collectives is beside the first.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graphpar.emitted import collectives
+from graphpar.ir.program import operator_name, value_of
+from graphpar.operators.parameter_casts import casts_parameter
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
+
+AXIS = "tp"
+ENTERING = (collectives.all_gather, collectives.sum_gradient)
+"""Collectives before products."""
+LEAVING = (collectives.reduce_scatter, collectives.all_reduce)
+"""Collectives after a product."""
+IN_PIECES = (collectives.all_gather, collectives.reduce_scatter)
+"""Collectives that can be sent in pieces, beside their products."""
+
+
+def products_of(node: fx.Node) -> list[fx.Node]:
+    """Return the products beside a collective, in order; none where ``node`` is no such collective."""
+    if node.op != "call_function" or node.kwargs.keys() - {"dim"} or node.args[1:] != (AXIS,):
+        return []
+    if node.target in ENTERING:
+        return _after(node)
+    if node.target in LEAVING:
+        return _before(node)
+    return []
+
+
+def ring_products_of(node: fx.Node) -> list[fx.Node]:
+    """Return the products beside the pieces of a collective; none where it is not sent in pieces."""
+    return products_of(node) if node.target in IN_PIECES else []
+
+
+def _after(collective: fx.Node) -> list[fx.Node]:
+    products = list(collective.users)
+    if not all(is_product(user) and collective not in user.args[1:] for user in products):
+        return []
+    return products if _is_of_rows(collective, collective) else []
+
+
+def _before(collective: fx.Node) -> list[fx.Node]:
+    product = collective.args[0]
+    assert isinstance(product, fx.Node)
+    if not is_product(product) or len(product.users) != 1 or len(product.args) > 2:
+        return []
+    if product in products_of(product.all_input_nodes[0]):  # beside what is before it
+        return []
+    if "dim" not in collective.kwargs:
+        return [product]
+    whole, piece = (value_of(node).shape[int(collective.kwargs["dim"])] for node in (product, collective))  # type: ignore[arg-type]
+    return [product] if _is_of_rows(collective, product) and whole % piece == 0 else []
+
+
+def _is_of_rows(collective: fx.Node, whole: fx.Node) -> bool:
+    return "dim" not in collective.kwargs or collective.kwargs["dim"] in range(value_of(whole).ndim - 1)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether ``node`` applies a parameter to all rows of its operand."""
+    if operator_name(node) != "linear" or node.kwargs:
+        return False
+    return all(is_parameter(item) for item in node.args[1:] if isinstance(item, fx.Node))
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Whether ``node`` is what the graph holds, perhaps in another dtype or with its dims in another order."""
+    if node.op == "get_attr" or casts_parameter(node):
+        return True
+    return node.op == "call_function" and record_of(node).kind is Kind.PERMUTE and is_parameter(node.all_input_nodes[0])

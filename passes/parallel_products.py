@@ -1,0 +1,199 @@
+"""``with_products``: collectives of tp and the products beside them become one function.
+
+    whole = all_gather(x, "tp", dim=1)
+    q = linear(whole, q_proj.weight)               q, k = gathered_products(x, [q_proj.weight, k_proj.weight], "tp", dim=1)
+    k = linear(whole, k_proj.weight)
+    down = linear(h, down_proj.weight)
+    x = reduce_scatter(down, "tp", dim=1)          x = scattered_product(h, down_proj.weight, "tp", dim=1)
+
+``parallel_products.py`` sends whole tensors, ``ring_products.py`` pieces while others are multiplied. That is the last step before
+printing: sharding, prices and reports are of the collectives, which send the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from torch import fx
+
+from graphpar.emitted import collectives, parallel_products, ring_products, rotary
+from graphpar.errors import GraphparError
+from graphpar.ir.program import Program, operator_name, value_of
+from graphpar.ir.stage import Stage
+from graphpar.operators.parallel_products import ENTERING, products_of, ring_products_of
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
+from graphpar.passes.normalize.graph_matching import sizes
+
+_NAMES = {
+    collectives.all_gather: "gathered_product",
+    collectives.reduce_scatter: "scattered_product",
+    collectives.sum_gradient: "shared_product",
+    collectives.all_reduce: "summed_product",
+}
+_APART = {Kind.POINTWISE, Kind.VIEW, Kind.ALIAS, Kind.COPY, Kind.PERMUTE, Kind.EXPAND}
+"""Kinds of operators that read rows wherever they lie in memory, and give rows that lie alike, or any."""
+
+
+@dataclass(frozen=True)
+class Overlapped:
+    """Collectives beside products, in a forward of all stages: how many of each kind, and how many products are beside them."""
+
+    gathers: int
+    scatters: int
+    products: int
+
+    def to_json(self) -> dict[str, int]:
+        """Return plain data."""
+        return {"gathers": self.gathers, "reduce_scatters": self.scatters, "products": self.products}
+
+
+def overlapped_in(program: Program, stages: Sequence[Stage]) -> Overlapped:
+    """Count the collectives of ``stages`` that can run beside products.
+
+    Raises:
+        GraphparError: there are none.
+    """
+    found: Counter[str] = Counter()
+    for stage in stages:
+        found += _counts(program, stage.graph)
+    if not found:
+        raise GraphparError(
+            f"overlap_tp: {program.name} has no all-gather before a product and no reduce-scatter after one; leave it out, or give tp=2 or "
+            "more and a shard plan that shards the sequence at the norms, such as {'**.input_layernorm': 'sequence'}."
+        )
+    return Overlapped(found["all_gather"], found["reduce_scatter"], found["products"])
+
+
+def _counts(program: Program, graph: fx.Graph) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op == "call_module":
+            found += _counts(program, program.block_of(node).graph)
+        elif products := ring_products_of(node):
+            found += Counter({str(node.target.__name__): 1, "products": len(products)})
+    return found
+
+
+def with_products(program: Program, stages: Sequence[Stage], rings: bool) -> tuple[Program, list[Stage]]:
+    """Return a program and its stages with functions of ``parallel_products.py``; with ``rings``, of ``ring_products.py`` where it can."""
+    blocks = {name: replace(block, graph=_joined(block.graph, rings)) for name, block in program.blocks.items()}
+    return program.with_graph(program.graph, blocks=blocks), [
+        replace(stage, graph=_joined(stage.graph, rings)) for stage in stages
+    ]
+
+
+def _joined(source: fx.Graph, rings: bool) -> fx.Graph:
+    if not any(products_of(node) for node in source.nodes):
+        return source
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.output(graph.graph_copy(source, copies))
+    copies[source.output_node()] = output
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    for node in list(graph.nodes):
+        module = ring_products if rings and ring_products_of(node) else parallel_products
+        if (products := products_of(node)) and (module is ring_products or not _crossed(graph, products)):
+            (_entered if node.target in ENTERING else _left)(graph, node, products, module)
+    graph.lint()
+    return graph
+
+
+def _crossed(graph: fx.Graph, products: Sequence[fx.Node]) -> bool:
+    """Whether other products stand between these: they have numbers, by which budgets of recomputation keep their results."""
+    nodes = list(graph.nodes)
+    first, last = nodes.index(products[0]), nodes.index(products[-1])
+    return any(record_of(node).multiplies and node not in products for node in nodes[first:last])
+
+
+def _entered(graph: fx.Graph, collective: fx.Node, products: Sequence[fx.Node], module: ModuleType) -> None:
+    x, axis = collective.args
+    weights = [product.args[1] for product in products]
+    biases = [product.args[2] if len(product.args) > 2 else None for product in products]
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    first = min(products, key=places.__getitem__)
+    for parameter in (item for item in (*weights, *biases) if isinstance(item, fx.Node)):
+        for item in _made_of(parameter):
+            if places[item] > places[first]:
+                first.prepend(item)
+    options: dict[str, Any] = dict(collective.kwargs)
+    if module is parallel_products and "dim" in options and any(_in_order(each, options["dim"]) for each in products):
+        options["in_order"] = True
+    name = _name_in(module, collective)
+    with graph.inserting_before(first):
+        if len(products) == 1:
+            options |= {} if biases[0] is None else {"bias": biases[0]}
+            made = graph.call_function(getattr(module, name), (x, weights[0], axis), options)
+            made.meta = _meta(products[0], collective)
+            products[0].replace_all_uses_with(made)
+        else:
+            options |= {"biases": biases} if any(biases) else {}
+            made = graph.call_function(getattr(module, f"{name}s"), (x, weights, axis), options)
+            made.meta = _meta(collective) | {"val": tuple(value_of(product) for product in products)}
+            for place, product in enumerate(products):
+                item = graph.call_function(operator.getitem, (made, place))
+                item.meta = dict(product.meta)
+                product.replace_all_uses_with(item)
+    for product in products:
+        graph.erase_node(product)
+    graph.erase_node(collective)
+
+
+def _left(graph: fx.Graph, collective: fx.Node, products: Sequence[fx.Node], module: ModuleType) -> None:
+    (product,) = products
+    function = getattr(module, _name_in(module, collective))
+    with graph.inserting_before(collective):
+        made = graph.call_function(function, (*product.args, collective.args[1]), dict(collective.kwargs))
+    made.meta = dict(collective.meta)
+    collective.replace_all_uses_with(made)
+    graph.erase_node(collective)
+    graph.erase_node(product)
+
+
+def _name_in(module: ModuleType, collective: fx.Node) -> str:
+    """Return the name of the function for one product."""
+    assert callable(collective.target)
+    return f"{'ring_' if module is ring_products else ''}{_NAMES[collective.target]}"
+
+
+def _made_of(parameter: fx.Node) -> list[fx.Node]:
+    """Return what a parameter is made of, such as its cast, in order."""
+    return [*(item for operand in parameter.all_input_nodes for item in _made_of(operand)), parameter]
+
+
+def _meta(node: fx.Node, collective: fx.Node | None = None) -> dict[str, Any]:
+    if collective is not None:
+        return {**node.meta, "transition": collective.meta["transition"]}
+    return {key: node.meta[key] for key in ("module_stack", "source", "transition") if key in node.meta}
+
+
+def _in_order(node: fx.Node, dim: int, moved: bool = False) -> bool:
+    """Whether what reads the rows of ``node`` wants them in memory in their order, ``dim`` not at the front; it would copy them else.
+
+    ``moved``: dims are not where they were, so that ``dim`` is not known.
+    """
+    for user in node.users:
+        kind = record_of(user).kind
+        if kind is Kind.ATTENTION or _scattered_alike(user, dim, moved):
+            continue
+        if kind is Kind.RESHAPE and not moved and sizes(node)[: dim + 1] == sizes(user)[: dim + 1]:
+            pass
+        elif kind not in _APART and operator_name(user) != "getitem" and user.target is not rotary.apply_rotary:
+            return True
+        if _in_order(user, dim, moved or kind is Kind.PERMUTE):
+            return True
+    return False
+
+
+def _scattered_alike(product: fx.Node, dim: int, moved: bool) -> bool:
+    """Whether ``product`` becomes one with a reduce-scatter that moves ``dim`` to the front, too."""
+    after = next(iter(product.users), None)
+    if moved or after is None or after.target is not collectives.reduce_scatter or after.kwargs.get("dim") != dim:
+        return False
+    return product in products_of(after)
