@@ -113,9 +113,9 @@ def _add_pins(parser: Parser) -> None:
     )
     group.add_argument(
         "--overlap-tp",
-        action="store_true",
-        default=None,
-        help="send what tp gathers and scatters in pieces, while other pieces are multiplied (where the sequence is sharded between)",
+        action=argparse.BooleanOptionalAction,
+        help="send what tp gathers and scatters in pieces, while other pieces are multiplied, where the sequence is sharded between "
+        "(default: where the prices of a cluster say that it is faster)",
     )
 
 

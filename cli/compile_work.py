@@ -307,7 +307,7 @@ def _wanted(options: argparse.Namespace) -> dict[str, Any]:
         "prefetch": options.prefetch,
         "prefetch_distance": options.prefetch_distance,
         "recompute": None if options.recompute is None else read_recompute(options.recompute),
-        "overlap_tp": bool(options.overlap_tp),
+        "overlap_tp": options.overlap_tp,
         "dtype": options.dtype,
         "reduce_dtype": options.reduce_dtype,
         "top": options.top,

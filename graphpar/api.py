@@ -168,7 +168,7 @@ def plan(
     prefetch: str | None = None,
     prefetch_distance: int | None = None,
     recompute: Recompute | None = None,
-    overlap_tp: bool = False,
+    overlap_tp: bool | None = None,
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -213,7 +213,7 @@ def plan(
             matches: ``{"layers.*": "full", "layers.0": "none"}``. ``"auto"``: the least that fits in the devices' memory, for each block
             where the mesh is searched; that is also the default then, unless the model itself uses ``torch.utils.checkpoint``.
         overlap_tp: gathers before products and reduce-scatters after them, where tp shards the sequence between, are done in pieces: one
-            is multiplied while the next is sent. Prices follow; a CPU hides nothing.
+            is multiplied while the next is sent. By default where the prices of a cluster say that it is faster; a CPU hides nothing.
         dtype: that of ``export``, to be checked.
         reduce_dtype: the dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp; by default that of the
             parameters.

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +25,8 @@ from graphpar.emitted import collectives, parallel_products, ring_products, rota
 from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, operator_name, value_of
 from graphpar.ir.stage import Stage
-from graphpar.operators.parallel_products import ENTERING, products_of, ring_products_of
+from graphpar.operators.naming import value_name
+from graphpar.operators.parallel_products import AXIS, ENTERING, IN_PIECES, products_of, ring_products_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.graph_matching import sizes
@@ -36,21 +37,29 @@ _NAMES = {
     collectives.sum_gradient: "shared_product",
     collectives.all_reduce: "summed_product",
 }
+WAITED = (*IN_PIECES, collectives.all_gather_invariant)
+"""Gathers and reduce-scatters, of which those in pieces run beside products."""
 _APART = {Kind.POINTWISE, Kind.VIEW, Kind.ALIAS, Kind.COPY, Kind.PERMUTE, Kind.EXPAND}
 """Kinds of operators that read rows wherever they lie in memory, and give rows that lie alike, or any."""
 
 
 @dataclass(frozen=True)
 class Overlapped:
-    """Collectives beside products, in a forward of all stages: how many of each kind, and how many products are beside them."""
+    """Collectives beside products, in a forward of all stages: how many of each kind, and how many products are beside them.
+
+    Attributes:
+        others: how many gathers and reduce-scatters of tp are waited for, by the name of what they gather or sum.
+    """
 
     gathers: int
     scatters: int
     products: int
+    others: Mapping[str, int] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"gathers": self.gathers, "reduce_scatters": self.scatters, "products": self.products}
+        counts = {"gathers": self.gathers, "reduce_scatters": self.scatters, "products": self.products}
+        return {**counts, "others": dict(self.others)}
 
 
 def overlapped_in(program: Program, stages: Sequence[Stage]) -> Overlapped:
@@ -60,24 +69,28 @@ def overlapped_in(program: Program, stages: Sequence[Stage]) -> Overlapped:
         GraphparError: there are none.
     """
     found: Counter[str] = Counter()
+    others: Counter[str] = Counter()
     for stage in stages:
-        found += _counts(program, stage.graph)
+        for node in _calls(program, stage.graph):
+            if products := ring_products_of(node):
+                found += Counter({str(node.target.__name__): 1, "products": len(products)})  # type: ignore[union-attr]
+            elif node.target in WAITED and node.args[1] == AXIS:
+                others[value_name(node.all_input_nodes[0])] += 1
     if not found:
         raise GraphparError(
             f"overlap_tp: {program.name} has no all-gather before a product and no reduce-scatter after one; leave it out, or give tp=2 or "
             "more and a shard plan that shards the sequence at the norms, such as {'**.input_layernorm': 'sequence'}."
         )
-    return Overlapped(found["all_gather"], found["reduce_scatter"], found["products"])
+    return Overlapped(found["all_gather"], found["reduce_scatter"], found["products"], others)
 
 
-def _counts(program: Program, graph: fx.Graph) -> Counter[str]:
-    found: Counter[str] = Counter()
+def _calls(program: Program, graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the nodes that run, those of a block as often as it does."""
     for node in graph.nodes:
         if node.op == "call_module":
-            found += _counts(program, program.block_of(node).graph)
-        elif products := ring_products_of(node):
-            found += Counter({str(node.target.__name__): 1, "products": len(products)})
-    return found
+            yield from _calls(program, program.block_of(node).graph)
+        else:
+            yield node
 
 
 def with_products(program: Program, stages: Sequence[Stage], rings: bool) -> tuple[Program, list[Stage]]:

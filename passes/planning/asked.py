@@ -31,7 +31,14 @@ from graphpar.passes.planning.constraints import (
     check_pipelined,
 )
 from graphpar.passes.planning.planning import estimate_plan, search_plan
-from graphpar.passes.planning.recomputation import AUTO, OF_THE_MODEL, check_recompute, least_first, of_the_model
+from graphpar.passes.planning.recomputation import (
+    AUTO,
+    OF_THE_MODEL,
+    check_recompute,
+    least_first,
+    numbered,
+    of_the_model,
+)
 from graphpar.passes.planning.sharded_state import (
     check_level,
     check_prefetch,
@@ -109,7 +116,7 @@ def ask(
     prefetch: str | None = None,
     prefetch_distance: int | None = None,
     recompute: Recompute | None = None,
-    overlap_tp: bool = False,
+    overlap_tp: bool | None = None,
     dtype: str | None = None,
     reduce_dtype: str | None = None,
     top: int = SHOWN,
@@ -200,7 +207,7 @@ def _planned(program: Program, asked: Asked, pins: PlanConstraints, show: Callab
         chosen = choose(program, Mesh.resolve(asked.mesh, asked.devices), pins)
         if pins.cluster is None:
             return chosen
-        return replace(chosen, predicted=estimate_plan(program, chosen, pins.cluster))
+        return _priced(program, chosen, pins, pins.cluster)
     cluster = pins.cluster or Cluster.of_this_machine(asked.size)
     if not asked.complete:
         return search_plan(program, cluster, asked.mesh, pins, asked.top, asked.limit_s, show)
@@ -208,14 +215,27 @@ def _planned(program: Program, asked: Asked, pins: PlanConstraints, show: Callab
     try:
         return search_plan(program, cluster, mesh.degrees(), pins, asked.top, asked.limit_s, show)
     except NothingFits:
-        most = least_first(program, pins.compile, pins.overlap_tp)[-1] if pins.recompute == AUTO else pins.recompute
+        most = (
+            least_first(program, pins.compile, bool(pins.overlap_tp))[-1] if pins.recompute == AUTO else pins.recompute
+        )
         chosen = choose(program, mesh, replace(pins, recompute=most))
-        return replace(chosen, predicted=estimate_plan(program, chosen, cluster))
+        return _priced(program, chosen, pins, cluster)
+
+
+def _priced(program: Program, plan: Plan, pins: PlanConstraints, cluster: Cluster) -> Plan:
+    """Return ``plan`` with its price; with collectives of tp beside products where that is left open and faster."""
+    plan = replace(plan, predicted=estimate_plan(program, plan, cluster))
+    if pins.overlap_tp is not None or plan.mesh.tp == 1 or numbered(plan.recompute):
+        return plan
+    beside = replace(plan, overlap_tp=True, predicted=None)
+    predicted = estimate_plan(program, beside, cluster)
+    assert plan.predicted is not None
+    return replace(beside, predicted=predicted) if predicted.step_time_s < plan.predicted.step_time_s else plan
 
 
 def _least_recomputation(program: Program, asked: Asked, pins: PlanConstraints) -> Plan:
     """Return the plan with the least recomputation that fits in the devices' memory; where none fits, as with the most."""
-    *less, most = least_first(program, pins.compile, pins.overlap_tp)
+    *less, most = least_first(program, pins.compile, bool(pins.overlap_tp))
     cluster = pins.cluster or Cluster.of_this_machine(asked.size)
     for kind in less:
         try:

@@ -100,6 +100,11 @@ class CandidatePrices:
                 self.space.refused[str(error)] = None
         return self._sharded[key]
 
+    @property
+    def solved(self) -> list[Sharded]:
+        """The programs of a rank that were made so far."""
+        return [sharded for sharded in self._sharded.values() if sharded is not None]
+
     def is_solved(self, candidate: Candidate) -> bool:
         """Whether :meth:`sharded` has been asked for the candidate's compute axes, at any size of microbatches."""
         compute = program_mesh(self.program, candidate.mesh)

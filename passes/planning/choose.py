@@ -233,7 +233,7 @@ def _plan(
         zero1_by=pins.zero1_by or ZERO1_BY[0],
         reshard=pins.reshard or "default",
         recompute=pins.recompute,
-        overlap_tp=pins.overlap_tp,
+        overlap_tp=bool(pins.overlap_tp),
         fully_sharded=stored_in_shards(program, stages) if zero >= 2 else frozenset(),
         allow_batch_coupling=pins.allow_batch_coupling,
         dp_mean=pins.dp_mean,

@@ -44,7 +44,7 @@ class PlanConstraints:
     prefetch: str | None = None
     prefetch_distance: int | None = None
     recompute: Recompute = "none"
-    overlap_tp: bool = False
+    overlap_tp: bool | None = None  # None: where prices say that it is faster
     dtype: str = "fp32"
     param_dtype: str = "fp32"
     reduce_dtype: str | None = None

@@ -87,7 +87,9 @@ def units_of_ranks(
         split_points = sharded.units["split points", *wanted]
         key = *measured, tuple(split_points)  # pinned split points may be among those found anyway
         if key not in sharded.units:
-            sharded.units[key] = _Measured(sharded.local, sharded.sharding.all_degrees, run, device, split_points)
+            made = _Measured(sharded.local, sharded.sharding.all_degrees, run, device, split_points)
+            made.memories = sharded.units.setdefault(("memories", device), made.memories)  # whatever is beside what
+            sharded.units[key] = made
         sharded.units[asked] = sharded.units[key].units(run.blocks)
     found: list[Unit] = sharded.units[asked]
     return found

@@ -159,7 +159,14 @@ class Decisions:
         if pins.table is not None and about.decision != "schedule":
             return replace(about, note="the schedule table is given, and nothing is searched around it")
         try:
-            planner = planner_for(self.program, self.cluster, axes, replace(pins, table=None), top=0, limit_s=LIMIT_S)
+            planner = planner_for(
+                self.program,
+                self.cluster,
+                axes,
+                replace(pins, table=None, overlap_tp=self.plan.overlap_tp),
+                top=0,
+                limit_s=LIMIT_S,
+            )
             other, complete = planner.fastest(keep)
         except GraphparError as error:
             return replace(about, note=str(error))

@@ -22,6 +22,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.program import Program
 from graphpar.ir.recomputation import Recompute
 from graphpar.ir.split_points import SplitAt
+from graphpar.operators.parallel_products import ring_products_of
 from graphpar.operators.parameter_casts import gather_dtype
 from graphpar.passes.planning.candidate_prices import gathering
 from graphpar.passes.planning.candidates import SHOWN, PlannerConstraints, Priced, SearchResult
@@ -73,7 +74,14 @@ def search_plan(
         raise GraphparError(f"{program.name} can't be laid out on {cluster}: {reasons}.")
     if found.best is None:
         raise NothingFits(_misfit(program, cluster, pinned, pins, found, planner))
+    if pins.overlap_tp is None and _hides(cluster, planner):
+        beside = planner_for(
+            program, cluster, pinned, replace(pins, overlap_tp=True), top, planner, limit_s, show
+        ).search()
+        if beside.best is not None and beside.best.estimate.step_time_s < found.best.estimate.step_time_s:
+            pins, found = replace(pins, overlap_tp=beside.best.candidate.mesh.tp > 1), beside
     best = found.best
+    assert best is not None
     decided = replace(
         pins,
         schedule=best.candidate.schedule,
@@ -89,6 +97,16 @@ def search_plan(
     )
     alone = planner.alone() if cluster.size > 1 and program.symbolic else None
     return replace(choose(program, best.candidate.mesh, decided), predicted=best.estimate, found=found, alone=alone)
+
+
+def _hides(cluster: Cluster, planner: Planner) -> bool:
+    """Whether products could hide collectives of a program that ``planner`` placed: a CPU sends and multiplies in turn."""
+    graphs = [
+        graph
+        for sharded in planner.prices.solved
+        for graph in (sharded.local.graph, *(block.graph for block in sharded.local.blocks.values()))
+    ]
+    return cluster.device.kind != "cpu" and any(ring_products_of(node) for graph in graphs for node in graph.nodes)
 
 
 def planner_for(
@@ -127,14 +145,14 @@ def planner_for(
         whole_backwards=pins.compile,
         check=lambda mesh, zero, reshard: check_data_axes(mesh, replace(pins, zero=zero, reshard=reshard), program),
     )
-    execution = replace(_execution(program, reduce_dtype=pins.reduce_dtype), rings=pins.overlap_tp)
+    execution = replace(_execution(program, reduce_dtype=pins.reduce_dtype), rings=bool(pins.overlap_tp))
     dtype = dominant_dtype(program)
     return Planner(program, cluster, batch, solved, pinned, wishes, execution, dtype, top, like, limit_s, show)
 
 
 def _able(program: Program, pins: PlanConstraints) -> tuple[Recompute, ...]:
     """Return the kinds of recomputation that all blocks of ``program`` can do, the least first."""
-    kinds = least_first(program, pins.compile, pins.overlap_tp)
+    kinds = least_first(program, pins.compile, bool(pins.overlap_tp))
     try:
         recomputed_blocks(program, kinds[-1])
     except GraphparError:

@@ -47,12 +47,18 @@ def check_beside_rings(value: Recompute) -> None:
     Raises:
         GraphparError: it is.
     """
-    for kind in value.values() if isinstance(value, Mapping) else (value,):
-        if isinstance(kind, str) and share_of(kind) is not None:
-            raise GraphparError(
-                f"recompute {kind} numbers the operators of a block, which overlap_tp does in pieces; take gathers, selective or full, or "
-                "leave overlap_tp out."
-            )
+    kind = numbered(value)
+    if kind is not None:
+        raise GraphparError(
+            f"recompute {kind} numbers the operators of a block, which overlap_tp does in pieces; take gathers, selective or full, or "
+            "leave overlap_tp out."
+        )
+
+
+def numbered(value: Recompute) -> str | None:
+    """Return the first kind that says by numbers of operators what runs again; None where none does."""
+    kinds = value.values() if isinstance(value, Mapping) else (value,)
+    return next((kind for kind in kinds if isinstance(kind, str) and share_of(kind) is not None), None)
 
 
 def of_the_model(program: Program) -> tuple[Recompute, list[str]]:
