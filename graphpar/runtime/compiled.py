@@ -30,9 +30,14 @@ def backend_of(compile: bool | str) -> str | None:
     return ("inductor" if compile else None) if isinstance(compile, bool) else compile
 
 
+def splits_backwards(schedule: str, cells: Iterable[str | None]) -> bool:
+    """Whether a schedule, whose table has ``cells``, if any, runs the two halves of a backward apart."""
+    return schedule in SPLIT or any("W" in cell for cell in cells if cell)
+
+
 def obstacle(schedule: str, cells: Iterable[str | None], recompute: object) -> str | None:
     """Say why blocks can't be compiled under a schedule, whose table has ``cells``, if any, and with what they recompute."""
-    if schedule in SPLIT or any("W" in cell for cell in cells if cell):
+    if splits_backwards(schedule, cells):
         return (
             f"the schedule {schedule} splits backwards in two, which compiled blocks run as one; compile the model with another "
             "schedule, such as 1F1B, or leave compile out"
