@@ -41,6 +41,7 @@ from graphpar.passes.planning.validate_plan import validate_plan
 from graphpar.passes.table import PASSES, STEPS, Pass, PassList, Step, check_skipped, run_passes
 from graphpar.report.notebook import estimate_frame, plan_frame
 from graphpar.report.report import plan_text, report_data, report_files
+from graphpar.runtime.compiled import splits_backwards
 
 as_text.register(Plan, plan_text)
 as_text.register(Program, program_text)
@@ -318,7 +319,9 @@ def printed(
 ) -> Parts:
     """Print the stage modules of ``compilation``, with the files of its ``report`` and the text of its ``optimizer.py``."""
     plan, local, stages = compilation.plan, compilation.sharded.local, compilation.stages
-    local, stages = with_products(local, stages, rings=plan.overlap_tp)
+    # A schedule that splits backwards in two runs the gradients of inputs and those of weights apart, and not beside collectives.
+    whole = not splits_backwards(plan.schedule, (cell for row in plan.actions or () for cell in row))
+    local, stages = with_products(local, stages, whole=whole, rings=plan.overlap_tp)
     package = emit_package(local, plan, stages, report, model_file, optimizer, compilation.recomputed)
     done = replace(compilation, package=package)
     return Parts(done, package.files | report_files(report, plan), report, model_file)

@@ -93,15 +93,22 @@ def _calls(program: Program, graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def with_products(program: Program, stages: Sequence[Stage], rings: bool) -> tuple[Program, list[Stage]]:
-    """Return a program and its stages with functions of ``parallel_products.py``; with ``rings``, of ``ring_products.py`` where it can."""
-    blocks = {name: replace(block, graph=_joined(block.graph, rings)) for name, block in program.blocks.items()}
+def with_products(
+    program: Program, stages: Sequence[Stage], *, whole: bool = True, rings: bool = False
+) -> tuple[Program, list[Stage]]:
+    """Return a program and its stages with functions of collectives and the products beside them.
+
+    Args:
+        whole: with those of ``parallel_products.py``, which send whole tensors.
+        rings: with those of ``ring_products.py``, which send pieces, where there are any.
+    """
+    blocks = {name: replace(block, graph=_joined(block.graph, whole, rings)) for name, block in program.blocks.items()}
     return program.with_graph(program.graph, blocks=blocks), [
-        replace(stage, graph=_joined(stage.graph, rings)) for stage in stages
+        replace(stage, graph=_joined(stage.graph, whole, rings)) for stage in stages
     ]
 
 
-def _joined(source: fx.Graph, rings: bool) -> fx.Graph:
+def _joined(source: fx.Graph, whole: bool, rings: bool) -> fx.Graph:
     if not any(products_of(node) for node in source.nodes):
         return source
     graph = fx.Graph()
@@ -112,7 +119,8 @@ def _joined(source: fx.Graph, rings: bool) -> fx.Graph:
         new.meta = dict(old.meta)
     for node in list(graph.nodes):
         module = ring_products if rings and ring_products_of(node) else parallel_products
-        if (products := products_of(node)) and (module is ring_products or not _crossed(graph, products)):
+        products = products_of(node)
+        if products and (module is ring_products or (whole and not _crossed(graph, products))):
             (_entered if node.target in ENTERING else _left)(graph, node, products, module)
     graph.lint()
     return graph
