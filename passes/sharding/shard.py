@@ -28,6 +28,7 @@ from graphpar.passes.normalize.simplify import remove_dead_code
 from graphpar.passes.sharding.check_exchange import check_exchange
 from graphpar.passes.sharding.check_types import check_types
 from graphpar.passes.sharding.exchange import exchange_experts
+from graphpar.passes.sharding.flat_rows import keep_rows
 from graphpar.passes.sharding.keys import by_node
 from graphpar.passes.sharding.linear_bias import join_biases
 from graphpar.passes.sharding.pins import POINT, prepared
@@ -88,6 +89,7 @@ def sharded(program: Program, sharding: Sharding, rows: int, problem: Problem | 
     seconds = {"shard": lowered - started, "check_types": time.perf_counter() - lowered}
     for graph in (local.graph, *(block.graph for block in local.blocks.values())):
         join_biases(graph)
+        keep_rows(graph, sharding.all_degrees)
     return Sharded(program, rows, sharding, problem, _exchanged(local, sharding), seconds=seconds)
 
 
