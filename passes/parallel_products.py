@@ -201,15 +201,22 @@ def _in_order(node: fx.Node, dim: int, moved: bool = False) -> bool:
     """
     for user in node.users:
         kind = record_of(user).kind
-        if kind is Kind.ATTENTION or _scattered_alike(user, dim, moved):
+        copied = kind is Kind.RESHAPE and record_of(node).kind is Kind.EXPAND  # wherever its rows lie
+        if kind is Kind.ATTENTION or copied or _scattered_alike(user, dim, moved):
             continue
-        if kind is Kind.RESHAPE and not moved and sizes(node)[: dim + 1] == sizes(user)[: dim + 1]:
+        with_ones = kind is Kind.RESHAPE and _longer(node) == _longer(user)
+        if kind is Kind.RESHAPE and (with_ones or (not moved and sizes(node)[: dim + 1] == sizes(user)[: dim + 1])):
             pass
         elif kind not in _APART and operator_name(user) != "getitem" and user.target is not rotary.apply_rotary:
             return True
-        if _in_order(user, dim, moved or kind is Kind.PERMUTE):
+        if _in_order(user, dim, moved or with_ones or kind is Kind.PERMUTE):
             return True
     return False
+
+
+def _longer(node: fx.Node) -> list[int | str]:
+    """Return the sizes of the dims that have more than one element."""
+    return [size for size in sizes(node) if size != 1]
 
 
 def _scattered_alike(product: fx.Node, dim: int, moved: bool) -> bool:
