@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from graphpar.cli.arguments import Commands, add_json, add_program, count, seconds
 from graphpar.cli.output import Result, program_folder, progress, steps_shown
 from graphpar.errors import GraphparError
+from graphpar.runtime.modes import STEPS
 from graphpar.text import bytes_text, plural, seconds_text
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def prediction(plan: Mapping[str, Any], devices: int) -> dict[str, Any] | None:
 def _predicted_text(predicted: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> str:
     if predicted is None:
         return ""
-    what = f"{seconds_text(predicted['step_time_s'])} {'a step' if plan['mode'] == 'train' else 'a batch'}"
+    what = f"{seconds_text(predicted['step_time_s'])} {STEPS[plan['mode']]}"
     other = "" if predicted["here"] else ", which this machine does not have: the times below do not compare"
     return f"; predicted {what} for {predicted['cluster']} ({predicted['figures']}){other}"
 

@@ -398,8 +398,10 @@ def _described(name: str, shape: Sequence[int], dtype: torch.dtype, **more: Any)
 
 def _input(entry: Input, plan: Plan, rows: int | None) -> dict[str, Any]:
     """Describe an input; ``rows`` are those of the table in which it looks up."""
-    shape, below = entry.shape_at(plan.global_batch), {} if rows is None else {"below": rows}
-    return _described(entry.name, shape, entry.dtype, batch_dim=entry.batch_dim, role=entry.role, **below)
+    below, dim = {} if rows is None else {"below": rows}, entry.batch_dim
+    whole = plan.mode == GENERATE  # sequences, of as many positions as the cache has
+    shape = entry.shape if whole else entry.shape_at(plan.global_batch)
+    return _described(entry.name, shape, entry.dtype, batch_dim=0 if whole else dim, role=entry.role, **below)
 
 
 def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:
@@ -418,8 +420,9 @@ def _outputs(program: Program, plan: Plan) -> list[dict[str, Any]]:
     nodes: Any = program.graph.output_node().args[0]
     entries = []
     for output, node in zip(program.outputs, nodes):
-        shape, dtype = concrete_shape(node, plan.microbatch_size), value_of(node).dtype
-        batch_dim = None if program.mode == "train" else output.batch_dim
+        whole = program.mode == GENERATE
+        shape, dtype = concrete_shape(node, program.batch if whole else plan.microbatch_size), value_of(node).dtype
+        batch_dim = None if program.mode == "train" else 0 if whole else output.batch_dim
         entries.append(_described(output.name, shape, dtype, batch_dim=batch_dim))
     return entries
 

@@ -46,7 +46,8 @@ def of_tokens(
     if batch_dims and any(dim not in (0, None) for dim in batch_dims.values()):
         raise GraphparError("A program for generation takes tokens [batch, positions]; batch_dims can't say otherwise.")
     plain = {name: value for name, value in given.items() if not isinstance(value, Tensor) and name in source.kwargs}
-    arguments: dict[str, Any] = {**plain, chosen: given[chosen]}
+    cache = {"use_cache": False} if "use_cache" in _parameters(model) else {}  # the program has its own
+    arguments: dict[str, Any] = {**plain, **cache, chosen: given[chosen]}
     return replace(source, args=(), kwargs=arguments, loss_fn=None, targets=()), {chosen: 1}
 
 

@@ -95,9 +95,11 @@ class Generator:
 
     def logits(self, values: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Compute the logits of given tokens [rows, n], window after window: [rows, n, vocabulary], where the last stage is."""
-        tokens = values[self.tokens].to(self.device)
+        tokens = values.get(self.tokens)
+        if tokens is None:  # no stage of this rank takes them
+            tokens = torch.zeros(self.rows, self.length, dtype=torch.int64, device=self.device)
         caches, position, parts = self._caches(), 0, []
-        for window in _windows(tokens.size(1)):
+        for window in _windows(self.length):
             made = self._forward(tokens[:, position : position + window], position, caches)
             position += window
             if made is not None:
