@@ -52,7 +52,7 @@ from graphpar.frontend.watched import (
     refuse_collective,
 )
 from graphpar.ir.precision import AUTO, Precision
-from graphpar.ir.program import ModelSource, Program
+from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program
 from graphpar.ir.source import stack_line, user_line
 from graphpar.operators.functions import opaque_apply, plain_apply, refusal
 from graphpar.quiet_torch import torch_is_quiet
@@ -247,7 +247,7 @@ def _trace_static(request: Request, size: int, why: Exception | None, other_size
     program.unsplittable = reason
     program.retrace = functools.partial(_retrace, request, why)
     if why is not None:
-        program = program.warn(f"The batch size is fixed in the program (no symbolic trace: {_first_line(why)}).")
+        program = program.warn(f"{NOT_SYMBOLIC}{_first_line(why)}).")
     return program
 
 
@@ -286,8 +286,9 @@ def _exported(
     traced = _Traced(request, repetitions)
     dims: list[dict[int, Any] | None] = []
     example: list[Tensor] = []
-    trace_size = max(2, size) if symbolic else size
-    batch = Dim("batch", min=1 if not symbolic else 2) if symbolic else None
+    trace_size = max(2, size // 2 if request.module_mode == GENERATE else size) if symbolic else size
+    longest = max(3, request.batch - 1) if request.module_mode == GENERATE else None  # tables of positions have no more
+    batch = Dim("batch", min=2, max=longest) if symbolic else None
     for leaf, dim in zip(request.leaves, request.batch_dims):
         if not isinstance(leaf, Tensor):
             continue

@@ -260,6 +260,8 @@ class Program:
         return as_text(self)
 
 
+NOT_SYMBOLIC = "The batch size is fixed in the program (no symbolic trace: "
+"""How the warning begins that a trace found the model to be for one batch size."""
 Evaluate = Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]
 """Computes the value of a node from its arguments."""
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
-from graphpar.ir.program import Program, batch_coefficients, operator_name, size_coefficient, value_of
+from graphpar.ir.program import Program, TensorInfo, batch_coefficients, operator_name, size_coefficient, value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.alike_examples import differs
+from graphpar.passes.normalize.functional import is_inplace
 from graphpar.passes.normalize.graph_matching import number, sizes
 from graphpar.runtime.modes import GENERATE
 
@@ -158,8 +159,9 @@ class _Values:
 
     def _computed(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
-            if str(node.target) in self.program.constants and str(node.target) not in self.program.buffers:
-                return self.program.constants[str(node.target)]
+            name = str(node.target)
+            if name in self.program.constants and self._stays(node, self.program.buffers.get(name)):
+                return self.program.constants[name]
             raise _UnknownError
         value = node.meta.get("val")
         if isinstance(value, int | torch.SymInt):
@@ -175,6 +177,12 @@ class _Values:
                 raise _UnknownError
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._plain)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _stays(self, node: fx.Node, buffer: TensorInfo | None) -> bool:
+        """Whether a constant has its value whenever the program runs: no buffer, or in generation one that is neither saved nor written."""
+        if buffer is None:
+            return True
+        return self.positions is not None and not buffer.persistent and not any(map(is_inplace, node.users))
 
     def _plain(self, node: fx.Node) -> Any:
         if node not in self.known:  # only its shape is read

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from graphpar.emitted import kv_cache
 from graphpar.errors import GraphparError
 from graphpar.ir.batch_sizes import is_size, size_factor
-from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of, where
+from graphpar.ir.program import NOT_SYMBOLIC, Program, batch_coefficients, operator_name, value_of, where
 from graphpar.operators.batch import Analysis, Coupled, Fixed, Rows
 from graphpar.operators.placement import literal
 from graphpar.operators.record import Kind
@@ -38,9 +38,10 @@ def use_windows(program: Program) -> Program:
     if program.mode != GENERATE:
         return program
     if not program.symbolic:
+        why = next((line for line in program.warnings if line.startswith(NOT_SYMBOLIC)), "").removeprefix(NOT_SYMBOLIC)
         raise GraphparError(
-            f"{program.name} can't generate: it was traced for sequences of {program.batch} tokens, and for no others. "
-            "Its forward must take sequences of any length."
+            f"{program.name} can't generate: its forward must take sequences of any length, but it could be traced for those of "
+            f"{program.batch} tokens alone{f' ({why}' if why else '.'}"
         )
     graph = copied(program.graph)
     _only_logits(graph, program)
@@ -107,8 +108,8 @@ def _cached(node: fx.Node, program: Program) -> None:
     if isinstance(literal(node, "attn_mask"), fx.Node) or not literal(node, "is_causal", 5, False):
         raise GraphparError(
             f"{program.name} can't generate: attention{where(node)} is not provably causal, so a new token would change the keys and "
-            "values of those before it. Masks of tensors are taken for causal where their values say so; sliding windows, padding and "
-            "attention both ways are not."
+            "values of those before it. A mask is causal where the values that it is made of say so (those of a buffer that is saved with "
+            "the weights may change: give it persistent=False, or call attention with is_causal=True); sliding windows and padding are not."
         )
     if not all(follows) or literal(node, "dropout_p", 4, 0.0):
         raise GraphparError(
