@@ -401,7 +401,7 @@ def _input(entry: Input, plan: Plan, rows: int | None) -> dict[str, Any]:
     below, dim = {} if rows is None else {"below": rows}, entry.batch_dim
     whole = plan.mode == GENERATE  # sequences, of as many positions as the cache has
     shape = entry.shape if whole else entry.shape_at(plan.global_batch)
-    return _described(entry.name, shape, entry.dtype, batch_dim=0 if whole else dim, role=entry.role, **below)
+    return _described(entry.name, shape, entry.dtype, batch_dim=None if whole else dim, role=entry.role, **below)
 
 
 def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:

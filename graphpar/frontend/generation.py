@@ -28,6 +28,11 @@ def of_tokens(
         GraphparError: the model has no input of token ids [batch, positions], or needs others.
     """
     given = _given(source, model)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise GraphparError(
+            f"{type(model).__name__} can't generate: it is an encoder and a decoder, and only models of one sequence can; compile it with "
+            "--mode infer."
+        )
     needed = [name for name, value in given.items() if isinstance(value, Tensor) and _is_needed(model, name)]
     tokens = [name for name, value in given.items() if _is_tokens(value)]
     preferred = [name for name in ("input_ids", "tokens", "idx", "ids") if name in tokens]

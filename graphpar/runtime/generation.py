@@ -85,6 +85,8 @@ class Generator:
         self._kv_cache = importlib.import_module(f"{package}.kv_cache")
         self._last = program.stages[-1].rank
         self._sent: list[tuple[dist.Work, Tensor]] = []
+        self.cache_bytes = 0
+        """Of the keys and values of a group of sequences, on this rank, the last time that tokens were generated."""
 
     @property
     def has_last(self) -> bool:
@@ -185,6 +187,7 @@ class Generator:
             for group in left:
                 self._take(group, ends, show)
         self._wait()
+        self.cache_bytes = max(sum(cache.nbytes for cache in group.caches) for group in found)
         results: dict[int, list[int]] = {}
         for group in found:
             for row, number in enumerate(group.numbers):

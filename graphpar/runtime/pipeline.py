@@ -620,6 +620,12 @@ class Pipeline:
             given = self.seed if seed is None else seed
             return self._generator.answers(prompts, max_new_tokens, attention_mask, given, show, choice)
 
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes of keys and values that this rank kept of as many sequences as the program computes at once, when it last generated."""
+        self._check_mode("cache_bytes", GENERATE)
+        return self._generator.cache_bytes
+
     def _check_mode(self, what: str, mode: str) -> None:
         if self.program.mode != mode:
             raise RuntimeProgramError(
