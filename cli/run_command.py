@@ -60,6 +60,7 @@ def add_parser(commands: Commands) -> None:
     )
     for name in ("temperature", "top-k", "top-p", "repetition-penalty", "seed"):
         texts.add_argument(f"--{name}", metavar="X", help=_CHOICE[name])
+    texts.add_argument("--weights", metavar="FILE", help="safetensors file or folder (default: weights/ in OUT)")
     texts.add_argument(
         "--checkpoint", metavar="FOLDER", help="take the weights of a checkpoint of training, under any plan"
     )
@@ -80,7 +81,7 @@ def _asked(options: argparse.Namespace) -> list[str]:
     found = []
     for name in ("prompt", "tokens"):
         found += [f"--{name}={value}" for value in getattr(options, name) or ()]
-    for name in ("tokenizer", "max-new-tokens", *_CHOICE, "checkpoint"):
+    for name in ("tokenizer", "max-new-tokens", *_CHOICE, "weights", "checkpoint"):
         value = getattr(options, name.replace("-", "_"))
         found += [] if value is None else [f"--{name}={value}"]
     return found + ([] if options.sample is None else ["--sample" if options.sample else "--no-sample"])
