@@ -35,7 +35,6 @@ _NAMES = {
     collectives.all_gather: "gathered_product",
     collectives.reduce_scatter: "scattered_product",
     collectives.sum_gradient: "shared_product",
-    collectives.all_reduce: "summed_product",
 }
 WAITED = (*IN_PIECES, collectives.all_gather_invariant)
 """Gathers and reduce-scatters, of which those in pieces run beside products."""

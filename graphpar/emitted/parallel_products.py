@@ -5,7 +5,6 @@
                                                          reduce_scatter of that beside the gradients of weights
     scattered_product    a product, then reduce_scatter  all_gather
     shared_products      products                        all_reduce beside the gradients of weights
-    summed_product       a product, then all_reduce      nothing
 
 Where a sequence is sharded, its dim is moved to the front, so that shards are joined and divided as they lie in memory: for that a shard
 is copied, and not the whole. Results have the dim where it was, and lie in memory as they were made.
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphpar.emitted.collectives import _axes, _done, _joined, _operators, _pieces, _watched
+from graphpar.emitted.collectives import _apply, _axes, _done, _joined, _operators, _pieces, _watched
 
 Parameters = Sequence[Tensor | None]
 
@@ -54,8 +53,9 @@ def gathered_product(
 
 def scattered_product(x: Tensor, weight: Tensor, axis: str, dim: int) -> Tensor:
     """x, weight S(1) -> ``F.linear``, then reduce_scatter: S(dim). x [.., n * k, .., d], weight [e, d] -> [.., n, .., e]"""
-    result: Tensor = _Leaving.apply(x, weight, axis, dim)
-    return result
+    made = _Product.apply(x, weight, dim)  # by itself, so that recomputation can end with it
+    scattered = _apply(made, lambda x: _done(_summed(x, axis, 0)), lambda g: _done(_gathered(g.contiguous(), axis, 0)))
+    return scattered.movedim(0, dim)
 
 
 def shared_products(
@@ -69,12 +69,6 @@ def shared_products(
 def shared_product(x: Tensor, weight: Tensor, axis: str, bias: Tensor | None = None) -> Tensor:
     """x I -> ``F.linear``: R; backward sums the gradients of the ranks. x [.., d], weight [e, d], bias [e] -> [.., e]"""
     return shared_products(x, [weight], axis, [bias])[0]
-
-
-def summed_product(x: Tensor, weight: Tensor, axis: str) -> Tensor:
-    """x, weight S(1) -> ``F.linear``, then all_reduce: I; backward nothing. x [.., d], weight [e, d] -> [.., e]"""
-    result: Tensor = _Leaving.apply(x, weight, axis, None)
-    return result
 
 
 class _Entering(torch.autograd.Function):
@@ -118,31 +112,22 @@ class _Entering(torch.autograd.Function):
         return of_x, None, None, None, None, *of_weights, *of_biases
 
 
-class _Leaving(torch.autograd.Function):
-    """A product whose sum over the ranks is scattered in ``dim``, or without it is whole on all of them."""
+class _Product(torch.autograd.Function):
+    """A product with ``dim`` at the front; ``x`` is kept as it came, and copied again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: str, dim: int | None) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
         ctx.save_for_backward(x, weight)
-        if dim is None:
-            return _done(_operators.all_reduce(F.linear(x, weight), "sum", _axes[axis][0]))
-        made = F.linear(x.movedim(dim, 0).contiguous(), weight)
-        return _done(_summed(made, axis, 0)).movedim(0, dim)
+        return F.linear(x.movedim(dim, 0).contiguous(), weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        if ctx.dim is not None:
-            x, gradient = x.movedim(ctx.dim, 0), gradient.movedim(ctx.dim, 0)
-            gradient = _done(_gathered(gradient.contiguous(), ctx.axis, 0))
-        rows = _rows(gradient)
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            of_x = (rows @ weight).view(x.shape)
-            of_x = of_x if ctx.dim is None else of_x.movedim(0, ctx.dim)
-        return of_x, _of_weight(rows, _rows(x), weight) if ctx.needs_input_grad[1] else None, None, None
+        x, rows = x.movedim(ctx.dim, 0), _rows(gradient)
+        of_x = (rows @ weight).view(x.shape).movedim(0, ctx.dim) if ctx.needs_input_grad[0] else None
+        return of_x, _of_weight(rows, _rows(x), weight) if ctx.needs_input_grad[1] else None, None
 
 
 def _gathered(shard: Tensor, axis: str, dim: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Which products of a rank's graph stand beside a collective of tp: those that take what it gives, or make what it sums.
 
     all_gather(x)   ──► linear, linear, linear       linear ──► reduce_scatter
-    sum_gradient(x) ──► linear, linear               linear ──► all_reduce
+    sum_gradient(x) ──► linear, linear
 
 Where the collective has a dim, it must be one of the rows, and divide evenly. Nothing else may read what a collective gives to products, or
 what is summed. A product between two collectives is beside the first.
@@ -20,7 +20,7 @@ from graphpar.operators.table import record_of
 AXIS = "tp"
 ENTERING = (collectives.all_gather, collectives.sum_gradient)
 """Collectives before products."""
-LEAVING = (collectives.reduce_scatter, collectives.all_reduce)
+LEAVING = (collectives.reduce_scatter,)
 """Collectives after a product."""
 IN_PIECES = (collectives.all_gather, collectives.reduce_scatter)
 """Collectives that can be sent in pieces, beside their products."""

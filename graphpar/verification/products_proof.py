@@ -29,7 +29,7 @@ Made = list[Tensor]
 
 def product_problems(module: ModuleType, degree: int) -> list[str]:
     """Return what is wrong with the functions of ``module``; nothing where they do what they should."""
-    count, rings = min(degree, _MOST), not hasattr(module, "summed_product")
+    count, rings = min(degree, _MOST), not hasattr(module, "shared_products")
     draw = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> list[Tensor]:
@@ -78,26 +78,16 @@ def product_problems(module: ModuleType, degree: int) -> list[str]:
         made = [[F.linear(alike[0], w, b), F.linear(alike[0], other)] for w, other, b in zip(weights, others, biases)]
         return _all_gradients(made, [alike[:1] * count, weights, others, biases], list(zip(*ups)))
 
-    def summed(rank: int) -> Made:
-        made = module.summed_product(hidden[rank], weights[rank], AXIS)
-        return [made, *torch.autograd.grad(made, [hidden[rank], weights[rank]], ups[0][0])]
-
-    def summed_by_whole() -> list[Made]:
-        made = sum(map(F.linear, hidden, weights), torch.zeros(()))
-        (found,) = (torch.autograd.grad(made, [*hidden, *weights], ups[0][0]),)
-        return [[made, found[rank], found[count + rank]] for rank in range(count)]
-
     proofs = {
         "gathered_products": (gathered, gathered_by_whole),
         "gathered_products in order": (gathered_in_order, gathered_by_whole),
         "scattered_product": (scattered, scattered_by_whole),
         "shared_products": (shared, shared_by_whole),
-        "summed_product": (summed, summed_by_whole),
     }
     return [
         f"{module.__name__.rpartition('.')[2]}.py: on {count} ranks {name} {problem}"
         for name, (function, by_whole) in proofs.items()
-        if not (rings and name in ("gathered_products in order", "shared_products", "summed_product"))
+        if not (rings and name in ("gathered_products in order", "shared_products"))
         and (problem := _difference(_on_ranks(module, function, count), by_whole()))
     ]
 

@@ -233,17 +233,12 @@ def declare_products(module: ModuleType, collectives: ModuleType) -> None:
     def shared_product(x: Tensor, weight: Tensor, axis: str, bias: Tensor | None = None) -> Tensor:
         return shared_products(x, [weight], axis, [bias])[0]
 
-    def summed_product(x: Tensor, weight: Tensor, axis: str) -> Tensor:
-        result: Tensor = collectives.all_reduce(F.linear(x, weight), axis)
-        return result
-
     functions = (
         gathered_products,
         gathered_product,
         scattered_product,
         shared_products,
         shared_product,
-        summed_product,
     )
     for function in functions:
         for name in (function.__name__, f"ring_{function.__name__}"):

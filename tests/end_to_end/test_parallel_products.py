@@ -61,7 +61,7 @@ def test_products_take_their_collectives() -> None:
     assert text.count("= gathered_product(") == text.count("= scattered_product(") == 2
     assert "flatten(0, 1)" not in text and "all_gather(" not in text and "in_order" not in text
     text = parts("gpt2_tiny", 2, "kept", whole=True).files["blocks.py"]
-    assert text.count("= shared_product(") == text.count("= summed_product(") == 2
+    assert text.count("= shared_product(") == text.count("all_reduce(") == 2
 
 
 def test_logits_lie_in_order_where_their_rows_are_joined() -> None:
@@ -86,7 +86,7 @@ def test_conv1d_runs_beside_pieces_and_the_report_says_what_does_not() -> None:
 
 FAULTS = {
     "a sum left out": ("total.addmm_(gradient, weight)", "pass"),
-    "a gather left out": ("gradient = _done(_gathered(gradient.contiguous(), ctx.axis, 0))", "gradient = gradient.repeat(2, 1, 1)"),
+    "a gather left out": ("lambda g: _done(_gathered(g.contiguous(), axis, 0))", "lambda g: g.repeat(2, 1, 1)"),
     "a scatter of the wrong dim": ("pieces = _pieces(x, dim, (), count)", "pieces = _pieces(x, dim, (), count).flip(0)"),
     "a gradient that is not summed": ('return _operators.all_reduce_(x, "sum", group)', "return x"),
 }  # fmt: skip
