@@ -255,6 +255,8 @@ def windowed(node: fx.Node, states: States, pure: bool) -> State | None:
     if name == "window":
         source, dim, _ = cast(tuple[fx.Node, int, fx.Node], node.args)
         return Rows(dim, pure=pure) if isinstance(states[source], Fixed) else Coupled("a window picks rows", node)
+    if name == "last":
+        return states[node.args[0]]  # type: ignore[index]
     if name == "cached_attention":
         rows = Rows(value_of(node).ndim - 2)
         own = all(isinstance(s, Rows) and replace(s, pure=True) == rows for s in map(states.get, node.args[:3]))  # type: ignore[arg-type]
