@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,12 @@ from graphpar.errors import GraphparError
 from graphpar.ir.program import Program, operator_name
 from graphpar.passes.sharding.check_exchange import check_exchange
 from graphpar.passes.sharding.exchange import exchangeable
+from graphpar.report.groups import group_axes, ranks_of
 from graphpar.verification import verify_all
+from tests.idle_experts import CHOSEN, Idle, gradients
 from tests.programs import example
+from tests.rank_pool import RankPool
+from tests.samples import sample
 
 MESHES: tuple[dict[str, int], ...] = (
     {"dp_expert": 2},
@@ -105,12 +111,66 @@ def test_what_is_priced_is_each_row_for_an_expert_of_another_rank_once_each_way(
     ("mesh", "message"),
     [
         ({"dp_expert": 3}, r"has 4 experts, which 3 ranks can't share evenly"),
-        ({"dp_expert": 2, "ep": 2}, r"dp_expert=2 and ep=2 both divide the experts"),
+        ({"dp_expert": 2, "ep": 4}, r"has 4 experts, which the 8 ranks of dp_expert=2 x ep=4 can't share evenly"),
     ],
 )
 def test_meshes_that_experts_can_not_be_divided_over_are_explained(mesh: dict[str, int], message: str) -> None:
     with pytest.raises(GraphparError, match=message):
         gp.plan(example("mixtral"), mesh=mesh, global_batch=12)
+
+
+WHOLE = {"model.layers.*.mlp.experts": "expert"}
+
+
+def test_experts_are_divided_over_the_ranks_of_several_axes() -> None:
+    """Each rank has other experts; of those that a rank of tp or cp has in common with other replicas each has some."""
+    program = example("mixtral")
+    for mesh, pins in (({"ep": 2}, None), ({"tp": 2}, WHOLE), ({"cp": 2}, WHOLE)):
+        plan = gp.plan(program, mesh={"dp_expert": 2, **mesh}, shard_plan=pins)
+        parts = gp.partition(program, plan)
+        (axis,) = mesh
+        spec = plan.parameters()["model.layers.2.mlp.experts.down_proj"]
+        assert (spec["dp_expert"], spec[axis]) == ("S(0)", "S(0)")
+        assert gp.check(parts).problems == []
+        text = parts.files["blocks.py"]
+        assert [text.count(f"{name}(") for name in ("exchange_of", "own_offsets", "send_rows", "return_rows")] == [
+            1
+        ] * 4
+        assert group_axes(plan)["expert"] == ("dp_expert", axis) and ranks_of(plan, "expert") == [[0, 1, 2, 3]]
+
+
+OVERLAID: dict[str, tuple[dict[str, int], Any]] = {
+    "ep2": ({"ep": 2}, None),
+    "ep4": ({"ep": 4}, None),
+    "dp4": ({"dp_expert": 4}, None),
+    "dp2 x ep2": ({"dp_expert": 2, "ep": 2}, None),
+    "dp2 x tp2": ({"dp_expert": 2, "tp": 2}, {"up": "S(0)@tp", "down": "S(0)@tp"}),
+    "dp2 x cp2": ({"dp_expert": 2, "cp": 2}, {"up": "S(0)@cp", "down": "S(0)@cp"}),
+    "dp2 x tp2 by features": ({"dp_expert": 2, "tp": 2}, None),
+    "dp2 x dp2 x tp2": ({"dp_shard": 2, "dp_expert": 2, "tp": 2}, {"up": "S(0)@tp", "down": "S(0)@tp"}),
+    "dp2 x ep4": ({"dp_expert": 2, "ep": 4}, None),
+}
+
+
+def test_experts_without_rows_have_zero_gradients_and_routers_those_of_one_device(
+    tmp_path: Path, pool: RankPool
+) -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    torch.manual_seed(0)
+    model, batch = Idle(), {"x": torch.randn(8, 8, 16), "target": torch.randn(8, 8, 16)}
+    program = gp.export(model, (), {name: torch.randn_like(value) for name, value in batch.items()})
+    loss = model(**batch)
+    loss.backward()
+    made = {}
+    for name in sample(list(OVERLAID), 4):
+        mesh, pins = OVERLAID[name]
+        made[name] = gp.partition(program, gp.plan(program, mesh=mesh, shard_plan=pins))
+
+    for name, (own, found) in gradients(made, model, batch, tmp_path, pool).items():
+        assert own == pytest.approx(loss.item(), rel=1e-6), name
+        torch.testing.assert_close(found, {key: parameter.grad for key, parameter in model.named_parameters()})
+        for key in ("up", "down"):
+            assert [expert for expert in range(8) if found[key][expert].any()] == list(CHOSEN), name
 
 
 def test_a_model_without_sorted_rows_is_refused() -> None:
