@@ -1,6 +1,6 @@
-"""A mixture of experts some of which no token chooses, and the gradients that ranks have of it after one step.
+"""A mixture of experts some of which no token chooses: the gradients that ranks have of it after one step, and what they send.
 
-torchrun --nproc-per-node 4 tests/idle_experts.py FOLDER 0 1     writes FOLDER/0.safetensors, and the loss in FOLDER/0.json
+torchrun --nproc-per-node 4 tests/idle_experts.py FOLDER 0 1     writes FOLDER/0.safetensors, and loss and bytes to FOLDER/0.json
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,10 +18,21 @@ from torch import Tensor, nn
 
 import graphpar as gp
 from graphpar.runtime import Pipeline, start
+from graphpar.runtime.distributed import gather_objects
+from tests.exchange_fixture import Sends
 from tests.rank_pool import RankPool
 
 LR = 64.0
-CHOSEN = (2, 3, 4, 5)
+CHOSEN, EXPERTS, TOP, WIDTH = (2, 3, 4, 5), 8, 2, 16
+
+
+@dataclass(frozen=True)
+class Found:
+    """``sent``: bytes that each rank sent to other ranks by all-to-all."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    sent: list[int]
 
 
 class Idle(nn.Module):
@@ -28,25 +40,32 @@ class Idle(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(16, 8, bias=False)
-        self.up, self.down = (nn.Parameter(torch.randn(shape) / 4) for shape in ((8, 16, 32), (8, 32, 16)))
+        self.first, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False)
+        up, down = (EXPERTS, WIDTH, 32), (EXPERTS, 32, WIDTH)
+        self.up, self.down = (nn.Parameter(torch.randn(shape) / 4) for shape in (up, down))
+
+    def routed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of the experts of each row, and their numbers: [n, width] -> [n, 2] twice"""
+        biases = torch.tensor([0.0 if expert in CHOSEN else -9.0 for expert in range(EXPERTS)])
+        weights, experts = (self.gate(rows) + biases).softmax(-1).topk(TOP)
+        return weights, experts
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        biases = torch.tensor([0.0 if expert in CHOSEN else -9.0 for expert in range(8)])
-        gates, experts = (self.gate(rows) + biases).softmax(-1).topk(2)
+        rows = self.first(x).flatten(0, 1)
+        gates, experts = self.routed(rows)
         experts, order = experts.flatten().sort()
-        offs = experts.float().histc(8, 0, 7).cumsum(0, dtype=torch.int32)
-        hidden = F.gelu(torch.ops.transformers.grouped_mm_fallback(rows[order // 2], self.up, offs))
+        offs = experts.float().histc(EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        rows = rows[order // TOP]
+        hidden = F.gelu(torch.ops.transformers.grouped_mm_fallback(rows, self.up, offs))
         y = torch.ops.transformers.grouped_mm_fallback(hidden, self.down, offs)
-        y = torch.zeros_like(y).index_copy(0, order, y).unflatten(0, (-1, 2))
+        y = torch.zeros_like(y).index_copy(0, order, y).unflatten(0, (-1, TOP))
         return F.mse_loss((y * gates.unsqueeze(-1)).sum(1).view_as(x), target)
 
 
-def gradients(
+def trained(
     programs: Mapping[str, gp.Partitioned], model: nn.Module, batch: Mapping[str, Tensor], folder: Path, pool: RankPool
-) -> dict[str, tuple[float, dict[str, Tensor]]]:
-    """Return the loss and the whole gradients of each program, from a step of SGD on its ranks."""
+) -> dict[str, Found]:
+    """Return what each program's ranks found in a step of SGD; gradients are whole."""
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     save_file(dict(batch), folder / "batch.safetensors")
     save_file(weights, folder / "weights.safetensors")
@@ -59,8 +78,9 @@ def gradients(
     found = {}
     for number, name in enumerate(programs):
         after = load_file(folder / f"{number}.safetensors")
-        loss = json.loads((folder / f"{number}.json").read_text())
-        found[name] = loss, {key: (value - after[key]) / LR for key, value in weights.items()}
+        seen = json.loads((folder / f"{number}.json").read_text())
+        gradients = {key: (value - after[key]) / LR for key, value in weights.items()}
+        found[name] = Found(seen["loss"], gradients, seen["sent"])
     return found
 
 
@@ -72,12 +92,14 @@ def main(folder: Path, numbers: list[str]) -> None:
             with Pipeline(folder / number, ranks.device) as pipeline:
                 pipeline.load_weights(folder / "weights.safetensors")
                 optimizer = torch.optim.SGD(pipeline.parameters(), lr=LR)
-                loss = pipeline.step(batch, broadcast_loss=True)
+                with Sends(pipeline.groups.place["dp_expert"]) as sends:
+                    loss = pipeline.step(batch, broadcast_loss=True)
                 assert loss is not None and all(parameter.grad is not None for parameter in pipeline.parameters())
                 optimizer.step()
                 pipeline.save_weights(folder / f"{number}.safetensors")
+            sent = gather_objects(sends.nbytes)
             if ranks.rank == 0:
-                (folder / f"{number}.json").write_text(json.dumps(loss.item()))
+                (folder / f"{number}.json").write_text(json.dumps({"loss": loss.item(), "sent": sent}))
 
 
 if __name__ == "__main__":

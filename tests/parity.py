@@ -441,7 +441,7 @@ Over parameters, gradients and optimizer state in fp32; the eager loop reads a c
 {halves}
 ## The meshes of torchtitan's integration tests
 
-Experts have an axis of their own here, where torchtitan borrows ranks of others.
+torchtitan divides experts over ranks of other axes, as the rows "experts over" do; `ep` is an axis besides.
 
 {titan}"""
 
