@@ -165,7 +165,7 @@ class Combination:
                 "positions": "replicate",
             }
         if self.whole_experts:
-            pins["shard_plan"] = {"**.experts": "expert"}
+            pins["shard_plan"] = {"**.experts": "expert"} if "tp" in dict(self.mesh) else {"**.experts.*": "S(0)@cp"}
         return pins
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@
 
 A plan is checked in full whatever the mesh is (except that ``parts`` must be divisible): every pattern and value, then the axes
 of degree 1 are dropped.
-Styles act on tp, and ``expert`` on the first of ep, tp and cp that the mesh has.
+Styles act on tp, and ``expert`` on ep where the mesh has it.
 
 What a style pins       weight                                          bias      activations
     colwise             Linear S(0), Embedding S(1), Conv1D S(1), ConvNd S(0)    S(0)
@@ -361,7 +361,7 @@ class _Sheet:
     def __init__(self, names: ModelNames, degrees: Mapping[str, int]) -> None:
         self.names = names
         self.degrees = {axis: degrees.get(axis, 1) for axis in AXES}
-        self.expert_axis = next((axis for axis in ("ep", "tp", "cp") if self.degrees[axis] > 1), "ep")
+        self.expert_axis = "tp" if self.degrees["ep"] == 1 < self.degrees["tp"] else "ep"
         aliases = _aliases_by_ties(names) if names.aliases is None else names.aliases
         self._groups = {name: group for group in (*names.ties, *aliases) for name in group}
         self._claims: dict[_Cell, dict[str, list[_Claim]]] = {}
