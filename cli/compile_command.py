@@ -6,6 +6,7 @@ import argparse
 
 from graphpar.cli.arguments import Commands, Parser, add_cache, add_json, add_model, count, count_or_none, seconds
 from graphpar.cli.output import Result
+from graphpar.runtime.modes import MODES
 
 _EXAMPLES = """examples:
   graphpar compile model.py --devices 4
@@ -143,7 +144,9 @@ def _add_workload(parser: Parser) -> None:
         help="dtype in which gradients are summed over dp_replicate, dp_shard and, with zero, cp",
     )
     group.add_argument("--skip", metavar="PASS,...", help="leave optional passes out: see graphpar passes")
-    group.add_argument("--mode", choices=("train", "infer"), help="default: train if there is a loss")
+    group.add_argument(
+        "--mode", choices=MODES, help="default: train if there is a loss; generate: tokens with a key-value cache"
+    )
     group.add_argument(
         "--eval", action="store_true", help="trace in evaluation mode, too, so that pipeline.eval works on any model"
     )

@@ -13,13 +13,14 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpar.cli.arguments import Commands, add_json, add_program, count, seconds
 from graphpar.cli.output import Result, program_folder, progress, steps_shown
 from graphpar.errors import GraphparError
+from graphpar.runtime.modes import GENERATE, SCRIPTS, STEPS
 from graphpar.text import bytes_text, plural, seconds_text
 
 if TYPE_CHECKING:
@@ -28,29 +29,75 @@ if TYPE_CHECKING:
     from graphpar.runtime.manifest import Manifest
 
 
+_CHOICE = {
+    "temperature": "of the distribution that tokens are drawn from",
+    "top-k": "draw from the so many likeliest tokens; 0: from all",
+    "top-p": "draw from the likeliest tokens that have this share together",
+    "repetition-penalty": "what makes tokens that a text has already less likely, above 1",
+    "seed": "of what is drawn (default: 0)",
+}
+
+
 def add_parser(commands: Commands) -> None:
     """Add the parser of the command."""
     parser = commands.add_parser("run", help="run an emitted program on this machine (torchrun)")
     add_program(parser)
-    parser.add_argument("--steps", type=count, default=10, help="optimizer steps (default: 10)")
+    parser.add_argument("--steps", type=count, help="optimizer steps (default: 10)")
     parser.add_argument("--compile", action="store_true", help="compile the blocks with torch.compile")
+    texts = parser.add_argument_group("of a program for generation (--mode generate)")
+    texts.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a text to continue; may be given several times"
+    )
+    texts.add_argument("--tokens", action="append", metavar="IDS", help="the same as token ids: 15,3,8")
+    texts.add_argument(
+        "--tokenizer", metavar="FILE", help="tokenizer.json for --prompt (default: that beside the model file)"
+    )
+    texts.add_argument("--max-new-tokens", type=count, metavar="N", help="tokens to add to each prompt")
+    texts.add_argument(
+        "--sample",
+        action=argparse.BooleanOptionalAction,
+        help="draw tokens, or take the likeliest",
+    )
+    for name in ("temperature", "top-k", "top-p", "repetition-penalty", "seed"):
+        texts.add_argument(f"--{name}", metavar="X", help=_CHOICE[name])
+    texts.add_argument("--weights", metavar="FILE", help="safetensors file or folder (default: weights/ in OUT)")
+    texts.add_argument(
+        "--checkpoint", metavar="FOLDER", help="take the weights of a checkpoint of training, under any plan"
+    )
     parser.add_argument("--timeout", type=seconds, default=3600, help="seconds until it is ended (default: 3600)")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Run the program's ``train.py`` on local processes."""
-    data = launch(program_folder(options.out), options.steps, options.timeout, compile=options.compile)
+    """Run the program's script on local processes."""
+    data = launch(
+        program_folder(options.out), options.steps, options.timeout, compile=options.compile, asked=_asked(options)
+    )
     return Result(data, lambda console: show(data, console))
 
 
-def launch(folder: Path, steps: int, timeout_s: float = 3600, *, compile: bool = False) -> dict[str, Any]:
+def _asked(options: argparse.Namespace) -> list[str]:
+    """Return the options of ``generate.py`` that were given."""
+    found = []
+    for name in ("prompt", "tokens"):
+        found += [f"--{name}={value}" for value in getattr(options, name) or ()]
+    for name in ("tokenizer", "max-new-tokens", *_CHOICE, "weights", "checkpoint"):
+        value = getattr(options, name.replace("-", "_"))
+        found += [] if value is None else [f"--{name}={value}"]
+    return found + ([] if options.sample is None else ["--sample" if options.sample else "--no-sample"])
+
+
+def launch(
+    folder: Path, steps: int | None = None, timeout_s: float = 3600, *, compile: bool = False, asked: Sequence[str] = ()
+) -> dict[str, Any]:
     """Make sure that there are weights and a batch, run ``train.py`` under torchrun, and read what it did.
 
     Each line that a rank prints goes to standard output at once.
 
     Args:
+        steps: 10 by default.
         compile: ``torch.compile`` compiles the blocks; refused before anything starts where it can't.
+        asked: options of ``generate.py``, for a program for generation.
     """
     import torch
 
@@ -61,10 +108,20 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600, *, compile: bool =
     from graphpar.runtime.launch import torchrun
     from graphpar.runtime.stages import check_files
 
-    script = folder / "train.py"
-    if not script.is_file():
-        raise GraphparError(f"{folder} has no train.py; compile the model again.")
     program, plan = read_program(folder)
+    generates = program.mode == GENERATE
+    if asked and not generates:
+        raise GraphparError(
+            f"{asked[0].partition('=')[0]} is for programs compiled with --mode generate; this one is for {program.mode}."
+        )
+    if generates and (steps is not None or compile):
+        raise GraphparError(
+            f"{'--steps' if steps is not None else '--compile'} is not for generation; see --prompt and --tokens."
+        )
+    steps = steps or 10
+    script = folder / SCRIPTS[program.mode]
+    if not script.is_file():
+        raise GraphparError(f"{folder} has no {script.name}; compile the model again.")
     check_files(program)
     if compile:
         check_compiles(program, "inductor", torch.device("cuda" if on_gpus(program.world_size) else "cpu"))
@@ -80,7 +137,9 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600, *, compile: bool =
     with tempfile.TemporaryDirectory(prefix="graphpar_run_") as scratch, steps_shown(steps) as echo:
         history = Path(scratch) / "history.json"
         arguments = ["--steps", str(steps), "--json", str(history), *(["--compile"] if compile else [])]
-        if (folder / "batch.safetensors").is_file():  # else train.py makes random batches
+        if generates:
+            arguments = ["--json", str(history), *_with_tokenizer(asked, folder, program)]
+        elif (folder / "batch.safetensors").is_file():  # else train.py makes random batches
             arguments += ["--batch", str(folder / "batch.safetensors")]
         try:
             result = torchrun(
@@ -98,14 +157,37 @@ def launch(folder: Path, steps: int, timeout_s: float = 3600, *, compile: bool =
     data = {
         "out": str(folder),
         "devices": devices,
-        "steps": steps,
+        **({} if generates else {"steps": steps}),
         "seconds": round(result.seconds, 3),
         "predicted": predicted,
     }
+    if generates:
+        return {**data, **dict(written)}
     if isinstance(written, dict):  # inference: the outputs' shapes
         return {**data, "outputs": written}
     names = {"loss": "loss", "gradient_norm": "gradient_norm", "seconds": "step_seconds"}
     return {**data, **{key: [record.get(name) for record in written] for name, key in names.items()}}
+
+
+def _with_tokenizer(asked: Sequence[str], folder: Path, program: Manifest) -> list[str]:
+    """Add the tokenizer beside the model file, where texts need one and none is named."""
+    from graphpar.frontend.modelfile import find_model_file
+
+    if not any(option.startswith(("--prompt=", "--tokens=")) for option in asked):
+        raise GraphparError("There is nothing to continue: give --prompt TEXT or --tokens IDS.")
+    named = any(option.startswith("--tokenizer=") for option in asked)
+    if named or not any(option.startswith("--prompt=") for option in asked):
+        return list(asked)
+    places = [folder]
+    if program.model_file:
+        places += [Path(find_model_file(folder, program.model_file)).parent]
+    found = next((place / "tokenizer.json" for place in places if (place / "tokenizer.json").is_file()), None)
+    if found is None:
+        raise GraphparError(
+            f"--prompt needs a tokenizer: there is no tokenizer.json in {' or '.join(map(str, places))}. Name one with --tokenizer, or "
+            "give token ids with --tokens."
+        )
+    return [*asked, f"--tokenizer={found}"]
 
 
 # ---- the prediction --------------------------------------------------------------------------------------------
@@ -132,7 +214,7 @@ def prediction(plan: Mapping[str, Any], devices: int) -> dict[str, Any] | None:
 def _predicted_text(predicted: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> str:
     if predicted is None:
         return ""
-    what = f"{seconds_text(predicted['step_time_s'])} {'a step' if plan['mode'] == 'train' else 'a batch'}"
+    what = f"{seconds_text(predicted['step_time_s'])} {STEPS[plan['mode']]}"
     other = "" if predicted["here"] else ", which this machine does not have: the times below do not compare"
     return f"; predicted {what} for {predicted['cluster']} ({predicted['figures']}){other}"
 
@@ -188,6 +270,8 @@ def prepare(folder: Path, program: Manifest) -> None:
 
 def show(data: dict[str, Any], console: Console) -> None:
     """Print shapes of outputs, and the median step time beside the prediction; the steps themselves have been printed."""
+    if "texts" in data:
+        return
     lines = [f" {name} {shape}" for name, shape in data.get("outputs", {}).items()]
     lines.append(f" {plural(data['steps'], 'step')} in {data['seconds']:.1f} s, with the start of the processes")
     taken = [seconds for seconds in data.get("step_seconds", ()) if seconds is not None]

@@ -11,7 +11,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, fx
 
-from graphpar.ir.program import Program, batch_coefficients, value_of
+from graphpar.ir.program import Program, batch_coefficients, operator_name, value_of
 from graphpar.operators.contractions import Size, matrices
 from graphpar.operators.placement import operands_of
 from graphpar.operators.record import Kind
@@ -68,9 +68,27 @@ def operator_flops(node: fx.Node, batch: int) -> float:
     out = _shape(node, batch)
     if record_of(node).kind is Kind.ATTENTION:
         query, key = (_shape(operand, batch) for operand in operands_of(node)[:2])
-        return 2.0 * math.prod(query[:-1]) * key[-2] * (query[-1] + out[-1])
+        keys = key[-2] if (length := cache_length(node)) is None else length
+        return 2.0 * math.prod(query[:-1]) * keys * (query[-1] + out[-1])
     products = matrices(node, lambda value: [Size(float(size)) for size in _shape(value, batch)])
     return sum(product.flops.number for product in products) if products else float(math.prod(out))
+
+
+def cache_length(node: fx.Node) -> int | None:
+    """Return for how many positions attention keeps keys and values in a cache; None where it keeps none."""
+    return int(node.args[3]) if operator_name(node) == "cached_attention" else None  # type: ignore[arg-type]
+
+
+def cached_bytes(node: fx.Node) -> int | None:
+    """Return the bytes of the keys and values that attention keeps for as many positions as the cache has room for."""
+    length = cache_length(node)
+    if length is None:
+        return None
+    kept = 0
+    for operand in operands_of(node)[1:3]:
+        *lead, _, width = _shape(operand, 1)
+        kept += math.prod(lead) * length * width * value_of(operand).dtype.itemsize
+    return kept
 
 
 def tensor_bytes(node: fx.Node, batch: int) -> int:

@@ -23,6 +23,7 @@ class Memory:
         buckets: of the all-reduce of gradients: gradients are copied into them, so one bucket exists twice. And what is gathered of
             sharded parameters, and gradients that are yet to be reduced to shards.
         inputs: the replica's rows of the inputs that its stages take.
+        cache: keys and values of generation, of all groups of sequences that are in flight.
         boundaries: what stages receive, and the gradients of what they send; torch keeps a buffer for each microbatch.
         activations: of the microbatches in flight, at the peak.
         transient: what the running forward or backward needs on top; for the loss its logits and their gradient.
@@ -37,6 +38,7 @@ class Memory:
     optimizer: int = 0
     buckets: int = 0
     inputs: int = 0
+    cache: int = 0
     boundaries: int = 0
     activations: int = 0
     transient: int = 0

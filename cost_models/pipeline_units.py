@@ -160,6 +160,8 @@ class Unit:
     """Bytes of each buffer and constant."""
     inputs: Mapping[str, Bytes]
     """Bytes of each of the program's inputs that it takes."""
+    cache: int
+    """Bytes of the keys and values that it keeps of a group of sequences in generation."""
     stage: Stage = field(repr=False)
 
 

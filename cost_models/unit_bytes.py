@@ -27,11 +27,12 @@ Array = NDArray[np.float64]
 
 
 class _Constant(NamedTuple):
-    """What does not depend on the batch of a rank's memory, its total, and the inputs that the rank takes."""
+    """What does not depend on the batch of a rank's memory, its total, the inputs that the rank takes, and the cache of a microbatch."""
 
     memory: Memory
     total: int
     inputs: tuple[Bytes, ...]
+    cache: int
 
 
 class UnitBytes:
@@ -114,6 +115,7 @@ class UnitBytes:
         constant = self._constant(stages, own)
         return {
             "inputs": sum(line.at(rows * microbatches) for line in constant.inputs),
+            "cache": constant.cache * microbatches,
             "boundaries": boundaries,
             "activations": activations,
             "transient": transient,
@@ -134,7 +136,9 @@ class UnitBytes:
             buffers = {name: nbytes for unit in units for name, nbytes in unit.buffers.items()}
             inputs = {name: line for unit in units for name, line in unit.inputs.items()}
             memory = replace(self.state(held), buffers=sum(buffers.values()), buckets=buckets)
-            self._constants[key] = _Constant(memory, memory.total, tuple(inputs.values()))
+            self._constants[key] = _Constant(
+                memory, memory.total, tuple(inputs.values()), sum(unit.cache for unit in units)
+            )
         return self._constants[key]
 
     @property

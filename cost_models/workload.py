@@ -20,6 +20,7 @@ from typing import NamedTuple
 import sympy  # type: ignore[import-untyped]
 from torch import Tensor, fx
 
+from graphpar.cost_models.flops import cache_length, cached_bytes
 from graphpar.cost_models.node_sizes import elements_of, has_tensors, nbytes_of, sizes_of, total
 from graphpar.ir.program import Block, Program, operator_name, value_of
 from graphpar.operators.contractions import Matrices, matrices, product_of
@@ -347,7 +348,11 @@ class _Walk:
         row = attention_of(node)
         if operator_name(node) == "ring_attention":
             row = row._replace(keys=float(self.works.degrees[str(node.args[3])]) * row.keys)
+        if (length := cache_length(node)) is not None:
+            row = row._replace(keys=Size(float(length)))
         yield row
+        if (cached := cached_bytes(node)) is not None:  # few queries read many keys
+            yield Traffic(Phase.FORWARD, Size(float(cached)))
         if any(isinstance(operand, fx.Node) and self._grad(operand) for operand in node.args[:3]):
             yield row._replace(phase=Phase.INPUT)
 

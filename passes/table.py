@@ -30,6 +30,7 @@ from graphpar.passes.normalize.regions import inline_regions
 from graphpar.passes.normalize.simplify import remove_dead_code, simplify
 from graphpar.passes.normalize.unchosen import fill_unchosen, sizes_are_known
 from graphpar.passes.normalize.weights import cast_weights
+from graphpar.passes.normalize.windows import is_windowed, use_windows
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,12 @@ PASSES = PassList(
             "what is written out is one operator: norms, attention, causal masks, groups of heads, rotary embeddings",
             "every value is used", optional=True,
             run=use_idioms, check=_no_dead_code,
+        ),
+        Pass(
+            "windows", "graphpar.passes.normalize.windows", ("simplify",),
+            "a program for generation computes a window of positions; attention has a cache",
+            "no attention is without a cache",
+            run=use_windows, check=is_windowed,
         ),
         Pass(
             "share_loss", "graphpar.passes.normalize.loss", ("keep_marks", "fill_unchosen", "simplify"),

@@ -6,6 +6,7 @@ import math
 import re
 
 from graphpar.ir.plan import Plan
+from graphpar.runtime.modes import SCRIPTS
 from graphpar.text import plural
 
 _SHELL = """#!/usr/bin/env bash
@@ -22,10 +23,10 @@ if ((nodes * devices != {ranks})); then
 fi
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 if ((nodes == 1)); then
-    exec torchrun --standalone --nproc-per-node "$devices" train.py "$@"
+    exec torchrun --standalone --nproc-per-node "$devices" {script} "$@"
 fi
 exec torchrun --nnodes "$nodes" --nproc-per-node "$devices" --rdzv-id "${{JOB:-{job}}}" --rdzv-backend c10d \\
-    --rdzv-endpoint "${{HEAD:?launch.sh: set HEAD to the name or address of one node, the same on all}}:${{PORT:-29500}}" train.py "$@"
+    --rdzv-endpoint "${{HEAD:?launch.sh: set HEAD to the name or address of one node, the same on all}}:${{PORT:-29500}}" {script} "$@"
 """
 
 _SLURM = """#!/usr/bin/env bash
@@ -83,11 +84,11 @@ _WORKERS = """    Worker:
 
 
 def launch_files(name: str, plan: Plan, example: str) -> dict[str, str]:
-    """Write the files that start ``train.py`` on the nodes of the plan's cluster, or on one where it names none.
+    """Write the files that start the program's script on the nodes of the plan's cluster, or on one where it names none.
 
     Args:
         name: of the model.
-        example: options of ``train.py``, for the files to show.
+        example: options of that script, for the files to show.
     """
     ranks = plan.mesh.size
     node = plan.cluster.devices_per_node if plan.cluster is not None else ranks
@@ -103,6 +104,7 @@ def launch_files(name: str, plan: Plan, example: str) -> dict[str, str]:
         )
     job = re.sub(r"[^a-z0-9]+", "-", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()).strip("-")[:50]
     values = {
+        "script": SCRIPTS[plan.mode],
         "verb": "Train" if plan.mode == "train" else "Run",
         "name": name,
         "job": job or "graphpar",

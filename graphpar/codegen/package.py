@@ -29,6 +29,7 @@ from graphpar.codegen.classes import (
     stage_tree,
 )
 from graphpar.codegen.fully_sharded import optimizer_units_function, order_of, units_function, units_of
+from graphpar.codegen.generate_script import EXAMPLE, generate_script
 from graphpar.codegen.launch_files import launch_files
 from graphpar.codegen.layout import WIDTH, wrapped
 from graphpar.codegen.operators import OperatorsFile, operators_file
@@ -40,6 +41,7 @@ from graphpar.codegen.train_script import EXAMPLES, train_script
 from graphpar.emitted import (
     collectives,
     gathering,
+    kv_cache,
     layers,
     random_streams,
     recomputation,
@@ -49,11 +51,12 @@ from graphpar.emitted import (
 )
 from graphpar.ir.owners import owners
 from graphpar.ir.plan import Plan
-from graphpar.ir.program import Helper, Input, Program, TensorInfo, concrete_shape, value_of
+from graphpar.ir.program import Helper, Input, Program, TensorInfo, batch_coefficients, concrete_shape, value_of
 from graphpar.ir.recomputation import GATHERS, Recomputation
 from graphpar.ir.stage import Boundary, Stage
 from graphpar.operators.parameter_casts import cast_parameters, gather_dtype
 from graphpar.runtime.manifest import load_manifest
+from graphpar.runtime.modes import GENERATE, SCRIPTS
 from graphpar.runtime.plan_record import NAMES
 from graphpar.runtime.stages import emitted_package, stage_module
 from graphpar.text import compressed, plural
@@ -113,7 +116,7 @@ def emit_package(
     if any("from . import layers\n" in text for text in files.values()):
         files["layers.py"] = inspect.getsource(layers)
     called = {getattr(node.target, "__module__", "") for graph in _graphs(program, stages) for node in graph.nodes}
-    for module in (ring_attention, ring_products, rotary):
+    for module in (kv_cache, ring_attention, ring_products, rotary):
         if module.__name__ in called:
             files[f"{module.__name__.rpartition('.')[2]}.py"] = _of_package(module)
     kinds = {how.kind for how in recomputed.values()}
@@ -129,9 +132,10 @@ def emit_package(
     files["plan.json"] = json.dumps(record, indent=1) + "\n"
     if optimizer is not None and program.mode == "train":
         files["optimizer.py"] = optimizer
-    files["train.py"] = train_script(program, plan, shown)
+    generates = program.mode == GENERATE
+    files[SCRIPTS[program.mode]] = (generate_script if generates else train_script)(program, plan, shown)
     if plan.mesh.size > 1:
-        files |= launch_files(program.name, plan, EXAMPLES[plan.mode])
+        files |= launch_files(program.name, plan, EXAMPLE if generates else EXAMPLES[plan.mode])
     wanted = {name for infos in tensors for name, info in infos.items() if not info.persistent}
     wanted |= {
         name for paths in instances for path in paths for name in program.constants if name.startswith(f"{path}.")
@@ -343,6 +347,7 @@ def interface(
         "ties": [list(group) for group in program.ties],
         "random": program.random_calls > 0,
         **({"no_eval": program.no_eval} if program.no_eval else {}),
+        **({"generation": dict(program.generation)} if program.mode == GENERATE else {}),
         **({"adapters": [asdict(adapter) for adapter in program.adapters]} if program.adapters else {}),
         **(_whole(program, plan) if program.mode == "train" else {}),
     }
@@ -393,8 +398,10 @@ def _described(name: str, shape: Sequence[int], dtype: torch.dtype, **more: Any)
 
 def _input(entry: Input, plan: Plan, rows: int | None) -> dict[str, Any]:
     """Describe an input; ``rows`` are those of the table in which it looks up."""
-    shape, below = entry.shape_at(plan.global_batch), {} if rows is None else {"below": rows}
-    return _described(entry.name, shape, entry.dtype, batch_dim=entry.batch_dim, role=entry.role, **below)
+    below, dim = {} if rows is None else {"below": rows}, entry.batch_dim
+    whole = plan.mode == GENERATE  # sequences, of as many positions as the cache has
+    shape = entry.shape if whole else entry.shape_at(plan.global_batch)
+    return _described(entry.name, shape, entry.dtype, batch_dim=None if whole else dim, role=entry.role, **below)
 
 
 def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:
@@ -404,6 +411,7 @@ def _boundary(boundary: Boundary, plan: Plan) -> dict[str, Any]:
         concrete_shape(node, plan.microbatch_size),
         value_of(node).dtype,
         requires_grad=boundary.requires_grad,
+        **({"per_position": [each or 0 for each in batch_coefficients(node)]} if plan.mode == GENERATE else {}),
         types={axis: str(kind) for axis, kind in node.meta.get("types", {}).items()},
     )
 
@@ -412,8 +420,9 @@ def _outputs(program: Program, plan: Plan) -> list[dict[str, Any]]:
     nodes: Any = program.graph.output_node().args[0]
     entries = []
     for output, node in zip(program.outputs, nodes):
-        shape, dtype = concrete_shape(node, plan.microbatch_size), value_of(node).dtype
-        batch_dim = None if program.mode == "train" else output.batch_dim
+        whole = program.mode == GENERATE
+        shape, dtype = concrete_shape(node, program.batch if whole else plan.microbatch_size), value_of(node).dtype
+        batch_dim = None if program.mode == "train" else 0 if whole else output.batch_dim
         entries.append(_described(output.name, shape, dtype, batch_dim=batch_dim))
     return entries
 

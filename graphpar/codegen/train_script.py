@@ -224,7 +224,7 @@ def train_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
         title=textwrap.fill(f"{title}{_LOSSES[plan.dp_mean] if program.mode == 'train' else ''}", WIDTH - len('"""')),
         devices=plan.mesh.size,
         example=EXAMPLES[program.mode],
-        placement="\n".join(_placement(plan, stages)),
+        placement="\n".join(placement_lines(plan, stages)),
         batch=plan.global_batch,
         examples=f"{max(1_000_000, plan.global_batch):_}",
         inputs="\n".join(inputs),
@@ -253,7 +253,7 @@ def _import(module: str, names: Iterable[str]) -> str:
     return line if len(line) <= WIDTH else "\n".join(wrapped(f"from graphpar.runtime{module} import ({given})", ""))
 
 
-def _placement(plan: Plan, stages: Sequence[str]) -> list[str]:
+def placement_lines(plan: Plan, stages: Sequence[str]) -> list[str]:
     """What each rank holds: a line for each stage, and one for each other axis, with ranks that differ on this axis alone."""
     degrees = plan.mesh.degrees()
     inside = plan.mesh.size // plan.mesh.pp  # ranks at one pp coordinate: pp is the outermost axis

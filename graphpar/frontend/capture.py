@@ -33,6 +33,7 @@ from graphpar.frontend.equal_masks import EqualMasks
 from graphpar.frontend.evaluation import difference, may_differ
 from graphpar.frontend.exported import to_program
 from graphpar.frontend.fixed_size import mark_batch
+from graphpar.frontend.generation import of_tokens, token_choice
 from graphpar.frontend.inputs import Request, check_batch, make_request
 from graphpar.frontend.outputs import named_outputs, note_scalars, own_loss
 from graphpar.frontend.precision import LossesInFull, cast_floating, computed_in, in_full
@@ -51,10 +52,11 @@ from graphpar.frontend.watched import (
     refuse_collective,
 )
 from graphpar.ir.precision import AUTO, Precision
-from graphpar.ir.program import ModelSource, Program
+from graphpar.ir.program import NOT_SYMBOLIC, ModelSource, Program
 from graphpar.ir.source import stack_line, user_line
 from graphpar.operators.functions import opaque_apply, plain_apply, refusal
 from graphpar.quiet_torch import torch_is_quiet
+from graphpar.runtime.modes import GENERATE, INFER, MODES
 
 
 def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = None) -> Program:
@@ -63,14 +65,16 @@ def capture(source: ModelSource, batch_dims: Mapping[str, int | None] | None = N
     Raises:
         GraphparError: the model can't be traced, or a trace would lose part of its meaning.
     """
-    if source.mode not in (None, "train", "infer"):
-        raise GraphparError(f"mode is {source.mode!r}; it must be 'train' or 'infer'.")
+    if source.mode not in (None, *MODES):
+        raise GraphparError(f"mode is {source.mode!r}; it must be one of {', '.join(MODES)}.")
     built = build(source.model)
+    if source.mode == GENERATE:
+        source, batch_dims = of_tokens(source, built[0], batch_dims)
     if source.precision.dtype != AUTO:
         return _captured(source, built, batch_dims or {})
     plain = replace(source, precision=Precision())
     dtypes = {parameter.dtype for parameter in built[0].parameters() if parameter.is_floating_point()}
-    if dtypes != {torch.float32} or source.mode == "infer":
+    if dtypes != {torch.float32} or source.mode in (INFER, GENERATE):
         return _captured(plain, built, batch_dims or {})
     program = _captured(replace(source, precision=Precision("bf16")), built, batch_dims or {})
     return program if program.mode == "train" else _captured(plain, built, batch_dims or {})
@@ -80,10 +84,12 @@ def _captured(source: ModelSource, built: Built, batch_dims: Mapping[str, int | 
     request = make_request(source, *built, batch_dims)
     program = _with_own_loss(request)
     trains = any(info.requires_grad for info in program.parameters.values())
-    if program.mode == "infer" and source.mode is None and trains:
+    if program.mode == INFER and source.mode is None and trains:
         program = program.warn(_inference_meant(request))
     program.source = replace(source, precision=source.precision.resolved(program.mode))
     program = with_adapters(program, request.model)
+    if program.mode == GENERATE:
+        program.generation = token_choice(request.model)
     if program.mode == "train":
         check_backward_hooks(request.model)
     if program.mode == "train" and may_differ(request.model):
@@ -241,7 +247,7 @@ def _trace_static(request: Request, size: int, why: Exception | None, other_size
     program.unsplittable = reason
     program.retrace = functools.partial(_retrace, request, why)
     if why is not None:
-        program = program.warn(f"The batch size is fixed in the program (no symbolic trace: {_first_line(why)}).")
+        program = program.warn(f"{NOT_SYMBOLIC}{_first_line(why)}).")
     return program
 
 
@@ -280,8 +286,9 @@ def _exported(
     traced = _Traced(request, repetitions)
     dims: list[dict[int, Any] | None] = []
     example: list[Tensor] = []
-    trace_size = max(2, size) if symbolic else size
-    batch = Dim("batch", min=1 if not symbolic else 2) if symbolic else None
+    trace_size = max(2, size // 2 if request.module_mode == GENERATE else size) if symbolic else size
+    longest = max(3, request.batch - 1) if request.module_mode == GENERATE else None  # tables of positions have no more
+    batch = Dim("batch", min=2, max=longest) if symbolic else None
     for leaf, dim in zip(request.leaves, request.batch_dims):
         if not isinstance(leaf, Tensor):
             continue

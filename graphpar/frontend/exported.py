@@ -27,6 +27,7 @@ from graphpar.frontend.precision import cast_parameters
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, Output, Program, TensorInfo, memory_of, size_coefficient
 from graphpar.ir.source import source_of
+from graphpar.runtime.modes import GENERATE, INFER, TRAIN
 
 
 def to_program(
@@ -44,7 +45,8 @@ def to_program(
         symbolic: the batch size is a symbol in the trace; else it is the number ``size``.
     """
     model = request.model
-    mode = "train" if request.output_names == ["loss"] and request.training else "infer"
+    trains = request.output_names == ["loss"] and request.training
+    mode = TRAIN if trains else GENERATE if request.module_mode == GENERATE else INFER
     parameters, ties = _parameters(model)
     parameters, stored = _as_read(model, parameters, request.precision.resolved(mode))
     buffers = _buffers(model)

@@ -18,6 +18,7 @@ from graphpar.errors import GraphparError, near_match
 from graphpar.frontend.deferred import Tape
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import ModelSource
+from graphpar.runtime.modes import GENERATE, INFER
 
 RESERVED = ("sample_keys", "self")  # names of inputs that graphpar adds
 
@@ -86,7 +87,7 @@ def make_request(
         else:
             dims.append(0 if leaf.ndim and leaf.shape[0] == batch else None)
     roles = ["target" if flag else "input" for flag in is_target]
-    training = source.mode != "infer"
+    training = source.mode not in (INFER, GENERATE)
     return Request(
         model, fake, tape, spec, leaves, names, roles, dims, batch, loss_fn, training, source.precision, source.mode
     )

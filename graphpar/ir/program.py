@@ -144,7 +144,7 @@ class Program:
     """A traced model. Passes treat it as immutable: they take one and return a new one."""
 
     name: str
-    mode: str  # train | infer
+    mode: str  # train | infer | generate, where the batch is the positions of a sequence
     graph: fx.Graph
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
@@ -170,6 +170,7 @@ class Program:
     regions: tuple[str, ...] = ()  # modules that the user's model runs under torch.utils.checkpoint; "": a function
     no_eval: str | None = None  # why the graph can't say what the model computes in evaluation
     adapters: tuple[Adapter, ...] = ()  # low-rank adapters that the model has
+    generation: Mapping[str, Any] = field(default_factory=dict)  # how the model chooses tokens, unless a call says so
     random_calls: int = 0  # number of dropouts; each has its own random stream, in execution order
     idioms: Mapping[str, int] = field(
         default_factory=dict
@@ -259,6 +260,8 @@ class Program:
         return as_text(self)
 
 
+NOT_SYMBOLIC = "The batch size is fixed in the program (no symbolic trace: "
+"""How the warning begins that a trace found the model to be for one batch size."""
 Evaluate = Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]
 """Computes the value of a node from its arguments."""
 

@@ -125,6 +125,8 @@ class Analysis:
             return Fixed() if size_factor(node) == 0 else Additive()
         if operator_name(node) == "getitem":
             return self._item(node)
+        if (found := batch_rows.windowed(node, self.states, pure)) is not None:
+            return found
         moving = any(not isinstance(s, Fixed) and isinstance(value_of(a), Tensor | tuple | list) for a, s in operands)
         numbers = [argument for _, argument in number_arguments(node) if size_factor(argument) != 0]
         integers = [item for _, item in integer_arguments(node) if isinstance(item, fx.Node) and is_size(item)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, fx
@@ -123,16 +123,19 @@ def _index(node: fx.Node, states: States, pure: bool) -> Found:
 
 
 def _picked(node: fx.Node, state: Rows, by: Rows, rows: Sequence[Rows], pure: bool) -> Rows | None:
-    """Rows of ``state`` picked by the row numbers ``by``, which count ``divided`` rows of theirs for one of its."""
-    numbers = state.outer == by.outer == 1 and by.inner == state.inner * by.divided
+    """Rows of ``state`` picked by the row numbers ``by``, which count ``divided`` rows of theirs for one of its.
+
+    Numbers that are divided stay numbers of the same layout where several rows stand behind each other for one of the batch.
+    """
+    numbers = state.outer == by.outer and by.inner == state.inner * by.divided
     orders = {"position": (None, None), "sorted": (None, by.order), "inverse": (by.order, None)}
     taken, given = orders.get(by.kind, ("", None))
     if not numbers or state.order != taken or state.chosen is not None or len({s.layout for s in rows}) != 1:
         return None
     dims = batch_dims_of(node)
-    if len(dims) != 1 or by.inner != result_coefficients(node)[dims[0]]:
+    if len(dims) != 1 or by.outer * by.inner != result_coefficients(node)[dims[0]]:
         return None
-    return Rows(dims[0], 1, by.inner, pure, order=given)
+    return Rows(dims[0], by.outer, by.inner, pure, order=given)
 
 
 def _is_mask(node: Any) -> TypeGuard[fx.Node]:
@@ -162,12 +165,13 @@ def _index_put(node: fx.Node, states: States, pure: bool) -> Found:
     mixes = Coupled("index_put writes to rows of the batch", node)
     first = by.get(0)
     if len(indices) == 1 and isinstance(first, Rows) and isinstance(what, Rows) and first.kind == "sorted":
-        plain = first.divided == what.divided == 1 and (first.outer, first.inner) == (what.outer, what.inner)
-        if what.kind == "position":
+        plain = first.divided == what.divided == 1 and first.outer * first.inner == what.outer * what.inner
+        if what.kind == "position":  # of all rows, whatever their layout
             plain &= not literal(node, "accumulate")
             return replace(first, kind="inverse", pure=pure) if plain else mixes
-        adds = bool(literal(node, "accumulate"))
-        return _written_back(state, first, what, pure, adds) or mixes
+        rows_for_rows = value_of(indices[0]).ndim == 1 and value_of(values).ndim == value_of(target).ndim
+        found = _written_back(state, first, what, pure, bool(literal(node, "accumulate"))) if rows_for_rows else None
+        return found or mixes
     mask = indices[0] if len(indices) == 1 and _is_mask(indices[0]) else None
     if not numbered and mask is None:
         return None
@@ -274,6 +278,22 @@ def _embedding_bag(node: fx.Node, states: States, pure: bool) -> Found:
         if counted and weighted and begins.divided == rows.inner and rows.kind == "values":
             return [Rows(0, pure=pure)] * len(value_of(node))
     return Coupled("embedding_bag takes offsets that count over the indices of all examples", node)
+
+
+# ---- windows of a sequence -------------------------------------------------------------------------------------
+
+
+def windowed(node: fx.Node, states: States, pure: bool) -> State | None:
+    """What :mod:`graphpar.emitted.kv_cache` does: positions are the rows, and attention to others' is known to be sound."""
+    name = operator_name(node)
+    if name == "window":
+        source, dim, _ = cast(tuple[fx.Node, int, fx.Node], node.args)
+        return Rows(dim, pure=pure) if isinstance(states[source], Fixed) else Coupled("a window picks rows", node)
+    if name == "cached_attention":
+        rows = Rows(value_of(node).ndim - 2)
+        own = all(isinstance(s, Rows) and replace(s, pure=True) == rows for s in map(states.get, node.args[:3]))  # type: ignore[arg-type]
+        return replace(rows, pure=False) if own else Coupled("attention mixes examples", node)
+    return None
 
 
 SPECIAL: dict[str, Callable[[fx.Node, States, bool], Found]] = {

@@ -107,7 +107,7 @@ def attention(node: fx.Node, context: Context) -> list[Placement]:
         sizes = sizes_of(extra)
         aligned = names[len(names) - len(sizes) :]
         texts.append(" ".join("1" if size == (1, 0) else name for size, name in zip(sizes, aligned)))
-    causal = bool(literal(node, "is_causal", 5, False))
+    causal = bool(literal(node, "is_causal", 5, False)) or operator_name(node) == "cached_attention"
     fixed = "k e f h g" if shared else "k e f"
     rule = parse_rule(f"{', '.join(texts)} -> {lead} h q f", *_ranks(node), fixed=f"{fixed} q" if causal else fixed)
     found = from_rule(node, rule, context) + ring(node, context)
@@ -253,6 +253,7 @@ RECORDS: dict[str, Record] = {
     "scaled_dot_product_attention": Record(Kind.ATTENTION, placements=attention, spelling=(_ATTENTION,)),
     "dropout_attention": Record(Kind.ATTENTION, placements=attention, spelling=(write.stream_function("dropout_attention"),)),
     "ring_attention": Record(Kind.ATTENTION),
+    "cached_attention": Record(Kind.ATTENTION, placements=attention),
     "embedding": Record(
         Kind.LOOKUP, placements=embedding, module="Embedding",
         spelling=(write.function("F.embedding", "indices weight", "padding_idx"),),

@@ -248,6 +248,11 @@ def sliced(node: fx.Node, context: Context) -> list[Placement]:
     return found
 
 
+def _window(node: fx.Node) -> Rule:
+    """``kv_cache.window(x, dim, size)``: positions that are known when the program runs."""
+    return along(node, [int(node.args[1])], padded=True)  # type: ignore[arg-type]
+
+
 def _slice_shardings(node: fx.Node, dim: int, whole: int, context: Context) -> list[tuple[Shard, Shard]]:
     """Pair shardings of a dim by parts with those of its slice: parts between the bounds of all slices, and those of neighbours."""
     source = operands_of(node)[0]
@@ -454,6 +459,7 @@ RECORDS: dict[str, Record] = {
     **each("split_with_sizes tensor_split unsafe_chunk unsafe_split", replace(_PARTS, spelling=())),
     "unbind": Record(Kind.VIEW, without_dim, spelling=write.METHOD),
     "select": Record(Kind.VIEW, without_dim, spelling=(write.selected, write.method)),
+    "window": Record(Kind.VIEW, _window),
     "slice": Record(Kind.VIEW, placements=sliced, spelling=(write.sliced,)),
     "narrow": Record(Kind.VIEW, placements=sliced, spelling=write.METHOD),
     "getitem": Record(Kind.VIEW, spelling=(write.item,)),

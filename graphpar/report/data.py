@@ -16,6 +16,7 @@ from graphpar.hardware.cluster import Cluster
 from graphpar.report.recomputation import recomputation_data
 from graphpar.report.sharding import sharding_data
 from graphpar.report.state import state_data, whole_bytes
+from graphpar.runtime.modes import GENERATE, STEPS
 from graphpar.schedules.simulation import Timeline, simulate
 from graphpar.schedules.table import ActionTable, format_table, forwards, parse_table
 from graphpar.text import bytes_text, compressed, plural, seconds_text
@@ -75,6 +76,9 @@ def report_data(compilation: Compilation, cluster: Cluster | None = None) -> dic
     experts = _expert_data(program, rows)
     if experts is not None:
         data["experts"] = experts
+    if program.mode == GENERATE:
+        sequences, length = program.inputs[0].shape_at(program.batch)
+        data["generation"] = {"sequences": sequences, "length": length}
     if plan.prefetch is not None:
         data["ahead_bytes"] = _ahead_bytes(program, plan)
     sharding = sharding_data(program, plan, compilation.cluster if data["predicted"] else None)
@@ -125,7 +129,7 @@ def with_alone(data: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict
         times = f"{step / single:.3g}"
         longer = "as long as one" if times == "1" else f"{times} times as long as one"
         slower = [
-            f"{plural(data['devices'], 'device')} take {longer}, which takes {seconds_text(single)} a step: "
+            f"{plural(data['devices'], 'device')} take {longer}, which takes {seconds_text(single)} {STEPS[data['mode']]}: "
             "use fewer devices, or a larger batch."
         ]
     return {**data, "alone": dict(alone), "warnings": [*slower, *data.get("warnings", ())]}

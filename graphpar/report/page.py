@@ -27,6 +27,7 @@ from graphpar.report.predicted import (
 from graphpar.report.recomputation import recomputation_text
 from graphpar.report.state import state_text
 from graphpar.report.timeline_chart import key, timeline_svg
+from graphpar.runtime.modes import STEPS
 from graphpar.schedules.simulation import Timeline
 from graphpar.text import bytes_text, count_text, flops_text, indices_text, place_text, seconds_text, share_text
 
@@ -103,7 +104,7 @@ def facts(pairs: Sequence[tuple[object, str]]) -> str:
 def _facts(data: Mapping[str, Any]) -> str:
     predicted = data.get("predicted")
     step = [] if predicted is None else [
-        (seconds_text(predicted["step_time_s"]), "a step" if data["mode"] == "train" else "a batch"),
+        (seconds_text(predicted["step_time_s"]), STEPS[data["mode"]]),
         (share_text(predicted["mfu"]), "MFU"),
         (peak_text(predicted), f"peak, {predicted['cluster']}"),
     ]  # fmt: skip

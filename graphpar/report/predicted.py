@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from graphpar.report.recomputation import kinds_text
+from graphpar.runtime.modes import GENERATE, STEPS
 from graphpar.schedules.simulation import CLOSINGS, Timeline
 from graphpar.schedules.table import KINDS, LETTERS
 from graphpar.text import bytes_text, indices_text, kept, plural, seconds_text, share_text, wrapped
@@ -41,9 +42,13 @@ def predicted_lines(data: Mapping[str, Any], seconds: float | None = None) -> li
 
 def _step(data: Mapping[str, Any], predicted: Mapping[str, Any]) -> str:
     where = "" if predicted["cluster"] == data.get("cluster") else f" on {predicted['cluster']}"
+    rate = ""
+    if (generation := data.get("generation")) is not None:
+        made = generation["sequences"] * data["microbatches"] / predicted["step_time_s"]
+        rate = f", {made:,.4g} tokens a second with a full cache"
     bubble = f" · bubble {share_text(predicted['bubble_fraction'])}" if data["mesh"]["pp"] > 1 else ""
     return (
-        f"{seconds_text(predicted['step_time_s'])} {'a step' if data['mode'] == 'train' else 'a batch'}{where} · "
+        f"{seconds_text(predicted['step_time_s'])} {STEPS[data['mode']]}{rate}{where} · "
         f"{share_text(predicted['mfu'])} MFU{bubble} · peak {peak_text(predicted)}"
     )
 
@@ -55,7 +60,8 @@ def alone_text(data: Mapping[str, Any]) -> str:
     if not alone["fits"]:
         return f"does not fit: it needs {bytes_text(alone['peak_memory_bytes'])} of {bytes_text(alone['memory_bytes'])} ({name})"
     times = alone["step_time_s"] / data["predicted"]["step_time_s"]
-    text = f"{seconds_text(alone['step_time_s'])} in microbatches of {size} ({name}); {plural(devices, 'device')}"
+    sizes = "" if data["mode"] == GENERATE else f" in microbatches of {size}"
+    text = f"{seconds_text(alone['step_time_s'])}{sizes} ({name}); {plural(devices, 'device')}"
     if f"{times:.3g}" == "1" or f"{1 / times:.3g}" == "1":
         return f"{text} take as long"
     if times < 1:

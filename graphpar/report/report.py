@@ -32,6 +32,7 @@ from graphpar.report.recomputation import recomputation_text
 from graphpar.report.stages import stage_table
 from graphpar.report.state import state_text
 from graphpar.report.trace import chrome_trace
+from graphpar.runtime.modes import GENERATE, INFER
 from graphpar.schedules.simulation import draw
 from graphpar.text import bytes_text, compressed, count_text, indices_text, kept, listed, place_text, plural, wrapped
 
@@ -121,8 +122,9 @@ def trace(data: Mapping[str, Any]) -> dict[str, Any]:
 def next_commands(out: str, mode: str) -> list[str]:
     """List the commands to run next on an emitted folder."""
     folder = shlex.quote(out)
-    verify = [f"graphpar verify {folder}"] if mode == "train" else []
-    return [f"graphpar run {folder} --steps 3", *verify, f"graphpar report {folder} --html report.html"]
+    verify = [f"graphpar verify {folder}"] if mode != INFER else []
+    how = "--tokens 1,2,3 --max-new-tokens 8" if mode == GENERATE else "--steps 3"
+    return [f"graphpar run {folder} {how}", *verify, f"graphpar report {folder} --html report.html"]
 
 
 def _header(data: Mapping[str, Any]) -> str:
@@ -140,6 +142,10 @@ def _plan_line(data: Mapping[str, Any]) -> tuple[str, str]:
     microbatches = plural(count, "microbatch", "microbatches")
     schedule = f"{data['schedule']}, " if data["mesh"]["pp"] > 1 else ""  # meaningless without a pipeline
     made_for = f"; made for {data['made_for']}" if "made_for" in data else ""
+    if (generation := data.get("generation")) is not None:
+        groups = f"{count} groups of " if count > 1 else ""
+        rows = plural(generation["sequences"], "sequence")
+        return "Plan", f"{mesh_text(data['mesh'])}   {groups}{rows}, up to {generation['length']:,} tokens{made_for}"
     plan = f"{mesh_text(data['mesh'])}   {schedule}{microbatches} of {size} (global batch {data['global_batch']}){made_for}"
     return "Plan", plan
 

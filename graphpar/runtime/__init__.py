@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphpar.runtime.manifest import Manifest, load_manifest
     from graphpar.runtime.pipeline import Pipeline
     from graphpar.runtime.random_streams import sample_keys
+    from graphpar.runtime.texts import text_file
 
 _MODULES = {
     "AgreedError": "errors",
@@ -39,6 +40,7 @@ _MODULES = {
     "pad": "data",
     "sample_keys": "random_streams",
     "start": "distributed",
+    "text_file": "texts",
 }
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "pad",
     "sample_keys",
     "start",
+    "text_file",
 ]
 
 

@@ -58,6 +58,16 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def token_ids(text: str) -> list[int]:
+    """Read token ids with commas between them: the type of an argument."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"it is {text!r}; it must be token ids with commas between them, such as 15,3,8"
+        )
+    return list(map(int, parts))
+
+
 def number(text: str) -> float:
     """Read a finite number of at least 0: the type of an argument."""
     try:

@@ -12,13 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from graphpar.runtime.axes import AXES, AXIS, PREFETCH, REPLICAS, STATE_AXES
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import I, P, R, Shard, Stored, Type
+from graphpar.runtime.modes import MODES
 from graphpar.runtime.plan_record import (
     DTYPES,
     Adapter,
@@ -44,6 +45,14 @@ class TensorInterface:
     requires_grad: bool
     types: Mapping[str, Type] = field(default_factory=dict, hash=False)
     """Its type on each compute axis; for the type check only, so a plan may leave it out."""
+    per_position: tuple[int, ...] = ()
+    """Of a program for generation: how many elements of each dim a position has; 0 where a dim does not follow them."""
+
+    def shape_at(self, positions: int | None) -> tuple[int, ...]:
+        """Return the shape for a window of so many positions."""
+        if positions is None:
+            return self.shape
+        return tuple(each * positions or n for n, each in zip(self.shape, self.per_position))
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,8 @@ class Manifest:
     """Why the loss of a program for training is no sum over examples."""
     adapters: tuple[Adapter, ...] = ()
     """Low-rank adapters that the model has."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """How tokens are chosen where a call does not say."""
 
     @property
     def world_size(self) -> int:
@@ -261,6 +272,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         coupled=interface.optional("coupled", (str, type(None)), None),
         unsplittable=interface.optional("unsplittable", (str, type(None)), None),
         adapters=tuple(map(Adapter.read, interface.records("adapters"))) if interface.has("adapters") else (),
+        generation=interface.optional("generation", dict, {}),
     )
     _check(manifest, str(path))
     return manifest
@@ -315,7 +327,8 @@ def _stages(placements: Sequence[StageRecord], interfaces: list[Record]) -> tupl
 def _tensor(record: Record) -> TensorInterface:
     name, shape, dtype = _described(record)
     types = types_of({name: record.optional("types", dict, {})}, record.where)[name]
-    return TensorInterface(name, shape, dtype, record.get("requires_grad", bool), types)
+    per_position = record.items("per_position", int) if record.has("per_position") else ()
+    return TensorInterface(name, shape, dtype, record.get("requires_grad", bool), types, per_position)
 
 
 def _input(record: Record) -> InputInterface:
@@ -345,8 +358,8 @@ def _check(plan: Manifest, where: str) -> None:
     known = {spec.name for spec in plan.inputs}
     used = {name for stage in plan.stages for name in stage.inputs} | set(plan.count_inputs)
     broken: list[str] = []
-    if plan.mode not in ("train", "infer"):
-        broken.append(f"mode {plan.mode!r} is neither 'train' nor 'infer'")
+    if plan.mode not in MODES:
+        broken.append(f"mode {plan.mode!r} is none of {', '.join(MODES)}")
     if plan.microbatches * plan.microbatch_size * plan.replicas != plan.global_batch:
         replicas = f" on each of {plan.replicas} replicas" if plan.replicas > 1 else ""
         broken.append(

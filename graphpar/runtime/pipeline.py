@@ -37,6 +37,7 @@ from graphpar.runtime.fully_sharded import (
     free,
     gather,
 )
+from graphpar.runtime.generation import Generator
 from graphpar.runtime.gradients import Gradients
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.idle import Places, left_in_stage
@@ -44,6 +45,7 @@ from graphpar.runtime.initialise import initial_values, model_of
 from graphpar.runtime.loss_scale import FIRST, LossScale
 from graphpar.runtime.manifest import load_manifest
 from graphpar.runtime.microbatches import Microbatches
+from graphpar.runtime.modes import GENERATE
 from graphpar.runtime.norm import clip
 from graphpar.runtime.optimizer_shards import OptimizerShards
 from graphpar.runtime.optimizers import build_lr_schedule, build_optimizer, factory
@@ -145,6 +147,8 @@ class Pipeline:
         count = stage_function(self._package, self.program.stages[-1], "global_counts") if counts else None
         self._feed = Feed(self.program, self.groups, self.device, self.seed, names, count)
         self.has_last_stage = self._interfaces[-1].index == len(self.program.stages) - 1
+        if self.program.mode == GENERATE:
+            self._generator = Generator(self.program, self._adapters, self._package, self.groups, self.device)
         casts = [casts for _, casts in stored]
         self._microbatches = Microbatches(self.program, self._adapters, casts, self.groups, self.device, self._scale)
         named = [(f"stage_{spec.index}", stage) for spec, stage in zip(self._interfaces, self.stages)]
@@ -586,6 +590,48 @@ class Pipeline:
         """
         return self._forward([batch], self.steps_done if step is None else step)
 
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]] | Tensor,
+        max_new_tokens: int | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        seed: int | None = None,
+        show: Callable[[int, int], None] | None = None,
+        **choice: Any,
+    ) -> list[list[int]]:
+        """Continue prompts, and return the new tokens of each on every rank; a collective call of a program for generation.
+
+        Args:
+            prompts: token ids of any lengths, the same on all ranks.
+            max_new_tokens: for each; by default that of the model's generation config, or what the cache has room for.
+            attention_mask: [prompts, positions], where ``prompts`` is a tensor with padding on either side.
+            seed: of tokens that are drawn: the same tokens for the same seed, under any plan. By default the pipeline's.
+            show: called with the number of a prompt and each new token of it.
+            choice: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``repetition_penalty``, ``eos_token_id`` (one or several), as in
+                transformers; by default those of the model's generation config.
+
+        Raises:
+            RuntimeProgramError: on all ranks: the program is for something else, or a prompt does not fit.
+        """
+        self._check_mode("generate", GENERATE)
+        self.synchronize()
+        with torch.no_grad():
+            given = self.seed if seed is None else seed
+            return self._generator.answers(prompts, max_new_tokens, attention_mask, given, show, choice)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes of keys and values that this rank kept of as many sequences as the program computes at once, when it last generated."""
+        self._check_mode("cache_bytes", GENERATE)
+        return self._generator.cache_bytes
+
+    def _check_mode(self, what: str, mode: str) -> None:
+        if self.program.mode != mode:
+            raise RuntimeProgramError(
+                f"{what} needs a program for it, but this one is for {self.program.mode}: compile the model with --mode {mode}"
+            )
+
     def _forward(
         self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], step: int
     ) -> dict[str, Tensor] | None:
@@ -596,7 +642,10 @@ class Pipeline:
             for values in self._feed.values(together(self.program, batch, training=False), step):
                 for stage in self.stages if self.program.gathers_by_table else ():
                     gather(stage)
-                found.append(forward_only(self.program, self._adapters, values, self.groups))
+                if self.program.mode == GENERATE:
+                    found.append(self._generator.logits(values))
+                else:
+                    found.append(forward_only(self.program, self._adapters, values, self.groups))
                 self._free()
         outputs = [each for each in found if each is not None]
         return (

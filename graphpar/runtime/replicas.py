@@ -19,6 +19,7 @@ from graphpar.runtime.fully_sharded import local
 from graphpar.runtime.groups import Groups
 from graphpar.runtime.layout import Shard
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.modes import SCRIPTS
 
 _CHUNK = 1 << 22
 
@@ -111,7 +112,7 @@ def check_ranks(program: Manifest) -> None:
         raise RuntimeProgramError(
             f"the program runs on {expected} rank{'s' if expected > 1 else ''} ({degrees or 'one device'}), "
             f"but {found} {'were' if found > 1 else 'was'} started. "
-            f"Start it with: torchrun --nproc-per-node {expected} {program.folder.name}/train.py"
+            f"Start it with: torchrun --nproc-per-node {expected} {program.folder.name}/{SCRIPTS[program.mode]}"
         )
     old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
     silent = [tensor.name for stage in program.stages for tensor in stage.sends if not tensor.requires_grad]

@@ -193,6 +193,9 @@ class StageAdapter(nn.Module):
     contiguous tensors only, and zero-bubble schedules detach outputs in place), and checks it against the
     plan: a wrong shape would be received as garbage.
 
+    Attributes:
+        positions: of a program for generation: how many the next call computes.
+
     Args:
         share: what the last stage's loss is multiplied by, if anything: one replica's part of a mean over replicas.
     """
@@ -202,6 +205,7 @@ class StageAdapter(nn.Module):
         self.stage = stage
         self.interface = interface
         self.share = share
+        self.positions: int | None = None
         self.names = interface.inputs + interface.counts
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
@@ -223,10 +227,11 @@ class StageAdapter(nn.Module):
         if len(sent) != len(planned):
             raise RuntimeProgramError(f"{where} returned {len(sent)} tensors; plan.json says {len(planned)}")
         for tensor, spec in zip(sent, planned):
-            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            shape = spec.shape_at(self.positions)
+            if tuple(tensor.shape) != shape or tensor.dtype != spec.dtype:
                 raise RuntimeProgramError(
                     f"{where} returned {spec.name} as {tensor.dtype} {list(tensor.shape)}; "
-                    f"plan.json says {spec.dtype} {list(spec.shape)}"
+                    f"plan.json says {spec.dtype} {list(shape)}"
                 )
             if tensor.requires_grad and not spec.requires_grad:
                 raise RuntimeProgramError(

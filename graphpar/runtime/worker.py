@@ -33,6 +33,7 @@ from graphpar.runtime.double import in_double
 from graphpar.runtime.errors import AgreedError, LaunchError, root_cause
 from graphpar.runtime.fully_sharded import padded
 from graphpar.runtime.launch import torchrun
+from graphpar.runtime.modes import TRAIN
 from graphpar.runtime.pipeline import Pipeline
 from graphpar.runtime.weights import WeightFile, write_tensors
 
@@ -181,7 +182,7 @@ def _work(job: dict[str, Any], ranks: Ranks, results: _Results) -> None:
         if job.get("loss_scale") is not None:
             pipeline.loss_scale = job["loss_scale"]
         pipeline.load_weights(job["weights"])
-        if pipeline.program.mode == "infer":
+        if pipeline.program.mode != TRAIN:
             for step in range(job["steps"]):
                 outputs = pipeline.infer(load_file(job["batches"][step]), step=step) or {}
                 results.keep(f"output_{step}", {f"output/{step}/{name}": value for name, value in outputs.items()})

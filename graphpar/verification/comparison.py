@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphpar.ir.plan import Plan
 from graphpar.runtime.manifest import Manifest
+from graphpar.runtime.modes import TRAIN
 from graphpar.runtime.worker import JobResult
 from graphpar.verification.gathered import GatheredTensors, same
 from graphpar.verification.reference import Accumulated, Reference
@@ -143,7 +144,7 @@ def compare(
         return outcome
     ranks = [result.tensors(rank) for rank in range(plan.mesh.size)]
     comparison.written = GatheredTensors(ranks, plan.mesh.degrees(), program, outcome.problems)
-    if plan.mode == "infer":
+    if plan.mode != TRAIN:
         comparison.outputs()
     else:
         comparison.training(result)
@@ -159,8 +160,8 @@ class _Comparison:
     def __init__(self, reference: Reference, plan: Plan, steps: int, result: JobResult) -> None:
         self.reference = reference
         usual = precision(reference.dtype)
-        kinds = ["loss", "gradient", "parameter", "buffer"] if plan.mode != "infer" else ["output"]
-        if plan.mode != "infer" and reference.accumulated is not None:
+        kinds = ["loss", "gradient", "parameter", "buffer"] if plan.mode == TRAIN else ["output"]
+        if plan.mode == TRAIN and reference.accumulated is not None:
             kinds.insert(2, "norm")
         self.outcome = Verification(
             devices=plan.mesh.size,

@@ -29,6 +29,7 @@ from graphpar.ir.plan import Plan
 from graphpar.ir.precision import Precision
 from graphpar.ir.program import Input, ModelSource
 from graphpar.runtime.double import doubled, in_double
+from graphpar.runtime.modes import GENERATE, TRAIN
 from graphpar.runtime.random_streams import sample_keys
 from graphpar.runtime.weights import WeightFile, write_tensors
 from graphpar.verification.batches import VARIATIONS, Variation, constant_inputs, step_batches
@@ -180,7 +181,8 @@ def run_reference(
     setting = _Setting(source, plan, tuple(inputs), steps, microbatched, leaves, spec, forward=forward)
     for variation in VARIATIONS:
         last = variation is VARIATIONS[-1]
-        batches = step_batches(setting.examples, plan.global_batch, steps + 1, variation, counted, SEED)
+        rows = inputs[0].shape[0] if plan.mode == GENERATE else plan.global_batch
+        batches = step_batches(setting.examples, rows, steps + 1, variation, counted, SEED)
         try:
             reference = _run(setting, batches)
         except Exception:  # the model refuses values that the example does not have
@@ -229,7 +231,7 @@ def _trained(setting: _Setting, model: nn.Module, batches: list[dict[str, Tensor
     reference.keep(reference.weights, named | {name: buffers[name] for name in reference.persistent if name in buffers})
     for step, batch in enumerate(batches):
         reference.keep(reference.batch_file(step), batch)
-    if setting.plan.mode == "infer":
+    if setting.plan.mode != TRAIN:
         _infer(setting, policy, reference)
     else:
         _train(setting, policy, reference)

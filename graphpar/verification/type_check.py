@@ -45,6 +45,7 @@ from graphpar.runtime.axes import REPLICAS
 from graphpar.runtime.errors import RuntimeProgramError
 from graphpar.runtime.layout import Shard, Type, local_shape, rank_at
 from graphpar.runtime.manifest import InputInterface, Manifest, StageInterface, TensorInterface, load_manifest
+from graphpar.runtime.modes import GENERATE
 from graphpar.runtime.schedules import check_actions
 from graphpar.runtime.stages import build_stage, emitted_package
 from graphpar.verification.recomputed import check_recomputed
@@ -61,7 +62,7 @@ from graphpar.verification.typed_collectives import (
     untyped,
 )
 
-_LIBRARY = ("collectives.py", "random_streams.py", "ring_attention.py", "ring_products.py", "rotary.py")
+_LIBRARY = ("collectives.py", "kv_cache.py", "random_streams.py", "ring_attention.py", "ring_products.py", "rotary.py")
 """Files of a program that hold no model code."""
 SMALL = 1 << 26
 """The most parameters of a stage that may be run on numbers."""
@@ -409,7 +410,9 @@ class _Stage:
     def _input(self, spec: InputInterface, device: torch.device) -> Tensor:
         """Return a microbatch of an input on a rank: its own rows, whole otherwise."""
         shape, kinds = list(spec.shape), self._everywhere()
-        if spec.batch_dim is not None:
+        if self.program.mode == GENERATE:
+            shape[1] = self.program.microbatch_size  # positions of a window
+        elif spec.batch_dim is not None:
             shape[spec.batch_dim] = self.program.microbatch_size
             kinds |= {axis: spmd.V for axis in REPLICAS if axis in self.axes}
         return self._new(torch.ones(shape, dtype=spec.dtype, device=device), kinds)

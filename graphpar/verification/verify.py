@@ -12,19 +12,22 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphpar.errors import GraphparError
+from graphpar.frontend.build import build
+from graphpar.frontend.generation import of_tokens
 from graphpar.frontend.modelfile import find_model_file, load_model_file
 from graphpar.ir.plan import Plan
 from graphpar.ir.program import Input, ModelSource
 from graphpar.parts import Parts
 from graphpar.runtime.double import WIDER
 from graphpar.runtime.manifest import Manifest, load_manifest
+from graphpar.runtime.modes import GENERATE
 from graphpar.runtime.stages import check_files
 from graphpar.runtime.worker import run_jobs
 from graphpar.text import plural
@@ -177,6 +180,8 @@ def _subject(
         source = None if known is not None else _source_of(folder, manifest, plan)
         inputs = tuple(Input(i.name, i.shape, i.dtype, i.batch_dim, i.role) for i in manifest.inputs)
         coupled, counted = plan.allow_batch_coupling, manifest.count_inputs
+    if plan.mode == GENERATE:  # whole sequences
+        inputs = tuple(replace(entry, batch_dim=0) for entry in inputs)
     if known is not None:
         return _Subject(folder, plan, known)
     if source is None:
@@ -199,7 +204,10 @@ def _source_of(folder: Path, program: Manifest, plan: Plan) -> ModelSource:
             f"{folder} was not compiled from a model file; verify it from Python with gp.verify(parts)."
         )
     file = load_model_file(find_model_file(folder, program.model_file))
-    return ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.precision)
+    source = ModelSource(file.model, file.args, file.kwargs, file.loss_fn, file.targets, plan.precision)
+    if plan.mode != GENERATE:
+        return source
+    return of_tokens(replace(source, mode=GENERATE), build(file.model)[0], None)[0]
 
 
 # ---- running ---------------------------------------------------------------------------------------------------

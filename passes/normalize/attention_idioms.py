@@ -157,7 +157,7 @@ def _is_minus_infinity(value: Any) -> bool:
 def _proven(mask: fx.Node, node: fx.Node, masks: Masks) -> bool:
     """Whether a mask lets each row see itself."""
     queries, keys = sizes(node)[-2:]
-    return isinstance(queries, int) and queries == keys and masks.is_causal(mask, queries)
+    return queries == keys and masks.is_causal(mask, queries)
 
 
 def _is_scale(scale: float) -> bool:
@@ -182,7 +182,7 @@ def causal_attention(node: fx.Node, masks: Masks) -> bool:
     if not isinstance(mask, fx.Node) or literal(node, "is_causal") or (scale is not None and not _is_scale(scale)):
         return False
     length, keys = (sizes(operand)[-2] for operand in node.args[:2])
-    if not isinstance(length, int) or length != keys or not masks.is_causal(mask, length):
+    if length != keys or not masks.is_causal(mask, length):
         return False
     options = {
         name: value for name, value in node.kwargs.items() if name not in ("attn_mask", "is_causal", "dropout_p")

@@ -10,7 +10,7 @@ Other masks (``triu`` of ones) are made, up to ``MOST_ELEMENTS``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, fx
 
 from graphpar.errors import GraphparError
-from graphpar.ir.program import Program, batch_coefficients, operator_name, size_coefficient, value_of
+from graphpar.ir.program import Program, TensorInfo, batch_coefficients, operator_name, size_coefficient, value_of
 from graphpar.operators.record import Kind
 from graphpar.operators.table import record_of
 from graphpar.passes.normalize.alike_examples import differs
+from graphpar.passes.normalize.functional import is_inplace
 from graphpar.passes.normalize.graph_matching import number, sizes
+from graphpar.runtime.modes import GENERATE
 
 HIDES = -1e9
 """Added to a score, or in its place, this or less is a weight of zero in every dtype."""
@@ -30,6 +32,8 @@ MOST_ELEMENTS = 2**26
 """Masks with more elements are not made."""
 _EXAMPLES = 2
 """So many stand for all, as what may differ between them is not taken (:mod:`graphpar.passes.normalize.alike_examples`)."""
+_SHORT = 8
+"""All lengths up to this are tried."""
 _SHAPES_ALONE = (Kind.FACTORY, Kind.NUMBER)
 """Operators that read a tensor's shape, and not its values."""
 
@@ -59,21 +63,35 @@ class Masks:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._values = _Values(program)
+        self._lengths: dict[int, _Values] = {}
         self._known: dict[fx.Node, bool] = {}
 
-    def is_causal(self, mask: fx.Node, length: int) -> bool:
-        """Return whether ``mask``, of booleans or added to the scores, shows each row exactly the columns up to its own."""
+    def is_causal(self, mask: fx.Node, length: int | str) -> bool:
+        """Return whether ``mask``, of booleans or added to the scores, shows each row exactly the columns up to its own.
+
+        A ``length`` that is no number is that of the sequence of a program for generation, whose masks are tried in several lengths.
+        """
         made = value_of(mask)
         if not isinstance(made, Tensor) or made.ndim < 2 or sizes(mask)[-2:] != [length, length]:
+            return False
+        if not isinstance(length, int) and (self.program.mode != GENERATE or size_coefficient(made.shape[-1]) != 1):
             return False
         if mask not in self._known:
             try:
                 with torch.no_grad():
-                    self._known[mask] = _shows_lower(self._values.of(mask), length)
+                    self._known[mask] = all(_shows_lower(values.of(mask), n) for n, values in self._tried(length))
             except (_UnknownError, GraphparError, RuntimeError, TypeError, LookupError, ValueError):
                 self._known[mask] = False
         return self._known[mask]
+
+    def _tried(self, length: int | str) -> Iterator[tuple[int, _Values]]:
+        """Yield lengths, with the values that the program has for sequences of them."""
+        if isinstance(length, int):
+            yield length, self._lengths.setdefault(0, _Values(self.program))
+            return
+        longest = self.program.batch
+        for tried in sorted({*range(1, min(_SHORT, longest) + 1), longest // 2, longest - 1, longest} - {0}):
+            yield tried, self._lengths.setdefault(tried, _Values(self.program, tried))
 
 
 def _shows_lower(value: Any, length: int) -> bool:
@@ -90,10 +108,14 @@ def _shows_lower(value: Any, length: int) -> bool:
 
 
 class _Values:
-    """The values of a graph's nodes for a batch of two examples, where they follow from constants alone and no example is special."""
+    """The values of a graph's nodes for a batch of two examples, where they follow from constants alone and no example is special.
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    ``positions``: of a program for generation, whose batch they are; they may differ.
+    """
+
+    def __init__(self, program: Program, positions: int | None = None) -> None:
+        self.program, self.positions = program, positions
+        self.batch = positions or _EXAMPLES
         self.known: dict[fx.Node, Any] = {}
         self.differing: set[fx.Node] = set()  # between examples
 
@@ -122,7 +144,7 @@ class _Values:
         Raises:
             _UnknownError: it may do so in larger batches.
         """
-        if node.op != "call_function" or not isinstance(value, Tensor | _Prefix):
+        if node.op != "call_function" or not isinstance(value, Tensor | _Prefix) or self.positions is not None:
             return
         found = differs(node, value if isinstance(value, Tensor) else None, self.differing)
         if found is None:
@@ -137,36 +159,50 @@ class _Values:
 
     def _computed(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
-            if str(node.target) in self.program.constants and str(node.target) not in self.program.buffers:
-                return self.program.constants[str(node.target)]
+            name = str(node.target)
+            if name in self.program.constants and self._stays(node, self.program.buffers.get(name)):
+                return self.program.constants[name]
             raise _UnknownError
         value = node.meta.get("val")
         if isinstance(value, int | torch.SymInt):
             coefficient = size_coefficient(value)
-            return int(value) if coefficient is None else coefficient * _EXAMPLES
+            return int(value) if coefficient is None else coefficient * self.batch
         if node.op != "call_function" or record_of(node).kind is Kind.RANDOM:
             raise _UnknownError
-        if isinstance(value, Tensor) and value.ndim >= 2 and _size(node) > 2**16:
+        if isinstance(value, Tensor) and value.ndim >= 2 and self._size(node) > 2**16:
             prefix = self._as_prefix(node)
             if prefix is not None:
                 return prefix
-            if _size(node) > MOST_ELEMENTS:
+            if self._size(node) > MOST_ELEMENTS:
                 raise _UnknownError
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._plain)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
+    def _stays(self, node: fx.Node, buffer: TensorInfo | None) -> bool:
+        """Whether a constant has its value whenever the program runs: no buffer, or in generation one that is neither saved nor written."""
+        if buffer is None:
+            return True
+        return self.positions is not None and not buffer.persistent and not any(map(is_inplace, node.users))
+
     def _plain(self, node: fx.Node) -> Any:
         if node not in self.known:  # only its shape is read
-            return torch.zeros((), dtype=value_of(node).dtype).expand(_shape(node))
+            return torch.zeros((), dtype=value_of(node).dtype).expand(self._shape(node))
         value = self.known[node]
         if isinstance(value, _Prefix):
-            shape = _shape(node)
+            shape = self._shape(node)
             if value.count.numel() * value.columns > MOST_ELEMENTS:
                 raise _UnknownError
             shown = torch.arange(value.columns) < value.count.unsqueeze(-1)
             whole = shown if value.hidden is None else torch.zeros(shown.shape).masked_fill(~shown, value.hidden)
             return whole.expand(shape).to(value_of(node).dtype)
         return value
+
+    def _shape(self, node: fx.Node) -> tuple[int, ...]:
+        given = zip(value_of(node).shape, batch_coefficients(node))
+        return tuple(int(size) if coefficient is None else coefficient * self.batch for size, coefficient in given)
+
+    def _size(self, node: fx.Node) -> int:
+        return math.prod(self._shape(node))
 
     # ---- masks as prefixes ----
 
@@ -251,12 +287,3 @@ def _joined(first: Any, second: Any, pick: Callable[[Tensor, Tensor], Tensor]) -
     if isinstance(second, _Prefix) and second.hidden is None and second.columns == first.columns:
         return _Prefix(pick(*torch.broadcast_tensors(first.count, second.count)), first.columns)
     return None
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    given = zip(value_of(node).shape, batch_coefficients(node))
-    return tuple(int(size) if coefficient is None else coefficient * _EXAMPLES for size, coefficient in given)
-
-
-def _size(node: fx.Node) -> int:
-    return math.prod(_shape(node))

@@ -30,6 +30,7 @@ from graphpar.passes.planning.constraints import (
     check_overlap,
     check_pipelined,
 )
+from graphpar.passes.planning.generation import for_generation
 from graphpar.passes.planning.planning import estimate_plan, search_plan
 from graphpar.passes.planning.recomputation import AUTO, OF_THE_MODEL, check_recompute, least_first, of_the_model
 from graphpar.passes.planning.sharded_state import (
@@ -181,6 +182,7 @@ def planned(program: Program, asked: Asked, show: Callable[[str], None] | None =
     Args:
         show: is called with what a search is at.
     """
+    asked = for_generation(program, asked)
     precision = _precision(program, asked.pins.dtype)
     pins = replace(asked.pins, dtype=precision.dtype, param_dtype=precision.param_dtype)
     if asked.split is not None:

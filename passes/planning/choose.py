@@ -63,6 +63,7 @@ from graphpar.passes.sharding.solution import sharding_of, undivided_work
 from graphpar.passes.sharding.widened import of_a_replica
 from graphpar.passes.split import positions_of, split
 from graphpar.runtime.axes import ZERO1_BY
+from graphpar.runtime.modes import TRAIN
 from graphpar.runtime.plan_record import StageRecord
 from graphpar.schedules.order import check_deadlock
 from graphpar.schedules.registry import (
@@ -100,7 +101,7 @@ def choose(program: Program, mesh: Mesh, pins: PlanConstraints) -> Plan:
         return _with_table(program, mesh, pins, split_points, batch)
     several = program.mode == "train" and coupling_reason(program, pins) is None
     schedule = canonical_name(pins.schedule or ("1F1B" if several else "GPipe"))
-    if program.mode == "infer" and get_schedule(schedule).splits_backward:
+    if program.mode != TRAIN and get_schedule(schedule).splits_backward:
         raise GraphparError(f"Schedule {schedule} is for training; a program without a loss runs GPipe or 1F1B.")
     per_rank = _stages_per_rank(schedule, mesh, split_points)
     count = mesh.pp * per_rank if mesh.pp > 1 else len(split_points or ()) + 1

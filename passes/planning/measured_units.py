@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from graphpar.cost_models.activation_memory import Activations, Reach, attributes
 from graphpar.cost_models.execution import Execution
-from graphpar.cost_models.flops import tensor_bytes
+from graphpar.cost_models.flops import cached_bytes, tensor_bytes
 from graphpar.cost_models.kept_results import Recomputations
 from graphpar.cost_models.pipeline_units import ROWS, Bytes, Held, Repeated, Unit, UnitClass, UnitMemory
 from graphpar.cost_models.repeated_work import repeated_work
@@ -142,6 +142,7 @@ class _Measured:
         self.held = [_held(program, degrees, stage, several, casts) for stage in self.stages]
         self.inputs = [_inputs(program, stage) for stage in self.stages]
         self.sends = [_sends(program, stage) for stage in self.stages]
+        self.caches = [_cache(program, stage) for stage in self.stages]
 
     def units(self, blocks: Iterable[tuple[str, str]]) -> list[Unit]:
         """Return the units, in order, where ``blocks`` says how blocks are recomputed; equal ones are of one class."""
@@ -161,9 +162,8 @@ class _Measured:
                 self.kinds[key] = UnitClass(work, self.sends[number], measure, self._repeated(stage, recomputed))
             shared |= set(stage.recomputed)
             held, buffers = self.held[number]
-            units.append(
-                Unit(point, position, stage.modules, self.kinds[key], held, buffers, self.inputs[number], stage)
-            )
+            kind, inputs, cache = self.kinds[key], self.inputs[number], self.caches[number]
+            units.append(Unit(point, position, stage.modules, kind, held, buffers, inputs, cache, stage))
         return units
 
     def _repeated(self, stage: Stage, recomputed: Mapping[str, Recomputation]) -> Repeated:
@@ -221,6 +221,12 @@ def _inputs(program: Program, stage: Stage) -> dict[str, Bytes]:
         others = math.prod(size for dim, size in enumerate(spec.shape) if dim != spec.batch_dim) * spec.dtype.itemsize
         found[name] = Bytes(float(others)) if spec.batch_dim is None else Bytes(0.0, float(others))
     return found
+
+
+def _cache(program: Program, stage: Stage) -> int:
+    """Return the bytes of the cache of all attention of ``stage``."""
+    blocks = [program.block_of(node).graph for node in stage.graph.nodes if node.op == "call_module"]
+    return sum(cached_bytes(node) or 0 for graph in (stage.graph, *blocks) for node in graph.nodes)
 
 
 def _held(

@@ -35,6 +35,7 @@ from graphpar.passes.planning.candidates import (
 from graphpar.passes.planning.fitting import Fitting
 from graphpar.passes.planning.space import Space
 from graphpar.passes.sharding.shard import Sharded
+from graphpar.runtime.modes import GENERATE
 from graphpar.text import listed, plural, seconds_text
 
 _NEAR = 1.03
@@ -234,7 +235,10 @@ class Planner:
     def alone(self) -> Alone:
         """Estimate the whole batch on one device of the cluster; the unsharded program's measurements are reused."""
         device = Cluster(1, 1, self.cluster.device, self.cluster.intra_node, self.cluster.inter_node)
-        size = None if self.program.symbolic else self.wishes.microbatch_size  # each other size is a trace
+        free = (
+            self.program.symbolic and self.program.mode != GENERATE
+        )  # else each other size is a trace, or another window
+        size = None if free else self.wishes.microbatch_size
         wishes = PlannerConstraints(
             microbatch_size=size, one_microbatch=self.wishes.one_microbatch, recompute=self.wishes.recompute
         )

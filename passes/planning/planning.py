@@ -36,6 +36,7 @@ from graphpar.passes.planning.split_points import marked_split_points
 from graphpar.passes.sharding.planned import sharded_as
 from graphpar.passes.sharding.shard import Sharded
 from graphpar.passes.split import positions_of
+from graphpar.runtime.modes import GENERATE
 from graphpar.runtime.plan_record import DTYPES
 from graphpar.schedules.order import order_of
 from graphpar.schedules.registry import action_table, canonical_name
@@ -232,7 +233,7 @@ def on_one_device(program: Program, plan: Plan, cluster: Cluster) -> Alone:
     """Estimate the batch of ``plan`` on one device of ``cluster``, with the best microbatch size there."""
     pins = PlanConstraints(
         global_batch=plan.global_batch,
-        microbatch_size=None if program.symbolic else plan.microbatch_size,  # each other size is a trace
+        microbatch_size=None if program.symbolic and program.mode != GENERATE else plan.microbatch_size,
         allow_batch_coupling=plan.allow_batch_coupling,
         recompute=AUTO,
     )

@@ -22,6 +22,7 @@ from graphpar.passes.planning.sharded_state import level_of
 from graphpar.passes.sharding.exchange import exchangeable
 from graphpar.passes.sharding.experts import find_experts
 from graphpar.runtime.axes import AXIS
+from graphpar.runtime.modes import TRAIN
 from graphpar.schedules.registry import SCHEDULES, legal_microbatches
 
 FREE_AXES = tuple(name for name, axis in AXIS.items() if axis.searched)
@@ -195,7 +196,7 @@ class Space:
                 continue
             if row.splits_backward and self.wishes.whole_backwards:
                 continue
-            if self.program.mode == "infer" and (row.splits_backward or row.min_stages > 1):
+            if self.program.mode != TRAIN and (row.splits_backward or row.min_stages > 1):
                 continue
             if row.splits_backward and zero >= 2 and reshard not in ("default", "never"):
                 continue

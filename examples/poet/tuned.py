@@ -1,0 +1,14 @@
+"""The GPT of ``base.py`` with adapters: its own weights stay as they are."""
+
+import sys
+from pathlib import Path
+
+import graphpar as gp
+
+sys.path.insert(0, str(Path(__file__).parent))
+from base import example_inputs, optimizer
+from base import model as base
+
+__all__ = ["example_inputs", "model", "optimizer"]
+
+model = gp.lora(base, {"transformer.h.*.attn.c_*": 8, "transformer.h.*.mlp.c_*": 8}, alpha=16)

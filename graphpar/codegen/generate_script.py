@@ -1,0 +1,115 @@
+"""``generate.py``: a complete, short script for torchrun that continues prompts."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from graphpar.codegen.layout import WIDTH
+from graphpar.codegen.train_script import placement_lines
+from graphpar.ir.plan import Plan
+from graphpar.ir.program import Program
+from graphpar.text import plural
+
+EXAMPLE = "--tokens 1,2,3 --max-new-tokens 16"
+"""Options that a user may begin with."""
+
+_TEMPLATE = '''"""{title}
+
+In this folder:
+
+    torchrun --nproc-per-node {devices} generate.py {example}
+
+{begins}
+
+{placement}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from graphpar.runtime import Pipeline, start, text_file
+from graphpar.runtime.arguments import count, input_file, number, output_file, parsed, positive, token_ids, whole
+
+PROGRAM = Path(__file__).parent
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Generate with {name} on {count}.")
+    parser.add_argument("--prompt", action="append", default=[], help="a text to continue; may be given several times")
+    parser.add_argument("--tokens", action="append", type=token_ids, default=[], help="the same as ids: 15,3,8")
+    parser.add_argument("--tokenizer", type=input_file, help="tokenizer.json, or its folder, for --prompt")
+    parser.add_argument("--max-new-tokens", type=count, help="for each prompt (default: what the cache has room for)")
+    parser.add_argument("--sample", action=argparse.BooleanOptionalAction, help="draw tokens, or take the likeliest")
+    parser.add_argument("--temperature", type=positive)
+    parser.add_argument("--top-k", type=whole)
+    parser.add_argument("--top-p", type=positive)
+    parser.add_argument("--repetition-penalty", type=positive)
+    parser.add_argument("--seed", type=whole, default=0)
+    parser.add_argument("--weights", type=input_file, help="safetensors file or folder (default: weights/)")
+    parser.add_argument("--checkpoint", type=input_file, help="a checkpoint of training, under any plan, for the weights")
+    parser.add_argument("--json", type=output_file, help="where to write the tokens and texts")
+    parser.add_argument("--timeout", type=number, default=600, help="seconds that a rank waits for another")
+    return parsed(parser)
+
+
+def main() -> None:
+    args = arguments()
+    with start(args.timeout) as ranks:
+        pipeline = Pipeline(PROGRAM, ranks.device, seed=args.seed)
+        if args.checkpoint:
+            pipeline.load_checkpoint(args.checkpoint)
+        else:
+            pipeline.load_weights(args.weights)  # by default weights/, or the initial ones, which each rank makes
+        texts = text_file(args.tokenizer) if args.prompt else None
+        prompts = [texts.encode(prompt) for prompt in args.prompt] + args.tokens
+        began = time.perf_counter()
+        found = pipeline.generate(
+            prompts, args.max_new_tokens, do_sample=args.sample, temperature=args.temperature, top_k=args.top_k,
+            top_p=args.top_p, repetition_penalty=args.repetition_penalty, seed=args.seed,
+        )  # fmt: skip
+        seconds = time.perf_counter() - began
+        if not pipeline.reports:  # one rank of the last stage
+            return
+        words = [texts.decode(tokens) if texts else " ".join(map(str, tokens)) for tokens in found]
+        for prompt, text in zip([*args.prompt, *(" ".join(map(str, ids)) for ids in args.tokens)], words):
+            print(f"{{prompt}}\\n  -> {{text}}", flush=True)
+        made = sum(map(len, found))
+        print(f"{{made}} tokens in {{seconds:.3f}} s, {{made / seconds:.1f}} a second", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps({{"tokens": found, "texts": words, "seconds": seconds}}))
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+_BEGINS = (
+    "It reads weights/model.safetensors, or what --weights or --checkpoint names; where there are none, it takes the model's initial "
+    "weights."
+)
+
+
+def generate_script(program: Program, plan: Plan, stages: Sequence[str]) -> str:
+    """Write ``generate.py`` for this plan; ``stages`` says what each stage holds."""
+    devices = plan.mesh.size
+    rows, length = program.inputs[0].shape_at(program.batch)
+    degrees = {axis: degree for axis, degree in plan.mesh.degrees().items() if degree > 1}
+    mesh = f" ({' x '.join(f'{axis}={degree}' for axis, degree in degrees.items())})" if degrees else ""
+    title = (
+        f"Generate with {program.name} on {plural(devices, 'device')}{mesh}: {plural(rows, 'sequence')} at a time of up to {length} "
+        "tokens, with their keys and values in a cache."
+    )
+    return _TEMPLATE.format(
+        title=textwrap.fill(title, WIDTH - len('"""')),
+        devices=devices,
+        count=plural(devices, "device"),
+        example=EXAMPLE,
+        begins="\n".join(textwrap.wrap(_BEGINS, WIDTH)),
+        placement="\n".join(placement_lines(plan, stages)),
+        name=program.name,
+    )

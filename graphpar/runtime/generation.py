@@ -1,0 +1,346 @@
+"""Tokens one after the other, over a pipeline's ranks.
+
+    round     group 0: a window of its sequences goes through the stages; the last one chooses the next tokens
+              group 1: the same, while group 0's window is in later stages
+    next round begins with the tokens of the last
+
+A group is as many sequences as the program computes at once. The first windows of a group are its prompts, up to the end of the shortest;
+from there on positions come one by one, and a longer prompt gives its own token where another sequence takes the chosen one. So no position
+is padding, whatever the lengths.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphpar.runtime.distributed import agreed
+from graphpar.runtime.errors import RuntimeProgramError
+from graphpar.runtime.groups import Groups
+from graphpar.runtime.manifest import Manifest, TensorInterface
+from graphpar.runtime.sampling import Sampling
+from graphpar.runtime.stages import StageAdapter, keywords
+
+WIDEST = 512
+"""Positions of a window at most, so that a long prompt takes no more memory than this many."""
+
+
+_CHOICE = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+"""What :class:`~graphpar.runtime.sampling.Sampling` takes from a call or from the model."""
+
+
+@dataclass
+class _Group:
+    """Sequences that go through the stages together.
+
+    Attributes:
+        numbers: which they are among all.
+        prompts: how many tokens of each were given.
+        limits: how many tokens each has in the end, at most.
+        caches: of each of this rank's stages.
+        position: how many positions the caches have.
+        pending: the tokens that are on their way to this rank.
+    """
+
+    numbers: list[int]
+    sequences: list[list[int]]
+    prompts: list[int]
+    limits: list[int]
+    caches: list[Any]
+    position: int = 0
+    ended: list[bool] = field(default_factory=list)
+    pending: tuple[dist.Work | None, Tensor] | None = None
+
+    @property
+    def window(self) -> int:
+        """How many positions come next: those that all sequences know, at most ``WIDEST``."""
+        return min(WIDEST, min(map(len, self.sequences)) - self.position)
+
+    @property
+    def done(self) -> bool:
+        return all(self.ended)
+
+
+class Generator:
+    """Computes windows of positions on this rank's stages, and chooses tokens.
+
+    Args:
+        adapters: this rank's stages, first to last.
+        package: the emitted package.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self, program: Manifest, adapters: Sequence[StageAdapter], package: str, groups: Groups, device: torch.device
+    ) -> None:
+        self.program, self.adapters, self.groups, self.device = program, adapters, groups, device
+        self.tokens = program.inputs[0].name
+        self.rows, self.length = program.inputs[0].shape
+        self._kv_cache = importlib.import_module(f"{package}.kv_cache")
+        self._last = program.stages[-1].rank
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self.cache_bytes = 0
+        """Of the keys and values of a group of sequences, on this rank, the last time that tokens were generated."""
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.groups.place["pp"] == self._last
+
+    # ---- whole sequences -------------------------------------------------------------------------------------------
+
+    def logits(self, values: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Compute the logits of given tokens [rows, n], window after window: [rows, n, vocabulary], where the last stage is."""
+        tokens = values.get(self.tokens)
+        if tokens is None:  # no stage of this rank takes them
+            tokens = torch.zeros(self.rows, self.length, dtype=torch.int64, device=self.device)
+        caches, position, parts = self._caches(), 0, []
+        for window in _windows(self.length):
+            made = self._forward(tokens[:, position : position + window], position, caches)
+            position += window
+            if made is not None:
+                parts.append(made)
+        self._wait()
+        return {self.program.outputs[0].name: torch.cat(parts, 1)} if parts else None
+
+    def _caches(self) -> list[Any]:
+        return [self._kv_cache.KeyValueCache() for _ in self.adapters]
+
+    # ---- generation: what is asked--------------------------------------------------------------------------------------------
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]] | Tensor,
+        new_tokens: int | None,
+        mask: Tensor | None,
+        seed: int,
+        show: Callable[[int, int], None] | None,
+        choice: Mapping[str, Any],
+    ) -> list[list[int]]:
+        """Check what :meth:`graphpar.runtime.pipeline.Pipeline.generate` was asked, and do it."""
+        with agreed():
+            given = as_prompts(prompts, mask)
+            options = {name: value for name, value in choice.items() if value is not None}
+            if unknown := sorted(set(options) - {*_CHOICE, "eos_token_id"}):
+                raise RuntimeProgramError(
+                    f"generate has no option {unknown[0]!r}; there are {', '.join((*_CHOICE, 'eos_token_id'))}"
+                )
+            chosen = {**self.program.generation, **options}
+            sampling = Sampling(**{name: chosen[name] for name in _CHOICE if name in chosen}, seed=seed)
+            counts = self._counts(given, new_tokens if new_tokens is not None else chosen.get("max_new_tokens"))
+        ends = chosen.get("eos_token_id", ())
+        return self.generate(given, counts, sampling, frozenset([ends] if isinstance(ends, int) else ends), show)
+
+    def _counts(self, prompts: Sequence[Sequence[int]], new_tokens: int | None) -> list[int]:
+        """Return how many tokens follow each prompt.
+
+        Raises:
+            RuntimeProgramError: the cache has no room for them, or a prompt has ids that the model does not know.
+        """
+        if new_tokens is not None and (type(new_tokens) is not int or new_tokens < 1):
+            raise RuntimeProgramError(f"max_new_tokens is {new_tokens!r}; it must be a whole number of at least 1")
+        below = self.program.inputs[0].below
+        for number, prompt in enumerate(prompts):
+            strange = [token for token in prompt if token < 0 or (below is not None and token >= below)]
+            if strange:
+                raise RuntimeProgramError(
+                    f"prompt {number} has the token {strange[0]}; the model knows {below} tokens, from 0"
+                )
+            needed = len(prompt) + (new_tokens or 1) - 1
+            if needed > self.length:
+                more = f" and {new_tokens} new ones need {needed} positions" if new_tokens else ""
+                raise RuntimeProgramError(
+                    f"prompt {number} has {len(prompt)} tokens{more}, but the program's cache has room for {self.length}, the length "
+                    "of the example that it was compiled with"
+                )
+        return [new_tokens or self.length + 1 - len(prompt) for prompt in prompts]
+
+    # ---- generation: rounds --------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: Sequence[int],
+        sampling: Sampling,
+        ends: frozenset[int],
+        show: Callable[[int, int], None] | None = None,
+    ) -> list[list[int]]:
+        """Return the tokens that follow each prompt, at most ``new_tokens``, up to and with one of ``ends``; on every rank the same.
+
+        Args:
+            show: called on every rank with the number of a sequence and its next token.
+        """
+        found = self._groups(prompts, new_tokens)
+        while left := [group for group in found if not group.done]:
+            for group in left:
+                window = group.window
+                given = [sequence[group.position : group.position + window] for sequence in group.sequences]
+                made = self._forward(torch.tensor(given, device=self.device), group.position, group.caches)
+                group.position += window
+                self._choose(group, made, sampling)
+            for group in left:
+                self._take(group, ends, show)
+        self._wait()
+        self.cache_bytes = max(sum(cache.nbytes for cache in group.caches) for group in found)
+        results: dict[int, list[int]] = {}
+        for group in found:
+            for row, number in enumerate(group.numbers):
+                results[number] = group.sequences[row][group.prompts[row] : group.limits[row]]
+        return [results[number] for number in range(len(prompts))]
+
+    def _groups(self, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> list[_Group]:
+        """Divide sequences into groups, the last filled up with copies of its first."""
+        groups = []
+        for first in range(0, len(prompts), self.rows):
+            numbers = list(range(first, min(first + self.rows, len(prompts))))
+            filled = numbers + [first] * (self.rows - len(numbers))
+            sequences = [list(prompts[number]) for number in filled]
+            limits = [len(prompts[number]) + new_tokens[number] for number in filled]
+            ended = [len(sequence) >= limit for sequence, limit in zip(sequences, limits)]
+            ended[len(numbers) :] = [True] * (self.rows - len(numbers))
+            lengths = list(map(len, sequences))
+            groups.append(_Group(numbers, sequences, lengths, limits, self._caches(), ended=ended))
+        return groups
+
+    def _choose(self, group: _Group, logits: Tensor | None, sampling: Sampling) -> None:
+        """Choose the tokens after the window where the last stage is, and send them to the other ranks."""
+        if logits is None:
+            tokens = torch.empty(self.rows, dtype=torch.int64, device=self.device)
+            work = dist.irecv(tokens, src=self.groups.rank_at(pp=self._last), group=self.groups["pp"])
+            group.pending = work, tokens
+            return
+        known = [sequence[: group.position] for sequence in group.sequences]
+        numbers = (group.numbers + group.numbers[:1] * self.rows)[: self.rows]
+        tokens = sampling.tokens(logits[:, -1], known, numbers)
+        for axis in self.program.placed:
+            if (ranks := self.groups[axis]) is not None:
+                dist.broadcast(tokens, src=dist.get_global_rank(ranks, 0), group=ranks)
+        for rank in range(self.program.pp):
+            if rank != self._last:
+                work = dist.isend(tokens, dst=self.groups.rank_at(pp=rank), group=self.groups["pp"])
+                assert work is not None
+                self._sent.append((work, tokens))
+        group.pending = None, tokens
+
+    def _take(self, group: _Group, ends: frozenset[int], show: Callable[[int, int], None] | None) -> None:
+        """Append the tokens to the sequences that have no other at that place."""
+        assert group.pending is not None
+        work, tokens = group.pending
+        if work is not None:
+            work.wait()
+        for row, token in enumerate(tokens.tolist()):
+            sequence = group.sequences[row]
+            if len(sequence) > group.position:
+                continue
+            if group.ended[row]:
+                sequence.append(token)  # computed and not shown
+                continue
+            sequence.append(token)
+            if show is not None:
+                show(group.numbers[row], token)
+            group.ended[row] = token in ends or len(sequence) >= group.limits[row]
+            if group.ended[row]:
+                group.limits[row] = len(sequence)
+
+    # ---- one window ------------------------------------------------------------------------------------------------
+
+    def _forward(self, tokens: Tensor, position: int, caches: Sequence[Any]) -> Tensor | None:
+        """Run a window through this rank's stages; the logits where the last one is."""
+        given = keywords({self.tokens: tokens})
+        window = tokens.size(1)
+        local: tuple[Tensor, ...] = ()
+        result: Tensor | None = None
+        for adapter, cache in zip(self.adapters, caches):
+            received = self._receive(adapter, local, window)
+            cache.begin(position)
+            self._kv_cache.bind(cache)
+            try:
+                adapter.positions = window
+                made = adapter(*received, **given)
+            finally:
+                self._kv_cache.bind(None)
+            local = made if isinstance(made, tuple) else (made,)
+            if adapter.interface.sends:
+                self._send(adapter, local)
+            else:
+                (result,) = local
+        return result
+
+    def _receive(self, adapter: StageAdapter, local: tuple[Tensor, ...], window: int) -> tuple[Tensor, ...]:
+        index, rank = adapter.interface.index, adapter.interface.rank
+        if index == 0:
+            return ()
+        before = self.program.stages[index - 1].rank
+        if before == rank:
+            return local
+        received = tuple(_empty(spec, window, self.device) for spec in adapter.interface.receives)
+        for tensor in received:
+            dist.recv(tensor, src=self.groups.rank_at(pp=before), group=self.groups["pp"])
+        return received
+
+    def _send(self, adapter: StageAdapter, outputs: tuple[Tensor, ...]) -> None:
+        after = self.program.stages[adapter.interface.index + 1].rank
+        if after == adapter.interface.rank:
+            return
+        for tensor in outputs:
+            work = dist.isend(tensor, dst=self.groups.rank_at(pp=after), group=self.groups["pp"])
+            assert work is not None
+            self._sent.append((work, tensor))
+        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+
+    def _wait(self) -> None:
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+
+def _empty(spec: TensorInterface, window: int, device: torch.device) -> Tensor:
+    return torch.empty(spec.shape_at(window), dtype=spec.dtype, device=device)
+
+
+def _windows(length: int) -> list[int]:
+    """Divide a sequence as generation does: a prompt, then some positions one by one; and the rest as a prompt that goes on."""
+    first = max(1, min(WIDEST, length // 2))
+    found = [first] + [1] * min(4, length - first)
+    while sum(found) < length:
+        found.append(min(WIDEST, length - sum(found)))
+    return found
+
+
+def as_prompts(prompts: Sequence[Sequence[int]] | Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Return the tokens of each prompt, without those that ``mask`` [prompts, positions] hides on the left or on the right.
+
+    Raises:
+        RuntimeProgramError: a prompt is empty or no sequence of token ids, or the mask has holes.
+    """
+    if mask is not None:
+        tokens = torch.as_tensor(prompts)
+        if tokens.ndim != 2 or mask.shape != tokens.shape:
+            raise RuntimeProgramError("attention_mask must have the shape of the prompts, [prompts, positions]")
+        for number, row in enumerate(mask.bool()):
+            places = row.nonzero().flatten()
+            if len(places) and int(places[-1] - places[0]) + 1 != len(places):
+                raise RuntimeProgramError(
+                    f"attention_mask hides tokens in the middle of prompt {number}; padding stands at one end"
+                )
+        found = [row[shown].tolist() for row, shown in zip(tokens, mask.bool())]
+    else:
+        found = prompts.tolist() if isinstance(prompts, Tensor) else [list(map(_token, prompt)) for prompt in prompts]
+    if not found or not all(isinstance(prompt, list) for prompt in found):
+        raise RuntimeProgramError("prompts must be a list of lists of token ids, or a tensor [prompts, positions]")
+    for number, prompt in enumerate(found):
+        if not prompt:
+            raise RuntimeProgramError(f"prompt {number} is empty; give it a token, such as the one that begins a text")
+    return found
+
+
+def _token(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RuntimeProgramError(f"a prompt has {value!r}; prompts are lists of token ids")
+    return value

@@ -1,0 +1,215 @@
+"""``windows``: from a model of whole sequences to a program of a window of positions, for generation.
+
+    attention that is causal         cached_attention(q, k, v, length)     sees the keys and values that a cache keeps
+    arange(tokens)                   window(arange(length), 0, tokens)     the window's own positions
+    table[:tokens]                   window(table, 0, tokens)
+
+The program was traced with the positions of its tokens in the place of the batch (:mod:`graphpar.frontend.generation`), so what tells
+whether the batch can be split (:mod:`graphpar.operators.batch`) tells as well whether positions depend on each other. Where any do but in
+attention, the program can't be computed a window at a time, and is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from graphpar.emitted import kv_cache
+from graphpar.errors import GraphparError
+from graphpar.ir.batch_sizes import is_size, size_factor
+from graphpar.ir.program import NOT_SYMBOLIC, Program, batch_coefficients, operator_name, value_of, where
+from graphpar.operators.batch import Analysis, Coupled, Fixed, Rows
+from graphpar.operators.placement import literal
+from graphpar.operators.record import Kind
+from graphpar.operators.table import record_of
+from graphpar.passes.normalize.functional import copied
+from graphpar.passes.normalize.graph_matching import insert_call
+from graphpar.passes.normalize.simplify import remove_dead_code
+from graphpar.runtime.modes import GENERATE
+
+
+def use_windows(program: Program) -> Program:
+    """Rewrite a program for generation; others stay as they are.
+
+    Raises:
+        GraphparError: positions depend on each other in more than causal attention.
+    """
+    if program.mode != GENERATE:
+        return program
+    if not program.symbolic:
+        why = next((line for line in program.warnings if line.startswith(NOT_SYMBOLIC)), "").removeprefix(NOT_SYMBOLIC)
+        raise GraphparError(
+            f"{program.name} can't generate: its forward must take sequences of any length, but it could be traced for those of "
+            f"{program.batch} tokens alone{f' ({why}' if why else '.'}"
+        )
+    graph = copied(program.graph)
+    _only_logits(graph, program)
+    remove_dead_code(graph)
+    for node in list(graph.nodes):
+        if _is_attention(node):
+            _cached(node, program)
+    states = _states(graph, program)
+    for node in list(graph.nodes):
+        _windowed(node, program, states)
+    remove_dead_code(graph)
+    logits = next(output for output in program.outputs if output.name == _logits(program))
+    made = program.with_graph(graph, outputs=(logits,))
+    _check(made)
+    return made
+
+
+def is_windowed(program: Program) -> bool:
+    """Whether a program for generation has no attention without a cache."""
+    return program.mode != GENERATE or not any(_is_attention(node) for node in program.graph.nodes)
+
+
+def _logits(program: Program) -> str:
+    """Return the name of the output that has a number for each token that may come next."""
+    names = [output.name for output in program.outputs]
+    if "logits" in names:
+        return "logits"
+    results: Any = program.graph.output_node().args[0]
+    tokens = value_of(next(node for node in program.graph.nodes if node.op == "placeholder"))
+    for name, node in zip(names, results):
+        value = value_of(node)
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim == tokens.ndim + 1:
+            return name
+    raise GraphparError(
+        f"{program.name} can't generate: it returns {', '.join(names)}, of which none is logits [batch, positions, vocabulary]."
+    )
+
+
+def _only_logits(graph: fx.Graph, program: Program) -> None:
+    place = [output.name for output in program.outputs].index(_logits(program))
+    output = graph.output_node()
+    results: Any = output.args[0]
+    output.args = ((results[place],),)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return node.op == "call_function" and operator_name(node) in _ATTENTION
+
+
+_ATTENTION = ("scaled_dot_product_attention", "dropout_attention")
+
+
+def _cached(node: fx.Node, program: Program) -> None:
+    """Give causal attention over the positions a cache; attention over other dims stays."""
+    query, key, value = node.args[:3]
+    if not all(isinstance(each, fx.Node) for each in (query, key, value)):
+        return
+    follows = [_follows(each) for each in (query, key, value)]  # type: ignore[arg-type]
+    if not any(follows):
+        return
+    if isinstance(literal(node, "attn_mask"), fx.Node) or not literal(node, "is_causal", 5, False):
+        raise GraphparError(
+            f"{program.name} can't generate: attention{where(node)} is not provably causal, so a new token would change the keys and "
+            "values of those before it. A mask is causal where the values that it is made of say so (those of a buffer that is saved with "
+            "the weights may change: give it persistent=False, or call attention with is_causal=True); sliding windows and padding are not."
+        )
+    if not all(follows) or literal(node, "dropout_p", 4, 0.0):
+        raise GraphparError(
+            f"{program.name} can't generate: attention{where(node)} has dropout, or keys of another sequence."
+        )
+    given: dict[str, Any] = {name: node.kwargs[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
+    insert_call(node, kv_cache.cached_attention, (query, key, value, program.batch), given)
+
+
+def _follows(node: fx.Node) -> bool:
+    """Whether the rows of a query, key or value are the positions."""
+    return value_of(node).ndim >= 3 and _factor(node, -2) == 1
+
+
+def _factor(node: fx.Node, dim: int) -> int | None:
+    """Return how many elements of ``dim`` each position has; None where it doesn't follow them."""
+    return batch_coefficients(node)[dim]
+
+
+# ---- positions -------------------------------------------------------------------------------------------------
+
+
+def _states(graph: fx.Graph, program: Program) -> dict[fx.Node, Any]:
+    analysis = Analysis({entry.name: entry.batch_dim for entry in program.inputs}, program.parameters)
+    for node in graph.nodes:
+        if node.op != "output":
+            analysis.visit(node)
+    return analysis.states
+
+
+def _windowed(node: fx.Node, program: Program, states: dict[fx.Node, Any]) -> None:
+    """Take the window of what holds something for each position from the first on."""
+    if node.op != "call_function" or not isinstance(value_of(node), Tensor):
+        return
+    sizes = [each for each in node.all_input_nodes if is_size(each) and size_factor(each) == 1]
+    if len(sizes) != 1:
+        return
+    name, size = operator_name(node), sizes[0]
+    if name == "arange" and states.get(node) == Rows(0, kind="position") and not _numbers_rows(node, states):
+        with node.graph.inserting_before(node):
+            whole = node.graph.node_copy(node, lambda each: each)
+        whole.args = tuple(program.batch if each is size else each for each in node.args)
+        whole.kwargs = {key: program.batch if each is size else each for key, each in node.kwargs.items()}
+        whole.meta["val"] = value_of(node).new_empty(program.batch)
+        whole.meta.pop("batch_coefficients", None)
+        insert_call(node, kv_cache.window, (whole, 0, size), {})
+    elif name == "slice" and isinstance(states.get(node.args[0]), Fixed):  # type: ignore[arg-type]
+        source, dim = node.args[0], int(literal(node, "dim", 1, 0))
+        assert isinstance(source, fx.Node)
+        dim %= value_of(source).ndim
+        plain = (
+            literal(node, "end", 3) is size and not literal(node, "start", 2, 0) and literal(node, "step", 4, 1) == 1
+        )
+        if plain and _factor(node, dim) == 1 and value_of(source).shape[dim] >= program.batch:
+            insert_call(node, kv_cache.window, (source, dim, size), {})
+
+
+def _numbers_rows(node: fx.Node, states: dict[fx.Node, Any]) -> bool:
+    """Whether an arange numbers the rows of this very window, as the inverse of a sort does, and not positions of a sequence."""
+    pending, seen = [node], {node}
+    while pending:
+        current = pending.pop()
+        for user in current.users:
+            name = operator_name(user)
+            if name == "index_put" or (
+                name == "index" and user.args[0] is not current and _moves(user.args[0], states)
+            ):
+                return True
+            if user.op == "call_function" and record_of(user).kind in _SAME_NUMBERS and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+_SAME_NUMBERS = (Kind.RESHAPE, Kind.EXPAND, Kind.ALIAS, Kind.COPY, Kind.VIEW)
+
+
+def _moves(source: Any, states: dict[fx.Node, Any]) -> bool:
+    return isinstance(source, fx.Node) and not isinstance(states.get(source), Fixed)
+
+
+def _check(program: Program) -> None:
+    """Check that positions are independent but for attention.
+
+    Raises:
+        GraphparError: an operator mixes them, or the logits are not one row a position.
+    """
+    analysis = Analysis({entry.name: entry.batch_dim for entry in program.inputs}, program.parameters)
+    for node in program.graph.nodes:
+        if node.op != "output":
+            analysis.visit(node)
+    if analysis.couplings:
+        found: Coupled = analysis.couplings[0]
+        place = where(found.node) if found.node is not None else ""
+        reason = found.reason.replace("the batch size", "the sequence's length").replace("examples", "positions")
+        raise GraphparError(
+            f"{program.name} can't generate a token at a time: {reason.replace('the batch', 'the sequence')}{place}. "
+            "Only causal attention may look at other positions."
+        )
+    results: Any = program.graph.output_node().args[0]
+    state = analysis.states[results[0]]
+    if not isinstance(state, Rows) or (state.outer, state.order, state.kind) != (1, None, "values"):
+        raise GraphparError(f"{program.name} can't generate: its output has not one row of logits for each position.")

@@ -1,0 +1,43 @@
+"""One rank of programs that generate.
+
+As a script (under torchrun): FOLDER PROGRAM...; FOLDER has ``prompts.json`` and, for each program, ``PROGRAM.safetensors``. It writes what
+it generates (``PROGRAM-rank_N.json``) into FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphpar.runtime import Pipeline, start
+
+NEW = 32
+DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 11}
+
+
+def main(folder: str, *programs: str) -> None:
+    root = Path(folder)
+    prompts = json.loads((root / "prompts.json").read_text())
+    with start(200) as ranks:
+        for program in programs:
+            with Pipeline(root / program, ranks.device) as pipeline:
+                checkpoint = root / f"{program}-checkpoint"
+                if checkpoint.is_dir():
+                    pipeline.load_checkpoint(checkpoint)
+                else:
+                    pipeline.load_weights(root / f"{program}.safetensors", strict=False)
+                shown: list[list[int]] = [[] for _ in prompts]
+                greedy = pipeline.generate(prompts, NEW, show=lambda number, token, to=shown: to[number].append(token))
+                assert shown == greedy
+                drawn = pipeline.generate(prompts, NEW, **DRAWN)
+                one = pipeline.generate(torch.tensor([prompts[0]]), 4)
+                seen = {"greedy": greedy, "drawn": drawn, "one": one, "cache": pipeline.cache_bytes}
+                (root / f"{program}-rank_{ranks.rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
