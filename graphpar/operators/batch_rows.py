@@ -169,6 +169,7 @@ def _index_put(node: fx.Node, states: States, pure: bool) -> Found:
         if what.kind == "position":  # of all rows, whatever their layout
             plain &= not literal(node, "accumulate")
             return replace(first, kind="inverse", pure=pure) if plain else mixes
+        assert isinstance(indices[0], fx.Node)
         rows_for_rows = value_of(indices[0]).ndim == 1 and value_of(values).ndim == value_of(target).ndim
         found = _written_back(state, first, what, pure, bool(literal(node, "accumulate"))) if rows_for_rows else None
         return found or mixes
