@@ -234,6 +234,11 @@ def _own_group(call: _Call, axis: str, emit: Emit) -> Any:
     query, key, value = call.args[:3]
     dim = value_of(operands_of(call.node)[1]).ndim - 3
     own = [emit(collectives.own_group, (x, axis, dim), {}) for x in (key, value)]
+    for made, x in zip(own, (key, value)):
+        if isinstance(made, fx.Node):
+            sizes = list(value_of(x).shape)
+            made.meta["val"] = value_of(x).new_empty([*sizes[:dim], 1, *sizes[dim + 1 :]])
+            made.meta.pop("batch_coefficients", None)
     return emit(call.node.target, (query, *own, *call.args[3:]), call.kwargs)
 
 
