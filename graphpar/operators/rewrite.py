@@ -221,7 +221,11 @@ def _vocab_cross_entropy(call: _Call, axis: str, emit: Emit) -> Any:
 
 def _own_experts(call: _Call, axis: str, emit: Emit) -> Any:
     """A grouped product on the rows of this rank's experts: its offsets count from the rank's first row."""
-    call.set("offs", emit(collectives.own_offsets, (call.get("offs"), axis), {}))
+    own = emit(collectives.own_offsets, (call.get("offs"), axis), {})
+    if isinstance(own, fx.Node):
+        whole = value_of(operands_of(call.node)[2])
+        own.meta |= {"val": whole.new_empty(whole.shape[0] // call.degrees[axis]), "batch_coefficients": (None,)}
+    call.set("offs", own)
     return emit(call.node.target, tuple(call.args), call.kwargs)
 
 
